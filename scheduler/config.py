@@ -1,0 +1,22 @@
+"""Settings of the scheduler: what may run at once, and how prefill shares the device with decode."""
+
+from pydantic import Field
+
+from gpu.config import Settings
+
+
+class PrefillConfig(Settings):
+    chunk_tokens: int = Field(2048, ge=16, description="most tokens of one prefill unit (one layer over one chunk)")
+    max_hidden_tokens: int | None = Field(None, gt=0, description="hidden states of all prefills under way; derived")
+    max_jobs: int = Field(8, ge=1, description="prefill jobs under way at once")
+    bypass_units: int = Field(64, ge=1, description="units of shorter jobs before the oldest job gets one")
+
+
+class SchedulerConfig(Settings):
+    max_running: int = Field(64, ge=1, description="sequences that hold pages at once")
+    max_queue: int = Field(256, ge=0, description="sequences that wait; one more is answered with 429")
+    max_context_tokens: int | None = Field(None, gt=0, description="prompt and output; default: the model's")
+    token_gap_target_ms: float = Field(100.0, gt=0, description="aim for the gap between a stream's tokens")
+    prefix_cache: bool = True
+    prefill: PrefillConfig = PrefillConfig()
+    default_profile: str = Field("exact", description="attention profile of requests that name none")

@@ -1,0 +1,146 @@
+"""What the API process and the engine process say to each other: msgspec structs over ZeroMQ, MessagePack inside.
+
+Each engine process has its own pair of sockets (PUSH/PULL), so messages of a dead engine can never reach a new one.
+Times are `time.monotonic()` seconds, which on Linux all processes of a host share. No torch here.
+"""
+
+import msgspec
+
+from gpu.sampling_params import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. `max_tokens` bounds the output, and prompt + output never exceed the model's context.
+
+    `stop_token_ids` end it (the stop token is reported in `Delta.token_ids`); stop strings are the API process's work.
+    `max_tokens` 0 computes the prompt alone (for `echo` with `logprobs`).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_token_ids: list[int]
+    min_tokens: int = 0
+    attention_profile: str
+    arrival_s: float
+
+
+# --- API process -> engine ---------------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Accept all of these or none: answered by one `Accepted` or `Refused` with the same `submit_id`."""
+
+    submit_id: str
+    requests: list[EngineRequest]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Forget these requests; their pages are free after the step under way. Unknown ids are ignored. No reply."""
+
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Exit now; the API process sends it once it has drained."""
+
+
+ToEngine = Submit | Cancel | Shutdown
+
+
+# --- engine -> API process ---------------------------------------------------------------------------------------------
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Progress of loading: `stage` is a word for people, `fraction` in [0, 1]."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine serves. Limits that the API process checks requests against."""
+
+    vocab_size: int
+    max_context_tokens: int
+    profiles: list[str]
+    default_profile: str
+    num_pages: int
+    page_tokens: int
+    device: str
+    load_seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start: one line for the operator (a broken checkpoint, too little memory). It exits after."""
+
+    message: str
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    submit_id: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """`code`: `queue_full` (try again later) or `too_large` (can never fit); `message` names what was asked and had."""
+
+    submit_id: str
+    code: str
+    message: str
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """Of one token: its natural-log probability and the `(token id, logprob)` of the most likely, best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step added to one request. The last one has a `finish_reason`: stop, length or error."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None  # with the first token: entry i is of prompt token i + 1
+    finish_reason: str | None = None
+    error: str | None = None  # with finish_reason error
+    num_cached_tokens: int = 0
+    queue_seconds: float | None = None  # with the first delta: from arrival to the start of its prefill
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request's prefill is, in tokens of work done (layer-weighted: all layers of one token are one)."""
+
+    request_id: str
+    done_tokens: int
+    total_tokens: int
+    cached_tokens: int
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of the engine; counters count since it started."""
+
+    num_running: int
+    num_prefilling: int
+    num_waiting: int
+    pages_used: int  # held by requests
+    pages_cached: int  # held by the prefix cache alone
+    pages_total: int
+    prefix_queries_tokens: int
+    prefix_hits_tokens: int
+    preemptions: int
+    steps: int
+    step_seconds: float
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """One message a step."""
+
+    deltas: list[Delta]
+    progress: list[Progress]
+    stats: Stats | None
+
+
+FromEngine = Loading | Ready | Failed | Accepted | Refused | Outputs
