@@ -1,0 +1,5 @@
+"""The `tandem bench` group. Each command imports what it measures when it runs, so that listing them is quick."""
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")

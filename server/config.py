@@ -1,0 +1,75 @@
+"""The deployment: one YAML file, read here and nowhere else. Unknown keys are errors; nothing mutates a configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from gpu.config import GpuConfig, ModelConfig, Settings
+from scheduler.config import SchedulerConfig
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message is one line that names the file, the key and what was wanted."""
+
+
+class ServerConfig(Settings):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0: any free port, printed in the log")
+    api_keys: tuple[str, ...] = Field((), description="bearer keys; none: the server is open")
+    api_keys_file: Path | None = Field(None, description="more keys, one a line")
+    max_body_mib: float = Field(16.0, gt=0, description="largest request body; a larger one is answered with 413")
+    keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
+    progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
+    retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")
+    drain_seconds: float = Field(60.0, ge=0, description="on SIGTERM, wait this long for open requests")
+    restart_engine: bool = Field(True, description="start a new engine process when one dies")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+
+class Deployment(Settings):
+    """Everything about one server. `tandem plan` prints it resolved against a machine."""
+
+    model: ModelConfig
+    gpu: GpuConfig = GpuConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    server: ServerConfig = ServerConfig()
+
+
+def load_deployment(path: Path) -> Deployment:
+    """Read a YAML file. Relative paths in it are relative to its folder. Raises ConfigError with one line."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"config: {path} is missing") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config: {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config: {path} holds {type(tree).__name__}; wanted a mapping with the key `model`")
+    try:
+        deployment = Deployment.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"config: {path}: {describe(error)}") from None
+    return _anchor(deployment, path.resolve().parent)
+
+
+def describe(error: ValidationError) -> str:
+    """The first problem of a ValidationError as `key: got, wanted`, and how many more there are."""
+    problems: list[Any] = list(error.errors())
+    first = problems[0]
+    key = ".".join(str(part) for part in first["loc"]) or "(top)"
+    got = "" if first["type"] in ("missing", "extra_forbidden") else f" (got {first['input']!r})"
+    what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"{key}: {what}{got}{more}"
+
+
+def _anchor(deployment: Deployment, folder: Path) -> Deployment:
+    model = deployment.model
+    paths = {key: getattr(model, key) for key in ("path", "tokenizer", "chat_template")}
+    anchored = {key: folder / path for key, path in paths.items() if path is not None}
+    server = deployment.server
+    if server.api_keys_file is not None:
+        server = server.model_copy(update={"api_keys_file": folder / server.api_keys_file})
+    return deployment.model_copy(update={"model": model.model_copy(update=anchored), "server": server})
