@@ -1,0 +1,36 @@
+"""One prompt of a task with the answers that score it: what tasks and datasets make and every runner consumes.
+
+It knows no tokenizer, no model and no attention method. A sample is immutable and complete: given the prompt, a runner
+needs nothing else to get a prediction, and given the prediction, `evals.metrics.score` needs only `metric`, `answers`
+and `meta`. `prompt` is the text of the user's turn or of the completion; with `meta["raw"]` true it already holds the
+model's own special tokens and must be sent as a raw completion, without another chat template.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its answers.
+
+    task: the registry name, such as `niah_single_1`. sample_id: unique within (task, length, seed).
+    metric: a name of `evals.metrics.METRICS`. max_new_tokens: room for the answer, in tokens.
+    length_tokens: the tokens of `prompt` as counted by the tokenizer that it was made for (0 for datasets read
+    without one). depth: where the answer stands in the context, 0 (start) to 1 (end), or None where it has no place.
+    meta: what the metric or a report wants beside, JSON values only.
+    """
+
+    task: str
+    sample_id: str
+    prompt: str
+    answers: list[str]
+    metric: str
+    max_new_tokens: int
+    length_tokens: int
+    depth: float | None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The sample as a dict of JSON values."""
+        return asdict(self)
