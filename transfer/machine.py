@@ -1,0 +1,178 @@
+"""The machine that a deployment runs on: one GPU at most, the cores and the memory that this process may use.
+
+Knows nothing of models or settings, measures no rates and loads no torch. What it reports is what the process may use
+and not what the host owns: cgroup limits, the CPU affinity mask and CUDA_VISIBLE_DEVICES are respected. A machine
+without a GPU is an ordinary machine. A profile goes to JSON and back unchanged, so that a plan can be made elsewhere.
+"""
+
+import math
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import cpuinfo
+import psutil
+import pynvml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+GIB = 2**30
+INSTRUCTION_SET_PREFIXES = ("avx2", "avx512", "avx_vnni", "amx", "fma", "f16c", "asimd", "sve")
+
+
+class MachineError(Exception):
+    """A machine profile that cannot be read; the message is one line."""
+
+
+class Profile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GpuProfile(Profile):
+    name: str
+    compute_capability: tuple[int, int]
+    memory_bytes: int = Field(gt=0)
+    pcie_generation: int | None = Field(description="what card and slot can do; None: the driver does not say")
+    pcie_width: int | None = Field(description="lanes that card and slot can do")
+    driver: str | None = None
+
+
+class MachineProfile(Profile):
+    """`physical_cores` and `memory_bytes` are what this process may use; `gpu` is the one that it would use."""
+
+    name: str
+    gpu: GpuProfile | None
+    cpu: str
+    physical_cores: int = Field(ge=1)
+    instruction_sets: tuple[str, ...]
+    numa_nodes: int = Field(ge=1)
+    memory_bytes: int = Field(gt=0)
+
+
+@cache
+def probe_machine() -> MachineProfile:
+    """The machine under this process, probed once. Takes about a second (the instruction sets)."""
+    processor = cpuinfo.get_cpu_info()
+    return MachineProfile(
+        name=platform.node() or "unnamed",
+        gpu=probe_gpu(),
+        cpu=str(processor.get("brand_raw", platform.machine())),
+        physical_cores=count_physical_cores(),
+        instruction_sets=select_instruction_sets(processor.get("flags", [])),
+        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        memory_bytes=min([psutil.virtual_memory().total, *cgroup_memory_limits(Path("/proc/self/cgroup"))]),
+    )
+
+
+def load_machine(path: Path) -> MachineProfile:
+    """A recorded profile. Raises MachineError with one line for a file that is missing or not a profile."""
+    try:
+        return MachineProfile.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise MachineError(f"machine: {path} is missing; `tandem doctor --json` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise MachineError(f"machine: {path} cannot be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "(top)"
+        raise MachineError(f"machine: {path}: {key}: {first['msg']}") from None
+
+
+def probe_gpu() -> GpuProfile | None:
+    """The first GPU that CUDA would show this process, or None without a driver or a visible GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = "0" if visible is None else visible.split(",")[0].strip()
+    if first in ("", "-1", "NoDevFiles"):
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = (
+            pynvml.nvmlDeviceGetHandleByIndex(int(first))
+            if first.isdigit()
+            else pynvml.nvmlDeviceGetHandleByUUID(first.encode())
+        )
+        return GpuProfile(
+            name=str(pynvml.nvmlDeviceGetName(handle)),
+            compute_capability=pynvml.nvmlDeviceGetCudaComputeCapability(handle),
+            memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            pcie_generation=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            pcie_width=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            driver=str(pynvml.nvmlSystemGetDriverVersion()),
+        )
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _ask(question, handle) -> int | None:  # type: ignore[no-untyped-def]
+    try:
+        return int(question(handle))
+    except pynvml.NVMLError:
+        return None
+
+
+def count_physical_cores() -> int:
+    """Physical cores under this process's affinity mask and CPU quota; hyperthreads of one core count once."""
+    cpus = os.sched_getaffinity(0)
+    cores = set()
+    for cpu in cpus:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
+        except OSError:
+            return max(1, min(len(cpus), psutil.cpu_count(logical=False) or len(cpus)))
+    quota = _cpu_quota(Path("/proc/self/cgroup"))
+    return max(1, len(cores) if quota is None else min(len(cores), math.ceil(quota)))
+
+
+def select_instruction_sets(flags: list[str]) -> tuple[str, ...]:
+    """The vector and matrix sets among a processor's flags, sorted; `avx512_bf16` and `avx512bf16` are one name."""
+    names = {flag.replace("avx512_", "avx512") for flag in flags if flag.startswith(INSTRUCTION_SET_PREFIXES)}
+    return tuple(sorted(names))
+
+
+def cgroup_memory_limits(membership: Path) -> list[int]:
+    """Memory limits in bytes of this process's cgroup and the ones above it (version 2 or 1); empty: none is set."""
+    limits = []
+    for folder in _cgroup_folders(membership, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name)
+            if text.isdigit():
+                limits.append(int(text))
+    return limits
+
+
+def _cpu_quota(membership: Path) -> float | None:
+    """Cores' worth of CPU time that the cgroups allow; None: all."""
+    quotas = []
+    for folder in _cgroup_folders(membership, "cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(membership: Path, controller: str) -> list[Path]:
+    """Folders that may limit `controller`, from this process's own cgroup up to the root of the mount."""
+    folders = []
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup") / (controller if controllers else "")
+        own = root / path.lstrip("/")
+        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return folders
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
