@@ -1,0 +1,118 @@
+"""Where the text around the needles comes from: generated prose, or the user's own text files.
+
+It knows words and sentences, not tokens or tasks. A source gives, for a seed, as many sentences as asked; the same seed
+gives the same sentences, and asking for more only lengthens the list. Text files are read from a place that the seed
+picks and never repeat within one document: a file that is too short raises instead.
+"""
+
+import random
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+from evals.tasks.narrative import Narrator
+
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Sentences for haystacks, and the files that question tasks read.
+
+    files: text files, UTF-8; empty means generated prose. questions: by task name (`qa_1`, `qa_2`) the file of
+    questions and documents in the format of SQuAD or HotpotQA.
+    """
+
+    files: tuple[Path, ...] = ()
+    questions: Mapping[str, Path] = field(default_factory=dict)
+
+    @cached_property
+    def _file_sentences(self) -> list[str]:
+        texts = [" ".join(path.read_text(encoding="utf-8").split()) for path in self.files]
+        return [sentence for text in texts for sentence in SENTENCE_END.split(text) if sentence]
+
+    def sentences(self, seed: int, num_words: int) -> list[str]:
+        """Sentences of at least num_words words in all. Raises ValueError where the text files hold fewer."""
+        if not self.files:
+            return self._told(seed, num_words)
+        own = self._file_sentences
+        begin = random.Random(f"text-{seed}").randrange(max(1, len(own)))
+        chosen, num_chosen = [], 0
+        for sentence in own[begin:] + own[:begin]:
+            chosen.append(sentence)
+            num_chosen += sentence.count(" ") + 1
+            if num_chosen >= num_words:
+                return chosen
+        raise ValueError(f"text files: hold {num_chosen} words, wanted {num_words}; give more text or shorter lengths")
+
+    @staticmethod
+    def _told(seed: int, num_words: int) -> list[str]:
+        narrator, chosen, num_chosen = Narrator(seed), [], 0
+        while num_chosen < num_words:
+            chosen.append(narrator.sentence())
+            num_chosen += chosen[-1].count(" ") + 1
+        return chosen
+
+    @property
+    def name(self) -> str:
+        """What a result row says about the text: `generated`, or the files' names."""
+        return ",".join(path.name for path in self.files) or "generated"
+
+
+def text_source(text_files: Sequence[Path], question_files: Mapping[str, Path]) -> TextSource:
+    """A source over the given files; raises FileNotFoundError naming the first that is missing."""
+    for path in [*text_files, *question_files.values()]:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"text source: no file {path}; give paths of UTF-8 text, SQuAD or HotpotQA files")
+    return TextSource(tuple(Path(path) for path in text_files), {k: Path(v) for k, v in question_files.items()})
+
+
+class Haystack:
+    """A document of n words with inserts at sentence ends; n can grow up to what the source was asked for."""
+
+    def __init__(self, sentences: list[str]) -> None:
+        self.sentences = sentences
+        self.ends = list(accumulate(sentence.count(" ") + 1 for sentence in sentences))
+
+    def cut(self, num_words: int) -> list[str]:
+        """The first num_words words as sentences; the last one may be shortened, and then ends with a full stop."""
+        kept: list[str] = []
+        begin = 0
+        for sentence, end in zip(self.sentences, self.ends, strict=True):
+            if end > num_words:
+                words = sentence.split(" ")[: num_words - begin]
+                if words:
+                    kept.append(" ".join(words).rstrip(",;:\"-.!?'") + ".")
+                return kept
+            kept.append(sentence)
+            begin = end
+        return kept
+
+    def document(self, num_words: int, inserts: Sequence[tuple[float, str]]) -> str:
+        """num_words words with each insert after the sentence end that is nearest to its depth.
+
+        inserts: (depth in [0, 1], text), placed in the order of their depths; equal depths keep the given order.
+        """
+        kept = self.cut(num_words)
+        placed = sorted(range(len(inserts)), key=lambda index: inserts[index][0])
+        slots: dict[int, list[str]] = {}
+        for index in placed:
+            depth, text = inserts[index]
+            slots.setdefault(self._slot(depth * num_words, len(kept)), []).append(text)
+        pieces = list(slots.get(0, []))
+        for position, sentence in enumerate(kept, start=1):
+            pieces.append(sentence)
+            pieces.extend(slots.get(position, []))
+        return " ".join(pieces)
+
+    def _slot(self, word: float, num_kept: int) -> int:
+        """The number of sentences before the insert whose end is nearest to the word."""
+        after = bisect_left(self.ends, word)
+        before_end = self.ends[after - 1] if after else 0
+        after_end = self.ends[after] if after < len(self.ends) else before_end
+        nearest = after if word - before_end <= after_end - word else after + 1
+        return min(nearest, num_kept)
