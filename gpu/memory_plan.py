@@ -184,7 +184,7 @@ def _resolve_dtype(gpu: GpuConfig, device: str, machine: MachineProfile) -> Lite
     if device == "cuda" and machine.gpu is not None and machine.gpu.compute_capability < (8, 0):
         major, minor = machine.gpu.compute_capability
         raise PlanError(
-            f"gpu.device: {machine.gpu.name} has compute capability {major}.{minor}, wanted 8.0 or more; use device: cpu"
+            f"gpu.device: {machine.gpu.name} has compute capability {major}.{minor}, wanted 8.0; use device: cpu"
         )
     if gpu.dtype == "auto":
         return "bfloat16" if device == "cuda" else "float32"

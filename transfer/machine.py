@@ -17,6 +17,7 @@ import pynvml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 GIB = 2**30
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 INSTRUCTION_SET_PREFIXES = ("avx2", "avx512", "avx_vnni", "amx", "fma", "f16c", "asimd", "sve")
 
 
@@ -125,7 +126,7 @@ def count_physical_cores() -> int:
             cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
         except OSError:
             return max(1, min(len(cpus), psutil.cpu_count(logical=False) or len(cpus)))
-    quota = _cpu_quota(Path("/proc/self/cgroup"))
+    quota = cpu_quota(Path("/proc/self/cgroup"))
     return max(1, len(cores) if quota is None else min(len(cores), math.ceil(quota)))
 
 
@@ -146,7 +147,7 @@ def cgroup_memory_limits(membership: Path) -> list[int]:
     return limits
 
 
-def _cpu_quota(membership: Path) -> float | None:
+def cpu_quota(membership: Path) -> float | None:
     """Cores' worth of CPU time that the cgroups allow; None: all."""
     quotas = []
     for folder in _cgroup_folders(membership, "cpu"):
@@ -165,7 +166,7 @@ def _cgroup_folders(membership: Path, controller: str) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = Path("/sys/fs/cgroup") / (controller if controllers else "")
+        root = CGROUP_ROOT / (controller if controllers else "")
         own = root / path.lstrip("/")
         folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
     return folders
