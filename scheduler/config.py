@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from gpu.config import Settings
+from gpu.config import GpuConfig, ModelConfig, Settings
 
 
 class PrefillConfig(Settings):
@@ -20,3 +20,11 @@ class SchedulerConfig(Settings):
     prefix_cache: bool = True
     prefill: PrefillConfig = PrefillConfig()
     default_profile: str = Field("exact", description="attention profile of requests that name none")
+
+
+class EngineConfig(Settings):
+    """What the engine process is told: a deployment without its server."""
+
+    model: ModelConfig
+    gpu: GpuConfig = GpuConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()

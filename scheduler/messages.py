@@ -26,7 +26,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float
 
 
-# --- API process -> engine ---------------------------------------------------------------------------------------------
+# --- API process -> engine -------------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -49,7 +49,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Submit | Cancel | Shutdown
 
 
-# --- engine -> API process ---------------------------------------------------------------------------------------------
+# --- engine -> API process -------------------------------------------------------------------------------------------
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,163 @@
+"""The engine process: an engine behind two ZeroMQ sockets. `python -m scheduler.engine_process REQUESTS REPLIES`.
+
+The deployment comes as JSON on standard input (its `server` part is the other process's business). While there is work
+it never waits; without work it sleeps until a message comes. It ends on Shutdown, and with the process that started it.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+from pydantic import ValidationError
+
+from gpu.architecture import ModelError
+from gpu.memory_plan import PlanError
+from gpu.profiles import ProfileError
+from scheduler.capacity import QueueFullError, TooLargeError
+from scheduler.config import EngineConfig
+from scheduler.engine import Engine, load_engine
+from scheduler.messages import (
+    Accepted,
+    Cancel,
+    Delta,
+    Failed,
+    FromEngine,
+    Loading,
+    Outputs,
+    Progress,
+    Refused,
+    Shutdown,
+    Stats,
+    Submit,
+    ToEngine,
+)
+
+log = logging.getLogger("engine")
+
+_STATS_SECONDS = 0.25
+_PROGRESS_SECONDS = 0.1
+_PARENT_SECONDS = 1.0
+
+
+class Connection:
+    """Messages to and from the API process."""
+
+    def __init__(self, requests: str, replies: str) -> None:
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PULL)
+        self._replies = self._context.socket(zmq.PUSH)
+        for socket, address in ((self._requests, requests), (self._replies, replies)):
+            socket.set_hwm(0)
+            socket.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def receive(self, wait_seconds: float) -> list[ToEngine]:
+        """Every message that is there; waits for a first one at most this long."""
+        messages: list[ToEngine] = []
+        if wait_seconds and not self._requests.poll(wait_seconds * 1e3):
+            return messages
+        while True:
+            try:
+                messages.append(self._decoder.decode(self._requests.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: FromEngine) -> None:
+        self._replies.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        self._context.destroy(linger=2000)
+
+
+class Loop:
+    """Steps the engine, and paces what is reported besides tokens."""
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._parent = os.getppid()
+        self._stats_due = 0.0
+        self._progress_due = 0.0
+        self._parent_due = 0.0
+
+    def run(self) -> None:
+        """Until Shutdown comes, or the process that started this one is gone."""
+        while self._parent_lives():
+            wait = 0.0 if self._engine.has_work else _STATS_SECONDS
+            for message in self._connection.receive(wait):
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message)
+            self._report(self._engine.step() if self._engine.has_work else [])
+
+    def _handle(self, message: Submit | Cancel) -> None:
+        if isinstance(message, Cancel):
+            self._engine.cancel(message.request_ids)
+            return
+        try:
+            self._engine.submit(message.requests)
+        except QueueFullError as error:
+            self._connection.send(Refused(message.submit_id, "queue_full", str(error)))
+        except TooLargeError as error:
+            self._connection.send(Refused(message.submit_id, "too_large", str(error)))
+        else:
+            self._connection.send(Accepted(message.submit_id))
+
+    def _report(self, deltas: list[Delta]) -> None:
+        now = time.monotonic()
+        progress: list[Progress] = []
+        stats: Stats | None = None
+        if now >= self._progress_due:
+            self._progress_due = now + _PROGRESS_SECONDS
+            progress = self._engine.progress()
+        if now >= self._stats_due:
+            self._stats_due = now + _STATS_SECONDS
+            stats = self._engine.stats()
+        if deltas or progress or stats:
+            self._connection.send(Outputs(deltas, progress, stats))
+
+    def _parent_lives(self) -> bool:
+        now = time.monotonic()
+        if now < self._parent_due:
+            return True
+        self._parent_due = now + _PARENT_SECONDS
+        return os.getppid() == self._parent
+
+
+def main(requests: str, replies: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
+    connection = Connection(requests, replies)
+    try:
+        engine, ready = load_engine(_read_config(sys.stdin.read()), _loading(connection))
+    except (ModelError, PlanError, ProfileError, ValidationError) as error:
+        log.error("failed reason=%s", error)
+        connection.send(Failed(" ".join(str(error).split())))
+        connection.close()
+        return 1
+    log.info("ready device=%s load_seconds=%.1f pages=%d", ready.device, ready.load_seconds, ready.num_pages)
+    connection.send(ready)
+    Loop(engine, connection).run()
+    connection.close()
+    return 0
+
+
+def _read_config(text: str) -> EngineConfig:
+    tree = json.loads(text)
+    level = tree.get("server", {}).get("log_level", "info")
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    return EngineConfig.model_validate({key: tree[key] for key in ("model", "gpu", "scheduler") if key in tree})
+
+
+def _loading(connection: Connection) -> Callable[[str, float], None]:
+    return lambda stage, fraction: connection.send(Loading(stage, fraction))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""What requests are told of a step: deltas as tokens are drawn, progress while their prompt is prefilled."""
+
+from gpu.step import SampledToken, TokenLogprob
+from scheduler.messages import Delta, Logprob, Progress
+from scheduler.prefill_queue import JobInProgress
+from scheduler.sequence import Sequence
+
+
+def finish_reason(sequence: Sequence, token_id: int) -> str | None:
+    """Why this draw (not yet appended) ends the sequence, or None. Stop tokens before `min_tokens` are ordinary text."""
+    request = sequence.request
+    num_output = sequence.num_output_tokens + 1
+    if token_id < 0:
+        return "error"
+    if request.max_tokens and token_id in request.stop_token_ids and num_output >= request.min_tokens:
+        return "stop"
+    return "length" if num_output >= request.max_tokens else None
+
+
+def make_delta(
+    sequence: Sequence, token: SampledToken, prompt_logprobs: list[TokenLogprob] | None, reason: str | None
+) -> Delta:
+    """The message for one draw. Cached tokens come with all, prompt logprobs and queue time with the first."""
+    request = sequence.request
+    token_ids = [token.token_id] if token.token_id >= 0 and request.max_tokens else []
+    first, sequence.has_reported = not sequence.has_reported, True
+    return Delta(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        logprobs=[_message(token.logprob)] if token_ids and token.logprob is not None else None,
+        prompt_logprobs=[_message(entry) for entry in prompt_logprobs] if prompt_logprobs and first else None,
+        finish_reason=reason,
+        error="logits: not finite for this request; nothing could be drawn" if reason == "error" else None,
+        num_cached_tokens=sequence.num_cached_tokens,
+        queue_seconds=(sequence.started_s or 0.0) - request.arrival_s if first else None,
+    )
+
+
+def make_progress(entry: JobInProgress, num_layers: int) -> list[Progress]:
+    """How far a prefill job is, for each of its members: they advance together."""
+    share = 1.0 - entry.remaining(num_layers) / (num_layers * entry.job.num_tokens)
+    return [
+        Progress(
+            request_id=sequence.request_id,
+            done_tokens=prompt.begin + int(share * prompt.num_computed_tokens),
+            total_tokens=len(prompt.token_ids),
+            cached_tokens=prompt.begin,
+        )
+        for sequence, prompt in zip(entry.sequences, entry.job.prompts, strict=True)
+    ]
+
+
+def _message(entry: TokenLogprob) -> Logprob:
+    return Logprob(entry.logprob, entry.top)

@@ -1,0 +1,388 @@
+"""Decides what the next engine step does, and turns what a step produced into what requests are told.
+
+Knows requests, slots, pages and time; never sees a tensor. Plans may be made one step ahead of results: a sequence's
+draws in flight are counted, and what is freed now may be handed out at once, since the device works in plan order.
+Invariants: a page belongs to a sequence from admission until it is finished or preempted; a request that was accepted
+gets exactly one final delta unless it is cancelled.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpu.architecture import Architecture
+from gpu.step import (
+    DecodeGroup,
+    PageWrite,
+    PrefillJob,
+    PrefillPrompt,
+    PrefillUnit,
+    SampledToken,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
+from scheduler.capacity import Capacity, QueueFullError
+from scheduler.config import SchedulerConfig
+from scheduler.cost_model import CostModel
+from scheduler.messages import Delta, EngineRequest, Progress, Stats
+from scheduler.pages import PagePool
+from scheduler.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.prefix_cache import PrefixCache
+from scheduler.reports import finish_reason, make_delta, make_progress
+from scheduler.sequence import Sequence, State
+
+log = logging.getLogger(__name__)
+
+_MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
+_LEAST_PREFILL_SHARE = 0.1  # of the token gap target, however long decode takes
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A plan whose result is not in yet: which sequence drew in which slot, and where its units ended."""
+
+    drawing: dict[int, Sequence]
+    units: list[PrefillUnit]
+    unit_contexts: list[int]
+
+
+@dataclass(slots=True)
+class _Changes:
+    """What happened to slots and jobs since the last plan, for the runner to hear of first."""
+
+    released_slots: list[int] = field(default_factory=list)
+    dropped_jobs: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """`kv_keys` maps each attention profile to the name of what its KV is made by; `model_key` names the model."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        architecture: Architecture,
+        capacity: Capacity,
+        model_key: bytes,
+        kv_keys: Mapping[str, str],
+    ) -> None:
+        self._config = config
+        self._capacity = capacity
+        self._num_layers = architecture.num_layers
+        self._costs = CostModel(architecture)
+        self._prefill = PrefillQueue(config.prefill, architecture.num_layers, self._costs)
+        self.pages = PagePool(capacity.num_pages, config.prefix_cache)
+        self.prefixes = PrefixCache(self.pages, capacity.page_tokens, config.prefix_cache, model_key, kv_keys)
+        self._sequences: dict[str, Sequence] = {}  # not finished
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._free_slots = list(range(config.max_running - 1, -1, -1))
+        self._launched: deque[_Launched] = deque()
+        self._changes = _Changes()
+        self._next_job_id = 0
+        self.num_preemptions = 0
+
+    # --- requests in --------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[EngineRequest]) -> None:
+        """Queue all of these or none. Raises QueueFullError, or TooLargeError for one that can never fit."""
+        for request in requests:
+            self._capacity.check(request)
+        num_new = len(requests)
+        if len(self._waiting) + num_new > self._config.max_queue + len(self._free_slots):
+            raise QueueFullError(
+                f"queue: {len(self._waiting)} requests wait, asked {num_new} more, room for {self._config.max_queue}; "
+                "try again later or raise scheduler.max_queue"
+            )
+        for request in requests:
+            sequence = Sequence(request, list(request.prompt_token_ids))
+            self._sequences[request.request_id] = sequence
+            self._waiting.append(sequence)
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Forget these requests: pages and slots are free at once. Unknown ids are ignored."""
+        for request_id in request_ids:
+            sequence = self._sequences.get(request_id)
+            if sequence is None:
+                continue
+            if sequence.state is State.PREFILLING:
+                self._drop_job(sequence)
+            if sequence.state is State.RUNNING:
+                self._vacate(sequence)
+                self._running.remove(sequence)
+            else:
+                self._waiting.remove(sequence)
+            self._finish(sequence)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def has_launched(self) -> bool:
+        return bool(self._launched)
+
+    # --- the next step ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """The next step; empty when there is nothing to launch until a result or a request comes in.
+
+        A plan that is not empty must be launched, and its result given to `postprocess` in the same order.
+        """
+        writes = self._grow_running()
+        new_jobs, new_writes = self._admit()
+        drawing = [sequence for sequence in self._running if sequence.wants_draw]
+        groups = self._group(drawing)
+        entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
+        units, finished = self._prefill.next_units(self._prefill_seconds(bool(drawing)))
+        contexts = [entries[unit.job_id].context_at(unit.end) for unit in units]
+        changes, self._changes = self._changes, _Changes()
+        plan = StepPlan(
+            released_slots=changes.released_slots,
+            dropped_jobs=changes.dropped_jobs,
+            page_writes=writes + new_writes,
+            new_jobs=new_jobs,
+            units=units,
+            decode=groups,
+        )
+        if plan.is_empty:
+            return plan
+        drawn = {sequence.slot: sequence for sequence in drawing}
+        for sequence in drawing:
+            sequence.num_in_flight += 1
+        for entry in finished:
+            drawn |= self._start_running(entry)
+        self._launched.append(_Launched(drawn, units, contexts))
+        return plan
+
+    def postprocess(self, result: StepResult) -> list[Delta]:
+        """What the oldest launched plan's result means for its requests, in no particular order."""
+        launched = self._launched.popleft()
+        self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
+        self._costs.observe_decode(result.decode_seconds)
+        deltas = []
+        for token in result.tokens:
+            sequence = launched.drawing[token.slot]
+            sequence.num_in_flight -= 1
+            if sequence.state is not State.FINISHED:
+                deltas.append(self._append(sequence, token, result.prompt_logprobs.get(token.slot)))
+        return deltas
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> tuple[list[PrefillJob], list[PageWrite]]:
+        """Take from the queue, in order, what fits; what does not fit may be passed by what does, a bounded number of
+        times. Short prompts admitted together share a job."""
+        admitted: list[tuple[Sequence, int]] = []
+        num_hidden = self._prefill.num_hidden_tokens
+        passed: list[Sequence] = []
+        for sequence in list(self._waiting):
+            room = self._config.prefill.max_jobs - len(self._prefill.jobs)
+            if not self._free_slots or self._num_jobs(admitted) >= room:
+                break
+            cached, awaits = self.prefixes.match(sequence)
+            if sequence.num_in_flight or awaits:
+                continue
+            begin = len(cached) * self._capacity.page_tokens
+            num_new = len(sequence.tokens) - begin
+            fits = num_hidden + num_new <= self._capacity.max_hidden_tokens and self._hold(sequence, cached)
+            if not fits:
+                passed.append(sequence)
+                if sequence.num_bypassed > _MOST_BYPASSES:
+                    break
+                continue
+            for other in passed:
+                other.num_bypassed += 1
+            self._waiting.remove(sequence)
+            self._enter(sequence, begin)
+            admitted.append((sequence, begin))
+            num_hidden += num_new
+        writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for sequence, _ in admitted]
+        return [self._start_job(batch) for batch in self._pack(admitted)], writes
+
+    def _pack(self, admitted: list[tuple[Sequence, int]]) -> list[list[tuple[Sequence, int]]]:
+        """Prompts that share a job: in order, up to one chunk of tokens together."""
+        batches: list[list[tuple[Sequence, int]]] = []
+        size = 0
+        for sequence, begin in admitted:
+            num_new = len(sequence.tokens) - begin
+            if batches and size + num_new <= self._config.prefill.chunk_tokens:
+                batches[-1].append((sequence, begin))
+                size += num_new
+            else:
+                batches.append([(sequence, begin)])
+                size = num_new
+        return batches
+
+    def _num_jobs(self, admitted: list[tuple[Sequence, int]]) -> int:
+        return len(self._pack(admitted))
+
+    def _start_job(self, batch: list[tuple[Sequence, int]]) -> PrefillJob:
+        prompts = [
+            PrefillPrompt(
+                slot=sequence.slot,
+                token_ids=sequence.token_array(),
+                begin=begin,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sampling=sequence.request.sampling,
+                profile=sequence.request.attention_profile,
+            )
+            for sequence, begin in batch
+        ]
+        job = PrefillJob(self._next_job_id, prompts)
+        self._next_job_id += 1
+        self._prefill.jobs.append(JobInProgress(job, [sequence for sequence, _ in batch]))
+        return job
+
+    def _hold(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Give the sequence its cached and new pages, if there are enough beside what running ones may need next."""
+        self.pages.hold(cached)
+        num_new = self._capacity.pages_for(len(sequence.tokens)) - len(cached)
+        if num_new + len(self._running) > self.pages.num_available:
+            self.pages.release(cached)
+            return False
+        sequence.pages = cached + self.pages.allocate(num_new)
+        return True
+
+    def _enter(self, sequence: Sequence, begin: int) -> None:
+        sequence.state = State.PREFILLING
+        sequence.slot = self._free_slots.pop()
+        sequence.num_bypassed = 0
+        self.prefixes.start(sequence, begin)
+        if sequence.started_s is None:
+            sequence.started_s = time.monotonic()
+            sequence.num_cached_tokens = begin
+            self.prefixes.count(len(sequence.tokens), begin)
+
+    # --- running and leaving ------------------------------------------------------------------------------------------
+
+    def _start_running(self, entry: JobInProgress) -> dict[int, Sequence]:
+        """A job's last unit is planned: its blocks can be shared, and its prompts' first draws are in flight."""
+        for sequence in entry.sequences:
+            self.prefixes.publish(sequence, len(sequence.tokens))
+            self.prefixes.stop(sequence)
+            sequence.state = State.RUNNING
+            sequence.num_in_flight += 1
+            self._running.append(sequence)
+        return {sequence.slot: sequence for sequence in entry.sequences}
+
+    def _grow_running(self) -> list[PageWrite]:
+        """A page for each sequence whose next token begins one, oldest first; the youngest give way if none is left."""
+        writes = []
+        for sequence in sorted(self._running, key=_arrival):
+            if not sequence.wants_draw:
+                continue
+            position = sequence.num_prompt_tokens + sequence.num_drawn - 1
+            if position // self._capacity.page_tokens < len(sequence.pages):
+                continue
+            while not self.pages.num_available and sequence.state is State.RUNNING:
+                self._preempt_youngest()
+            if sequence.state is State.RUNNING:
+                writes.append(PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(1)))
+                sequence.pages += writes[-1].page_ids
+        held = {sequence.slot for sequence in self._running}
+        return [write for write in writes if write.slot in held]
+
+    def _preempt_youngest(self) -> None:
+        prefilling = [sequence for entry in self._prefill.jobs for sequence in entry.sequences]
+        victim = max([*self._running, *prefilling], key=_arrival)
+        log.warning("preempted request=%s context_tokens=%d", victim.request_id, len(victim.tokens))
+        self.num_preemptions += 1
+        if victim.state is State.PREFILLING:
+            self._drop_job(victim)
+        else:
+            self._running.remove(victim)
+            self._requeue(victim)
+
+    def _drop_job(self, member: Sequence) -> None:
+        """Take the job that `member` is in off the device; all its sequences wait again, in front."""
+        entry = next(entry for entry in self._prefill.jobs if member in entry.sequences)
+        self._prefill.drop(entry)
+        self._changes.dropped_jobs.append(entry.job.job_id)
+        for sequence in reversed(entry.sequences):
+            self.prefixes.stop(sequence)
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        sequence.state = State.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Give back slot and pages."""
+        self.pages.release(sequence.pages)
+        sequence.pages = []
+        self._changes.released_slots.append(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.state = State.FINISHED
+        del self._sequences[sequence.request_id]
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, token: SampledToken, prompt_logprobs: list[TokenLogprob] | None) -> Delta:
+        reason = finish_reason(sequence, token.token_id)
+        delta = make_delta(sequence, token, prompt_logprobs, reason)
+        sequence.tokens += delta.token_ids
+        if reason is None:
+            self.prefixes.publish(sequence, len(sequence.tokens) - 1)
+        else:
+            self._end(sequence, reason)
+        return delta
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        if sequence.state is State.RUNNING:
+            if reason == "error":
+                self.pages.retract(sequence.pages)
+            self._running.remove(sequence)
+            self._vacate(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._finish(sequence)
+
+    # --- the shape of a step ------------------------------------------------------------------------------------------
+
+    def _group(self, drawing: list[Sequence]) -> list[DecodeGroup]:
+        groups: dict[str, DecodeGroup] = {}
+        for sequence in drawing:
+            profile = sequence.request.attention_profile
+            group = groups.setdefault(profile, DecodeGroup(profile, [], [], []))
+            group.slots.append(sequence.slot)
+            group.positions.append(sequence.num_prompt_tokens + sequence.num_drawn - 1)
+            group.samples.append(sequence.num_drawn)
+        return list(groups.values())
+
+    def _prefill_seconds(self, is_decoding: bool) -> float | None:
+        if not is_decoding:
+            return None
+        target = self._config.token_gap_target_ms / 1e3
+        return max(target - self._costs.decode_seconds, _LEAST_PREFILL_SHARE * target)
+
+    # --- what others may know -----------------------------------------------------------------------------------------
+
+    def progress(self) -> list[Progress]:
+        """How far each prefill under way is."""
+        return [report for entry in self._prefill.jobs for report in make_progress(entry, self._num_layers)]
+
+    def stats(self, steps: int, step_seconds: float) -> Stats:
+        return Stats(
+            num_running=len(self._running),
+            num_prefilling=sum(len(entry.sequences) for entry in self._prefill.jobs),
+            num_waiting=len(self._waiting),
+            pages_used=self.pages.num_held,
+            pages_cached=self.pages.num_idle,
+            pages_total=self.pages.num_pages,
+            prefix_queries_tokens=self.prefixes.queries_tokens,
+            prefix_hits_tokens=self.prefixes.hits_tokens,
+            preemptions=self.num_preemptions,
+            steps=steps,
+            step_seconds=step_seconds,
+        )
+
+
+def _arrival(sequence: Sequence) -> float:
+    return sequence.request.arrival_s
