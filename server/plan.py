@@ -1,0 +1,142 @@
+"""A deployment resolved against a machine: what was left out is filled in, and each byte has its place.
+
+Knows configuration, the model's shape and the machine; allocates and loads nothing, so a plan can be made for a machine
+that is elsewhere and, where `model.shape` names it, for a model that is not there yet. Resolving returns a new
+deployment, and resolving that one again changes nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from gpu.architecture import Architecture, ModelError, named_shape, read_architecture
+from gpu.config import ModelConfig
+from gpu.memory_plan import MemoryPlan, Place, plan_memory
+from server.config import Deployment
+from transfer.machine import GIB, MachineProfile
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPlan:
+    deployment: Deployment
+    architecture: Architecture
+    memory: MemoryPlan
+    machine: MachineProfile
+    notes: tuple[str, ...]
+
+
+def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
+    """The model's shape, from its folder or its name, and a note where the folder is not there yet.
+
+    Raises ModelError for a folder that is missing without `model.shape`, or broken, or of another shape than it says.
+    """
+    if model.random_weights is not None:
+        return named_shape(model.random_weights), ("random weights: the text means nothing",)
+    assert model.path is not None, "ModelConfig gives a path or random weights"
+    if model.shape is not None and not model.path.exists():
+        shape = named_shape(model.shape)
+        return shape, (f"{model.path} is not there: planned with the shape {model.shape}; serving needs the folder",)
+    architecture = read_architecture(model.path)
+    if model.shape is not None and architecture.num_weights != named_shape(model.shape).num_weights:
+        raise ModelError(
+            f"model.shape: {model.shape} has {named_shape(model.shape).num_weights:,} weights, {model.path} has "
+            f"{architecture.num_weights:,}; correct it or leave it out"
+        )
+    return architecture, ()
+
+
+def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPlan:
+    """Fill in what the deployment leaves to the machine. Raises ModelError or PlanError with one line."""
+    architecture, notes = find_architecture(deployment.model)
+    scheduler, prefill = deployment.scheduler, deployment.scheduler.prefill
+    memory = plan_memory(
+        architecture,
+        deployment.gpu,
+        max_running=scheduler.max_running,
+        chunk_tokens=prefill.chunk_tokens,
+        max_context_tokens=scheduler.max_context_tokens,
+        max_hidden_tokens=prefill.max_hidden_tokens,
+        machine=machine,
+    )
+    page_bytes = architecture.kv_bytes_per_token(memory.dtype_bytes) * memory.page_tokens
+    place: Place = "gpu" if memory.device == "cuda" else "host"
+    gpu = deployment.gpu.model_copy(
+        update={
+            "device": memory.device,
+            "dtype": memory.dtype,
+            "memory_limit_gib": memory.limit_bytes[place] / GIB,
+            "kv_cache_gib": memory.num_pages * page_bytes / GIB,
+            "threads": memory.threads,
+        }
+    )
+    resolved_scheduler = scheduler.model_copy(
+        update={
+            "max_context_tokens": memory.max_context_tokens,
+            "prefill": prefill.model_copy(update={"max_hidden_tokens": memory.max_hidden_tokens}),
+        }
+    )
+    name = deployment.model.name or architecture.name
+    model = deployment.model.model_copy(
+        update={"name": name, "tokenizer": deployment.model.tokenizer or deployment.model.path}
+    )
+    resolved = deployment.model_copy(update={"model": model, "gpu": gpu, "scheduler": resolved_scheduler})
+    return ResolvedPlan(resolved, architecture, memory, machine, (*notes, *memory.notes))
+
+
+def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
+    """The plan as plain data: `machine, deployment, memory {items, limits, ...}, notes`. Bytes are integers."""
+    memory = plan.memory
+    items = [{"name": item.name, "place": item.place, "bytes": item.bytes, "note": item.note} for item in memory.items]
+    places = {
+        place: {"limit_bytes": limit, "used_bytes": memory.used_bytes(place)}
+        for place, limit in memory.limit_bytes.items()
+    }
+    return {
+        "machine": plan.machine.model_dump(mode="json"),
+        "deployment": dump_deployment(plan.deployment),
+        "memory": {
+            "device": memory.device,
+            "dtype": memory.dtype,
+            "num_pages": memory.num_pages,
+            "page_tokens": memory.page_tokens,
+            "max_context_tokens": memory.max_context_tokens,
+            "max_hidden_tokens": memory.max_hidden_tokens,
+            "places": places,
+            "items": items,
+        },
+        "notes": list(plan.notes),
+    }
+
+
+def dump_deployment(deployment: Deployment) -> dict[str, Any]:
+    """The tree as plain data, with the API keys counted and not shown: it goes to logs and benchmark rows."""
+    tree: dict[str, Any] = deployment.model_dump(mode="json")
+    tree["server"]["api_keys"] = f"{len(deployment.server.api_keys)} keys" if deployment.server.api_keys else []
+    return tree
+
+
+def print_plan(plan: ResolvedPlan, console: Console) -> None:
+    """The resolved tree, then a table for each place: bytes, share of the limit, and why."""
+    console.print(f"[bold]{plan.architecture.name}[/] on [bold]{plan.machine.name}[/]\n")
+    console.print(yaml.safe_dump(dump_deployment(plan.deployment), sort_keys=False), highlight=False, markup=False)
+    for place, limit in plan.memory.limit_bytes.items():
+        console.print(_tabulate(plan, place, limit))
+    for note in plan.notes:
+        console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
+
+
+def _tabulate(plan: ResolvedPlan, place: str, limit: int) -> Table:
+    kind = "GPU memory" if place == "gpu" else "host memory"
+    table = Table(title=f"{kind}, limit {limit / GIB:.2f} GiB", title_justify="left", show_footer=True)
+    items = [item for item in plan.memory.items if item.place == place]
+    used = sum(item.bytes for item in items)
+    table.add_column("what", footer="sum")
+    table.add_column("GiB", justify="right", footer=f"{used / GIB:.2f}")
+    table.add_column("%", justify="right", footer=f"{100 * used / limit:.1f}")
+    table.add_column("why", footer=f"{(limit - used) / GIB:.2f} GiB not used", overflow="fold")
+    for item in items:
+        table.add_row(item.name, f"{item.bytes / GIB:.3f}", f"{100 * item.bytes / limit:.1f}", item.note)
+    return table
