@@ -1,4 +1,4 @@
-"""The deployment: one YAML file, read here and nowhere else. Unknown keys are errors; nothing mutates a configuration."""
+"""The deployment: one YAML file, read here and nowhere else. Unknown keys are errors; nothing mutates it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,0 +1,77 @@
+"""Errors as OpenAI's clients expect them: a status and `{"error": {message, type, param, code}}`.
+
+Every failure that a client sees is made here. The constructors name the cases, so routes say what went wrong and not
+which number that is.
+"""
+
+import msgspec
+
+OVERLOADED_TYPE = "rate_limit_error"
+REQUEST_TYPE = "invalid_request_error"
+SERVER_TYPE = "server_error"
+
+
+class ApiError(Exception):
+    """A request cannot be served; `message` is one line for its sender. `param` names the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def type(self) -> str:
+        if self.status == 429:
+            return OVERLOADED_TYPE
+        return SERVER_TYPE if self.status >= 500 else REQUEST_TYPE
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """400: the field `param` has a value that cannot be served. The message opens with the field's name."""
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def too_long(param: str, message: str) -> ApiError:
+    return invalid(param, message, "context_length_exceeded")
+
+
+def bad_key(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def unknown_model(got: str, served: str) -> ApiError:
+    return ApiError(
+        404, f"model: {got!r} does not exist; this server has {served!r}", param="model", code="model_not_found"
+    )
+
+
+def body_too_large(limit_mib: float) -> ApiError:
+    return ApiError(413, f"body: larger than {limit_mib:g} MiB (server.max_body_mib)", code="body_too_large")
+
+
+def queue_full(message: str, retry_after_seconds: int) -> ApiError:
+    return ApiError(429, message, code="queue_full", headers={"retry-after": str(retry_after_seconds)})
+
+
+def internal(message: str) -> ApiError:
+    return ApiError(500, message, code="internal_error")
+
+
+def unavailable(message: str, code: str, retry_after_seconds: int) -> ApiError:
+    """503: loading, draining, or the engine is dead."""
+    return ApiError(503, message, code=code, headers={"retry-after": str(retry_after_seconds)})

@@ -1,0 +1,245 @@
+"""Request bodies: their fields, types and ranges. Knows no tokenizer, no model and no engine.
+
+A body is decoded once, straight into a msgspec struct: wrong types, NaN, invalid UTF-8 and lone surrogates end as a 400
+that names the field. Unknown fields are ignored, as OpenAI does. Fields of the OpenAI API that this server cannot
+honour are declared here, so that asking for them is refused and not silently dropped.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from server.api_error import ApiError, body_too_large, invalid
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
+MAX_STOP_TOKEN_IDS = 128
+MAX_TOP_LOGPROBS = 20
+
+# field -> (least, most, whether the least itself is allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 2, True),
+    "top_p": (0, 1, False),
+    "top_k": (-1, 2**31 - 1, True),
+    "min_p": (0, 1, True),
+    "repetition_penalty": (0, 10, False),
+    "presence_penalty": (-2, 2, True),
+    "frequency_penalty": (-2, 2, True),
+    "seed": (-(2**63), 2**63 - 1, True),
+    "n": (1, MAX_CHOICES, True),
+    "max_tokens": (0, 2**31 - 1, True),
+    "max_completion_tokens": (1, 2**31 - 1, True),
+    "min_tokens": (0, 2**31 - 1, True),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS, True),
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What completions and chat completions share: OpenAI's fields, then the extensions."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    attention_profile: str | None = None
+    return_progress: bool | None = None
+
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+async def read_body(request: Request, wanted: type[Body], max_body_mib: float) -> Body:
+    """Read and decode a JSON body. Raises ApiError 413 (before the body is in memory), 415 and 400."""
+    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise ApiError(415, f"content-type: got {media!r}, wanted application/json", code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415, f"content-encoding: got {encoding!r}, wanted an uncompressed body", code="unsupported_encoding"
+        )
+    limit_bytes = int(max_body_mib * 2**20)
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit_bytes:
+        raise body_too_large(max_body_mib)
+    raw = bytearray()
+    async for piece in request.stream():
+        if len(raw) + len(piece) > limit_bytes:
+            raise body_too_large(max_body_mib)
+        raw += piece
+    return decode_body(bytes(raw), wanted)
+
+
+def decode_body(raw: bytes, wanted: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(raw, type=wanted)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".").partition("[...]")[0] or None
+        if param is None and "required field" in what:
+            param = what.split("`")[1]
+            what = "missing"
+        what = what.replace("`", "").replace(" | null", "")
+        raise invalid(param or "body", what[0].lower() + what[1:]) from None
+    except UnicodeDecodeError as error:
+        raise invalid("body", f"not valid UTF-8 ({error.reason})") from None
+    except RecursionError:
+        raise invalid("body", "nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise invalid("body", f"not valid JSON: {error}; NaN, Infinity and lone surrogates are not JSON") from None
+
+
+def check_generation(body: GenerationBody) -> None:
+    """Ranges and combinations that need nothing but the body. Raises ApiError 400."""
+    for field, (least, most, closed) in _RANGES.items():
+        value = getattr(body, field, None)
+        if value is None:
+            continue
+        if not (least <= value <= most) or (value == least and not closed):
+            raise invalid(field, f"got {value:g}, wanted {'from' if closed else 'above'} {least:g} to {most:g}")
+    stops = body.stop_strings()
+    if len(stops) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"{len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed")
+    for text in stops:
+        if not text or len(text) > MAX_STOP_CHARS:
+            raise invalid("stop", f"a string of {len(text)} characters, wanted 1 to {MAX_STOP_CHARS}")
+    if len(body.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS} ids")
+    for key, bias in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise invalid("logit_bias", f"key {key[:40]!r} is not a token id")
+        if not -100 <= bias <= 100:
+            raise invalid("logit_bias", f"got {bias:g} for token {key}, wanted from -100 to 100")
+    if not body.stream:
+        if body.stream_options is not None:
+            raise invalid("stream_options", "only with stream: true")
+        if body.return_progress:
+            raise invalid("return_progress", "only with stream: true")
+
+
+def check_completion(body: CompletionBody) -> None:
+    check_generation(body)
+    if body.suffix:
+        raise invalid("suffix", "this model cannot fill in the middle; leave suffix out")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise invalid("best_of", f"got {body.best_of}, wanted n ({body.n or 1}); ranking of candidates is not offered")
+    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
+        raise invalid("logprobs", f"got {body.logprobs}, wanted from 0 to {MAX_TOP_LOGPROBS}")
+
+
+def check_chat(body: ChatBody) -> None:
+    check_generation(body)
+    for field in ("tools", "functions", "audio", "prediction", "web_search_options"):
+        if getattr(body, field):
+            raise invalid(field, "not supported by this server")
+    for field in ("tool_choice", "function_call"):
+        if getattr(body, field) not in (None, "none", "auto"):
+            raise invalid(field, "not supported by this server; leave it out or send 'none'")
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise invalid("response_format", f"got type {body.response_format.get('type')!r}, only 'text' is supported")
+    if any(modality != "text" for modality in body.modalities or ()):
+        raise invalid("modalities", "only 'text' is supported")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    if body.max_tokens == 0:
+        raise invalid("max_tokens", "got 0, wanted at least 1")
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise invalid("max_tokens", "differs from max_completion_tokens; send one of the two")
+    check_messages(body.messages)
+
+
+def check_messages(messages: list[Message]) -> None:
+    if not messages:
+        raise invalid("messages", "empty; wanted at least one message")
+    for i, message in enumerate(messages):
+        for field in ("tool_calls", "function_call", "audio"):
+            if getattr(message, field):
+                raise invalid(f"messages[{i}].{field}", "not supported by this server")
+        if message.content is None:
+            raise invalid(f"messages[{i}].content", "missing; wanted a string or a list of text parts")
+        if isinstance(message.content, list):
+            for j, part in enumerate(message.content):
+                at = f"messages[{i}].content[{j}]"
+                if part.get("type") != "text":
+                    raise invalid(f"{at}.type", f"got {part.get('type')!r}, only 'text' is supported")
+                if not isinstance(part.get("text"), str):
+                    raise invalid(f"{at}.text", "missing or not a string")
+
+
+def message_text(message: Message) -> str:
+    """A message's content as one string; text parts are joined as they are."""
+    if isinstance(message.content, list):
+        return "".join(part["text"] for part in message.content)
+    return message.content or ""

@@ -1,0 +1,103 @@
+"""One life of the engine process: its sockets, its start and its end. Knows messages, not requests.
+
+Each life has sockets of its own in a private folder, so nothing of a dead engine reaches the next one.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from scheduler.messages import FromEngine, ToEngine
+
+_LAST_WORDS_MS = 300  # a message sent just before the process ended may still be on its way
+
+
+class EngineGone(Exception):
+    """The engine process cannot be reached."""
+
+
+class EngineProcess:
+    """`start`, `send`, iterate `messages` until the process is gone, then `close`."""
+
+    def __init__(self, context: zmq.asyncio.Context, command: Sequence[str], deployment_json: bytes) -> None:
+        self._folder = tempfile.mkdtemp(prefix="tandem-")
+        self._requests: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.PUSH)
+        self._replies: zmq.asyncio.Socket = context.socket(zmq.PULL)
+        self._addresses = [f"ipc://{self._folder}/{name}" for name in ("requests", "replies")]
+        for socket, address in zip((self._requests, self._replies), self._addresses, strict=True):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.bind(address)
+        self._command = [*command, *self._addresses]
+        self._deployment_json = deployment_json
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._process: Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the process and hand it the deployment. A session of its own keeps a terminal's Ctrl-C from it."""
+        self._process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, start_new_session=True)
+        stdin = self._process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError, ConnectionResetError):
+            stdin.write(self._deployment_json)
+            await stdin.drain()
+            stdin.close()
+            await stdin.wait_closed()
+
+    def send(self, message: ToEngine) -> None:
+        """Never blocks. Raises EngineGone if nobody is at the other end."""
+        try:
+            self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise EngineGone(f"engine process: cannot be reached ({error})") from None
+
+    async def messages(self) -> AsyncIterator[FromEngine]:
+        """Everything it says, until the process has ended and its last words are read."""
+        assert self._process is not None
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            while True:
+                received = asyncio.ensure_future(self._replies.recv())
+                await asyncio.wait({received, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not received.done():
+                    received.cancel()
+                    break
+                yield self._decoder.decode(received.result())
+            while await self._replies.poll(_LAST_WORDS_MS):
+                yield self._decoder.decode(await self._replies.recv())
+        finally:
+            ended.cancel()
+
+    async def wait(self) -> str:
+        """How it ended, for people."""
+        assert self._process is not None
+        code = await self._process.wait()
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def kill(self) -> None:
+        """SIGKILL, at once; safe to call from anywhere and more than once."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._replies.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

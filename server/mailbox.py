@@ -1,0 +1,54 @@
+"""Where everything that concerns one API call arrives, in order: deltas, progress, ticks of the clock, its end.
+
+One queue for all of it means that a response is a single loop, and that no timer is set for each token.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from scheduler.messages import Delta, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The keepalive clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The client closed its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The requests will never be answered; `message` is for the client, `code` as in ApiError."""
+
+    message: str
+    code: str
+
+
+Mail = Delta | Progress | Tick | ClientGone | EngineLost
+
+
+class Mailbox:
+    """One reader; `put` from the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._mail: list[Mail] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, mail: Mail) -> None:
+        self._mail.append(mail)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Mail]:
+        """All that has arrived, at least one."""
+        while not self._mail:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        mail, self._mail = self._mail, []
+        return mail

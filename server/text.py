@@ -1,0 +1,101 @@
+"""Token ids to text as they come: no broken characters, and no stop string ever shown.
+
+`TextDecoder` turns tokens into characters, holding back bytes until a character is whole. `StopMatcher` holds back
+what may be the start of a stop string. Both give the same text however their input is cut into pieces.
+"""
+
+import codecs
+from typing import Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from server.tokenizer import Tokenizer
+
+
+class TextDecoder(Protocol):
+    def step(self, token_id: int) -> str:
+        """The characters that this token completes; special tokens have none."""
+
+    def finish(self) -> str:
+        """What is left: bytes that never became a character, as U+FFFD."""
+
+
+def text_decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> TextDecoder:
+    if tokenizer.is_byte_level:
+        return _ByteLevelDecoder(tokenizer, tokenizer.special_ids if skip_special_tokens else frozenset())
+    return _StreamDecoder(tokenizer, skip_special_tokens)
+
+
+class _ByteLevelDecoder:
+    """Byte-level BPE: a text is its tokens' bytes joined, so an incremental UTF-8 decoder is all it takes."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = skipped
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def step(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class _StreamDecoder:
+    """Any other tokenizer, through its own decoder."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._num_chars = 0
+
+    def step(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        text = self._stream.step(self._tokenizer.vocabulary, token_id) or ""
+        self._num_chars += len(text)
+        return text
+
+    def finish(self) -> str:
+        return self._tokenizer.decode(self._token_ids, self._skip)[self._num_chars :]
+
+
+class StopMatcher:
+    """Cuts a text before the stop string that is completed first (the longest of those completed together)."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.num_emitted = 0
+        self.matched = False
+
+    def feed(self, text: str) -> str:
+        """More of the text; returns what is now certain. After a match: the last piece, and `matched` is set."""
+        text = self._held + text
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.matched = True
+            keep = min(ends)[1]
+            self._held = ""
+        else:
+            keep = len(text) - self._longest_beginning(text)
+            self._held = text[keep:]
+        self.num_emitted += keep
+        return text[:keep]
+
+    def finish(self) -> str:
+        """The text has ended: what was held back was no stop string."""
+        text, self._held = self._held, ""
+        self.num_emitted += len(text)
+        return text
+
+    def _longest_beginning(self, text: str) -> int:
+        """How many characters at the end of `text` a stop string could begin with."""
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

@@ -1,0 +1,133 @@
+"""Text to token ids and back, from a Hugging Face folder, on `tokenizers` alone (transformers would import torch).
+
+Reads tokenizer.json, tokenizer_config.json, generation_config.json and config.json. Holds no state of a request; the
+invariant is that `token_bytes` of a sequence, joined, is what its text is made of.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Vocabulary
+
+from gpu.config import ModelConfig
+from server.config import ConfigError
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """`encode`, `decode`, the bytes of each token, and which ids end a text. Thread-safe; encoding releases the GIL."""
+
+    def __init__(self, folder: Path, model_folder: Path | None) -> None:
+        """Raises ConfigError if the folder lacks a usable tokenizer.json."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"tokenizer: {path} is missing; set model.tokenizer to a folder that has tokenizer.json")
+        try:
+            self.vocabulary = Vocabulary.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ConfigError(f"tokenizer: {path} cannot be read: {' '.join(str(error).split())}") from None
+        self.vocabulary.no_truncation()
+        self.vocabulary.no_padding()
+        self.settings = _read_json(folder / "tokenizer_config.json")
+        self.folder = folder
+        added = self.vocabulary.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_tokens = {
+            name: text for name in _SPECIAL_NAMES if (text := _token_text(self.settings.get(name))) is not None
+        }
+        self.is_byte_level = "ByteLevel" in str(self.vocabulary.decoder)
+        self.eos_ids = self._eos_ids(model_folder or folder)
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.vocabulary.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        text: str = self.vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def num_leading_specials(self, text: str, token_ids: list[int]) -> int:
+        """How many tokens at the start the tokenizer added itself (BOS), which the text does not spell out."""
+        num = 0
+        while num < len(token_ids) and token_ids[num] in self.special_ids:
+            if text.startswith(self.token_bytes(token_ids[num]).decode()):
+                break
+            num += 1
+        return num
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; special tokens are spelled out. Ids beyond the vocabulary too."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """A token as logprobs name it: its text, or `bytes:\\xe2\\x80` if it is no whole UTF-8."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self.vocabulary.id_to_token(token_id)
+        if token is None:
+            return f"<|{token_id}|>".encode()
+        if self.is_byte_level:
+            try:
+                return bytes(_BYTE_OF[char] for char in token)
+            except KeyError:
+                return bytes(token.encode())
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return bytes(token.replace("▁", " ").encode())
+
+    def _eos_ids(self, model_folder: Path) -> list[int]:
+        ids: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            found = _read_json(model_folder / name).get("eos_token_id")
+            ids.update(found if isinstance(found, list) else [] if found is None else [found])
+        text = self.special_tokens.get("eos_token")
+        own = self.vocabulary.token_to_id(text) if text else None
+        return sorted(ids | ({own} if own is not None else set()))
+
+
+def load_tokenizer(model: ModelConfig) -> Tokenizer:
+    folder = model.tokenizer or model.path
+    if folder is None:
+        raise ConfigError("model.tokenizer: missing; random weights have none of their own, name a folder that has one")
+    return Tokenizer(folder, model.path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer: {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"tokenizer: {path} holds {type(tree).__name__}; wanted an object")
+    return tree
+
+
+def _token_text(setting: object) -> str | None:
+    """Older tokenizer_config.json files write a token as an object with its `content`."""
+    if isinstance(setting, dict):
+        setting = setting.get("content")
+    return setting if isinstance(setting, str) else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte-level BPE alphabet (Radford et al. 2019): printable Latin-1 bytes stand for themselves, the other 68
+    follow one another from U+0100."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
+
+
+_BYTE_OF = _byte_alphabet()
