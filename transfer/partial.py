@@ -86,7 +86,7 @@ class Coverage:
     counts: dict[Owner, Tensor] = field(default_factory=dict)
 
     def add(self, owner: Owner, covered: Tensor | None) -> None:
-        """Enter an owner's counts, int32 `[requests, heads]`. Raises CoverageError if missing, misshapen or repeated."""
+        """Enter an owner's counts, int32 `[requests, heads]`; CoverageError if missing, misshapen or repeated."""
         if covered is None:
             raise CoverageError(f"coverage: layer {self.layer}: {owner.name} did not count; run it counted")
         if owner in self.counts:
@@ -117,5 +117,5 @@ class Coverage:
         listed = ", ".join(f"{owner.name.lower()} {int(counted[row, head])}" for owner, counted in counts.items())
         raise CoverageError(
             f"coverage: layer {self.layer}, request {self.request_ids[row]}, head {head}: {listed} = "
-            f"{int(total[row, head])} tokens, wanted the context of {int(wanted[row])}; {len(wrong)} (request, head) wrong"
+            f"{int(total[row, head])} tokens, wanted the context of {int(wanted[row])}; {len(wrong)} (request, head)"
         )

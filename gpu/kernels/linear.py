@@ -1,16 +1,32 @@
 """Matrix times a few tokens: the projections of a decode step, with RMSNorm, SwiGLU and the residual fused in.
 
-For 1 to MAX_GEMV_TOKENS tokens in bf16 on CUDA the weight's bytes are the whole cost, and a Triton GEMV streams them;
-anything else goes to the vendor's matrix product. It refuses to know what is projected. Bytes moved: the weight once.
+For 1 to MAX_GEMV_TOKENS tokens of a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel
+streams them; anything else goes to the vendor's matrix product. It refuses to know what is projected. Invariant: a
+program owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: the weight once;
+each program reads its tokens (and the norm's weight) again, from L1 and L2.
 """
 
+import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.rms_norm import rms_norm
-from gpu.kernels.swiglu import swiglu
+from gpu.kernels.arguments import check, runs_on_triton
+from gpu.kernels.rms_norm import rms_norm, rms_norm_reference
+from gpu.kernels.swiglu import swiglu, swiglu_reference
 
 MAX_GEMV_TOKENS = 4
+
+# Shape class: block_rows, block_inner, num_warps, num_stages. `gated` programs read two rows for each output.
+CONFIGS = {
+    "narrow": (4, 1024, 4, 1),
+    "wide": (8, 1024, 4, 1),
+    "vocabulary": (8, 1024, 4, 1),
+    "gated": (4, 1024, 4, 1),
+}
+WIDE_INNER = 8192
+VOCABULARY_ROWS = 32_000
 
 
 def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -21,37 +37,181 @@ def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) 
 
 def norm_linear_reference(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
     """Plain torch: `rms_norm(x) @ weight.T`."""
-    return F.linear(rms_norm(x, norm_weight, eps), weight)
+    return F.linear(rms_norm_reference(x, norm_weight, eps), weight)
 
 
 def gate_up_swiglu_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     """Plain torch: `swiglu(x @ gate_up_weight.T)`."""
-    return swiglu(F.linear(x, gate_up_weight))
+    return swiglu_reference(F.linear(x, gate_up_weight))
 
 
 def norm_gate_up_swiglu_reference(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
     """Plain torch: `swiglu(rms_norm(x) @ gate_up_weight.T)`."""
-    return swiglu(F.linear(rms_norm(x, norm_weight, eps), gate_up_weight))
+    return swiglu_reference(F.linear(rms_norm_reference(x, norm_weight, eps), gate_up_weight))
+
+
+@triton.jit
+def _gemv_kernel(
+    x, weight, norm_weight, residual, out, eps, num_rows, x_stride,
+    TOKENS: tl.constexpr, INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    source_row = tl.minimum(row, num_rows - 1).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK_INNER)[None, :]
+    sums_0 = tl.zeros([BLOCK_ROWS, BLOCK_INNER], tl.float32)
+    sums_1, sums_2, sums_3 = sums_0, sums_0, sums_0
+    ups_0, ups_1, ups_2, ups_3 = sums_0, sums_0, sums_0, sums_0
+    squares_0 = tl.zeros([1, BLOCK_INNER], tl.float32)
+    squares_1, squares_2, squares_3 = squares_0, squares_0, squares_0
+    for begin in tl.range(0, INNER, BLOCK_INNER, num_stages=STAGES):
+        inner = begin + column
+        inside = (inner < INNER) if not EVEN else None
+        address = weight + source_row * INNER + inner
+        rows = tl.load(address, mask=inside, other=0.0 if not EVEN else None, eviction_policy="evict_first")
+        rows = rows.to(tl.float32)
+        ups = rows
+        if GATES:
+            address += num_rows.to(tl.int64) * INNER
+            ups = tl.load(address, mask=inside, other=0.0 if not EVEN else None, eviction_policy="evict_first")
+            ups = ups.to(tl.float32)
+        gain = 1.0
+        if NORMS:
+            gain = tl.load(norm_weight + inner, mask=inside, other=0.0 if not EVEN else None).to(tl.float32)
+        sums_0, ups_0, squares_0 = _accumulate(x, inner, inside, rows, ups, gain, sums_0, ups_0, squares_0,
+                                               NORMS, GATES, EVEN)  # fmt: skip
+        if TOKENS > 1:
+            sums_1, ups_1, squares_1 = _accumulate(x + x_stride, inner, inside, rows, ups, gain, sums_1, ups_1,
+                                                   squares_1, NORMS, GATES, EVEN)  # fmt: skip
+        if TOKENS > 2:
+            sums_2, ups_2, squares_2 = _accumulate(x + 2 * x_stride, inner, inside, rows, ups, gain, sums_2, ups_2,
+                                                   squares_2, NORMS, GATES, EVEN)  # fmt: skip
+        if TOKENS > 3:
+            sums_3, ups_3, squares_3 = _accumulate(x + 3 * x_stride, inner, inside, rows, ups, gain, sums_3, ups_3,
+                                                   squares_3, NORMS, GATES, EVEN)  # fmt: skip
+    _finish(out, residual, row, num_rows, 0, sums_0, ups_0, squares_0, eps, INNER, NORMS, GATES, ADDS_RESIDUAL)
+    if TOKENS > 1:
+        _finish(out, residual, row, num_rows, 1, sums_1, ups_1, squares_1, eps, INNER, NORMS, GATES, ADDS_RESIDUAL)
+    if TOKENS > 2:
+        _finish(out, residual, row, num_rows, 2, sums_2, ups_2, squares_2, eps, INNER, NORMS, GATES, ADDS_RESIDUAL)
+    if TOKENS > 3:
+        _finish(out, residual, row, num_rows, 3, sums_3, ups_3, squares_3, eps, INNER, NORMS, GATES, ADDS_RESIDUAL)
+
+
+@triton.jit
+def _accumulate(
+    x, inner, inside, rows, ups, gain, sums, up_sums, squares,
+    NORMS: tl.constexpr, GATES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    values = tl.load(x + inner, mask=inside, other=0.0 if not EVEN else None).to(tl.float32)
+    if NORMS:
+        squares += values * values
+        values *= gain
+    sums += rows * values
+    if GATES:
+        up_sums += ups * values
+    return sums, up_sums, squares
+
+
+@triton.jit
+def _finish(
+    out, residual, row, num_rows, token, sums, up_sums, squares, eps,
+    INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    result = tl.sum(sums, 1)
+    scale = 1.0
+    if NORMS:
+        scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / INNER + eps)
+        result *= scale
+    if GATES:
+        result = result * tl.sigmoid(result) * (tl.sum(up_sums, 1) * scale)
+    address = token * num_rows + row
+    if ADDS_RESIDUAL:
+        result += tl.load(residual + address, mask=row < num_rows, other=0.0).to(tl.float32)
+    tl.store(out + address, result.to(out.dtype.element_ty), mask=row < num_rows)
 
 
 def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     """`x @ weight.T (+ residual)`: x `[tokens, in]`, weight `[out, in]`, residual `[tokens, out]` -> `[tokens, out]`.
 
     The result is new and in weight.dtype; x may be float32 where the weight is bf16 (a partial's output, for instance).
+    Raises ValueError for another shape, or a residual of another dtype or device.
     """
-    return linear_reference(x, weight, residual)
+    _check_inner("linear", x, weight)
+    if residual is not None:
+        check("linear", "residual", residual, (x.shape[0], weight.shape[0]), weight.dtype, weight.device)
+    if not _is_gemv(x, weight):
+        return linear_reference(x, weight, residual)
+    return _launch(x, weight, None, 0.0, residual, False)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """`rms_norm(x, norm_weight, eps) @ weight.T`: x `[tokens, hidden]`, weight `[out, hidden]` -> `[tokens, out]`."""
-    return norm_linear_reference(x, norm_weight, eps, weight)
+    """`rms_norm(x, norm_weight, eps) @ weight.T`: x `[tokens, hidden]`, weight `[out, hidden]` -> `[tokens, out]`.
+
+    Raises ValueError for another shape, dtype or device.
+    """
+    _check_inner("norm_linear", x, weight)
+    check("norm_linear", "norm_weight", norm_weight, (x.shape[1],), weight.dtype, weight.device)
+    if not _is_gemv(x, weight):
+        return F.linear(rms_norm(x, norm_weight, eps), weight)
+    return _launch(x, weight, norm_weight, eps, None, False)
 
 
 def gate_up_swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """`swiglu(x @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first."""
-    return gate_up_swiglu_reference(x, gate_up_weight)
+    """`swiglu(x @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first.
+
+    Returns `[tokens, intermediate]`. Raises ValueError for another shape, dtype or device.
+    """
+    _check_inner("gate_up_swiglu", x, gate_up_weight)
+    if not _is_gemv(x, gate_up_weight):
+        return swiglu(F.linear(x, gate_up_weight))
+    return _launch(x, gate_up_weight, None, 0.0, None, True)
 
 
 def norm_gate_up_swiglu(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
-    """`swiglu(rms_norm(x) @ gate_up_weight.T)` -> `[tokens, intermediate]`."""
-    return norm_gate_up_swiglu_reference(x, norm_weight, eps, gate_up_weight)
+    """`swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first.
+
+    Returns `[tokens, intermediate]`. Raises ValueError for another shape, dtype or device.
+    """
+    _check_inner("norm_gate_up_swiglu", x, gate_up_weight)
+    check("norm_gate_up_swiglu", "norm_weight", norm_weight, (x.shape[1],), gate_up_weight.dtype, x.device)
+    if not _is_gemv(x, gate_up_weight):
+        return swiglu(F.linear(rms_norm(x, norm_weight, eps), gate_up_weight))
+    return _launch(x, gate_up_weight, norm_weight, eps, None, True)
+
+
+def _check_inner(op: str, x: Tensor, weight: Tensor) -> None:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.device != weight.device:
+        got = f"x {tuple(x.shape)} on {x.device}, weight {tuple(weight.shape)} on {weight.device}"
+        raise ValueError(f"{op}: got {got}; wanted [tokens, in] and [out, in] on one device")
+
+
+def _is_gemv(x: Tensor, weight: Tensor) -> bool:
+    if not runs_on_triton(x) or not 1 <= x.shape[0] <= MAX_GEMV_TOKENS or weight.dtype != torch.bfloat16:
+        return False
+    return x.dtype in (torch.bfloat16, torch.float32) and x.stride(1) == 1 and weight.is_contiguous()
+
+
+def shape_class(num_rows: int, inner: int, gated: bool) -> str:
+    """The row of CONFIGS that serves a weight of `num_rows` (twice that if gated) by `inner`."""
+    if gated:
+        return "gated"
+    if inner > WIDE_INNER:
+        return "wide"
+    return "vocabulary" if num_rows >= VOCABULARY_ROWS else "narrow"
+
+
+def _launch(
+    x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, residual: Tensor | None, gated: bool
+) -> Tensor:
+    (tokens, inner), num_rows = x.shape, weight.shape[0] // (2 if gated else 1)
+    block_rows, block_inner, num_warps, num_stages = CONFIGS[shape_class(num_rows, inner, gated)]
+    out = torch.empty(tokens, num_rows, dtype=weight.dtype, device=weight.device)
+    _gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x, weight, weight if norm_weight is None else norm_weight, out if residual is None else residual.contiguous(),
+        out, eps, num_rows, x.stride(0), TOKENS=tokens, INNER=inner, NORMS=norm_weight is not None, GATES=gated,
+        ADDS_RESIDUAL=residual is not None, BLOCK_ROWS=block_rows, BLOCK_INNER=block_inner, STAGES=num_stages,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return out

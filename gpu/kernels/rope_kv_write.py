@@ -1,13 +1,17 @@
 """Rotary embedding of queries and keys, and the write of keys and values into their pages, in one pass.
 
-It refuses to know how frequencies are scaled: cos and sin come as tables. Invariant: `qkv` is not modified, so its first
-heads * dim columns stay the pre-RoPE query; a token with slot -1 is padding and writes nothing. The layout is
-Hugging Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per token: 2 * (heads + 2 * kv_heads) * dim *
-itemsize, and 4 * dim of cos and sin.
+It refuses to know how frequencies are scaled: cos and sin come as tables. Invariant: `qkv` is not modified, so its
+first heads * dim columns stay the pre-RoPE query; a token with slot -1 is padding: it writes nothing, and its position
+is not used. The layout is Hugging Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per token:
+2 * (heads + 2 * kv_heads) * dim * itemsize, and 4 * dim of cos and sin.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from gpu.kernels.arguments import check, check_contiguous, check_dtype, runs_on_triton
 
 
 def rope_kv_write_reference(
@@ -27,7 +31,7 @@ def rope_kv_write_reference(
     all_valid = bool(valid.all())
     if not all_valid:
         positions = torch.where(valid, positions, 0)
-    split = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, 2, dim // 2)
+    split = qkv.unflatten(-1, (num_heads + 2 * kv_heads, 2, dim // 2))
     rotated_heads = split[:, : num_heads + kv_heads]  # [tokens, heads + kv_heads, 2, dim // 2]
     first, second = rotated_heads.unbind(2)
     cosine, sine = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [tokens, 1, dim // 2]
@@ -45,6 +49,45 @@ def rope_kv_write_reference(
     return query
 
 
+@triton.jit
+def _rope_kv_write_kernel(
+    qkv, cos, sin, positions, slots, page_table, key_pages, value_pages, query, qkv_stride, max_pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    is_token = slot >= 0
+    position = tl.load(positions + token, mask=is_token, other=0).to(tl.int64)
+    page = tl.load(page_table + slot * max_pages + position // PAGE_TOKENS, mask=is_token, other=0).to(tl.int64)
+    page_row = page * KV_HEADS * PAGE_TOKENS + position % PAGE_TOKENS
+
+    half = tl.arange(0, HALF)[None, :]
+    cosine = tl.load(cos + position * HALF + half)
+    sine = tl.load(sin + position * HALF + half)
+    head = tl.arange(0, BLOCK_ROTATED)[:, None]
+    source = qkv + token * qkv_stride + head * DIM + half
+    first = tl.load(source, mask=head < HEADS + KV_HEADS, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=head < HEADS + KV_HEADS, other=0.0).to(tl.float32)
+    low = (first * cosine - second * sine).to(query.dtype.element_ty)
+    high = (second * cosine + first * sine).to(query.dtype.element_ty)
+    to_query = query + (token * HEADS + head) * DIM + half
+    tl.store(to_query, low, mask=head < HEADS)
+    tl.store(to_query + HALF, high, mask=head < HEADS)
+    num_written = tl.where(is_token, KV_HEADS, 0)
+    is_key = (head >= HEADS) & (head < HEADS + num_written)
+    to_key = key_pages + (page_row + (head - HEADS) * PAGE_TOKENS) * DIM + half
+    tl.store(to_key, low, mask=is_key)
+    tl.store(to_key + HALF, high, mask=is_key)
+
+    kv_head = tl.arange(0, BLOCK_KV)[:, None]
+    column = tl.arange(0, DIM)[None, :]
+    is_value = kv_head < num_written
+    value = tl.load(qkv + token * qkv_stride + (HEADS + KV_HEADS + kv_head) * DIM + column, mask=is_value, other=0.0)
+    tl.store(value_pages + (page_row + kv_head * PAGE_TOKENS) * DIM + column, value, mask=is_value)
+
+
 def rope_kv_write(
     qkv: Tensor,
     cos: Tensor,
@@ -60,9 +103,36 @@ def rope_kv_write(
 
     qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; cos, sin: float32 `[max_context, dim // 2]`; positions: int64
     `[tokens]`; slots: int32 `[tokens]`, -1 for padding; page_table: int32 `[max_slots, max_pages]`; key_pages,
-    value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype. Returns the rotated query `[tokens, heads, dim]`
-    (its rows may be strided). A padding token's query is undefined.
+    value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype. Returns the rotated query
+    `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at
+    position 0. Raises ValueError for another
+    shape, dtype or device; positions and page ids are trusted.
     """
-    return rope_kv_write_reference(
-        qkv, cos, sin, positions, slots, page_table, key_pages, value_pages, num_heads
+    op, (tokens, width), device = "rope_kv_write", qkv.shape, qkv.device
+    num_pages, kv_heads, page_tokens, dim = key_pages.shape
+    if width != (num_heads + 2 * kv_heads) * dim:
+        raise ValueError(f"{op}: qkv is {width} wide; wanted ({num_heads} + 2 * {kv_heads}) heads of {dim}")
+    check(op, "positions", positions, (tokens,), torch.int64, device)
+    check(op, "slots", slots, (tokens,), torch.int32, device)
+    check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
+    check(op, "key_pages", key_pages, (num_pages, kv_heads, page_tokens, dim), qkv.dtype, device)
+    check(op, "value_pages", value_pages, (num_pages, kv_heads, page_tokens, dim), qkv.dtype, device)
+    if not runs_on_triton(qkv) or tokens == 0:
+        return rope_kv_write_reference(
+            qkv, cos, sin, positions, slots, page_table, key_pages, value_pages, num_heads
+        )  # fmt: skip
+    check_dtype(op, qkv)
+    check(op, "qkv", qkv, (tokens, width), qkv.dtype, device)
+    check(op, "cos", cos, (cos.shape[0], dim // 2), torch.float32, device)
+    check(op, "sin", sin, tuple(cos.shape), torch.float32, device)
+    for name, tensor in (("key_pages", key_pages), ("value_pages", value_pages), ("page_table", page_table),
+                         ("cos", cos), ("sin", sin)):  # fmt: skip
+        check_contiguous(op, name, tensor)
+    query = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=device)
+    _rope_kv_write_kernel[(tokens,)](
+        qkv, cos, sin, positions, slots, page_table, key_pages, value_pages, query, qkv.stride(0), page_table.stride(0),
+        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
+        BLOCK_ROTATED=triton.next_power_of_2(num_heads + kv_heads), BLOCK_KV=triton.next_power_of_2(kv_heads),
+        num_warps=8,
     )  # fmt: skip
+    return query

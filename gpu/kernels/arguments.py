@@ -1,0 +1,38 @@
+"""What every launcher asks of its tensors, and which of them go to Triton.
+
+It refuses to know any operation. Invariant: a wrong argument is named with what it is and what was wanted, before
+anything is launched.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def runs_on_triton(tensor: Tensor) -> bool:
+    """True on CUDA, and everywhere under Triton's own interpreter (TRITON_INTERPRET=1)."""
+    return tensor.is_cuda or INTERPRETED
+
+
+def check(op: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError unless `tensor` has this shape, dtype and device and its last axis is contiguous."""
+    if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.stride(-1) == 1:
+        return
+    if tensor.numel() == 0 and tensor.shape == shape:
+        return
+    got = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
+    raise ValueError(f"{op}: {name} is {got}; wanted {shape} {dtype} on {device}, last axis contiguous")
+
+
+def check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{op}: {name} has strides {tensor.stride()} for {tuple(tensor.shape)}; wanted contiguous")
+
+
+def check_dtype(op: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the kernels are written for this dtype."""
+    if tensor.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{op}: dtype is {tensor.dtype}; on {tensor.device} wanted torch.bfloat16 or torch.float32")
