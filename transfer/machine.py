@@ -70,7 +70,7 @@ def load_machine(path: Path) -> MachineProfile:
     try:
         return MachineProfile.model_validate_json(path.read_text())
     except FileNotFoundError:
-        raise MachineError(f"machine: {path} is missing; `tandem doctor --json` writes one") from None
+        raise MachineError(f"machine: {path} is missing; `tandem doctor --profile FILE` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise MachineError(f"machine: {path} cannot be read: {error}") from None
     except ValidationError as error:

@@ -1,0 +1,201 @@
+"""`tandem chat`: a conversation with a running server, in the terminal. Any OpenAI-compatible server will do.
+
+Knows HTTP and the terminal, nothing of the engine. Ctrl-C stops the answer (closing the stream frees its request on the
+server) and not the program; what had come of the answer stays in the conversation.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+CONNECT_SECONDS = 10.0
+
+
+class ChatError(Exception):
+    """The server cannot be talked to, or refused; the message is one line."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages so far, and what every request of this conversation says."""
+
+    url: str
+    model: str
+    api_key: str | None
+    attention_profile: str | None
+    max_tokens: int | None
+    temperature: float
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def body(self) -> dict[str, Any]:
+        optional = {"attention_profile": self.attention_profile, "max_tokens": self.max_tokens}
+        return {
+            "model": self.model,
+            "messages": self.messages,
+            "temperature": self.temperature,
+            "stream": True,
+            "return_progress": True,
+            "stream_options": {"include_usage": True},
+        } | {key: value for key, value in optional.items() if value is not None}
+
+
+def find_model(url: str, api_key: str | None) -> str:
+    """The id of the first model that the server lists. Raises ChatError."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=CONNECT_SECONDS)
+    except httpx.HTTPError as error:
+        raise ChatError(f"chat: no server answers at {url} ({error}); start one: tandem serve CONFIG") from None
+    if response.status_code != 200:
+        raise ChatError(f"chat: {url}/v1/models: {describe_refusal(response.status_code, response.text)}")
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise ChatError(f"chat: {url}/v1/models lists no model; is it an OpenAI-compatible server?") from None
+
+
+def describe_refusal(status: int, text: str) -> str:
+    """One line of an error response: its status and the message in its body, if it has one."""
+    try:
+        message = json.loads(text)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = " ".join(text.split())[:200]
+    return f"{status}: {message}" if message else str(status)
+
+
+def stream_events(conversation: Conversation) -> Iterator[dict[str, Any]]:
+    """The server's events for the conversation so far, decoded, up to `[DONE]`. Raises ChatError."""
+    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    url = f"{conversation.url}/v1/chat/completions"
+    try:
+        with httpx.stream(
+            "POST", url, json=conversation.body(), headers=conversation.headers(), timeout=timeout
+        ) as response:
+            if response.status_code != 200:
+                response.read()
+                raise ChatError(f"chat: {describe_refusal(response.status_code, response.text)}")
+            for line in response.iter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise ChatError(f"chat: {event['error'].get('message', event['error'])}")
+                yield event
+    except httpx.HTTPError as error:
+        raise ChatError(f"chat: the connection to {conversation.url} broke: {error or type(error).__name__}") from None
+    except json.JSONDecodeError as error:
+        raise ChatError(f"chat: {conversation.url} sent an event that is not JSON: {error}") from None
+
+
+class PrefillBar:
+    """A bar while the server reads the prompt; it disappears with the first words of the answer."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("reading"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "PrefillBar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def show(self, done: int, total: int) -> None:
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task("reading", total=total)
+        self._progress.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def stream_answer(conversation: Conversation, console: Console) -> str:
+    """Ask for the next answer, print it as it comes and append it to the conversation. Ctrl-C ends it early."""
+    pieces: list[str] = []
+    usage: dict[str, Any] = {}
+    try:
+        with PrefillBar(console) as bar:
+            for event in stream_events(conversation):
+                progress = event.get("prompt_progress")
+                if progress:
+                    bar.show(progress["processed"], progress["total"])
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", []):
+                    piece = choice.get("delta", {}).get("content")
+                    if piece:
+                        bar.close()
+                        pieces.append(piece)
+                        console.out(piece, end="", highlight=False)
+    except KeyboardInterrupt:
+        console.print(" [yellow](stopped)[/]", end="")
+    console.print()
+    answer = "".join(pieces)
+    conversation.messages.append({"role": "assistant", "content": answer})
+    if usage:
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        console.print(
+            f"{usage['prompt_tokens']:,} tokens read ({cached:,} of them kept from before), "
+            f"{usage['completion_tokens']:,} written",
+            style="dim",
+            highlight=False,
+        )
+    return answer
+
+
+def read_document(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChatError(f"chat: {path} cannot be read as text: {error}") from None
+
+
+def hold_conversation(conversation: Conversation, document: str | None, console: Console) -> None:
+    """Questions from the terminal until Ctrl-D; the document goes with the first one."""
+    console.print(f"{conversation.model} at {conversation.url}. Ctrl-C stops an answer, Ctrl-D ends.", style="dim")
+    while True:
+        try:
+            question = console.input("[bold green]> [/]").strip()
+        except KeyboardInterrupt:
+            console.print("\nCtrl-D ends", style="dim")
+            continue
+        except EOFError:
+            console.print()
+            return
+        if not question:
+            continue
+        ask(conversation, question, document, console)
+        document = None
+
+
+def ask(conversation: Conversation, question: str, document: str | None, console: Console) -> None:
+    """One question and its answer. A question that the server refused is taken back before ChatError goes on."""
+    content = question if document is None else f"{document}\n\n{question}"
+    conversation.messages.append({"role": "user", "content": content})
+    try:
+        stream_answer(conversation, console)
+    except ChatError:
+        conversation.messages.pop()
+        raise

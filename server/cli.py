@@ -1,0 +1,161 @@
+"""The command `tandem`. Reads arguments, calls what does the work, and turns the world's errors into one line.
+
+Groups of other packages (`bench`, `eval`) are found through entry points, so that nothing here imports a package above
+it. Exit status: 0, 1 with `error: ...` on stderr, 2 for wrong arguments.
+"""
+
+import json
+import os
+import socket
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gpu.architecture import ModelError
+from gpu.memory_plan import PlanError
+from server.chat import ChatError, Conversation, ask, find_model, hold_conversation, read_document
+from server.config import ConfigError, Deployment, load_deployment
+from server.doctor import DoctorError, as_rows, examine, measure_rates, print_findings
+from server.plan import describe_plan, print_plan, resolve_plan
+from transfer.machine import MachineError, load_machine, probe_machine
+
+WORLD_ERRORS = (ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve long-context language models from one GPU and the memory of its host.",
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+
+
+def main() -> None:
+    """Run the command line; the world's errors end it with one line and status 1."""
+    for group in entry_points(group="tandem.commands"):
+        app.add_typer(group.load(), name=group.name)
+    try:
+        app()
+    except WORLD_ERRORS as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+@app.command()
+def serve(
+    config: ConfigPath,
+    host: Annotated[str | None, typer.Option(help="address to listen on, instead of the file's")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="port; 0: any free one")] = None,
+) -> None:
+    """Serve the model over the OpenAI API until Ctrl-C or SIGTERM."""
+    from server.app import serve as serve_deployment
+
+    deployment = override_address(load_deployment(config), host, port)
+    require_free_port(deployment.server.host, deployment.server.port)
+    plan = resolve_plan(deployment, probe_machine())
+    model = plan.deployment.model
+    if model.path is not None and not model.path.exists():
+        raise ModelError(f"model.path: {model.path} is missing; put the model's Hugging Face folder there")
+    raise typer.Exit(serve_deployment(deployment))
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    machine: Annotated[
+        Path | None, typer.Option(help="a recorded machine profile (JSON) instead of this machine")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the resolved configuration and where each byte of GPU and host memory goes."""
+    deployment = load_deployment(config)
+    resolved = resolve_plan(deployment, probe_machine() if machine is None else load_machine(machine))
+    if as_json:
+        print(json.dumps(describe_plan(resolved), indent=2))
+    else:
+        print_plan(resolved, Console())
+
+
+@app.command()
+def doctor(
+    measure: Annotated[bool, typer.Option("--measure", help="measure memory and arithmetic rates (a minute)")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="write this machine's profile there, for `plan --machine`")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what this machine has and whether the libraries fit it and each other."""
+    console = Console()
+    machine = probe_machine()
+    findings = examine(machine)
+    if profile is not None:
+        profile.write_text(machine.model_dump_json(indent=2) + "\n")
+    if not as_json:
+        print_findings(findings, console)
+    rates = None
+    if measure:
+        with Console(stderr=True).status("measuring"):
+            rates = measure_rates()
+    if as_json:
+        tree = {"machine": machine.model_dump(mode="json"), "findings": as_rows(findings), "rates": rates}
+        print(json.dumps(tree, indent=2))
+    elif rates is not None:
+        console.print_json(data=rates)
+    if any(finding.verdict == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="the server")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="model id; default: the first that the server lists")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer key")] = None,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    file: Annotated[Path | None, typer.Option(help="a document that goes with the first question")] = None,
+    attention_profile: Annotated[str | None, typer.Option(help="attention profile; default: the server's")] = None,
+    once: Annotated[str | None, typer.Option(metavar="QUESTION", help="ask this, print the answer and end")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely token")] = 0.0,
+) -> None:
+    """Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends."""
+    root = url.rstrip("/").removesuffix("/v1")
+    document = None if file is None else read_document(file)
+    conversation = Conversation(
+        url=root,
+        model=model or find_model(root, api_key),
+        api_key=api_key,
+        attention_profile=attention_profile,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        messages=[] if system is None else [{"role": "system", "content": system}],
+    )
+    console = Console()
+    if once is not None:
+        ask(conversation, once, document, console)
+    else:
+        hold_conversation(conversation, document, console)
+
+
+def override_address(deployment: Deployment, host: str | None, port: int | None) -> Deployment:
+    update = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+    return deployment.model_copy(update={"server": deployment.server.model_copy(update=update)})
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise ConfigError if nothing can listen there: before the model is loaded, not after."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise ConfigError(
+                f"server.port: cannot listen on {host}:{port} ({reason}); give another --port, or 0 for any free one"
+            ) from None
