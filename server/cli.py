@@ -68,9 +68,7 @@ def serve(
 @app.command()
 def plan(
     config: ConfigPath,
-    machine: Annotated[
-        Path | None, typer.Option(help="a recorded machine profile (JSON) instead of this machine")
-    ] = None,
+    machine: Annotated[Path | None, typer.Option(help="a machine profile (JSON) instead of this machine")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the resolved configuration and where each byte of GPU and host memory goes."""
@@ -85,9 +83,7 @@ def plan(
 @app.command()
 def doctor(
     measure: Annotated[bool, typer.Option("--measure", help="measure memory and arithmetic rates (a minute)")] = False,
-    profile: Annotated[
-        Path | None, typer.Option(help="write this machine's profile there, for `plan --machine`")
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="write a profile there, for `plan --machine`")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what this machine has and whether the libraries fit it and each other."""

@@ -74,7 +74,7 @@ def examine_machine(machine: MachineProfile) -> list[Finding]:
             str(machine.numa_nodes),
             "good" if machine.numa_nodes == 1 else "note",
             "" if machine.numa_nodes == 1 else "keep the process on the GPU's node (numactl)",
-        ),  # fmt: skip
+        ),
         Finding("memory", f"{machine.memory_bytes / GIB:.1f} GiB to use", "good"),
     ]
 
@@ -96,13 +96,13 @@ def examine_system(root: Path) -> list[Finding]:
             f"transparent: {mode}",
             "note" if off else "good",
             f"write madvise to {path}: reading KV from memory is 4 to 20 % faster" if off else "",
-        ),  # fmt: skip
+        ),
         Finding(
             "locked memory",
             "unlimited" if unlimited else f"{locked / GIB:.3f} GiB",
             "good" if unlimited else "note",
             "" if unlimited else "ulimit -l unlimited, where a container or a driver counts pinned memory",
-        ),  # fmt: skip
+        ),
     ]
 
 
