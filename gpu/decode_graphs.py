@@ -1,0 +1,125 @@
+"""Decode steps on static buffers: CUDA graphs for a ladder of batch sizes, and the same step eagerly elsewhere.
+
+It refuses to know requests: rows are slots. Invariants: a step reads its tokens from `last_tokens` on the device, so the
+host never waits for one; rows that pad a batch to a captured size have slot -1 and context 0, and write nothing. A step
+is a list of segments, each captured by itself, so that work of the host can stand between two of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.decode_attention import DecodeAttention, DecodeQuery
+from gpu.decoder import Decoder
+from gpu.kernels.paged_decode_attention import Workspace
+from gpu.upload import upload
+from transfer.partial import Partial
+
+WARMUP_STEPS = 2  # before a capture: compiles kernels, and lets libraries allocate their workspaces
+
+
+class DecodeInputs:
+    """What a step reads of its rows, one buffer on the device so that one copy fills it.
+
+    positions and token_slots (where the input token stands in `last_tokens`): int64 `[rows]`; slots and context_lens:
+    int32 `[rows]`.
+    """
+
+    def __init__(self, buffer: Tensor, rows: int) -> None:
+        self.buffer = buffer  # uint8 [24 * rows]
+        self.rows = rows
+        wide = buffer[: 16 * rows].view(torch.int64)
+        narrow = buffer[16 * rows :].view(torch.int32)
+        self.positions, self.token_slots = wide[:rows], wide[rows:]
+        self.slots, self.context_lens = narrow[:rows], narrow[rows:]
+
+    @staticmethod
+    def pack(slots: Sequence[int], positions: Sequence[int], rows: int, padding_token_slot: int) -> np.ndarray:
+        """The buffer's bytes, padded to `rows`."""
+        packed = np.empty(24 * rows, dtype=np.uint8)
+        wide, narrow = packed[: 16 * rows].view(np.int64), packed[16 * rows :].view(np.int32)
+        used = len(slots)
+        wide[:used], wide[used:rows] = positions, 0
+        wide[rows : rows + used], wide[rows + used :] = slots, padding_token_slot
+        narrow[:used], narrow[used:rows] = slots, -1
+        narrow[rows : rows + used], narrow[rows + used :] = wide[:used] + 1, 0
+        return packed
+
+
+@dataclass(slots=True)
+class _CapturedStep:
+    inputs: DecodeInputs
+    segments: list[torch.cuda.CUDAGraph]
+    logits: Tensor  # [rows, vocab]
+
+
+class DecodeSteps:
+    """Decode steps of one profile. `last_tokens`: int64 `[max_slots + 1]`, the last row for padding."""
+
+    def __init__(self, decoder: Decoder, attention: DecodeAttention, last_tokens: Tensor, workspace: Workspace) -> None:
+        self.decoder = decoder
+        self.attention = attention
+        self.last_tokens = last_tokens
+        self.workspace = workspace
+        self._captured: dict[int, _CapturedStep] = {}
+
+    def run(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Logits `[rows, vocab]` after one token a slot; asynchronous. Overwritten by the next step."""
+        size = min((size for size in self._captured if size >= len(slots)), default=len(slots))
+        packed = DecodeInputs.pack(slots, positions, size, len(self.last_tokens) - 1)
+        captured = self._captured.get(size)
+        if captured is None:
+            return self._compute(DecodeInputs(upload(packed, self.last_tokens.device), size))
+        captured.inputs.buffer.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
+        for segment in captured.segments:
+            segment.replay()
+        return captured.logits[: len(slots)]
+
+    def capture(self, sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
+        """Capture steps of these batch sizes, largest first: they share one memory pool."""
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(sorted(sizes, reverse=True)):
+            packed = DecodeInputs.pack([], [], size, len(self.last_tokens) - 1)
+            inputs = DecodeInputs(upload(packed, self.last_tokens.device), size)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_STEPS):
+                    self._compute(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._compute(inputs)
+            self._captured[size] = _CapturedStep(inputs, [graph], logits)
+            on_progress((done + 1) / len(sizes))
+
+    def _compute(self, inputs: DecodeInputs) -> Tensor:
+        """Embedding, all layers and logits: one segment."""
+        hidden = self.decoder.embed(self.last_tokens.index_select(0, inputs.token_slots))
+        for layer in range(self.decoder.architecture.num_layers):
+            hidden = self._layer(layer, hidden, inputs)
+        return self.decoder.logits(hidden)
+
+    def _layer(self, layer: int, hidden: Tensor, inputs: DecodeInputs) -> Tensor:
+        pool = self.decoder.pool
+
+        def attend(query: Tensor, pre_rope_query: Tensor) -> Partial:
+            return self.attention(
+                DecodeQuery(
+                    layer,
+                    query,
+                    pre_rope_query,
+                    pool.key_pages[layer],
+                    pool.value_pages[layer],
+                    pool.page_table,
+                    inputs.slots,
+                    inputs.context_lens,
+                    self.decoder.scale,
+                    self.workspace,
+                )  # fmt: skip
+            )
+
+        return self.decoder.layer(layer, hidden, inputs.positions, inputs.slots, attend)

@@ -1,0 +1,76 @@
+"""From a configuration to a runner that is ready: weights on the device, pages allocated, graphs captured.
+
+It refuses to decide sizes: the memory plan does. The invariant: what cannot be served stops here with one line.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from gpu.architecture import Architecture, ModelError, named_shape, read_architecture
+from gpu.config import GpuConfig, ModelConfig
+from gpu.runner import Runner
+from gpu.weights import load_weights, random_weights
+
+RANDOM_SEED = 20_240_901
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+LoadProgress = Callable[[str, float], None]
+
+
+def load_architecture(model: ModelConfig) -> Architecture:
+    """The shape that a model configuration names. Raises ModelError."""
+    if model.path is not None:
+        return read_architecture(model.path)
+    assert model.random_weights is not None
+    return named_shape(model.random_weights)
+
+
+def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
+                chunk_tokens: int, max_hidden_tokens: int, num_pages: int,
+                on_progress: LoadProgress) -> Runner:  # fmt: skip
+    """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights" and "graphs".
+
+    `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
+    Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
+    """
+    if gpu.threads is not None:
+        torch.set_num_threads(gpu.threads)
+    device = torch.device(_resolve_device(gpu))
+    dtype = DTYPES[_resolve_dtype(gpu, device)]
+    architecture = load_architecture(model)
+    context = max_context_tokens or architecture.max_context_tokens
+    if context > architecture.max_context_tokens:
+        raise ModelError(
+            f"scheduler.max_context_tokens: asked {context}, {architecture.name} has "
+            f"{architecture.max_context_tokens} positions; lower it"
+        )
+
+    def weights_progress(fraction: float) -> None:
+        on_progress("weights", fraction)
+
+    if model.path is not None:
+        weights = load_weights(model.path, architecture, dtype, device, weights_progress)
+    else:
+        weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress)
+    runner = Runner(
+        architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens, max_running=max_running,
+        max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype, device=device,
+    )  # fmt: skip
+    runner.warm_up(chunk_tokens)
+    runner.capture(gpu.graph_batch_sizes, lambda fraction: on_progress("graphs", fraction))
+    return runner
+
+
+def _resolve_device(gpu: GpuConfig) -> str:
+    if gpu.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if gpu.device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("gpu.device: asked cuda, torch finds no CUDA device; use cpu, or repair the driver")
+    return gpu.device
+
+
+def _resolve_dtype(gpu: GpuConfig, device: torch.device) -> str:
+    if gpu.dtype == "auto":
+        return "bfloat16" if device.type == "cuda" else "float32"
+    return gpu.dtype

@@ -1,0 +1,198 @@
+"""Prefill jobs: packed prompts that go through the model layer by layer, in resumable units.
+
+It refuses to know when units run, and what else does. Invariants: the hidden states of a job live from its first unit to
+its last or to its drop; a unit reads only its own job's pages, so units of several jobs and decode steps interleave
+freely, and where one layer's chunks begin need not be where another's do.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.decoder import Decoder
+from gpu.kv_pool import KvPool
+from gpu.logprobs import Logprobs
+from gpu.prefill_attention import prefill_attention
+from gpu.sampler import Sampled, Sampler, gather_logprobs
+from gpu.step import PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob
+from gpu.upload import upload
+from transfer.partial import Partial
+
+LOGITS_BLOCK_ROWS = 256  # rows of logits at once, for prompt logprobs
+
+
+class GatheredKv:
+    """One layer's keys and values of one context, contiguous in tokens: a copy out of pages that grows with its chunks."""
+
+    def __init__(self, pool: KvPool, kv_heads: int, dim: int) -> None:
+        self.pool = pool
+        shape = (kv_heads, pool.max_pages, pool.page_tokens, dim)
+        self.keys = torch.empty(shape, dtype=pool.key_pages[0].dtype, device=pool.device)
+        self.values = torch.empty_like(self.keys)
+        self._holds: tuple[int, int, int] | None = None  # (job, slot, layer)
+        self._tokens = 0
+
+    def gather(self, job_id: int, slot: int, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[kv_heads, end, dim]` of tokens `[0, end)`, valid until the next gather.
+
+        What the last call gathered for the same job, slot and layer is not gathered again.
+        """
+        page_tokens = self.pool.page_tokens
+        if self._holds != (job_id, slot, layer) or self._tokens > end:
+            self._holds, self._tokens = (job_id, slot, layer), 0
+        begin_page, end_page = self._tokens // page_tokens, -(-end // page_tokens)
+        page_ids = self.pool.page_table[slot, begin_page:end_page]
+        for pages, gathered in (
+            (self.pool.key_pages[layer], self.keys),
+            (self.pool.value_pages[layer], self.values),
+        ):
+            gathered[:, begin_page:end_page] = pages.index_select(0, page_ids).transpose(0, 1)
+        self._tokens = end
+        return self.keys.flatten(1, 2)[:, :end], self.values.flatten(1, 2)[:, :end]
+
+    def forget(self) -> None:
+        """Nothing gathered before is valid any more."""
+        self._holds = None
+
+
+@dataclass(slots=True)
+class FinishedJob:
+    """Next tokens of a job's prompts, in order, and the prompt logprobs of those that asked, by slot."""
+
+    sampled: Sampled
+    prompt_logprobs: dict[int, Logprobs]
+
+    def copy_to_host(self) -> None:
+        """Start the copies to the host, on the current stream."""
+        self.sampled.copy_to_host()
+        self.prompt_logprobs = {slot: logprobs.copy_to_host() for slot, logprobs in self.prompt_logprobs.items()}
+
+    def prompt_logprobs_to_host(self) -> dict[int, list[TokenLogprob]]:
+        """After the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
+        return {slot: logprobs.to_list() for slot, logprobs in self.prompt_logprobs.items()}
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job on the device: packed token ids, positions (int64) and slots (int32), each `[tokens]`; offsets of prompts."""
+
+    job: PrefillJob
+    offsets: list[int]
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    hidden: Tensor | None
+
+
+class Prefill:
+    """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together."""
+
+    def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int) -> None:
+        self.max_hidden_tokens = max_hidden_tokens
+        self.decoder = decoder
+        self.sampler = sampler
+        self.device = decoder.pool.device
+        self.gathered = GatheredKv(decoder.pool, decoder.architecture.num_kv_heads, decoder.architecture.dim)
+        self._jobs: dict[int, _Job] = {}
+
+    def add(self, job: PrefillJob) -> None:
+        """Take in a job and its prompts' sampling options.
+
+        Raises ValueError for a prompt that computes no token, and for more hidden states than `max_hidden_tokens`.
+        """
+        under_way = sum(state.job.num_tokens for state in self._jobs.values())
+        if under_way + job.num_tokens > self.max_hidden_tokens:
+            raise ValueError(
+                f"prefill: job of {job.num_tokens} tokens beside {under_way} under way; have {self.max_hidden_tokens}"
+            )
+        offsets = [0]
+        for prompt in job.prompts:
+            if prompt.num_computed_tokens <= 0:
+                raise ValueError(f"prefill: slot {prompt.slot}: begin {prompt.begin} of {len(prompt.token_ids)} tokens")
+            offsets.append(offsets[-1] + prompt.num_computed_tokens)
+            self.sampler.assign(
+                prompt.slot,
+                prompt.sampling,
+                prompt.token_ids[: prompt.num_prompt_tokens],
+                prompt.token_ids[prompt.num_prompt_tokens :],
+            )
+        packed = np.empty((3, offsets[-1]), dtype=np.int64)
+        for prompt, begin, end in zip(job.prompts, offsets, offsets[1:], strict=False):
+            packed[0, begin:end] = prompt.token_ids[prompt.begin :]
+            packed[1, begin:end] = np.arange(prompt.begin, len(prompt.token_ids))
+            packed[2, begin:end] = prompt.slot
+        token_ids, positions, slots = upload(packed, self.device).unbind(0)
+        self._jobs[job.job_id] = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None)
+
+    def drop(self, job_id: int) -> None:
+        """Forget a job, finished or not, and free all that it holds; nothing happens if there is none."""
+        self._jobs.pop(job_id, None)
+        self.gathered.forget()
+
+    def run(self, unit: PrefillUnit) -> FinishedJob | None:
+        """Compute one unit; the one that ends the last layer also samples, and ends the job."""
+        state = self._jobs[unit.job_id]
+        if state.hidden is None:
+            state.hidden = self.decoder.embed(state.token_ids)
+        chunk = slice(unit.begin, unit.end)
+
+        def attend(query: Tensor, pre_rope_query: Tensor) -> Partial:
+            return self._attend(state, unit, query)
+
+        state.hidden[chunk] = self.decoder.layer(
+            unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend
+        )
+        ends_job = unit.layer == self.decoder.architecture.num_layers - 1 and unit.end == state.offsets[-1]
+        return self._finish(state) if ends_job else None
+
+    def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor) -> Partial:
+        """Attention of a packed chunk, prompt by prompt; query `[unit tokens, heads, dim]`."""
+        parts = []
+        for prompt, prompt_begin, prompt_end in zip(state.job.prompts, state.offsets, state.offsets[1:], strict=False):
+            begin, end = max(unit.begin, prompt_begin), min(unit.end, prompt_end)
+            if begin >= end:
+                continue
+            context = prompt.begin + end - prompt_begin
+            keys, values = self.gathered.gather(unit.job_id, prompt.slot, unit.layer, context)
+            own = query[begin - unit.begin : end - unit.begin]
+            parts.append(prefill_attention(own, keys, values, self.decoder.scale))
+        if len(parts) == 1:
+            return parts[0]
+        return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+    def _finish(self, state: _Job) -> FinishedJob:
+        prompts, hidden = state.job.prompts, state.hidden
+        assert hidden is not None
+        last_rows = upload(np.array(state.offsets[1:], dtype=np.int64) - 1, self.device)
+        logits = self.decoder.logits(hidden.index_select(0, last_rows))
+        sampled = self.sampler.sample(
+            logits, [prompt.slot for prompt in prompts], [prompt.samples for prompt in prompts]
+        )  # fmt: skip
+        prompt_logprobs = {
+            prompt.slot: self._prompt_logprobs(state, hidden, prompt, offset)
+            for prompt, offset in zip(prompts, state.offsets, strict=False)
+            if wants_prompt_logprobs(prompt)
+        }
+        self.drop(state.job.job_id)
+        return FinishedJob(sampled, prompt_logprobs)
+
+    def _prompt_logprobs(self, state: _Job, hidden: Tensor, prompt: PrefillPrompt, offset: int) -> Logprobs:
+        """Of prompt tokens `[1, num_prompt_tokens)`, in blocks of rows: all logits at once would be gigabytes."""
+        assert prompt.begin == 0, "prompt logprobs need every prompt token's hidden state; begin at 0"
+        num_rows, num_top = prompt.num_prompt_tokens - 1, prompt.sampling.num_prompt_logprobs
+        blocks = []
+        for begin in range(offset, offset + num_rows, LOGITS_BLOCK_ROWS):
+            end = min(begin + LOGITS_BLOCK_ROWS, offset + num_rows)
+            logits = self.decoder.logits(hidden[begin:end])
+            blocks.append(gather_logprobs(logits, state.token_ids[begin + 1 : end + 1], num_top))
+        if not blocks:
+            none = torch.empty((0, 0), dtype=torch.float32, device=self.device)
+            return Logprobs(none.flatten(), none.long(), none)
+        return Logprobs(*(torch.cat(rows) for rows in zip(*((b.token, b.top_ids, b.top) for b in blocks), strict=True)))
+
+
+def wants_prompt_logprobs(prompt: PrefillPrompt) -> bool:
+    """Whether this prefill reports them: a resumed one (output drawn before) reported them the first time."""
+    return prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0
