@@ -1,0 +1,196 @@
+"""Every Triton kernel compiles for the cards that users own, within their shared memory.
+
+Launchers are called on fake CUDA tensors and each launch is recorded: what is compiled is what would be launched.
+No device is needed.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import gpu.kernels
+import transfer.merge
+from gpu.architecture import NAMED_SHAPES, Architecture
+from gpu.kernels.linear import gate_up_swiglu, linear, norm_gate_up_swiglu, norm_linear
+from gpu.kernels.paged_decode_attention import paged_decode_attention, workspace_for
+from gpu.kernels.rms_norm import add_rms_norm, rms_norm
+from gpu.kernels.rope_kv_write import rope_kv_write
+from gpu.kernels.swiglu import swiglu
+
+SHARED_KIB = {80: 163, 89: 99}
+TRITON_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
+SERVED = ("tiny", "llama-3.1-8b")
+COMPILED_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _norms(shape: Architecture, dtype: torch.dtype) -> None:
+    x, weight = (
+        torch.empty(2, shape.hidden, dtype=dtype, device="cuda"),
+        torch.empty(shape.hidden, dtype=dtype, device="cuda"),
+    )
+    rms_norm(x, weight, 1e-5)
+    add_rms_norm(x, torch.empty_like(x), weight, 1e-5)
+
+
+def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
+    swiglu(torch.empty(2, 2 * shape.intermediate, dtype=dtype, device="cuda"))
+
+
+def _pages(shape: Architecture, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    pages = torch.empty(8, shape.num_kv_heads, 16, shape.dim, dtype=dtype, device="cuda")
+    return pages, torch.empty_like(pages)
+
+
+def _rope(shape: Architecture, dtype: torch.dtype) -> None:
+    qkv = torch.empty(2, (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim, dtype=dtype, device="cuda")
+    cos = torch.empty(64, shape.dim // 2, device="cuda")
+    ids = torch.empty(2, dtype=torch.int32, device="cuda")
+    table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
+    rope_kv_write(qkv, cos, torch.empty_like(cos), ids.long(), ids, table, *_pages(shape, dtype), shape.num_heads)
+
+
+def _attention(shape: Architecture, dtype: torch.dtype) -> None:
+    query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
+    ids = torch.empty(2, dtype=torch.int32, device="cuda")
+    table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
+    workspace = workspace_for(2, shape.num_heads, shape.num_kv_heads, shape.dim, 262_144, "cuda")
+    paged_decode_attention(query, *_pages(shape, dtype), table, ids, ids, 1.0, workspace)
+
+
+def _projections(shape: Architecture, dtype: torch.dtype) -> None:
+    if dtype != torch.bfloat16:
+        return
+    attention = shape.num_heads * shape.dim
+    qkv_rows = attention + 2 * shape.num_kv_heads * shape.dim
+    norm = torch.empty(shape.hidden, dtype=dtype, device="cuda")
+
+    def weight(rows: int, inner: int) -> torch.Tensor:
+        return torch.empty(rows, inner, dtype=dtype, device="cuda")
+
+    for tokens in (1, 4):
+        x = torch.empty(tokens, shape.hidden, dtype=dtype, device="cuda")
+        norm_linear(x, norm, 1e-5, weight(qkv_rows, shape.hidden))
+        linear(torch.empty(tokens, attention, device="cuda"), weight(shape.hidden, attention), x)
+        norm_gate_up_swiglu(x, norm, 1e-5, weight(2 * shape.intermediate, shape.hidden))
+        gate_up_swiglu(x, weight(2 * shape.intermediate, shape.hidden))
+        middle = torch.empty(tokens, shape.intermediate, dtype=dtype, device="cuda")
+        linear(middle, weight(shape.hidden, shape.intermediate), x)
+        linear(x, weight(shape.vocab_size, shape.hidden))
+
+
+def _merge(shape: Architecture, dtype: torch.dtype) -> None:
+    if dtype == torch.float32:
+        out = torch.empty(2, shape.num_heads, shape.dim, device="cuda")
+        lse = torch.empty(2, shape.num_heads, device="cuda")
+        transfer.merge.merge_outputs(out, lse, out, lse)
+
+
+# Every kernel, and the launches of it that a step makes. A kernel that is not here fails the last test.
+LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
+    "_rms_norm_kernel": _norms,
+    "_swiglu_kernel": _swiglu,
+    "_rope_kv_write_kernel": _rope,
+    "_split_kernel": _attention,
+    "_reduce_kernel": _attention,
+    "_gemv_kernel": _projections,
+    "_merge_kernel": _merge,
+}
+
+
+def _kernels() -> Iterator[tuple[Any, str, JITFunction]]:
+    """Every jitted function that is launched (its name ends in `_kernel`), with its module."""
+    names = [f"gpu.kernels.{module.name}" for module in pkgutil.iter_modules(gpu.kernels.__path__)]
+    for module in map(importlib.import_module, [*names, "transfer.merge"]):
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                yield module, name, value
+
+
+class Recorder:
+    """Stands in for a kernel and keeps its launches: `recorder[grid](*args, **options)`."""
+
+    def __init__(self, kernel: JITFunction, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(size > 0 for size in grid)
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+def _source(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[ASTSource, dict[str, int]]:
+    """What Triton's launcher would compile: pointers and integers divisible by 16 are marked so, ones are constants."""
+    options = dict(options)
+    compile_options = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    signature, constants, attributes = {}, {}, {}
+    for index, (name, value) in enumerate({**dict(zip(kernel.arg_names, args, strict=False)), **options}.items()):
+        if name in options or (isinstance(value, int) and value == 1):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = TRITON_TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    assert list(signature) == kernel.arg_names
+    return ASTSource(kernel, signature, constants, attributes), compile_options
+
+
+@pytest.fixture(scope="module")
+def launches() -> list[Launch]:
+    """Each distinct launch of the shapes that are served."""
+    recorded: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128))
+        for module, name, kernel in list(_kernels()):
+            patch.setattr(module, name, Recorder(kernel, recorded))
+        for call in dict.fromkeys(LAUNCHES.values()):
+            for name in SERVED:
+                for dtype in COMPILED_DTYPES:
+                    call(NAMED_SHAPES[name], dtype)
+    return recorded
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_launch_compiles_within_the_shared_memory_of_the_card(name, capability, launches):
+    seen = set()
+    for kernel, args, options in launches:
+        if kernel.__name__ != name:
+            continue
+        source, compile_options = _source(kernel, args, options)
+        key = (str(source.signature), str(source.constants), str(source.attrs), str(compile_options))
+        if key in seen:
+            continue
+        seen.add(key)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compile_options)
+        assert compiled.metadata.shared <= SHARED_KIB[capability] * 1024, (name, options)
+    assert seen, f"{name} is listed but was not launched"
+
+
+def test_every_kernel_is_listed():
+    assert {name for _, name, _ in _kernels()} == set(LAUNCHES)
+
+
+def test_a_kernel_that_needs_too_much_shared_memory_is_seen(launches):
+    kernel, args, options = next(launch for launch in launches if launch[0].__name__ == "_split_kernel")
+    source, _ = _source(kernel, args, {**options, "BLOCK_TOKENS": 256})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4, "num_stages": 5})
+    assert compiled.metadata.shared > SHARED_KIB[89] * 1024
