@@ -1,0 +1,168 @@
+"""Prompts through a prefill once, then through any number of decode methods from the same KV.
+
+It knows no tasks and no text. Invariant: every method starts from the same cache and the same token: the prompt's last
+token is the first decode step, so even the first answer token is chosen under the method. Generated tokens overwrite
+those of the method before, behind the prompts' ends.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evals.forward import KvCache, ReferenceDecoder
+from evals.meter import Fractions, ReadMeter
+from evals.methods.attention import attend_all
+from evals.methods.method import DecodeMethod, MethodError, PrefillMethod, PrefillResult, PromptLayer, Step, StepResult
+
+Watch = Callable[[Step, StepResult, torch.Tensor], None]
+"""Sees each handled layer's step, its result, and which rows (bool `[requests]`) are still running."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefilledBatch:
+    """Prompts without their last token, prefilled, and the state of each method and layer."""
+
+    decoder: ReferenceDecoder
+    cache: KvCache
+    last_tokens: torch.Tensor
+    lengths: torch.Tensor
+    longest: int
+    capacity: int
+    methods: tuple[DecodeMethod, ...]
+    states: list[list[Any]]
+    prefill_reads: list[Fractions] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """tokens: the output of each request, its stop token left out. reads: what was read for it. nll: mean negative
+    log likelihood of the forced tokens, natural log, empty without them."""
+
+    tokens: list[list[int]]
+    reads: list[Fractions]
+    nll: list[float]
+
+
+def prefill_batch(
+    decoder: ReferenceDecoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    methods: Sequence[DecodeMethod],
+    prefill: PrefillMethod | None,
+) -> PrefilledBatch:
+    """Prefill `prompts` (token ids, two or more each), exactly or by `prefill`, leaving room for `max_new_tokens`.
+
+    Raises MethodError if a prompt and its answer do not fit the model's positions.
+    """
+    device = decoder.device
+    sizes = [len(prompt) - 1 for prompt in prompts]
+    longest, room = max(sizes), decoder.architecture.max_context_tokens
+    if min(sizes) < 1:
+        raise MethodError(f"prompt {sizes.index(min(sizes))}: {min(sizes) + 1} tokens; wanted 2 or more")
+    if longest + 1 + max_new_tokens > room:
+        raise MethodError(
+            f"prompt of {longest + 1} tokens and an answer of {max_new_tokens}: the model has {room} positions; "
+            "ask for a shorter length"
+        )
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : sizes[row]] = torch.as_tensor(prompt[:-1])
+    lengths = torch.tensor(sizes, device=device)
+    meter = ReadMeter(len(prompts), device)
+    everyone = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    states: list[list[Any]] = [[] for _ in methods]
+
+    def attend(prompt: PromptLayer) -> PrefillResult | None:
+        for method, layers in zip(methods, states, strict=True):
+            layers.append(method.begin(prompt) if method.handles(prompt.layer) else None)
+        if prefill is None or not prefill.handles(prompt.layer):
+            meter.add(torch.ones_like(lengths), torch.ones_like(lengths), False, everyone)
+            return None
+        result = prefill.attend(prompt)
+        meter.add(result.head_fraction, result.bytes_fraction, True, everyone)
+        return result
+
+    capacity = longest + 1 + max_new_tokens
+    cache, _ = decoder.prefill(tokens.to(device), lengths, longest, capacity, attend)
+    last = torch.tensor([prompt[-1] for prompt in prompts], device=device)
+    reads = meter.read() if prefill is not None else None
+    return PrefilledBatch(decoder, cache, last, lengths, longest, capacity, tuple(methods), states, reads)
+
+
+@torch.inference_mode()
+def decode_greedy(
+    batch: PrefilledBatch, which: int, max_new_tokens: int, stop_ids: frozenset[int], watch: Watch | None
+) -> Decoded:
+    """Decode greedily by method number `which`. A row ends at a stop token or after `max_new_tokens`."""
+    stop = torch.tensor(sorted(stop_ids), device=batch.lengths.device, dtype=torch.int64)
+    active = torch.ones_like(batch.lengths, dtype=torch.bool)
+    run = _Run(batch, which, watch)
+    tokens, out = batch.last_tokens, []
+    for _ in range(max_new_tokens):
+        tokens = run.step(tokens, active).argmax(-1)
+        active = active & ~torch.isin(tokens, stop)
+        out.append(torch.where(active, tokens, -1))
+        if not active.any():
+            break
+    rows = torch.stack(out, dim=1).tolist()
+    kept = [row[: row.index(-1)] if -1 in row else row for row in rows]
+    return Decoded(kept, run.meter.read(), [])
+
+
+@torch.inference_mode()
+def decode_forced(
+    batch: PrefilledBatch,
+    which: int,
+    forced: Sequence[Sequence[int]],
+    watch: Watch | None,
+    watch_logits: Callable[[int, torch.Tensor], None] | None,
+) -> Decoded:
+    """Feed given tokens and return what the method would have said: for each request, its choice in place of each.
+
+    `watch_logits` sees each step's number and its float32 logits `[requests, vocab]`.
+    """
+    device = batch.lengths.device
+    most = max(len(row) for row in forced)
+    given = torch.tensor([list(row) + [-1] * (most - len(row)) for row in forced], device=device)
+    run = _Run(batch, which, watch)
+    tokens, choices, losses = batch.last_tokens, [], []
+    for number in range(most):
+        logits = run.step(tokens, given[:, number] >= 0)
+        if watch_logits is not None:
+            watch_logits(number, logits)
+        choices.append(logits.argmax(-1))
+        tokens = given[:, number].clamp(min=0)
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens, reduction="none"))
+    rows = torch.stack(choices, dim=1).tolist()
+    real = given >= 0
+    nll = (torch.stack(losses, dim=1).double() * real).sum(1) / real.sum(1)
+    kept = [row[: len(wanted)] for row, wanted in zip(rows, forced, strict=True)]
+    return Decoded(kept, run.meter.read(), nll.tolist())
+
+
+class _Run:
+    """One method's decode over a batch: its place, its states and its meter."""
+
+    def __init__(self, batch: PrefilledBatch, which: int, watch: Watch | None) -> None:
+        self._batch, self._watch = batch, watch
+        self._method, self._states = batch.methods[which], batch.states[which]
+        self._lengths, self._longest = batch.lengths, batch.longest
+        self.meter = ReadMeter(len(batch.lengths), batch.lengths.device)
+
+    def step(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        """Logits after `tokens`; only rows in `active` are metered."""
+        self._lengths, self._longest = self._lengths + 1, self._longest + 1
+
+        def attend(step: Step) -> torch.Tensor:
+            handled = self._method.handles(step.layer)
+            result = self._method.step(step, self._states[step.layer]) if handled else attend_all(step)
+            self.meter.add(
+                result.keys_scored.mean(1) / step.lengths, result.rows_read.mean(1) / step.lengths, handled, active
+            )
+            if handled and self._watch is not None:
+                self._watch(step, result, active)
+            return result.out
+
+        return self._batch.decoder.step(self._batch.cache, tokens, self._lengths, self._longest, attend)

@@ -1,0 +1,146 @@
+"""A plain batched decoder of the Llama family over full, contiguous KV: what the methods are judged in.
+
+It knows no methods: attention of a step, and of a prompt if it is not to be exact, is handed in. It shares the weights'
+layout and the rotary tables with the server's decoder and nothing else. Rows are padded on the right, so positions are
+indices, causal attention needs no mask, and a new token goes to its row's length. Any torch device, bf16 or float32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from evals.methods.method import PrefillResult, PromptLayer, Step
+from gpu.architecture import Architecture, read_architecture
+from gpu.rope import rope_tables
+from gpu.weights import LayerWeights, Weights, load_weights
+
+CHUNK_TOKENS = 1 << 17
+"""Tokens whose MLP activations are held at once in a prefill."""
+
+AttendStep = Callable[[Step], torch.Tensor]
+"""A step to its output, `[requests, heads, dim]` in any dtype."""
+
+AttendPrompt = Callable[[PromptLayer], PrefillResult | None]
+"""A prompt's layer to its attention; None for exact attention. Called once a layer, so also the place to look on."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """keys, values: a tensor a layer, `[requests, kv_heads, capacity, dim]`. What stands behind a length is stale."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceDecoder:
+    """Weights and rotary tables `[max_context, dim / 2]` on one device."""
+
+    architecture: Architecture
+    weights: Weights
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.cos.device
+
+    @torch.inference_mode()
+    def prefill(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, longest: int, capacity: int, attend: AttendPrompt
+    ) -> tuple[KvCache, torch.Tensor]:
+        """Run prompts through all layers.
+
+        tokens: int64 `[requests, longest]`, padded on the right; lengths: int64 `[requests]`; capacity: KV rows to
+        hold, decode steps included. Returns the cache and the last tokens' hidden states `[requests, hidden]`.
+        """
+        cache = KvCache([], [])
+        hidden = functional.embedding(tokens, self.weights.embedding)  # [requests, tokens, hidden]
+        cos, sin = self.cos[:longest], self.sin[:longest]
+        for layer, weights in enumerate(self.weights.layers):
+            plain_q, plain_k, v = self._project(hidden, weights)  # [requests, heads, tokens, dim]
+            query, key = rotate(plain_q, cos, sin), rotate(plain_k, cos, sin)
+            cache.keys.append(functional.pad(key, (0, 0, 0, capacity - longest)))
+            cache.values.append(functional.pad(v, (0, 0, 0, capacity - longest)))
+            prompt = PromptLayer(layer, query, plain_q, cache.keys[-1], cache.values[-1], lengths, longest)
+            given = attend(prompt)
+            out = attend_causal(query, key, v) if given is None else given.out
+            del prompt, given, plain_q, plain_k, query, key, v
+            for request in range(0, len(tokens), max(1, CHUNK_TOKENS // longest)):
+                rows = slice(request, request + max(1, CHUNK_TOKENS // longest))
+                hidden[rows] = self._finish(hidden[rows], out[rows].transpose(1, 2), weights)
+        last = hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
+        return cache, last
+
+    @torch.inference_mode()
+    def step(
+        self, cache: KvCache, tokens: torch.Tensor, lengths: torch.Tensor, longest: int, attend: AttendStep
+    ) -> torch.Tensor:
+        """One token a request. tokens, lengths: int64 `[requests]`, the new token counted, its position length - 1.
+
+        Writes the token's keys and values; returns float32 logits `[requests, vocab]`.
+        """
+        requests = torch.arange(len(tokens), device=tokens.device)
+        position = lengths - 1
+        hidden = functional.embedding(tokens, self.weights.embedding)[:, None]  # [requests, 1, hidden]
+        cos, sin = self.cos[position][:, None, None], self.sin[position][:, None, None]
+        for layer, weights in enumerate(self.weights.layers):
+            plain_q, key, v = self._project(hidden, weights)
+            cache.keys[layer][requests, :, position] = rotate(key, cos, sin)[:, :, 0]
+            cache.values[layer][requests, :, position] = v[:, :, 0]
+            keys, values = cache.keys[layer][:, :, :longest], cache.values[layer][:, :, :longest]
+            query = rotate(plain_q, cos, sin)[:, :, 0]
+            out = attend(Step(layer, query, plain_q[:, :, 0], keys, values, lengths, longest))
+            hidden = self._finish(hidden, out.to(hidden.dtype)[:, None], weights)
+        return self.logits(hidden[:, 0])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 `[requests, vocab]` of final hidden states `[requests, hidden]`."""
+        normed = rms_norm(hidden, self.weights.final_norm, self.architecture.rms_norm_eps)
+        return functional.linear(normed, self.weights.logits).float()
+
+    def _project(self, hidden: torch.Tensor, weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys before rotation, and values, each `[requests, heads, tokens, dim]`."""
+        shape = self.architecture
+        normed = rms_norm(hidden, weights.attention_norm, shape.rms_norm_eps)
+        mixed = functional.linear(normed, weights.qkv)
+        mixed = mixed.view(*hidden.shape[:2], -1, shape.dim).transpose(1, 2)
+        query, key, value = mixed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        return query, key, value
+
+    def _finish(self, hidden: torch.Tensor, out: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+        """The rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`."""
+        hidden = hidden + functional.linear(out.flatten(2), weights.output)
+        normed = rms_norm(hidden, weights.mlp_norm, self.architecture.rms_norm_eps)
+        gate, up = functional.linear(normed, weights.gate_up).chunk(2, dim=-1)
+        return hidden + functional.linear(functional.silu(gate) * up, weights.down)
+
+
+def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> ReferenceDecoder:
+    """Read a Hugging Face folder. Raises ModelError for a model that is not served or files that do not fit it."""
+    architecture = read_architecture(folder)
+    weights = load_weights(folder, architecture, dtype, device, lambda _: None)
+    cos, sin = rope_tables(architecture, architecture.max_context_tokens, device)
+    return ReferenceDecoder(architecture, weights, cos, sin)
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    scaled = hidden.float()
+    scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + eps)
+    return scaled.to(hidden.dtype) * weight
+
+
+def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE on `[requests, heads, tokens, dim]`, halves rotated against each other, in float32, back in rows' dtype."""
+    first, second = rows.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
+
+
+def attend_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Exact causal attention `[requests, heads, tokens, dim]`; KV heads are repeated, so any flash kernel serves."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)

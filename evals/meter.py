@@ -1,0 +1,48 @@
+"""What a method read: keys scored a query head over the context, and bytes over grouped exact attention.
+
+Sums stay on the device until asked for, so metering does not make a decode step wait. A layer that the method does not
+handle is read in full, and counts in the totals over all layers only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Fractions:
+    """Means over steps and layers: over the layers that the method handles, and over all."""
+
+    head_handled: float
+    bytes_handled: float
+    head_all: float
+    bytes_all: float
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "head_fraction": self.head_handled,
+            "bytes_fraction": self.bytes_handled,
+            "head_fraction_all_layers": self.head_all,
+            "bytes_fraction_all_layers": self.bytes_all,
+        }
+
+
+class ReadMeter:
+    """Sums of fractions for each request: `[requests, 2, 2]`, (handled, all) x (head, bytes), and their counts."""
+
+    def __init__(self, requests: int, device: torch.device) -> None:
+        self._sums = torch.zeros(requests, 2, 2, device=device, dtype=torch.float64)
+        self._counts = torch.zeros(requests, 2, device=device, dtype=torch.float64)
+
+    def add(self, head: torch.Tensor, data: torch.Tensor, handled: bool, active: torch.Tensor) -> None:
+        """head, data: fractions of one layer and step `[requests]`; active: bool `[requests]`, rows still running."""
+        weight = active.double()
+        both = torch.stack([head, data], dim=-1).double() * weight[:, None]
+        scopes = slice(0 if handled else 1, 2)
+        self._sums[:, scopes] += both[:, None]
+        self._counts[:, scopes] += weight[:, None]
+
+    def read(self) -> list[Fractions]:
+        """One row a request. A method that handled no layer read nothing there: NaN."""
+        means = (self._sums / self._counts[..., None]).tolist()
+        return [Fractions(handled[0], handled[1], every[0], every[1]) for handled, every in means]

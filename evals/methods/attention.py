@@ -1,0 +1,156 @@
+"""Softmax attention for the methods: over everything, over chosen keys, and the masses that prompts leave on keys.
+
+Plain torch, batched over requests and heads; masses and outputs in float32. Nothing at or behind a row's length
+reaches a result, NaN included: logits there are masked, values there are replaced or never gathered.
+"""
+
+import torch
+
+from evals.methods.method import PromptLayer, Step, StepResult
+
+MAX_BLOCK_LOGITS = 1 << 28
+"""Logits that a blocked pass over a prompt holds at once: 1 GiB in float32."""
+
+
+def matmul_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right` of 3-D operands, summed and returned in float32."""
+    if left.dtype == torch.float32:
+        return torch.bmm(left, right)
+    if left.is_cuda:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())
+
+
+def score_keys(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Inner products of query `[requests, heads, dim]` and keys `[requests, kv_heads, n, dim]`.
+
+    Returns float32 `[requests, heads, n]`.
+    """
+    requests, heads, dim = query.shape
+    kv_heads, count = keys.shape[1], keys.shape[2]
+    grouped = query.reshape(requests * kv_heads, heads // kv_heads, dim)
+    scores = matmul_float32(grouped, keys.reshape(requests * kv_heads, count, dim).transpose(1, 2))
+    return scores.view(requests, heads, count)
+
+
+def valid_positions(lengths: torch.Tensor, longest: int) -> torch.Tensor:
+    """bool `[requests, 1, longest]`: positions below each row's length."""
+    return (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None]
+
+
+def step_logits(step: Step) -> torch.Tensor:
+    """The exact logits of a step, scaled, -inf behind each length. float32 `[requests, heads, longest]`."""
+    logits = score_keys(step.query, step.keys) * step.query.shape[-1] ** -0.5
+    return logits.masked_fill_(~valid_positions(step.lengths, step.longest), -torch.inf)
+
+
+def weigh_values(weights: torch.Tensor, values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """`weights [requests, heads, n]` @ `values [requests, kv_heads, n, dim]` -> float32 `[requests, heads, dim]`."""
+    requests, heads, count = weights.shape
+    kv_heads, dim = values.shape[1], values.shape[3]
+    clean = values.masked_fill(~valid[..., None], 0).reshape(requests * kv_heads, count, dim)
+    grouped = weights.reshape(requests * kv_heads, heads // kv_heads, count).to(values.dtype)
+    return matmul_float32(grouped, clean).view(requests, heads, dim)
+
+
+def attend_all(step: Step) -> StepResult:
+    """Exact attention over the whole context, the heads of a group reading together."""
+    logits = step_logits(step)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse[..., None]).exp_()
+    out = weigh_values(weights, step.values, valid_positions(step.lengths, step.longest))
+    rows = step.lengths.float()[:, None].expand(-1, step.keys.shape[1])
+    return StepResult(out, lse, step.lengths.float()[:, None].expand(-1, step.query.shape[1]), rows)
+
+
+def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of `[requests, kv_heads, n, dim]` for each query head: index `[requests, heads, m]` -> `[..., m, dim]`."""
+    requests, heads, _ = index.shape
+    request = torch.arange(requests, device=rows.device)[:, None, None]
+    kv_head = torch.arange(heads, device=rows.device) // (heads // rows.shape[1])
+    return rows[request, kv_head[:, None], index]
+
+
+def attend_chosen(step: Step, index: torch.Tensor, chosen: torch.Tensor) -> StepResult:
+    """Exact attention over chosen keys, each query head reading for itself.
+
+    index: int64 `[requests, heads, m]`, no position twice; chosen: bool of the same shape, False where unused.
+    """
+    index = index.masked_fill(~chosen, 0)
+    keys = gather_rows(step.keys, index).float()
+    logits = torch.einsum("rhd,rhmd->rhm", step.query.float(), keys) * step.query.shape[-1] ** -0.5
+    logits = logits.masked_fill(~chosen, -torch.inf)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse[..., None]).exp()
+    out = torch.einsum("rhm,rhmd->rhd", weights, gather_rows(step.values, index).float())
+    keys_scored = chosen.sum(-1).float()
+    return StepResult(out, lse, keys_scored, rows_apart(keys_scored, step.keys.shape[1]))
+
+
+def rows_apart(keys_scored: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Rows read of each KV head when its query heads read apart: `[requests, heads]` -> `[requests, kv_heads]`."""
+    return keys_scored.view(keys_scored.shape[0], kv_heads, -1).sum(-1)
+
+
+def force_ends(scores: torch.Tensor, lengths: torch.Tensor, sink: int, window: int) -> torch.Tensor:
+    """Scores `[requests, heads, n]` with the sink and the recent window at +inf and what lies behind at -inf."""
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    end = lengths[:, None, None]
+    scores = scores.masked_fill((position < sink) | (position >= end - window), torch.inf)
+    return scores.masked_fill(position >= end, -torch.inf)
+
+
+def choose_best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `counts [requests]` best positions of each row (at most `most`), as (index, chosen) for `attend_chosen`."""
+    top = scores.topk(min(most, scores.shape[-1]), dim=-1)
+    rank = torch.arange(top.indices.shape[-1], device=scores.device)
+    return top.indices, (rank < counts[:, None, None]) & (top.values > -torch.inf)
+
+
+def query_blocks(prompt: PromptLayer) -> list[tuple[int, int]]:
+    """Half-open ranges of query positions whose logits fit MAX_BLOCK_LOGITS."""
+    requests, heads = prompt.queries.shape[:2]
+    size = max(1, MAX_BLOCK_LOGITS // (requests * heads * prompt.longest))
+    return [(begin, min(begin + size, prompt.longest)) for begin in range(0, prompt.longest, size)]
+
+
+def prompt_weights(prompt: PromptLayer, positions: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the queries at `positions` int64 `[requests, queries]`, 0 for positions outside the prompt.
+
+    Returns float32 `[requests, heads, queries, longest]`.
+    """
+    requests, heads, _, dim = prompt.queries.shape
+    kv_heads, count = prompt.keys.shape[1], positions.shape[1]
+    inside = (positions >= 0) & (positions < prompt.lengths[:, None])
+    safe = positions.masked_fill(~inside, 0)
+    queries = prompt.queries.gather(2, safe[:, None, :, None].expand(requests, heads, count, dim))
+    keys = prompt.keys[:, :, : prompt.longest].reshape(requests * kv_heads, prompt.longest, dim)
+    grouped = queries.reshape(requests * kv_heads, heads // kv_heads * count, dim)
+    logits = matmul_float32(grouped, keys.transpose(1, 2)).mul_(dim**-0.5)
+    logits = logits.view(requests, heads, count, prompt.longest)
+    key = torch.arange(prompt.longest, device=positions.device)
+    logits.masked_fill_((key > safe[..., None])[:, None], -torch.inf)
+    return logits.softmax(-1).mul_(inside[:, None, :, None])
+
+
+def last_positions(prompt: PromptLayer, count: int) -> torch.Tensor:
+    """int64 `[requests, count]`: each row's last positions, negative where the prompt is shorter."""
+    return prompt.lengths[:, None] - count + torch.arange(count, device=prompt.lengths.device)
+
+
+def column_mass(prompt: PromptLayer, observe: int) -> torch.Tensor:
+    """Attention that each key received, summed over the last `observe` queries of the prompt (0: over all).
+
+    Returns float32 `[requests, heads, longest]`; shared between methods, so not to be written to.
+    """
+
+    def total() -> torch.Tensor:
+        if observe:
+            return prompt_weights(prompt, last_positions(prompt, observe)).sum(2)
+        mass = torch.zeros(*prompt.queries.shape[:2], prompt.longest, device=prompt.queries.device)
+        for begin, end in query_blocks(prompt):
+            block = torch.arange(begin, end, device=mass.device).expand(len(prompt.lengths), -1)
+            mass += prompt_weights(prompt, block).sum(2)
+        return mass
+
+    return prompt.once(("column_mass", observe), total)

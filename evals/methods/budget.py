@@ -1,0 +1,51 @@
+"""How many keys a query head may read: a fraction of its context, or a number of tokens."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Exactly one of `fraction` (0 to 1, rounded up to whole tokens) and `tokens` is set."""
+
+    fraction: float | None
+    tokens: int | None
+
+    def of(self, lengths: torch.Tensor) -> torch.Tensor:
+        """int64 `[requests]`: the tokens of each context that may be read, never more than it has."""
+        if self.tokens is not None:
+            return lengths.clamp(max=self.tokens)
+        return torch.ceil(lengths.double() * self.fraction).long().clamp(min=1)
+
+    def most(self, longest: int) -> int:
+        """The largest of `of(lengths)`, without asking the device."""
+        if self.tokens is not None:
+            return min(longest, self.tokens)
+        return max(1, math.ceil(float(longest) * float(self.fraction or 0.0)))
+
+    def __str__(self) -> str:
+        return str(self.tokens) if self.tokens is not None else str(self.fraction)
+
+
+def parse_budget(value: object) -> Budget:
+    """`0.05` and `5%` are fractions of the context, `512` is tokens. Raises ValueError."""
+    if isinstance(value, Budget):
+        return value
+    text = str(value).strip()
+    wanted = f"budget {text!r}; wanted a fraction with a point (0.05), a percentage (5%) or tokens (512)"
+    try:
+        if text.endswith("%"):
+            number: float = float(text[:-1]) / 100
+        elif text.isdigit():
+            if int(text) < 1:
+                raise ValueError(wanted)
+            return Budget(None, int(text))
+        else:
+            number = float(text)
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not 0 < number <= 1:
+        raise ValueError(wanted)
+    return Budget(number, None)

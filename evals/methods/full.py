@@ -1,0 +1,14 @@
+"""Full attention: every key of the context, in decode and in prefill. The row that all others are compared with."""
+
+from typing import Any, ClassVar
+
+from evals.methods.attention import attend_all
+from evals.methods.method import DecodeMethod, Step, StepResult
+
+
+class Full(DecodeMethod):
+    name: ClassVar[str] = "full"
+    paper: ClassVar[str] = "exact attention"
+
+    def step(self, step: Step, state: Any) -> StepResult:
+        return attend_all(step)

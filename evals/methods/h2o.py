@@ -1,0 +1,56 @@
+"""H2O: half of the budget for the keys that have received most attention so far, half for the most recent ones.
+
+Paper: Zhang et al. 2023, section 4 (greedy eviction by accumulated attention). What is evicted never comes back. With
+`observe` the prompt's attention is accumulated over its last queries only: AttentionPredictor (appendix C.1) calls that
+H2O+, since accumulating over all favours the first tokens. Query heads keep their own keys.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from evals.methods.attention import attend_chosen, choose_best, column_mass, step_logits, valid_positions
+from evals.methods.budget import Budget
+from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
+
+
+@dataclass(slots=True)
+class Kept:
+    """mass: float32 `[requests, heads, capacity]`, attention accumulated. kept: bool, not yet evicted."""
+
+    mass: torch.Tensor
+    kept: torch.Tensor
+
+
+class H2O(DecodeMethod):
+    """`budget` keys in all, the `recent` part of them the last ones. `observe`: prompt queries (0: all)."""
+
+    name: ClassVar[str] = "h2o"
+    paper: ClassVar[str] = "H2O"
+    budget: BudgetSetting = Budget(0.05, None)
+    recent: float = Field(0.5, gt=0, le=1)
+    observe: int = Field(0, ge=0)
+
+    def begin(self, prompt: PromptLayer) -> Kept:
+        room = prompt.capacity - prompt.longest
+        mass = torch.nn.functional.pad(column_mass(prompt, self.observe), (0, room))
+        kept = torch.ones_like(mass, dtype=torch.bool)
+        return Kept(mass, kept)
+
+    def step(self, step: Step, state: Kept) -> StepResult:
+        counts = self.budget.of(step.lengths)
+        recent = (counts * self.recent).ceil().long()
+        mass, kept = state.mass[..., : step.longest], state.kept[..., : step.longest]
+        position = torch.arange(step.longest, device=mass.device)
+        scores = mass.masked_fill(position >= (step.lengths - recent)[:, None, None], torch.inf)
+        valid = valid_positions(step.lengths, step.longest)
+        scores = scores.masked_fill(~(valid & kept), -torch.inf)
+        index, chosen = choose_best(scores, counts, self.budget.most(step.longest))
+        survivors = torch.zeros_like(kept).scatter_(2, index, chosen)
+        state.kept[..., : step.longest] = survivors | ~valid
+        result = attend_chosen(step, index, chosen)
+        weights = (step_logits(step) - result.lse[..., None]).exp().masked_fill(~survivors, 0)
+        mass += weights
+        return result

@@ -1,0 +1,47 @@
+"""The methods by name, and `NAME[:key=value,...]` turned into one of them."""
+
+from pydantic import ValidationError
+
+from evals.methods.full import Full
+from evals.methods.h2o import H2O
+from evals.methods.loki import Loki
+from evals.methods.mean_pool import MeanPool
+from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
+from evals.methods.oracle import Oracle
+from evals.methods.quest import Quest
+from evals.methods.snapkv import SnapKV
+from evals.methods.sparse_prefill import MeanPoolPrefill, VerticalSlash
+from evals.methods.streaming import Streaming
+from evals.methods.topk import TopK
+
+METHODS: dict[str, type[DecodeMethod] | type[PrefillMethod]] = {
+    method.name: method
+    for method in (
+        Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, Loki, MeanPool, VerticalSlash, MeanPoolPrefill,
+    )
+}  # fmt: skip
+
+
+def parse_method(text: str) -> DecodeMethod | PrefillMethod:
+    """`quest:budget=0.05,page=16` -> a Quest. Raises MethodError that names what is wrong and what there is."""
+    name, _, rest = text.partition(":")
+    if name not in METHODS:
+        raise MethodError(f"method: unknown name {name!r}; known: {', '.join(METHODS)}")
+    kind = METHODS[name]
+    settings: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise MethodError(f"method {name}: {part!r}; wanted key=value")
+        if key not in kind.model_fields:
+            raise MethodError(f"method {name}: unknown setting {key!r}; known: {', '.join(kind.model_fields)}")
+        if key in settings:
+            raise MethodError(f"method {name}: {key} is given twice")
+        settings[key] = value
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise MethodError(
+            f"method {name}: {'.'.join(map(str, first['loc']))}: {first['msg']}; got {first['input']!r}"
+        ) from None

@@ -1,0 +1,55 @@
+"""SnapKV: what the end of the prompt looked at is kept, once, and every generated token after it.
+
+Paper: Li et al. 2024, section 4 (observation window, pooling over neighbouring keys, top of each head). Query heads
+keep their own keys. The budget is of the prompt, the observation window in it; generated tokens come on top.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch.nn import functional
+
+from evals.methods.attention import attend_chosen, choose_best, column_mass, force_ends
+from evals.methods.budget import Budget
+from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """index, chosen: `[requests, heads, m]`, the prompt's keys that were kept. lengths, longest: of the prompts."""
+
+    index: torch.Tensor
+    chosen: torch.Tensor
+    lengths: torch.Tensor
+    longest: int
+
+
+class SnapKV(DecodeMethod):
+    """`observe` last queries vote and are kept; their votes are pooled over `kernel` neighbours."""
+
+    name: ClassVar[str] = "snapkv"
+    paper: ClassVar[str] = "SnapKV"
+    budget: BudgetSetting = Budget(0.05, None)
+    observe: int = Field(64, ge=1)
+    kernel: int = Field(7, ge=1, description="odd")
+    pool: Literal["max", "mean"] = "max"
+
+    def begin(self, prompt: PromptLayer) -> Snapshot:
+        votes = column_mass(prompt, self.observe)
+        position = torch.arange(prompt.longest, device=votes.device)
+        votes = votes.masked_fill(position >= (prompt.lengths - self.observe)[:, None, None], 0)
+        pool = functional.max_pool1d if self.pool == "max" else functional.avg_pool1d
+        votes = pool(votes, self.kernel, stride=1, padding=self.kernel // 2)
+        votes = force_ends(votes, prompt.lengths, 0, self.observe)
+        counts = self.budget.of(prompt.lengths).clamp(min=self.observe)
+        index, chosen = choose_best(votes, counts, max(self.budget.most(prompt.longest), self.observe))
+        return Snapshot(index, chosen, prompt.lengths, prompt.longest)
+
+    def step(self, step: Step, state: Snapshot) -> StepResult:
+        generated = torch.arange(step.longest - state.longest, device=step.lengths.device)
+        new = (state.lengths[:, None] + generated)[:, None].expand(-1, step.query.shape[1], -1)
+        index = torch.cat([state.index, new], dim=-1)
+        chosen = torch.cat([state.chosen, new < step.lengths[:, None, None]], dim=-1)
+        return attend_chosen(step, index, chosen)

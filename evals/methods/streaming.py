@@ -1,0 +1,34 @@
+"""StreamingLLM: the first few tokens and the most recent ones, everything between dropped.
+
+Paper: Xiao et al. 2024, section 3.2. Keys keep the positions that they were rotated with; the paper renumbers them
+inside its cache, which matters only beyond the trained context. All heads of a group read the same rows.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from evals.methods.attention import attend_chosen
+from evals.methods.budget import Budget
+from evals.methods.method import BudgetSetting, DecodeMethod, Step, StepResult
+
+
+class Streaming(DecodeMethod):
+    """`budget` keys in all: `sink` first ones, and the last `budget - sink`."""
+
+    name: ClassVar[str] = "streaming"
+    paper: ClassVar[str] = "StreamingLLM"
+    budget: BudgetSetting = Budget(0.05, None)
+    sink: int = Field(4, ge=0)
+
+    def step(self, step: Step, state: Any) -> StepResult:
+        lengths = step.lengths[:, None]
+        most = min(step.longest, max(self.budget.most(step.longest), self.sink + 1))
+        count = torch.minimum(self.budget.of(step.lengths).clamp(min=self.sink + 1), step.lengths)[:, None]
+        rank = torch.arange(most, device=lengths.device)
+        index = torch.where(rank < self.sink, rank, lengths - count + rank)  # [requests, most]
+        heads = step.query.shape[1]
+        chosen = (rank < count)[:, None].expand(-1, heads, -1)
+        result = attend_chosen(step, index[:, None].expand(-1, heads, -1), chosen)
+        return StepResult(result.out, result.lse, result.keys_scored, count.float().expand(-1, step.keys.shape[1]))
