@@ -14,7 +14,7 @@ CLOSE_ENOUGH = 0.995
 
 def count_tokens(tokenizer: Any, text: str) -> int:
     """Tokens of the text as it is sent, with the special tokens that the tokenizer adds. Any Hugging Face tokenizer."""
-    return len(tokenizer(text)["input_ids"])
+    return len(tokenizer(text, verbose=False)["input_ids"])
 
 
 def count_chat_tokens(tokenizer: Any) -> int:

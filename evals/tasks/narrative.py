@@ -66,10 +66,10 @@ GRAMMAR: dict[str, str] = {
         {subject} {went}
         {subject} {had}
         the {adj} {role} {did}
-        the {role} {knew} that the {adj} {object} was {where}
+        the {role} {believed} that the {adj} {object} was {where}
         {name} {watched} the {adj} {place} {time}
         the {object} had been left {where}
-        nobody in the {place} {knew} of {topic}
+        nobody in the {place} had heard of {topic}
         the {animal} {animal_did} {where}
         there was more {abstraction} than {abstraction} in it
         the {weather} {weather_did} {time}
@@ -117,7 +117,7 @@ GRAMMAR: dict[str, str] = {
     "topic": """
         the {adj} {place}|the {abstraction} of the {role}|the {role} and the {object}|{abstraction} and {abstraction}
         the {object} that was lost {where}|the {adj} {role} of the {place}|{name} and the {animal}
-        the {abstraction} of {name}|a {place} that no one had seen|the price of {animals}|the {adj} {weather}
+        the {abstraction} of {name}|{a_place} that no one had seen|the price of {animals}|the {adj} {weather}
     """,
     "where": """
         near the {place}|under the {adj} {object}|behind the {adj} {place}|beside the {place}|in the {adj} {place}
@@ -143,13 +143,14 @@ GRAMMAR: dict[str, str] = {
         for the sake of the {adj} {animal}|owing to {topic}|by the advice of {a_adj_role}
     """,
     "speech": """
-        I have seen the {object} {where}|you must speak to the {role} about {topic}|there is no {abstraction} in the {place}
-        the {role} has taken my {adj} {object}|we shall meet {where} {time}|nobody but the {role} can mend {a_adj_object}
+        I have seen the {object} {where}|you must speak to the {role} about {topic}
+        there is no {abstraction} in the {place}|we want {abstraction} more than {abstraction}
+        the {role} has taken my {adj} {object}|we shall meet {where} {time}|only the {role} can mend {a_adj_object}
         my {object} is worth more than your {adj} {animal}|the {adj} {role} will never forgive us
         I would give my {animal} for {a_adj_object}|they say the {place} is full of {animals}|you were always {adj}
         let the {role} look after the {animal}|{abstraction} is a poor {role}|the road to the {place} is {adj} and {adj}
         one {object} is as good as another|it was {name} who found the {object}|I never believed in {topic}
-        we want {abstraction} more than {abstraction}|the {weather} will spoil the {object}
+        the {weather} will spoil the {object}
     """,
     "question": """
         Where is the {adj} {object}|Who has been {where}|Why did the {role} leave the {place}|Have you seen my {animal}
@@ -169,6 +170,7 @@ GRAMMAR: dict[str, str] = {
     "asked": "asked|inquired|whispered|demanded|repeated|murmured",
     "answered": "answered|replied|said|returned|declared|muttered|explained|insisted",
     "knew": "knew|guessed|asked|understood|remembered|could say|inquired|suspected",
+    "believed": "knew|guessed|understood|remembered|suspected|believed|feared|swore|hoped|had heard",
     "Nobody": "Nobody|No one {where}|Not even {name}|None of the {roles}|Few of the {roles}|Hardly {a_adj_role}",
     "actor": "{Subject}|{Subject}|The {adj} {role}|{Name}|{Name}|Old {Name}|The {role} of the {place}|Poor {Name}",
     "subject": "{pronoun}|{pronoun}|{name}|{name}|the {role}|the {adj} {role}|{full_name}",
@@ -187,8 +189,8 @@ IRREGULAR_PLURALS = {
     "salmon": "salmon", "sheep": "sheep", "thief": "thieves", "thrush": "thrushes", "trout": "trout", "wolf": "wolves",
     "fisherman": "fishermen", "ferryman": "ferrymen", "boatman": "boatmen", "coachman": "coachmen", "finch": "finches",
     "watchman": "watchmen", "postman": "postmen", "duchess": "duchesses", "countess": "countesses", "ferry": "ferries",
-    "witness": "witnesses", "governess": "governesses", "butterfly": "butterflies", "pony": "ponies", "puppy": "puppies",
-    "lady": "ladies", "landlady": "landladies", "secretary": "secretaries", "grouse": "grouse",
+    "witness": "witnesses", "governess": "governesses", "butterfly": "butterflies", "pony": "ponies",
+    "puppy": "puppies", "lady": "ladies", "landlady": "landladies", "secretary": "secretaries", "grouse": "grouse",
 }  # fmt: skip
 PARTS = {
     symbol: [
@@ -246,6 +248,8 @@ class Narrator:
             return plural(self._fill(symbol[:-1]))
         if symbol == "a_adj_voice":
             return with_article(self._fill("adj"))
+        if symbol == "a_place":
+            return with_article(self._fill("place"))
         if symbol.startswith("a_adj_"):
             noun = self._fill(symbol[6:])
             return with_article(self._fill("adj") + " " + noun if pick() < 0.7 else noun)

@@ -4,6 +4,8 @@ It knows nothing of tasks. No list has a word twice, and `KEY_WORDS` are lowerca
 `amber-lantern` never needs escaping and never stands in a sentence of the haystack (those have no hyphens).
 """
 
+# ruff: noqa: SIM905
+
 ADJECTIVES = """
 amber ancient ashen autumnal awkward bare bitter bleak blue bold brass brief bright brittle broad broken bronze brown
 calm careful cautious chalky cheap clean clear clever cloudy coarse cold copper coral crimson crooked cruel curious

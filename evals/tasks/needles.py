@@ -1,0 +1,181 @@
+"""Needles in a haystack in RULER's wording: one or many facts hidden in text, noise or other needles, and asked for.
+
+Source: RULER (Hsieh et al., 2024), its eight `niah_*` settings: the kind of haystack, of key and of value, and how many
+keys, values a key and queries there are. It knows nothing of models. The invariant: every asked key stands in the
+document with all of its values, and no other needle shares an asked key.
+"""
+
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from evals.samples import Sample
+from evals.tasks.haystack import Haystack
+from evals.tasks.request import Request, make_sample
+from evals.tasks.vocabulary import KEY_WORDS
+
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+PROMPT = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{document}\n"
+    "What are all the special magic {kind} for {asked} mentioned in the provided text?"
+)
+PREFIX = " The special magic {kind} for {asked} mentioned in the provided text are"
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+NOISE_A_NEEDLE = {"words": 3, "uuids": 9}
+MAX_NEW_TOKENS = 128
+NUM_DEPTHS = 40
+
+
+@dataclass(frozen=True)
+class Setting:
+    """haystack: `noise`, `text` or `needle`; key: `words` or `uuids`; value: `numbers` or `uuids`."""
+
+    haystack: str
+    key: str
+    value: str
+    num_keys: int
+    num_values: int
+    num_asked: int
+
+
+SETTINGS = {
+    "niah_single_1": Setting("noise", "words", "numbers", 1, 1, 1),
+    "niah_single_2": Setting("text", "words", "numbers", 1, 1, 1),
+    "niah_single_3": Setting("text", "words", "uuids", 1, 1, 1),
+    "niah_multikey_1": Setting("text", "words", "numbers", 4, 1, 1),
+    "niah_multikey_2": Setting("needle", "words", "numbers", 1, 1, 1),
+    "niah_multikey_3": Setting("needle", "uuids", "uuids", 1, 1, 1),
+    "niah_multivalue": Setting("text", "words", "numbers", 1, 4, 1),
+    "niah_multiquery": Setting("text", "words", "numbers", 4, 1, 4),
+}
+
+
+class Distinct:
+    """Draws keys and values that it has not drawn before."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.random = draw
+        self.drawn: set[str] = set()
+
+    def _new(self, make: Callable[[], str]) -> str:
+        while (made := make()) in self.drawn:
+            continue
+        self.drawn.add(made)
+        return made
+
+    def key(self) -> str:
+        """Two words with a hyphen, such as `amber-lantern`."""
+        return self._new(lambda: "-".join(self.random.sample(KEY_WORDS, 2)))
+
+    def number(self) -> str:
+        """Seven digits."""
+        return self._new(lambda: str(self.random.randint(1_000_000, 9_999_999)))
+
+    def uuid(self) -> str:
+        """A random UUID, version 4."""
+        return self._new(lambda: str(uuid.UUID(int=self.random.getrandbits(128), version=4)))
+
+    def word(self) -> str:
+        """A word of the vocabulary."""
+        return self._new(lambda: self.random.choice(KEY_WORDS))
+
+    def variable(self, num_letters: int) -> str:
+        """Capital letters."""
+        return self._new(lambda: "".join(self.random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=num_letters)))
+
+
+def joined(items: list[str]) -> str:
+    """`a`, `a and b`... as RULER lists what it asks for: commas, and `, and` before the last."""
+    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
+
+
+def draw_depth(draw: random.Random) -> float:
+    """One of RULER's forty even depths from 0 to 1."""
+    return draw.randrange(NUM_DEPTHS) / (NUM_DEPTHS - 1)
+
+
+def generate_needles(request: Request, index: int) -> Sample:
+    """One sample of a `niah_*` task. request.depths, where given, places the first asked needle."""
+    setting = SETTINGS[request.task]
+    draw = request.random(index)
+    distinct = Distinct(draw)
+    kind = setting.value
+    make_key = distinct.key if setting.key == "words" else distinct.uuid
+    make_value = distinct.number if kind == "numbers" else distinct.uuid
+    keys = [make_key() for _ in range(setting.num_keys)]
+    asked = keys[: setting.num_asked]
+    needles = [(key, make_value()) for key in keys for _ in range(setting.num_values)]
+    depths = [draw_depth(draw) for _ in needles]
+    depths[0] = request.depth(index, depths[0])
+    inserts = [
+        (depth, NEEDLE.format(kind=kind, key=key, value=value))
+        for depth, (key, value) in zip(depths, needles, strict=True)
+    ]
+    make_filler = filler_of(
+        setting, request, index, lambda: NEEDLE.format(kind=kind, key=make_key(), value=make_value())
+    )
+    wording = [PROMPT.split("{document}")[0], PROMPT.split("{document}")[1], PREFIX]
+    if setting.num_values * setting.num_asked == 1:
+        wording = [one_value(text) for text in wording]
+        kind = kind[:-1]
+    before, after, prefix = (text.format(kind=kind, asked=joined(asked)) for text in wording)
+    answers = [value for key, value in needles if key in asked]
+    return make_sample(
+        request,
+        index,
+        build=lambda amount: before + make_filler(amount, inserts) + after + prefix,
+        answers=answers,
+        metric="string_match_all",
+        max_new_tokens=MAX_NEW_TOKENS,
+        depth=depths[0] if setting.num_values == setting.num_asked == 1 else None,
+        meta={"answer_prefix": prefix, "keys": asked},
+    )
+
+
+def other(kind: str, make_key: Callable[[], str], make_value: Callable[[], str]) -> str:
+    """A needle of a key that is not asked for."""
+    return NEEDLE.format(kind=kind, key=make_key(), value=make_value())
+
+
+def one_value(text: str) -> str:
+    """RULER's wording where there is one value to find: the singular in place of the plural."""
+    return text.replace("Some", "A").replace("are all", "is").replace(" are", " is")
+
+
+def noise_lines(num_sentences: int) -> list[str]:
+    """RULER's noise, five sentences a line; the last line may be shorter."""
+    full, rest = divmod(num_sentences, len(NOISE))
+    return [" ".join(NOISE)] * full + ([" ".join(NOISE[:rest])] if rest else [])
+
+
+def hide(lines: list[str], inserts: list[tuple[float, str]]) -> str:
+    """The lines with each insert at its depth in [0, 1]; inserts of one place keep their order."""
+    num_lines = len(lines)
+    for depth, text in sorted(inserts, key=lambda insert: insert[0], reverse=True):
+        lines.insert(round(depth * num_lines), text)
+    return "\n".join(lines)
+
+
+def filler_of(
+    setting: Setting, request: Request, index: int, other_needle: Callable[[], str]
+) -> Callable[[int, list[tuple[float, str]]], str]:
+    """The document as a function of how many units of filler it has and what is inserted.
+
+    A haystack of needles counts in sentences of noise, several of which are exchanged for a needle as soon as they make
+    its length: so it ends in a few such sentences, and any length can be filled.
+    """
+    if setting.haystack == "text":
+        return Haystack(request.sentences(index)).document
+    if setting.haystack == "noise":
+        return lambda amount, inserts: hide(noise_lines(amount), inserts)
+    others: list[str] = []
+
+    def document(amount: int, inserts: list[tuple[float, str]]) -> str:
+        num_needles, num_noises = divmod(amount, NOISE_A_NEEDLE[setting.key])
+        while len(others) < num_needles:
+            others.append(other_needle())
+        return hide(others[:num_needles], inserts) + "\n" + " ".join(noise_lines(num_noises))
+
+    return document

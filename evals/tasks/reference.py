@@ -1,0 +1,240 @@
+"""The reference model's own prompt forms: its sentences in a document, its questions, its turn with special tokens.
+
+Source: the table in `deploy/models/reference/README.md`. The prompt is the whole text of a raw completion, special
+tokens included, up to where the assistant's answer begins (`meta["raw"]` is true); `user_turn` gives back the words of
+the turn for a chat client. It knows no other model. The invariant: each sentence of the answer stands in the document
+once, after a sentence end, and no other sentence shares its key.
+"""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from evals.samples import Sample
+from evals.tasks.haystack import Haystack
+from evals.tasks.needles import Distinct, draw_depth
+from evals.tasks.request import Request, make_sample
+from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
+from evals.tasks.words import shuffled, words_of
+
+TURN_BEGIN = "<|begin_of_text|><|user|>\n"
+TURN_END = "<|end|><|assistant|>\n"
+NUMBER_NEEDLE = "The special magic number for {} is {}."
+WORD_NEEDLE = "The special magic word for {} is {}."
+NUM_DISTRACTORS = 11
+NUM_PEOPLE = 6
+LISTED_FEWEST, LISTED_MOST = 4, 24
+OPENING_WORDS, PASSAGE_WORDS = 10, 60
+COMMON_TIMES, OTHER_TIMES = 30, 2
+
+Inserts = list[tuple[float, str]]
+Plan = tuple[Inserts, str, list[str], float | None, int]
+
+
+def user_turn(prompt: str) -> str:
+    """The document and question of a prompt of this form, without the special tokens around them."""
+    return prompt.removeprefix(TURN_BEGIN).removesuffix(TURN_END)
+
+
+def turn(document: str, question: str) -> str:
+    """The raw prompt up to where the answer begins."""
+    return f"{TURN_BEGIN}{document}\n\n{question}{TURN_END}"
+
+
+def scatter(draw: random.Random, sentences: list[str]) -> Inserts:
+    """Each sentence at a depth of its own."""
+    return [(draw_depth(draw), sentence) for sentence in sentences]
+
+
+def needle(draw: random.Random, depth: float | None, num_others: int) -> Plan:
+    """One number to find among num_others of other keys."""
+    distinct = Distinct(draw)
+    key, number = distinct.key(), distinct.number()
+    depth = draw_depth(draw) if depth is None else depth
+    others = scatter(draw, [NUMBER_NEEDLE.format(distinct.key(), distinct.number()) for _ in range(num_others)])
+    question = f"What is the special magic number for {key}?"
+    return [(depth, NUMBER_NEEDLE.format(key, number)), *others], question, [number], depth, 16
+
+
+def word_needle(draw: random.Random, depth: float | None) -> Plan:
+    """One word to find."""
+    distinct = Distinct(draw)
+    key, word = distinct.key(), distinct.word()
+    depth = draw_depth(draw) if depth is None else depth
+    return [(depth, WORD_NEEDLE.format(key, word))], f"What is the special magic word for {key}?", [word], depth, 16
+
+
+def several_values(draw: random.Random) -> Plan:
+    """Two to four numbers of one key, in order of appearance."""
+    distinct = Distinct(draw)
+    key = distinct.key()
+    numbers = [distinct.number() for _ in range(draw.randint(2, 4))]
+    depths = sorted(draw_depth(draw) for _ in numbers)
+    inserts = [(depth, NUMBER_NEEDLE.format(key, number)) for depth, number in zip(depths, numbers, strict=True)]
+    return inserts, f"What are all the special magic numbers for {key}?", [", ".join(numbers)], None, 48
+
+
+def several_keys(draw: random.Random) -> Plan:
+    """The numbers of three keys among others, in the order asked."""
+    distinct = Distinct(draw)
+    pairs = [(distinct.key(), distinct.number()) for _ in range(8)]
+    asked = pairs[:3]
+    question = f"What are the special magic numbers for {', '.join(key for key, _ in asked)}?"
+    answer = ", ".join(number for _, number in asked)
+    return scatter(draw, [NUMBER_NEEDLE.format(*pair) for pair in pairs]), question, [answer], None, 40
+
+
+def facts(draw: random.Random, depth: float | None, hops: int) -> Plan:
+    """Where one of six people lives or what they work as; with two hops, the mayor of the city they live in."""
+    names = [f"{first} {last}" for first, last in zip(
+        draw.sample(FIRST_NAMES, 2 * NUM_PEOPLE), draw.sample(LAST_NAMES, 2 * NUM_PEOPLE), strict=True
+    )]  # fmt: skip
+    people, mayors = names[:NUM_PEOPLE], names[NUM_PEOPLE:]
+    cities, jobs = draw.sample(CITIES, NUM_PEOPLE), draw.sample(JOBS, NUM_PEOPLE)
+    lives = [f"{person} lives in {city}." for person, city in zip(people, cities, strict=True)]
+    works = [f"{person} works as {a(job)}." for person, job in zip(people, jobs, strict=True)]
+    sentences = lives + works
+    if hops == 2:
+        sentences += [f"The mayor of {city} is {mayor}." for city, mayor in zip(cities, mayors, strict=True)]
+        question, answer = f"Who is the mayor of the city where {people[0]} lives?", mayors[0]
+        return scatter(draw, sentences), question, [answer], None, 16
+    asks_job = draw.random() < 0.5
+    asked = NUM_PEOPLE if asks_job else 0
+    depth = draw_depth(draw) if depth is None else depth
+    inserts = scatter(draw, sentences)
+    inserts[asked] = (depth, sentences[asked])
+    question = f"What does {people[0]} work as?" if asks_job else f"Where does {people[0]} live?"
+    return inserts, question, [a(jobs[0]) if asks_job else cities[0]], depth, 16
+
+
+def a(job: str) -> str:
+    """The job with `a`, as the form writes it before any letter."""
+    return f"a {job}"
+
+
+def listing(draw: random.Random) -> Plan:
+    """Every key and number of the document, a line each, in order of appearance."""
+    distinct = Distinct(draw)
+    pairs = [(distinct.key(), distinct.number()) for _ in range(draw.randint(LISTED_FEWEST, LISTED_MOST))]
+    depths = sorted(draw_depth(draw) for _ in pairs)
+    inserts = [(depth, NUMBER_NEEDLE.format(*pair)) for depth, pair in zip(depths, pairs, strict=True)]
+    answer = "\n".join(f"{key}: {number}" for key, number in pairs)
+    return inserts, "List every special magic number in order of appearance.", [answer], None, 18 * len(pairs)
+
+
+def variables(draw: random.Random) -> Plan:
+    """The three names of a chain that ends in one number, beside another chain."""
+    distinct = Distinct(draw)
+    sentences, chains = [], []
+    for _ in range(2):
+        names, number = [distinct.variable(4) for _ in range(3)], distinct.number()
+        chains.append((names, number))
+        sentences.append(f"VAR {names[0]} = {number}.")
+        sentences += [f"VAR {name} = VAR {source}." for source, name in itertools.pairwise(names)]
+    depths = [sorted(draw_depth(draw) for _ in range(3)) for _ in range(2)]
+    inserts = list(zip(depths[0] + depths[1], sentences, strict=True))
+    names, number = chains[0]
+    question = f"Find all variables that are assigned the value {number}."
+    return inserts, question, [", ".join(names)], None, 32
+
+
+PLANS: dict[str, Callable[[random.Random, float | None], Plan]] = {
+    "needle": lambda draw, depth: needle(draw, depth, 0),
+    "many_needles": lambda draw, depth: needle(draw, depth, NUM_DISTRACTORS),
+    "word_needle": word_needle,
+    "several_values": lambda draw, depth: several_values(draw),
+    "several_keys": lambda draw, depth: several_keys(draw),
+    "facts_one_hop": lambda draw, depth: facts(draw, depth, 1),
+    "facts_two_hops": lambda draw, depth: facts(draw, depth, 2),
+    "list": lambda draw, depth: listing(draw),
+    "variables": lambda draw, depth: variables(draw),
+}
+METRICS = {"list": "lines", "continue": "words_edit"}
+OF_RULER = {
+    "niah_single_1": "needle",
+    "niah_single_2": "needle",
+    "niah_single_3": "word_needle",
+    "niah_multikey_1": "many_needles",
+    "niah_multikey_2": "many_needles",
+    "niah_multikey_3": "many_needles",
+    "niah_multivalue": "several_values",
+    "niah_multiquery": "several_keys",
+    "vt": "variables",
+    "cwe": "common_words",
+    "fwe": "common_words",
+    "qa_1": "facts_one_hop",
+    "qa_2": "facts_two_hops",
+}
+REFERENCE_TASKS = (*PLANS, "continue", "common_words")
+
+
+def generate_reference(request: Request, index: int) -> Sample:
+    """One sample in the reference model's form, of its own tasks or of the one that is nearest to RULER's task."""
+    task = OF_RULER.get(request.task, request.task)
+    if task == "continue":
+        return continue_passage(request, index)
+    if task == "common_words":
+        return common_words(request, index)
+    draw = request.random(index)
+    asked_depth = None if request.depths is None else request.depth(index, 0.0)
+    inserts, question, answers, depth, max_new_tokens = PLANS[task](draw, asked_depth)
+    haystack = Haystack(request.sentences(index))
+    return make_sample(
+        request,
+        index,
+        build=lambda amount: turn(haystack.document(amount, inserts), question),
+        answers=answers,
+        metric=METRICS.get(task, "exact_match"),
+        max_new_tokens=max_new_tokens,
+        depth=depth,
+        meta=raw(task),
+    )
+
+
+def raw(task: str) -> dict[str, Any]:
+    """What a runner must know of this form."""
+    return {"raw": True, "reference_task": task}
+
+
+def continue_passage(request: Request, index: int) -> Sample:
+    """Ten words that open a sentence are shown; the sixty that follow them in the document are asked for."""
+    draw = request.random(index)
+    depth = request.depth(index, draw_depth(draw))
+    haystack = Haystack(request.sentences(index))
+    words = " ".join(haystack.sentences).split(" ")
+
+    def begin_of(amount: int) -> int:
+        last = max(0, amount - OPENING_WORDS - PASSAGE_WORDS)
+        begins = [0, *(end for end in haystack.ends if end <= last)]
+        return min(begins, key=lambda begin: abs(begin - depth * last))
+
+    def opening(amount: int) -> str:
+        begin = begin_of(amount)
+        return " ".join(words[begin : begin + OPENING_WORDS])
+
+    def build(amount: int) -> str:
+        return turn(haystack.document(amount, []), f"Continue the passage that begins with: {opening(amount)}")
+
+    sample = make_sample(request, index, build, [""], METRICS["continue"], PASSAGE_WORDS * 3, depth, raw("continue"))
+    begin = begin_of(sample.meta["filler"]) + OPENING_WORDS
+    sample.answers[0] = " ".join(words[begin : begin + PASSAGE_WORDS])
+    return sample
+
+
+def common_words(request: Request, index: int) -> Sample:
+    """Three words come thirty times in a list whose others come twice."""
+    draw = request.random(index)
+    words = words_of(draw)
+    common = [next(words) for _ in range(3)]
+    others = [next(words) for _ in range(request.length_tokens)]
+    seed = draw.getrandbits(32)
+
+    def build(amount: int) -> str:
+        full, rest = divmod(amount, OTHER_TIMES)
+        listed = common * COMMON_TIMES + others[:full] * OTHER_TIMES + others[full : full + rest]
+        question = "What are the 3 most common words in the list above, in alphabetical order?"
+        return turn(", ".join(shuffled(listed, seed)), question)
+
+    answer = ", ".join(sorted(common))
+    return make_sample(request, index, build, [answer], "exact_match", 24, None, raw("common_words"))

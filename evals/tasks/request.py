@@ -1,0 +1,86 @@
+"""What is asked of a generated task, and the last step that all tasks share: fit a prompt and wrap it as a sample.
+
+It knows the tokenizer's interface and the text source, no task's wording. The invariant: sample `index` of a request
+depends on (task, form, length, seed, index, text), never on how many samples are asked for.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from evals.samples import Sample
+from evals.tasks.fitting import count_chat_tokens, fit
+from evals.tasks.haystack import TextSource
+
+WORDS_A_TOKEN = 1.1
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which samples are wanted.
+
+    length_tokens counts prompt, chat turn and answer room together; depths are taken in turn, None draws them.
+    """
+
+    task: str
+    form: str
+    tokenizer: Any
+    length_tokens: int
+    seed: int
+    source: TextSource
+    depths: tuple[float, ...] | None
+
+    def random(self, index: int) -> random.Random:
+        """The random numbers of one sample."""
+        return random.Random(f"{self.task}/{self.form}/{self.length_tokens}/{self.seed}/{index}")
+
+    def depth(self, index: int, drawn: float) -> float:
+        """The depth that is asked for sample index, or the drawn one where none is."""
+        return drawn if self.depths is None else self.depths[index % len(self.depths)]
+
+    def sentences(self, index: int) -> list[str]:
+        """Sentences enough to fill the length."""
+        seed = self.random(index).getrandbits(48)
+        return self.source.sentences(seed, int(self.length_tokens * WORDS_A_TOKEN))
+
+
+def make_sample(
+    request: Request,
+    index: int,
+    build: Callable[[int], str],
+    answers: list[str],
+    metric: str,
+    max_new_tokens: int,
+    depth: float | None,
+    meta: dict[str, Any],
+) -> Sample:
+    """Fits build to the request's length and returns the sample; raises ValueError where it cannot be fitted."""
+    reserved = 0 if meta.get("raw") else count_chat_tokens(request.tokenizer)
+    amount, prompt, num_tokens = fit(
+        build,
+        request.tokenizer,
+        request.length_tokens,
+        max_new_tokens,
+        reserved,
+        int(request.length_tokens * WORDS_A_TOKEN),
+        0,
+    )
+    meta = {
+        **meta,
+        "form": request.form,
+        "target_tokens": request.length_tokens,
+        "filler": amount,
+        "seed": request.seed,
+    }
+    return Sample(
+        task=request.task,
+        sample_id=f"{request.form}-{request.length_tokens}-{request.seed}-{index}",
+        prompt=prompt,
+        answers=answers,
+        metric=metric,
+        max_new_tokens=max_new_tokens,
+        length_tokens=num_tokens,
+        depth=depth,
+        meta=meta,
+    )

@@ -1,0 +1,65 @@
+"""Variable tracking in RULER's wording: chains of assignments in noise, and the names that end up with one value.
+
+Source: RULER (Hsieh et al., 2024), `vt`: one chain of four hops, with one worked example before the question. The
+invariant: every link of a chain stands after the link that it copies from.
+"""
+
+import itertools
+import random
+
+from evals.samples import Sample
+from evals.tasks.needles import Distinct, hide, noise_lines
+from evals.tasks.request import Request, make_sample
+
+NUM_HOPS = 4
+EXAMPLE_SENTENCES = 25
+PROMPT = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{document}\n"
+    "Question: Find all variables that are assigned the value {value} in the text above."
+)
+PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {num} variables are assigned the "
+    "value {value}, they are: "
+)
+MAX_NEW_TOKENS = 30
+
+
+def chain(distinct: Distinct, num_letters: int, value: str) -> tuple[list[str], list[str]]:
+    """A chain's variables and its sentences, in order."""
+    names = [distinct.variable(num_letters) for _ in range(NUM_HOPS + 1)]
+    links = [f"VAR {names[0]} = {value}"]
+    links += [f"VAR {name} = VAR {source}" for source, name in itertools.pairwise(names)]
+    return names, links
+
+
+def ascending(draw: random.Random, count: int) -> list[float]:
+    """Distinct places in [0, 1], ascending."""
+    return sorted(draw.random() for _ in range(count))
+
+
+def generate_tracing(request: Request, index: int) -> Sample:
+    """One sample of `vt`."""
+    draw = request.random(index)
+    distinct = Distinct(draw)
+    example_value, value = (str(draw.randint(10_000, 99_999)) for _ in range(2))
+    example_names, example_links = chain(distinct, 3, example_value)
+    names, links = chain(distinct, 5, value)
+    example_inserts = list(zip(ascending(draw, len(links)), example_links, strict=True))
+    inserts = list(zip(ascending(draw, len(links)), links, strict=True))
+    prefix = PREFIX.format(num=len(names), value=value)
+    example = (
+        PROMPT.format(document=hide(noise_lines(EXAMPLE_SENTENCES), example_inserts), value=example_value)
+        + PREFIX.format(num=len(example_names), value=example_value)
+        + " ".join(example_names)
+        + "\n\n"
+    )
+    return make_sample(
+        request,
+        index,
+        build=lambda amount: example + PROMPT.format(document=hide(noise_lines(amount), inserts), value=value) + prefix,
+        answers=names,
+        metric="string_match_all",
+        max_new_tokens=MAX_NEW_TOKENS,
+        depth=None,
+        meta={"answer_prefix": prefix},
+    )

@@ -1,0 +1,112 @@
+"""Counting words in RULER's wording: the ten most common words of a list, and the three most frequent coded words.
+
+Source: RULER (Hsieh et al., 2024), `cwe` (ten words 30 times each among words that come 3 times; below 4,096 tokens
+6 times and once) and `fwe` (counts after a Zeta distribution with exponent 2). The invariant: the counts of the
+answers are above the counts of all else, so the answer is unique.
+"""
+
+import random
+import string
+from collections.abc import Iterator
+from itertools import count, islice
+
+from evals.samples import Sample
+from evals.tasks.request import Request, make_sample
+from evals.tasks.vocabulary import ABSTRACTIONS, ADJECTIVES, ANIMALS, OBJECTS, PLACES, ROLES
+
+COMMON_PROMPT = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n{document}\n"
+    "Question: What are the 10 most common words in the above list?"
+)
+COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+COMMON_TOKENS = 120
+NUM_COMMON = 10
+SHORT_TOKENS = 4096
+
+FREQUENT_PROMPT = (
+    "Read the following coded text and track the frequency of each coded word. "
+    "Find the three most frequently appeared coded words. {document}\n"
+    "Question: Do not provide any explanation. Please ignore the dots '....'. "
+    "What are the three most frequently appeared words in the above coded text?"
+)
+FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
+FREQUENT_TOKENS = 50
+ZETA_2 = 1.6449340668482264
+CODED_LETTERS = 6
+TOKENS_A_CODED_WORD = 50
+PLAIN_WORDS = sorted({*ADJECTIVES, *OBJECTS, *PLACES, *ROLES, *ANIMALS, *ABSTRACTIONS})
+
+
+def words_of(draw: random.Random) -> Iterator[str]:
+    """The plain words, shuffled; then joined pairs of them, for lists longer than the vocabulary."""
+    words = draw.sample(PLAIN_WORDS, len(PLAIN_WORDS))
+    yield from words
+    for step in range(1, len(words)):
+        yield from (first + second for first, second in zip(words, words[step:], strict=False))
+
+
+def listed(words: list[str]) -> str:
+    """`1. word 2. word` ..."""
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+
+
+def shuffled(words: list[str], seed: int) -> list[str]:
+    """The words in an order that the seed picks."""
+    return random.Random(seed).sample(words, len(words))
+
+
+def generate_common(request: Request, index: int) -> Sample:
+    """One sample of `cwe`, after one worked example."""
+    draw = request.random(index)
+    words = words_of(draw)
+    seed = draw.getrandbits(32)
+    often, seldom, shown_often, shown_seldom, num_shown = (
+        (30, 3, 10, 3, 30) if request.length_tokens >= SHORT_TOKENS else (6, 1, 3, 1, 10)
+    )
+    shown, seen = list(islice(words, NUM_COMMON)), list(islice(words, num_shown))
+    common = list(islice(words, NUM_COMMON))
+    others = list(islice(words, request.length_tokens))
+    example = COMMON_PROMPT.format(document=listed(shuffled(shown * shown_often + seen * shown_seldom, seed)))
+    example += COMMON_PREFIX + " " + listed(shown) + "\n"
+
+    def build(amount: int) -> str:
+        full, rest = divmod(amount, seldom)
+        chosen = common * often + others[:full] * seldom + others[full : full + 1] * rest
+        return example + COMMON_PROMPT.format(document=listed(shuffled(chosen, seed))) + COMMON_PREFIX
+
+    return make_sample(
+        request,
+        index,
+        build=build,
+        answers=common,
+        metric="string_match_all",
+        max_new_tokens=COMMON_TOKENS,
+        depth=None,
+        meta={"answer_prefix": COMMON_PREFIX},
+    )
+
+
+def generate_frequent(request: Request, index: int) -> Sample:
+    """One sample of `fwe`: the first rank is the dots, the next three are the answers."""
+    draw = request.random(index)
+    coded = ("".join(draw.choices(string.ascii_lowercase, k=CODED_LETTERS)) for _ in count())
+    num_ranks = max(16, request.length_tokens // TOKENS_A_CODED_WORD)
+    vocabulary = list(islice(dict.fromkeys(islice(coded, 2 * num_ranks)), num_ranks))
+    seed = draw.getrandbits(32)
+    ranked = ["...", *vocabulary]
+
+    def build(amount: int) -> str:
+        text = [word for rank, word in enumerate(ranked, start=1) for _ in range(int(amount * rank**-2 / ZETA_2))]
+        return FREQUENT_PROMPT.format(document=" ".join(shuffled(text, seed))) + FREQUENT_PREFIX
+
+    return make_sample(
+        request,
+        index,
+        build=build,
+        answers=vocabulary[:3],
+        metric="string_match_all",
+        max_new_tokens=FREQUENT_TOKENS,
+        depth=None,
+        meta={"answer_prefix": FREQUENT_PREFIX},
+    )
