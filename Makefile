@@ -1,0 +1,55 @@
+# make run: a running server and a first answer.   make test: the whole suite.   make lint: style, types, layers.
+# EXTRA=cuda installs for an NVIDIA GPU. PYTHON=... names the Python to use (3.11 or 3.12).
+
+EXTRA ?= cpu
+export PYTHON
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all:
+
+.PHONY: run install test lint clean
+.DELETE_ON_ERROR:
+
+run: install
+	@$(BIN)/python deploy/demo.py
+
+install: $(VENV)/installed-$(EXTRA)
+
+test: $(VENV)/installed-$(EXTRA)-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-$(EXTRA)-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build
+
+# A virtual environment whose Python is gone, or of another version, is made anew.
+$(VENV)/made: deploy/find-python.sh
+	@python=$$(deploy/find-python.sh) || exit 1; \
+	if ! $(BIN)/python -c 'import sys, pip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
+	    echo "making $(VENV) with $$python"; \
+	    rm -rf $(VENV) && "$$python" -m venv $(VENV) || exit 1; \
+	fi
+	@touch $@
+
+# The extras install the same module from two distributions, so the other one goes first.
+$(VENV)/installed-cpu $(VENV)/installed-cpu-test: OTHER := fbgemm-gpu
+$(VENV)/installed-cuda $(VENV)/installed-cuda-test: OTHER := fbgemm-gpu-cpu
+
+$(VENV)/installed-$(EXTRA): pyproject.toml | $(VENV)/made
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@if $(BIN)/python -m pip show --quiet $(OTHER) 2>/dev/null; then \
+	    $(BIN)/python -m pip uninstall --quiet --yes fbgemm-gpu fbgemm-gpu-cpu; \
+	fi
+	@rm -f $(VENV)/installed-*
+	@$(PIP) --editable '.[$(EXTRA)]'
+	@touch $@
+
+$(VENV)/installed-$(EXTRA)-test: pyproject.toml | $(VENV)/installed-$(EXTRA)
+	@echo "installing what the tests need"
+	@$(PIP) --editable '.[$(EXTRA),test]'
+	@touch $@
