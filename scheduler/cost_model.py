@@ -1,13 +1,20 @@
 """How long a prefill unit or a decode step will take, learnt from those that ran.
 
-A unit's work is counted in FLOPs; the machine's rate on it is a running estimate. Small units run at a lower rate than
-large ones, so the estimate is kept per power of two of the unit's tokens and borrowed from the nearest size known.
+A unit's time is a sum of three terms: one for itself, one for its projections' FLOPs, one for its attention's FLOPs
+(machines run the two at different rates). Their costs are the non-negative least squares fit, in relative error, to the
+last steps that had units.
 """
+
+from collections import deque
+
+import numpy as np
+from scipy.optimize import nnls
 
 from gpu.architecture import Architecture
 from gpu.step import PrefillUnit
 
-_FIRST_RATE = 5e9  # FLOP/s: before anything has run, small enough that a first unit is short on any machine
+_FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
+_WINDOW_STEPS = 64
 _SMOOTHING = 0.3
 
 
@@ -15,16 +22,14 @@ class CostModel:
     def __init__(self, architecture: Architecture) -> None:
         self._weights = architecture.num_layer_weights
         self._attention_width = architecture.num_heads * architecture.dim
-        self._rates: dict[int, float] = {}
+        self._seen: deque[tuple[np.ndarray, float]] = deque(maxlen=_WINDOW_STEPS)
+        self._costs = np.array([0.0, 1.0, 1.0]) / _FIRST_RATE
+        self._largest_tokens = 0
         self.decode_seconds = 0.0
 
-    def unit_flops(self, num_tokens: int, context: int) -> float:
-        """Projections of one layer, and scores and values over the mean context of a chunk that ends at `context`."""
-        mean_context = max(context - num_tokens / 2, 1.0)
-        return num_tokens * (2.0 * self._weights + 4.0 * self._attention_width * mean_context)
-
     def unit_seconds(self, num_tokens: int, context: int) -> float:
-        return self.unit_flops(num_tokens, context) / self._rate(num_tokens)
+        """Of one layer over `num_tokens` tokens that end at position `context`."""
+        return float(self._terms(num_tokens, context) @ self._costs)
 
     def tokens_within(self, seconds: float, begin: int, most: int, least: int) -> int:
         """The most tokens, a power of two times `least` or `most`, whose unit from position `begin` fits `seconds`."""
@@ -36,24 +41,29 @@ class CostModel:
             best = count
         return best
 
+    @property
+    def familiar_tokens(self) -> int:
+        """Twice the most tokens that a step has had in its units: what more would cost is not known yet."""
+        return 2 * self._largest_tokens
+
     def observe_units(self, units: list[PrefillUnit], contexts: list[int], seconds: float) -> None:
         """Learn from units that ran together in `seconds`; `contexts[i]` is where unit i ended."""
         if not units or seconds <= 0:
             return
-        flops = sum(self.unit_flops(unit.end - unit.begin, end) for unit, end in zip(units, contexts, strict=True))
-        for unit in units:
-            size = (unit.end - unit.begin).bit_length()
-            known = self._rates.get(size)
-            rate = flops / seconds
-            self._rates[size] = rate if known is None else known + _SMOOTHING * (rate - known)
+        terms = [self._terms(unit.end - unit.begin, end) for unit, end in zip(units, contexts, strict=True)]
+        self._largest_tokens = max(self._largest_tokens, sum(unit.end - unit.begin for unit in units))
+        self._seen.append((np.sum(terms, axis=0), seconds))
+        relative = np.array([total / taken for total, taken in self._seen])  # [steps, terms]
+        scale = np.maximum(relative.max(axis=0), 1e-30)
+        self._costs = nnls(relative / scale, np.ones(len(relative)))[0] / scale
 
     def observe_decode(self, seconds: float) -> None:
         if seconds > 0:
             known = self.decode_seconds or seconds
             self.decode_seconds = known + _SMOOTHING * (seconds - known)
 
-    def _rate(self, num_tokens: int) -> float:
-        if not self._rates:
-            return _FIRST_RATE
-        size = num_tokens.bit_length()
-        return self._rates[min(self._rates, key=lambda known: (abs(known - size), known))]
+    def _terms(self, num_tokens: int, context: int) -> np.ndarray:
+        """1, projection FLOPs, attention FLOPs over the mean context of the chunk."""
+        mean_context = max(context - num_tokens / 2, 1.0)
+        attention = 4.0 * self._attention_width * mean_context
+        return np.array([1.0, 2.0 * self._weights * num_tokens, attention * num_tokens])

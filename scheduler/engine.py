@@ -1,7 +1,7 @@
 """The engine: one loop that plans a step, launches it, and tells requests what came of the one before.
 
 The only module that knows both the scheduler and the devices. On CUDA a step is planned and launched while the one
-before still runs (the device works in launch order), so the device never waits for Python; on the CPU a launch computes.
+before still runs (the device works in launch order), so it never waits for Python; on the CPU a launch computes.
 """
 
 import hashlib
@@ -9,13 +9,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from gpu.load import load_runner
-from gpu.runner import InFlight, Runner
-
-from gpu.architecture import Architecture, named_shape, read_architecture
+from gpu.architecture import Architecture
 from gpu.config import GpuConfig, ModelConfig
+from gpu.load import load_architecture, load_runner
 from gpu.memory_plan import MemoryPlan, plan_memory
-from gpu.profiles import PROFILES
+from gpu.profiles import PROFILES, get_profile
+from gpu.runner import InFlight, Runner
 from scheduler.capacity import Capacity
 from scheduler.config import EngineConfig
 from scheduler.messages import Delta, EngineRequest, Progress, Ready, Stats
@@ -71,14 +70,6 @@ class Engine:
         return [] if step is None else self.scheduler.postprocess(step.collect())
 
 
-def resolve_architecture(model: ModelConfig) -> Architecture:
-    """Raises ModelError for a folder or a shape that cannot be served."""
-    if model.random_weights is not None:
-        return named_shape(model.random_weights)
-    assert model.path is not None
-    return read_architecture(model.path)
-
-
 def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
     """The memory of this machine, shared out. Raises PlanError when the deployment does not fit."""
     return plan_memory(
@@ -95,11 +86,12 @@ def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
 def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None]) -> tuple[Engine, Ready]:
     """Plan the memory, load the model, and build an engine that is ready to step.
 
-    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, PlanError, or ProfileError for a default
-    profile that does not exist.
+    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, PlanError, or ProfileError for
+    a default profile that does not exist.
     """
     began = time.monotonic()
-    architecture = resolve_architecture(config.model)
+    get_profile(config.scheduler.default_profile)
+    architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture)
     gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})
     runner = load_runner(

@@ -61,7 +61,7 @@ class Connection:
     def receive(self, wait_seconds: float) -> list[ToEngine]:
         """Every message that is there; waits for a first one at most this long."""
         messages: list[ToEngine] = []
-        if wait_seconds and not self._requests.poll(wait_seconds * 1e3):
+        if wait_seconds and not self._requests.poll(int(wait_seconds * 1e3)):
             return messages
         while True:
             try:

@@ -57,25 +57,26 @@ class PrefillQueue:
         units: list[PrefillUnit] = []
         finished: list[JobInProgress] = []
         left_tokens = self._config.chunk_tokens
-        left_seconds = seconds
+        if seconds is not None:
+            left_tokens = min(left_tokens, max(self._costs.familiar_tokens, LEAST_UNIT_TOKENS))
         while self.jobs and left_tokens > 0:
             entry = self._pick()
-            length = min(left_tokens if units else self._config.chunk_tokens, entry.job.num_tokens - entry.begin)
-            if left_seconds is not None:
+            length = whole = min(left_tokens, entry.job.num_tokens - entry.begin)
+            if seconds is not None:
                 begin = entry.context_at(entry.begin + 1) - 1
-                length = self._costs.tokens_within(left_seconds, begin, length, LEAST_UNIT_TOKENS)
-            context = entry.context_at(entry.begin + length)
-            cost = self._costs.unit_seconds(length, context)
-            if units and left_seconds is not None and cost > left_seconds:
-                break
+                length = self._costs.tokens_within(seconds, begin, whole, LEAST_UNIT_TOKENS)
+                cost = self._costs.unit_seconds(length, begin + length)
+                if units and cost > seconds:
+                    break
+                seconds -= cost
             units.append(PrefillUnit(entry.job.job_id, entry.layer, entry.begin, entry.begin + length))
             self._advance(entry, length)
             if entry.layer == self._num_layers:
                 self.jobs.remove(entry)
                 finished.append(entry)
             left_tokens -= length
-            if left_seconds is not None:
-                left_seconds -= cost
+            if length < whole:
+                break
         return units, finished
 
     def drop(self, entry: JobInProgress) -> None:

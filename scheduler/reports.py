@@ -7,7 +7,7 @@ from scheduler.sequence import Sequence
 
 
 def finish_reason(sequence: Sequence, token_id: int) -> str | None:
-    """Why this draw (not yet appended) ends the sequence, or None. Stop tokens before `min_tokens` are ordinary text."""
+    """Why this draw, not yet appended, ends the sequence, or None. Stop tokens before `min_tokens` are plain text."""
     request = sequence.request
     num_output = sequence.num_output_tokens + 1
     if token_id < 0:

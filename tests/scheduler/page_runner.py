@@ -1,0 +1,135 @@
+"""A runner without a model, for tests of the scheduler: it keeps token ids in pages where a real one keeps keys.
+
+The next token is a hash of the context as read back *from the pages*, so a page shared, freed or overwritten wrongly
+changes the text. It checks the contract of `gpu.step` as it goes: units in order, prefixes there.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from gpu.step import PrefillJob, SampledToken, StepPlan, StepResult
+
+VOCAB = 50
+
+
+def next_token(context: list[int], profile: str) -> int:
+    digest = blake2b(profile.encode() + b"".join(token.to_bytes(4, "little") for token in context), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") % VOCAB
+
+
+def expected_output(prompt: list[int], max_tokens: int, stop: list[int], profile: str) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(next_token(tokens, profile))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Job:
+    job: PrefillJob
+    layer: int = 0
+    begin: int = 0
+
+
+class PageRunner:
+    """`clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on, twice that)."""
+
+    def __init__(
+        self, num_layers: int, page_tokens: int, unit_seconds: float = 0.0, decode_seconds: float = 0.0
+    ) -> None:
+        self.num_layers = num_layers
+        self.page_tokens = page_tokens
+        self.unit_seconds = unit_seconds
+        self.decode_seconds = decode_seconds
+        self.clock = 0.0
+        self.pages: dict[int, list[int | None]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.profiles: dict[int, str] = {}
+        self.last: dict[int, int] = {}
+        self.jobs: dict[int, _Job] = {}
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> "Done":
+        self.plans.append(plan)
+        for slot in plan.released_slots:
+            self.tables.pop(slot)
+            self.profiles.pop(slot, None)
+        for job_id in plan.dropped_jobs:
+            self.jobs.pop(job_id)
+        for write in plan.page_writes:
+            table = self.tables.setdefault(write.slot, [])
+            assert len(table) == write.first_page, "pages are appended without gaps"
+            table += write.page_ids
+            assert len(set(table)) == len(table)
+        for job in plan.new_jobs:
+            self._start(job)
+        tokens = [token for unit in plan.units for token in self._advance(unit)]
+        before = self.clock
+        self.clock += sum(self._seconds(unit) for unit in plan.units)
+        unit_seconds = self.clock - before
+        for group in plan.decode:
+            for slot, position, sample in zip(group.slots, group.positions, group.samples, strict=True):
+                assert self.profiles[slot] == group.profile
+                self._write(slot, position, self.last[slot])
+                tokens.append(self._draw(slot, position + 1))
+                assert sample >= 1
+        decode_seconds = self.decode_seconds if plan.decode else 0.0
+        self.clock += decode_seconds
+        return Done(StepResult(tokens, {}, unit_seconds, decode_seconds))
+
+    def _start(self, job: PrefillJob) -> None:
+        self.jobs[job.job_id] = _Job(job)
+        for prompt in job.prompts:
+            assert 0 <= prompt.begin < len(prompt.token_ids)
+            cached = [self._read(prompt.slot, position) for position in range(prompt.begin)]
+            assert cached == prompt.token_ids[: prompt.begin].tolist(), "the cached prefix is what the pages hold"
+            assert len(self.tables[prompt.slot]) * self.page_tokens >= len(prompt.token_ids)
+            self.profiles[prompt.slot] = prompt.profile
+            for position in range(prompt.begin, len(prompt.token_ids)):
+                page, offset = divmod(position, self.page_tokens)
+                self.pages.setdefault(self.tables[prompt.slot][page], [None] * self.page_tokens)[offset] = None
+
+    def _advance(self, unit) -> list[SampledToken]:
+        entry = self.jobs[unit.job_id]
+        assert (entry.layer, entry.begin) == (unit.layer, unit.begin), "units come layer by layer, in order"
+        assert unit.begin < unit.end <= entry.job.num_tokens
+        entry.begin = unit.end
+        if unit.end < entry.job.num_tokens:
+            return []
+        entry.layer, entry.begin = entry.layer + 1, 0
+        if entry.layer < self.num_layers:
+            return []
+        del self.jobs[unit.job_id]
+        tokens = []
+        for prompt in entry.job.prompts:
+            for position in range(prompt.begin, len(prompt.token_ids)):
+                self._write(prompt.slot, position, int(prompt.token_ids[position]))
+            tokens.append(self._draw(prompt.slot, len(prompt.token_ids)))
+        return tokens
+
+    def _seconds(self, unit) -> float:
+        return self.unit_seconds * (unit.end - unit.begin) * (1.0 + unit.end / 10_000)
+
+    def _draw(self, slot: int, context: int) -> SampledToken:
+        tokens = [self._read(slot, position) for position in range(context)]
+        assert None not in tokens, "a context is read before it is written"
+        self.last[slot] = next_token(tokens, self.profiles[slot])
+        return SampledToken(slot, self.last[slot], None)
+
+    def _write(self, slot: int, position: int, token: int) -> None:
+        page, offset = divmod(position, self.page_tokens)
+        self.pages.setdefault(self.tables[slot][page], [None] * self.page_tokens)[offset] = token
+
+    def _read(self, slot: int, position: int) -> int | None:
+        page, offset = divmod(position, self.page_tokens)
+        return self.pages.get(self.tables[slot][page], [None] * self.page_tokens)[offset]
+
+
+@dataclass
+class Done:
+    result: StepResult
+
+    def collect(self) -> StepResult:
+        return self.result

@@ -1,0 +1,422 @@
+"""The scheduler against a runner that keeps tokens in pages: texts must come out as if each request ran alone."""
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpu.architecture import NAMED_SHAPES
+from gpu.sampling_params import SamplingParams
+from scheduler.capacity import Capacity, QueueFullError, TooLargeError
+from scheduler.config import PrefillConfig, SchedulerConfig
+from scheduler.engine import Engine
+from scheduler.messages import Delta, EngineRequest
+from scheduler.scheduler import Scheduler
+from tests.scheduler.page_runner import PageRunner, expected_output
+
+SHAPE = NAMED_SHAPES["tiny"]
+PROFILES = {"exact": "exact", "other": "other"}
+PAGE = 16
+
+
+def make_engine(
+    *,
+    num_pages: int = 64,
+    max_running: int = 8,
+    max_queue: int = 100,
+    chunk_tokens: int = 64,
+    max_hidden_tokens: int = 10_000,
+    is_pipelined: bool = True,
+    prefix_cache: bool = True,
+    max_jobs: int = 8,
+    bypass_units: int = 64,
+    token_gap_target_ms: float = 100.0,
+    runner: PageRunner | None = None,
+) -> tuple[Engine, PageRunner]:
+    prefill = PrefillConfig(
+        chunk_tokens=chunk_tokens, max_jobs=max_jobs, bypass_units=bypass_units, max_hidden_tokens=max_hidden_tokens
+    )
+    config = SchedulerConfig(
+        max_running=max_running,
+        max_queue=max_queue,
+        prefix_cache=prefix_cache,
+        prefill=prefill,
+        token_gap_target_ms=token_gap_target_ms,
+    )
+    capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens)
+    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES)
+    runner = runner or PageRunner(SHAPE.num_layers, PAGE)
+    return Engine(scheduler, runner, is_pipelined), runner
+
+
+def make_request(
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    stop: list[int] | None = None,
+    profile: str = "exact",
+    min_tokens: int = 0,
+    num_prompt_logprobs: int | None = None,
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=0.0, num_prompt_logprobs=num_prompt_logprobs),
+        max_tokens=max_tokens,
+        stop_token_ids=stop or [],
+        attention_profile=profile,
+        arrival_s=time.monotonic(),
+        min_tokens=min_tokens,
+    )
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [(salt * 7919 + 31 * i) % 50 for i in range(length)]
+
+
+def drain(engine: Engine, most_steps: int = 20_000) -> dict[str, list[Delta]]:
+    deltas: dict[str, list[Delta]] = {}
+    for _ in range(most_steps):
+        if not engine.has_work:
+            return deltas
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+    raise AssertionError(f"still {engine.scheduler.num_unfinished} unfinished after {most_steps} steps")
+
+
+def text(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def check_output(request: EngineRequest, deltas: list[Delta]) -> None:
+    expected = expected_output(
+        request.prompt_token_ids, request.max_tokens, request.stop_token_ids, request.attention_profile
+    )
+    assert text(deltas) == expected
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1].finish_reason == ("stop" if expected[-1] in request.stop_token_ids else "length")
+
+
+def check_empty(engine: Engine) -> None:
+    scheduler = engine.scheduler
+    assert scheduler.pages.num_held == 0
+    assert scheduler.pages.num_available == scheduler.pages.num_pages
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_prefilling, stats.num_waiting) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_one_request_draws_what_its_context_implies(is_pipelined: bool) -> None:
+    engine, _ = make_engine(is_pipelined=is_pipelined)
+    request = make_request("a", prompt_of(37), max_tokens=20)
+    engine.submit([request])
+    check_output(request, drain(engine)["a"])
+    check_empty(engine)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
+    """Requests with the step at which each arrives and, for some, the step at which it is cancelled."""
+    entries = []
+    for index in range(draw(st.integers(1, 14))):
+        shared = prompt_of(draw(st.integers(0, 100)), salt=draw(st.integers(0, 1)))
+        own = draw(st.lists(st.integers(0, 49), min_size=1, max_size=20))
+        request = make_request(
+            f"r{index}",
+            shared + own,
+            max_tokens=draw(st.integers(1, 40)),
+            stop=draw(st.lists(st.integers(0, 49), max_size=3)),
+            profile=draw(st.sampled_from(sorted(PROFILES))),
+        )
+        entries.append((request, draw(st.integers(0, 60)), draw(st.none() | st.integers(0, 150))))
+    return entries
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    workload=workloads(),
+    num_pages=st.integers(11, 40),
+    max_running=st.integers(1, 6),
+    chunk_tokens=st.sampled_from([16, 48, 256]),
+    max_jobs=st.integers(1, 3),
+    is_pipelined=st.booleans(),
+    prefix_cache=st.booleans(),
+)
+def test_no_request_is_lost_or_mixed_up(
+    workload: list[tuple[EngineRequest, int, int | None]],
+    num_pages: int,
+    max_running: int,
+    chunk_tokens: int,
+    max_jobs: int,
+    is_pipelined: bool,
+    prefix_cache: bool,
+) -> None:
+    """Whatever arrives, is cancelled or preempted: every other request gets the text of its lone run."""
+    engine, _ = make_engine(
+        num_pages=num_pages,
+        max_running=max_running,
+        chunk_tokens=chunk_tokens,
+        max_jobs=max_jobs,
+        is_pipelined=is_pipelined,
+        prefix_cache=prefix_cache,
+        max_hidden_tokens=200,
+    )
+    deltas: dict[str, list[Delta]] = {request.request_id: [] for request, _, _ in workload}
+    cancelled: set[str] = set()
+    for step in range(5000):
+        for request, arrives, leaves in workload:
+            if arrives == step:
+                engine.submit([request])
+            if leaves is not None and arrives <= step and leaves == step - arrives:
+                if not (deltas[request.request_id] and deltas[request.request_id][-1].finish_reason):
+                    cancelled.add(request.request_id)
+                engine.cancel([request.request_id])
+        if engine.has_work:
+            for delta in engine.step():
+                deltas[delta.request_id].append(delta)
+                assert delta.request_id not in cancelled
+        elif step > 60:
+            break
+    for request, _, _ in workload:
+        if request.request_id not in cancelled:
+            check_output(request, deltas[request.request_id])
+    check_empty(engine)
+
+
+def test_the_page_runner_notices_a_page_given_away_twice() -> None:
+    """Power of the tests above: one wrong free and the text changes or an assertion trips."""
+    engine, _ = make_engine(num_pages=12, max_running=4, prefix_cache=False)
+    first = make_request("a", prompt_of(40), max_tokens=60)
+    engine.submit([first])
+    for _ in range(12):
+        engine.step()
+    stolen = engine.scheduler._running[0].pages[0]
+    engine.scheduler.pages._blank.appendleft(stolen)
+    engine.submit([make_request("b", prompt_of(20, salt=3), max_tokens=30)])
+    with pytest.raises(AssertionError):
+        check_output(first, drain(engine)["a"])
+
+
+def test_preempted_requests_finish_with_their_own_text() -> None:
+    engine, _ = make_engine(num_pages=14, max_running=4)
+    requests = [make_request(f"r{i}", prompt_of(30, salt=i), max_tokens=90) for i in range(4)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    assert engine.stats().preemptions > 0
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_empty(engine)
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    engine, runner = make_engine(num_pages=200)
+    shared = prompt_of(160)
+    requests = [make_request(f"r{i}", shared + prompt_of(9, salt=i + 1)) for i in range(6)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    prefilled = sum(job.num_tokens for plan in runner.plans for job in plan.new_jobs)
+    assert prefilled == 169 + 5 * 9
+    assert [deltas[f"r{i}"][0].num_cached_tokens for i in range(6)] == [0] + [160] * 5
+    assert engine.stats().prefix_hits_tokens == 5 * 160
+
+
+def test_profiles_do_not_share_what_they_computed() -> None:
+    engine, _ = make_engine()
+    shared = prompt_of(64)
+    engine.submit([make_request("a", shared), make_request("b", shared, profile="other")])
+    deltas = drain(engine)
+    assert deltas["b"][0].num_cached_tokens == 0
+
+
+def test_requests_of_different_profiles_step_together_in_groups() -> None:
+    engine, runner = make_engine()
+    requests = [make_request(f"r{i}", prompt_of(20, salt=i), profile="exact" if i % 2 else "other") for i in range(4)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    groups = [{group.profile: len(group.slots) for group in plan.decode} for plan in runner.plans]
+    assert {"exact": 2, "other": 2} in groups
+
+
+def test_the_next_turn_of_a_conversation_finds_its_answer_cached() -> None:
+    engine, _ = make_engine()
+    first = make_request("a", prompt_of(30), max_tokens=20)
+    engine.submit([first])
+    answer = text(drain(engine)["a"])
+    engine.submit([make_request("b", first.prompt_token_ids + answer + prompt_of(5, salt=2))])
+    assert drain(engine)["b"][0].num_cached_tokens == 48  # of 49 tokens whose keys were computed: three full pages
+
+
+def test_a_cached_prefix_is_evicted_when_pages_are_needed() -> None:
+    engine, _ = make_engine(num_pages=10)
+    for salt in range(5):
+        request = make_request(f"r{salt}", prompt_of(90, salt=salt), max_tokens=4)
+        engine.submit([request])
+        check_output(request, drain(engine)[request.request_id])
+    engine.submit([make_request("again", prompt_of(90, salt=0), max_tokens=4)])
+    assert drain(engine)["again"][0].num_cached_tokens < 80
+    check_empty(engine)
+
+
+def test_cancellation_frees_pages_within_one_step() -> None:
+    engine, _ = make_engine(num_pages=40)
+    engine.submit([make_request("long", prompt_of(400), max_tokens=50), make_request("short", prompt_of(20, salt=1))])
+    engine.step()
+    assert engine.stats().pages_used > 0
+    engine.cancel(["long", "short", "unknown"])
+    assert engine.stats().pages_used == 0
+    assert drain(engine) == {}
+    check_empty(engine)
+
+
+def test_cancelling_one_prompt_of_a_packed_job_keeps_the_others() -> None:
+    engine, runner = make_engine()
+    requests = [make_request(f"r{i}", prompt_of(12, salt=i)) for i in range(3)]
+    engine.submit(requests)
+    plan = engine.scheduler.schedule()
+    assert len(plan.new_jobs) == 1
+    assert len(plan.new_jobs[0].prompts) == 3
+    engine.scheduler.postprocess(runner.launch(plan).collect())
+    engine, runner = make_engine(chunk_tokens=36, runner=PageRunner(SHAPE.num_layers, PAGE))
+    engine.submit(requests)
+    engine.step()
+    engine.cancel(["r1"])
+    deltas = drain(engine)
+    assert set(deltas) == {"r0", "r2"}
+    check_output(requests[0], deltas["r0"])
+    check_output(requests[2], deltas["r2"])
+
+
+def test_a_full_queue_refuses_all_of_a_submission() -> None:
+    engine, _ = make_engine(max_running=1, max_queue=2)
+    engine.submit([make_request("a", prompt_of(5))])
+    engine.step()
+    engine.submit([make_request("b", prompt_of(5)), make_request("c", prompt_of(5))])
+    with pytest.raises(QueueFullError, match=r"2 requests wait, asked 1 more, room for 2"):
+        engine.submit([make_request("d", prompt_of(5))])
+    assert set(drain(engine)) == {"a", "b", "c"}
+
+
+def test_a_request_that_can_never_fit_is_refused_by_name() -> None:
+    engine, _ = make_engine(num_pages=4)
+    with pytest.raises(TooLargeError, match=r"60 \+ 8 = 68 tokens, KV pages hold 64; shorten .* gpu.kv_cache_gib"):
+        engine.submit([make_request("a", prompt_of(60))])
+    assert not engine.has_work
+
+
+def test_zero_max_tokens_computes_the_prompt_alone() -> None:
+    engine, _ = make_engine()
+    engine.submit([make_request("a", prompt_of(40), max_tokens=0)])
+    (delta,) = drain(engine)["a"]
+    assert (delta.token_ids, delta.finish_reason) == ([], "length")
+    check_empty(engine)
+
+
+def test_min_tokens_outlasts_a_stop_token() -> None:
+    prompt = prompt_of(10)
+    free = expected_output(prompt, 12, [], "exact")
+    engine, _ = make_engine()
+    engine.submit([make_request("a", prompt, max_tokens=12, stop=[free[0]], min_tokens=5)])
+    assert len(text(drain(engine)["a"])) >= 5
+
+
+def test_prompt_logprobs_read_no_cached_prefix() -> None:
+    engine, _ = make_engine()
+    engine.submit([make_request("a", prompt_of(64))])
+    drain(engine)
+    engine.submit([make_request("b", prompt_of(64), num_prompt_logprobs=0)])
+    assert drain(engine)["b"][0].num_cached_tokens == 0
+
+
+def test_a_prefill_waits_for_hidden_states_and_short_prompts_pass_it() -> None:
+    engine, runner = make_engine(num_pages=400, max_hidden_tokens=1000, chunk_tokens=64)
+    long = [make_request(f"long{i}", prompt_of(900, salt=i), max_tokens=2) for i in range(2)]
+    short = make_request("short", prompt_of(20, salt=9), max_tokens=2)
+    engine.submit([*long, short])
+    order = list(drain(engine))
+    assert order == ["short", "long0", "long1"]
+    for plan in runner.plans:
+        assert sum(job.num_tokens for job in plan.new_jobs) <= 1000
+
+
+def units_until_first_token(engine: Engine, name: str) -> int:
+    """Prefill units launched from now to the first token of `name`, whoever they belong to."""
+    runner = engine._runner
+    before = len(runner.plans)
+    while engine.has_work:
+        if any(delta.request_id == name for delta in engine.step()):
+            break
+    plans = runner.plans[before:]
+    return sum(len(plan.units) for plan in plans)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_short_prompt_during_a_long_prefill_waits_for_two_units_at_most(is_pipelined: bool) -> None:
+    engine, runner = make_engine(num_pages=1100, chunk_tokens=512, max_hidden_tokens=20_000, is_pipelined=is_pipelined)
+    engine.submit([make_request("long", prompt_of(9000), max_tokens=4)])
+    for _ in range(7):
+        engine.step()
+    engine.submit([make_request("short", prompt_of(500, salt=1), max_tokens=4)])
+    short_job = 1
+    before = len(runner.plans)
+    deltas: list[Delta] = []
+    while not any(delta.request_id == "short" for delta in deltas):
+        deltas = engine.step()
+    units = [unit for plan in runner.plans[before:] for unit in plan.units]
+    last = max(i for i, unit in enumerate(units) if unit.job_id == short_job)
+    others = [unit for unit in units[: last + 1] if unit.job_id != short_job]
+    assert len(others) <= 1  # and one more was under way when it came
+    drain(engine)
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    engine, _ = make_engine(num_pages=1200, chunk_tokens=64, max_running=16, bypass_units=8, max_hidden_tokens=20_000)
+    engine.submit([make_request("long", prompt_of(1000), max_tokens=1)])
+    done = False
+    for step in range(3000):
+        if step % 2 == 0:
+            engine.submit([make_request(f"s{step}", prompt_of(60, salt=step), max_tokens=1)])
+        done = done or any(delta.request_id == "long" for delta in engine.step())
+        if done:
+            break
+    assert done
+    drain(engine)
+
+
+def test_a_long_prefill_keeps_the_gap_between_tokens_near_its_target() -> None:
+    """Simulated time: 20 us a token-layer, 5 ms a decode step, target 50 ms."""
+    runner = PageRunner(SHAPE.num_layers, PAGE, unit_seconds=20e-6, decode_seconds=5e-3)
+    engine, _ = make_engine(
+        num_pages=1200, chunk_tokens=4096, max_hidden_tokens=20_000, token_gap_target_ms=50.0, runner=runner
+    )
+    engine.submit([make_request("stream", prompt_of(20), max_tokens=400)])
+    for _ in range(20):
+        engine.step()
+    engine.submit([make_request("long", prompt_of(9000, salt=1), max_tokens=1)])
+    last, gaps = runner.clock, []
+    while engine.has_work:
+        deltas = engine.step()
+        if any(delta.request_id == "stream" for delta in deltas):
+            gaps.append(runner.clock - last)
+            last = runner.clock
+        if any(delta.request_id == "long" for delta in deltas):
+            break
+    assert max(gaps) <= 0.055
+    assert sum(gaps) / len(gaps) >= 0.02  # and it uses the time it may take
+    drain(engine)
+
+
+def test_progress_grows_to_the_whole_prompt() -> None:
+    engine, _ = make_engine(num_pages=200, chunk_tokens=64)
+    engine.submit([make_request("a", prompt_of(1000), max_tokens=1)])
+    seen = []
+    while engine.has_work:
+        engine.step()
+        seen += [report.done_tokens for report in engine.progress()]
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 20
+    assert 900 < seen[-1] <= 1000
