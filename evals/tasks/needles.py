@@ -9,6 +9,7 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from evals.samples import Sample
 from evals.tasks.haystack import Haystack
@@ -113,9 +114,8 @@ def generate_needles(request: Request, index: int) -> Sample:
         (depth, NEEDLE.format(kind=kind, key=key, value=value))
         for depth, (key, value) in zip(depths, needles, strict=True)
     ]
-    make_filler = filler_of(
-        setting, request, index, lambda: NEEDLE.format(kind=kind, key=make_key(), value=make_value())
-    )
+    other_needle = partial(other, setting.value, make_key, make_value)
+    make_filler = filler_of(setting, request, index, other_needle)
     wording = [PROMPT.split("{document}")[0], PROMPT.split("{document}")[1], PREFIX]
     if setting.num_values * setting.num_asked == 1:
         wording = [one_value(text) for text in wording]
