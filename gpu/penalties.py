@@ -1,0 +1,61 @@
+"""Repetition, presence and frequency penalties: which tokens a sequence holds, counted on the device.
+
+Knows sequences by the number of a row that it hands out, and keeps memory (5 bytes a vocabulary entry) only for as many
+as ever used penalties at once. Invariant: after `count`, the table equals a recount of prompt and output; it is updated
+from tokens on the device, so the host may run ahead.
+"""
+
+import numpy as np
+import torch
+
+from gpu.upload import upload
+
+
+class PenaltyTable:
+    """`in_prompt` bool and `counts` int32 (of the output), both `[rows, vocab]`."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._free: list[int] = []
+
+    def add(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> int:
+        """A row for a sequence; int32 `[tokens]` each. The table doubles if none is free."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self.in_prompt[row].zero_().index_fill_(0, upload(prompt_ids.astype(np.int64), self.device), True)
+        ids = upload(output_ids.astype(np.int64), self.device)
+        self.counts[row].zero_().scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        return row
+
+    def remove(self, row: int) -> None:
+        """Take the row back; what it holds is cleared when it is handed out again."""
+        self._free.append(row)
+
+    def apply(self, scores: torch.Tensor, rows: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+        """Penalised copies of `scores` float32 `[rows, vocab]`.
+
+        `settings` float32 `[3, rows]`: repetition (over prompt and output: positive scores are divided by it, negative
+        ones multiplied), then presence and frequency (over the output alone: subtracted, once and per occurrence).
+        """
+        repetition, presence, frequency = settings[:, :, None]
+        counts = self.counts.index_select(0, rows)
+        present = counts > 0
+        seen = self.in_prompt.index_select(0, rows) | present
+        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+        return torch.where(seen, repeated, scores) - frequency * counts - presence * present
+
+    def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Add one drawn token to each of `rows`; both int64 `[rows]`, rows all different."""
+        ones = torch.ones_like(token_ids, dtype=torch.int32)
+        self.counts.view(-1).scatter_add_(0, rows * self.vocab_size + token_ids, ones)
+
+    def _grow(self) -> None:
+        old = len(self.counts)
+        added = max(old, 1)
+        self._free.extend(range(old + added - 1, old - 1, -1))
+        self.counts = torch.cat([self.counts, self.counts.new_zeros((added, self.vocab_size))])
+        self.in_prompt = torch.cat([self.in_prompt, self.in_prompt.new_zeros((added, self.vocab_size))])

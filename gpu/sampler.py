@@ -1,0 +1,225 @@
+"""The sampler: from logits to tokens, for a batch of sequences with options of their own, without a wait on the device.
+
+It knows slots and their options, and neither models nor pages. Order of the options: logit bias and penalties on the
+raw logits; temperature; top-k, top-p, min-p. Invariants: a sequence's draw is a function of its logits, its seed and
+the number of the draw, whatever else is in the batch and across preemption; nothing here syncs, so the host may run
+ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn row the integer
+weights and their sum (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.draw`.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gpu.draw import distances, draw, keep_top_k, keep_top_p, weigh
+from gpu.logprobs import Logprobs, gather_logprobs, to_pinned
+from gpu.penalties import PenaltyTable
+from gpu.sampling_params import SamplingParams
+from gpu.step import SampledToken, TokenLogprob
+from gpu.upload import upload
+
+__all__ = ["Sampled", "Sampler", "gather_logprobs"]
+
+_UNIFORMS_KEPT = 64  # a multiple of 4, the numbers that Philox makes at once
+_FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+
+
+class UniformStream:
+    """The uniform numbers of one seed: number n is the n-th of numpy's Philox generator with that key, in `[0, 1)`."""
+
+    def __init__(self, seed: int) -> None:
+        self._key = seed % 2**64
+        self._chunk = -1
+        self._numbers: list[float] = []
+
+    def __getitem__(self, number: int) -> float:
+        chunk, offset = divmod(number, _UNIFORMS_KEPT)
+        if chunk != self._chunk:
+            generator = np.random.Generator(np.random.Philox(key=self._key, counter=chunk * _UNIFORMS_KEPT // 4))
+            self._numbers = generator.random(_UNIFORMS_KEPT).tolist()
+            self._chunk = chunk
+        return self._numbers[offset]
+
+
+@dataclass(slots=True)
+class _Slot:
+    params: SamplingParams
+    uniforms: UniformStream
+    penalty_row: int | None
+    bias: tuple[torch.Tensor, torch.Tensor] | None  # ids int64 and values float32, on the device
+
+    @property
+    def is_plain(self) -> bool:
+        return self.params.is_greedy and self.penalty_row is None and self.bias is None
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a batch drew. `tokens` int64 `[rows]` on the device: ids to feed on, 0 where nothing could be drawn.
+
+    Call `copy_to_host` on the stream that sampled, sync that stream, then `to_host`.
+    """
+
+    tokens: torch.Tensor
+    reported: torch.Tensor  # int64 [rows]: tokens, and -1 where the logits were not finite
+    slots: list[int]
+    num_logprobs: list[int | None]
+    logprobs: Logprobs | None  # of the rows that asked, in order
+    _host: tuple[torch.Tensor, Logprobs | None] | None = field(default=None, init=False)
+
+    def copy_to_host(self) -> None:
+        """Start the copies into pinned memory (on CUDA)."""
+        self._host = to_pinned(self.reported), self.logprobs.copy_to_host() if self.logprobs else None
+
+    def to_host(self) -> list[SampledToken]:
+        """One SampledToken a row, in order."""
+        assert self._host is not None, "Sampled.to_host before copy_to_host"
+        reported, logprobs = self._host
+        listed = iter(logprobs.to_list() if logprobs else [])
+        tokens = []
+        for slot, token_id, num_top in zip(self.slots, reported.tolist(), self.num_logprobs, strict=True):
+            logprob = None
+            if num_top is not None:
+                entry = next(listed)
+                logprob = TokenLogprob(entry.logprob, entry.top[:num_top]) if token_id >= 0 else None
+            tokens.append(SampledToken(slot, token_id, logprob))
+        return tokens
+
+
+class Sampler:
+    """Options, counters and seeds of up to `num_slots` sequences, by slot."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._slots: list[_Slot | None] = [None] * num_slots
+        self._penalties = PenaltyTable(vocab_size, self.device)
+
+    def assign(self, slot: int, params: SamplingParams, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
+        """Give `slot` to a sequence; int32 `[tokens]` each, `output_ids` what it drew before a preemption.
+
+        Raises ValueError for a bias on a token that the vocabulary does not have.
+        """
+        self.release(slot)
+        bias = None
+        if params.logit_bias:
+            ids = np.fromiter(params.logit_bias.keys(), np.int64)
+            if ids.min() < 0 or ids.max() >= self.vocab_size:
+                raise ValueError(f"logit_bias: token ids {ids.min()} to {ids.max()}; wanted 0 to {self.vocab_size - 1}")
+            values = np.fromiter(params.logit_bias.values(), np.float32)
+            bias = upload(ids, self.device), upload(values, self.device)
+        row = self._penalties.add(prompt_ids, output_ids) if params.has_penalties else None
+        self._slots[slot] = _Slot(params, UniformStream(params.seed), row, bias)
+
+    def release(self, slot: int) -> None:
+        """Forget the sequence in `slot`; nothing happens if there is none."""
+        state = self._slots[slot]
+        if state is not None and state.penalty_row is not None:
+            self._penalties.remove(state.penalty_row)
+        self._slots[slot] = None
+
+    def sample(self, logits: torch.Tensor, slots: list[int], samples: list[int]) -> Sampled:
+        """Draw a token for each row of `logits` (bf16 or float32 `[rows, vocab]`, on the device, left as it is).
+
+        Row i belongs to `slots[i]`, which must be assigned, and is its draw number `samples[i]`.
+        """
+        states = [self._slots[slot] for slot in slots]
+        assert all(state is not None for state in states), f"sample: a slot of {slots} is not assigned"
+        tokens, valid = self._choose(logits, states, samples)  # type: ignore[arg-type]
+        asked = [state.params.num_logprobs for state in states]  # type: ignore[union-attr]
+        return Sampled(
+            tokens=torch.where(valid, tokens, 0),
+            reported=torch.where(valid, tokens, -1),
+            slots=list(slots),
+            num_logprobs=asked,
+            logprobs=self._logprobs(logits, torch.where(valid, tokens, 0), asked),
+        )
+
+    def _choose(self, logits: torch.Tensor, states: list[_Slot], samples: list[int]) -> tuple[torch.Tensor, ...]:
+        """Tokens int64 `[rows]`, and whether the row had a finite maximum: NaN and infinity show in it, `-inf` too."""
+        drawn = [row for row, state in enumerate(states) if not state.params.is_greedy]
+        edited = [row for row, state in enumerate(states) if state.params.is_greedy and not state.is_plain]
+        others = drawn + edited
+        if not others:
+            best, tokens = logits.max(1)
+            return tokens, best.isfinite()
+        index = upload(np.array(others, np.int64), self.device)
+        scores = logits.index_select(0, index).float()
+        self._edit(scores, [states[row] for row in others])
+        best, chosen = scores.max(1)
+        if drawn:
+            chosen[: len(drawn)] = self._draw(
+                scores[: len(drawn)],
+                best[: len(drawn)],
+                [states[row].params for row in drawn],
+                [states[row].uniforms[samples[row]] for row in drawn],
+            )
+        valid = best.isfinite()
+        if len(others) < len(states):
+            all_best, tokens = logits.max(1)
+            chosen = tokens.index_copy_(0, index, chosen)
+            valid = all_best.isfinite().index_copy_(0, index, valid)
+        else:
+            chosen = torch.empty_like(chosen).index_copy_(0, index, chosen)
+            valid = torch.empty_like(valid).index_copy_(0, index, valid)
+        self._count(states, torch.where(valid, chosen, 0))
+        return chosen, valid
+
+    def _edit(self, scores: torch.Tensor, states: list[_Slot]) -> None:
+        """Bias, then penalties, in place and only on rows that ask for them."""
+        for row, state in enumerate(states):
+            if state.bias is not None:
+                scores[row].index_add_(0, *state.bias)
+        penalised = [row for row, state in enumerate(states) if state.penalty_row is not None]
+        if not penalised:
+            return
+        params = [states[row].params for row in penalised]
+        settings = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+        rows = upload(np.array([penalised, [states[row].penalty_row for row in penalised]], np.int64), self.device)
+        settings_there = upload(np.array(settings, np.float32).T.copy(), self.device)
+        edited = self._penalties.apply(scores.index_select(0, rows[0]), rows[1], settings_there)
+        scores.index_copy_(0, rows[0], edited)
+
+    def _draw(
+        self, scores: torch.Tensor, best: torch.Tensor, params: list[SamplingParams], uniforms: list[float]
+    ) -> torch.Tensor:
+        vocab = scores.shape[1]
+        table = upload(
+            np.array(
+                [
+                    [max(p.temperature, _FLOAT32_TINY) for p in params],
+                    [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params],
+                    [p.top_p for p in params],
+                    [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params],
+                    uniforms,
+                ]
+            ),
+            self.device,
+        )  # float64 [5, rows]
+        temperature, top_k, top_p, min_p_distance, uniform = table
+        distance = distances(scores, best, temperature.float())
+        weights = weigh(distance)
+        if any(0 < p.top_k < vocab for p in params):
+            weights = weights * keep_top_k(distance, top_k.long())
+        if any(p.top_p < 1 for p in params):
+            weights = weights * keep_top_p(distance, weights, top_p)
+        if any(p.min_p > 0 for p in params):
+            weights = weights * (distance <= min_p_distance.float()[:, None])
+        return draw(weights, uniform)
+
+    def _count(self, states: list[_Slot], tokens: torch.Tensor) -> None:
+        penalised = [(row, state.penalty_row) for row, state in enumerate(states) if state.penalty_row is not None]
+        if penalised:
+            rows = upload(np.array(penalised, np.int64).T.copy(), self.device)  # [2, penalised]
+            self._penalties.count(rows[1], tokens.index_select(0, rows[0]))
+
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, asked: list[int | None]) -> Logprobs | None:
+        rows = [row for row, num_top in enumerate(asked) if num_top is not None]
+        if not rows:
+            return None
+        if len(rows) < len(asked):
+            index = upload(np.array(rows, np.int64), self.device)
+            logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
+        return gather_logprobs(logits, tokens, max(num_top or 0 for num_top in asked))
