@@ -2,4 +2,8 @@
 
 import typer
 
+from bench.load.command import serve
+
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
+
+app.command("serve")(serve)

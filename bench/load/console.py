@@ -1,0 +1,92 @@
+"""The load test on a terminal: a live line while it runs, tables at its end. Reads the run; changes nothing in it."""
+
+import asyncio
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from bench.load.metrics import Spread, Summary
+from bench.load.run import LoadRun
+
+_REFRESH_S = 0.25
+LATENCIES = (
+    ("ttft", "time to first token"),
+    ("tpot", "time per output token"),
+    ("itl", "inter-token latency"),
+    ("e2el", "end to end"),
+)
+
+
+async def show_progress(run: LoadRun, console: Console) -> None:
+    """Redraw a live line until cancelled; on something that is no terminal, a line every ten seconds."""
+    if not console.is_terminal:
+        while True:
+            await asyncio.sleep(10)
+            console.print(_draw_progress(run))
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            live.update(_draw_progress(run), refresh=True)
+            await asyncio.sleep(_REFRESH_S)
+
+
+def _draw_progress(run: LoadRun) -> Text:
+    now_s = run.client.now()
+    finished = [record for record in list(run.records) if record.end_s]
+    num_failed = sum(record.outcome == "failed" for record in finished)
+    chunks = sum(len(record.chunk_times_s) for record in run.records)
+    share = now_s / run.plan.duration_s if run.plan.duration_s else len(finished) / max(run.num_expected or 1, 1)
+    width = 24
+    filled = round(width * min(share, 1.0))
+    text = Text.assemble(("━" * filled, "green"), ("━" * (width - filled), "bright_black"))
+    text.append(f" {now_s:6.1f} s  {len(finished) - num_failed} done", "bold")
+    text.append(f"  {num_failed} failed", "red" if num_failed else "bright_black")
+    text.append(f"  {run.num_open} open  {chunks / max(now_s, 1e-9):,.0f} chunks/s")
+    recent = sorted(record.ttft_s for record in finished[-100:] if record.outcome == "completed")
+    if recent:
+        text.append(f"  TTFT p50 {recent[len(recent) // 2] * 1e3:,.0f} ms")
+    return text
+
+
+def print_summary(summary: Summary, notes: list[str], console: Console) -> None:
+    """The tables and what a reader must know beside them."""
+    table = Table(title=f"{summary.completed} of {summary.due} requests completed", title_justify="left")
+    for heading in ("ms", "mean", "p50", "p90", "p99", "max", "of"):
+        table.add_column(heading, justify="left" if heading == "ms" else "right")
+    for key, label in LATENCIES:
+        spread: Spread = getattr(summary, key)
+        values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+        table.add_row(label, *(f"{value:,.1f}" for value in values), f"{spread.num:,}")
+    console.print(table)
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for label, value in list_facts(summary):
+        facts.add_row(label, value)
+    console.print(facts)
+    for reason, count in summary.reasons.items():
+        console.print(f"[red]{count} ×[/red] ", Text(reason), sep="")
+    for note in notes:
+        console.print("note: ", Text(note), sep="", style="yellow")
+
+
+def list_facts(summary: Summary) -> list[tuple[str, str]]:
+    """The counts and rates as label and text, for the terminal and the page."""
+    asked = f" (asked {summary.asked_rate:.2f}, offered {summary.offered_rate:.2f})" if summary.asked_rate else ""
+    cached = "not told" if summary.cached_share is None else f"{summary.cached_share:.1%}"
+    facts = [
+        ("requests per second", f"{summary.request_rate:.2f}{asked}"),
+        ("output tokens per second", f"{summary.output_token_rate:,.1f}"),
+        ("total tokens per second", f"{summary.total_token_rate:,.1f}"),
+        ("tokens", f"{summary.prompt_tokens:,} in, {summary.output_tokens:,} out"),
+        ("prompt tokens from the cache", cached),
+        ("failed / unfinished / skipped", f"{summary.failed} / {summary.unfinished} / {summary.skipped}"),
+        ("answers of 429 / sent again", f"{summary.http_429} / {summary.retries}"),
+        ("peak concurrency", str(summary.peak_concurrency)),
+        ("measured for", f"{summary.wall_s:.1f} s"),
+        ("sent late by (p50, max)", f"{summary.send_lag.p50:.1f} ms, {summary.send_lag.max:.1f} ms"),
+    ]
+    if summary.goodput_rate is not None:
+        limits = ", ".join(f"{key} {limit:g} ms" for key, limit in summary.slo.items())
+        goodput = f"{summary.goodput_rate:.2f} per second, {summary.goodput_share or 0:.1%} of all ({limits})"
+        facts.insert(0, ("goodput", goodput))
+    return facts

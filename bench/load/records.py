@@ -1,0 +1,70 @@
+"""What is written down about one request. Plain data: it knows no HTTP and computes nothing but its own latencies.
+
+Times are seconds on the run's clock (0 is its start). Invariant: `outcome` says how the request ended, and `reason` is
+filled for every outcome but "completed".
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+Outcome = Literal["completed", "failed", "unfinished", "skipped"]
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request. `due_s` is when it should have been sent: latencies start there, so a late client hides nothing.
+
+    chunk_times_s: arrival of each chunk that carried output; skipped: a turn not sent because an earlier one failed;
+    output_source: where output_tokens is from, "usage", "tokenizer" or "chunks".
+    """
+
+    job: int
+    turn: int
+    due_s: float
+    asked_tokens: int | None
+    asked_output_tokens: int
+    sent_s: float = 0.0
+    end_s: float = 0.0
+    outcome: Outcome = "unfinished"
+    reason: str = ""
+    status: int = 0
+    retries: int = 0
+    num_429: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    output_source: str = "chunks"
+    finish_reason: str | None = None
+    chunk_times_s: "array[float]" = field(default_factory=lambda: array("d"))
+    text: list[str] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        """From due to the first chunk of output; to the end where the output was empty."""
+        return (self.chunk_times_s[0] if self.chunk_times_s else self.end_s) - self.due_s
+
+    @property
+    def e2el_s(self) -> float:
+        return self.end_s - self.due_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time for a token after the first; None for a single token."""
+        if self.output_tokens < 2 or len(self.chunk_times_s) < 2:
+            return None
+        return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Time between neighbouring chunks of output."""
+        times = self.chunk_times_s
+        return [later - earlier for earlier, later in pairwise(times)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the text, for --raw."""
+        skip = {"text", "chunk_times_s"}
+        tree = {name: getattr(self, name) for name in self.__slots__ if name not in skip}
+        tree["chunk_times_s"] = [round(time, 6) for time in self.chunk_times_s]
+        return tree
