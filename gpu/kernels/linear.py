@@ -18,12 +18,12 @@ from gpu.kernels.swiglu import swiglu, swiglu_reference
 
 MAX_GEMV_TOKENS = 4
 
-# Shape class: block_rows, block_inner, num_warps, num_stages. `gated` programs read two rows for each output.
+# Shape class: block_rows, block_inner, num_warps, num_stages, unroll. `gated` programs read two rows for each output.
 CONFIGS = {
-    "narrow": (4, 1024, 4, 1),
-    "wide": (8, 1024, 4, 1),
-    "vocabulary": (8, 1024, 4, 1),
-    "gated": (4, 1024, 4, 1),
+    "narrow": (4, 1024, 4, 1, 2),
+    "wide": (4, 1024, 4, 1, 2),
+    "vocabulary": (4, 1024, 4, 1, 2),
+    "gated": (2, 1024, 4, 1, 2),
 }
 WIDE_INNER = 8192
 VOCABULARY_ROWS = 32_000
@@ -54,7 +54,7 @@ def norm_gate_up_swiglu_reference(x: Tensor, norm_weight: Tensor, eps: float, ga
 def _gemv_kernel(
     x, weight, norm_weight, residual, out, eps, num_rows, x_stride,
     TOKENS: tl.constexpr, INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -65,7 +65,7 @@ def _gemv_kernel(
     ups_0, ups_1, ups_2, ups_3 = sums_0, sums_0, sums_0, sums_0
     squares_0 = tl.zeros([1, BLOCK_INNER], tl.float32)
     squares_1, squares_2, squares_3 = squares_0, squares_0, squares_0
-    for begin in tl.range(0, INNER, BLOCK_INNER, num_stages=STAGES):
+    for begin in tl.range(0, INNER, BLOCK_INNER, num_stages=STAGES, loop_unroll_factor=UNROLL):
         inner = begin + column
         inside = (inner < INNER) if not EVEN else None
         address = weight + source_row * INNER + inner
@@ -206,12 +206,14 @@ def _launch(
     x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, residual: Tensor | None, gated: bool
 ) -> Tensor:
     (tokens, inner), num_rows = x.shape, weight.shape[0] // (2 if gated else 1)
-    block_rows, block_inner, num_warps, num_stages = CONFIGS[shape_class(num_rows, inner, gated)]
+    block_rows, block_inner, num_warps, num_stages, unroll = CONFIGS[shape_class(num_rows, inner, gated)]
+    if tokens > 1:  # each token has its own accumulators
+        block_rows = max(1, block_rows // 2)
     out = torch.empty(tokens, num_rows, dtype=weight.dtype, device=weight.device)
     _gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
         x, weight, weight if norm_weight is None else norm_weight, out if residual is None else residual.contiguous(),
         out, eps, num_rows, x.stride(0), TOKENS=tokens, INNER=inner, NORMS=norm_weight is not None, GATES=gated,
         ADDS_RESIDUAL=residual is not None, BLOCK_ROWS=block_rows, BLOCK_INNER=block_inner, STAGES=num_stages,
-        num_warps=num_warps,
+        UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out
