@@ -2,7 +2,7 @@
 
 Knows logits and numbers, nothing of requests. Invariant: the result of a row depends on that row alone, on any device:
 weights are **integers**, so that sums are exact and the same in any order. A float32 cumulative sum over 128K tokens is
-off by up to 1e-3 of the mass, and one of float64 on a GPU may rise at a token without mass; integers do neither.
+off by up to 3e-3 of the mass, and one of float64 on a GPU may rise at a token without mass; integers do neither.
 Weights are `exp(-distance)` in units of `2**-(62 - bits of the vocabulary)` of the most likely token's: 2**-45 for 128K
 tokens; what is less likely than that is never drawn.
 
