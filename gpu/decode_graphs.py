@@ -1,8 +1,8 @@
 """Decode steps on static buffers: CUDA graphs for a ladder of batch sizes, and the same step eagerly elsewhere.
 
-It refuses to know requests: rows are slots. Invariants: a step reads its tokens from `last_tokens` on the device, so the
-host never waits for one; rows that pad a batch to a captured size have slot -1 and context 0, and write nothing. A step
-is a list of segments, each captured by itself, so that work of the host can stand between two of them.
+It refuses to know requests: rows are slots. Invariants: a step reads its tokens from `last_tokens` on the device, so
+the host never waits for one; rows that pad a batch to a captured size have slot -1 and context 0, and write nothing. A
+step is a list of segments, each captured by itself, so that work of the host can stand between two of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,19 +107,10 @@ class DecodeSteps:
         pool = self.decoder.pool
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Partial:
-            return self.attention(
-                DecodeQuery(
-                    layer,
-                    query,
-                    pre_rope_query,
-                    pool.key_pages[layer],
-                    pool.value_pages[layer],
-                    pool.page_table,
-                    inputs.slots,
-                    inputs.context_lens,
-                    self.decoder.scale,
-                    self.workspace,
-                )  # fmt: skip
-            )
+            request = DecodeQuery(
+                layer, query, pre_rope_query, pool.key_pages[layer], pool.value_pages[layer], pool.page_table,
+                inputs.slots, inputs.context_lens, self.decoder.scale, self.workspace,
+            )  # fmt: skip
+            return self.attention(request)
 
         return self.decoder.layer(layer, hidden, inputs.positions, inputs.slots, attend)

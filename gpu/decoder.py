@@ -39,7 +39,8 @@ class Decoder:
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         """One layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots' pages.
 
-        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows. `attend` sees KV that has these tokens.
+        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows. The KV that `attend` sees has these
+        tokens.
         """
         weights, eps = self.weights.layers[index], self.architecture.rms_norm_eps
         qkv = norm_linear(hidden, weights.attention_norm, eps, weights.qkv)
@@ -53,6 +54,6 @@ class Decoder:
         return linear(norm_gate_up_swiglu(hidden, weights.mlp_norm, eps, weights.gate_up), weights.down, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits `[tokens, vocab]`, in the weights' dtype, of hidden states `[tokens, hidden]` after the last layer."""
+        """Next-token logits `[tokens, vocab]`, in the weights' dtype, of the last layer's `[tokens, hidden]`."""
         normed = rms_norm(hidden, self.weights.final_norm, self.architecture.rms_norm_eps)
         return linear(normed, self.weights.logits)

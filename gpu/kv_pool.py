@@ -16,7 +16,10 @@ from gpu.upload import upload
 
 
 class KvPool:
-    """key_pages, value_pages: one `[num_pages, kv_heads, page_tokens, dim]` a layer; page_table: int32 `[slots, pages]`."""
+    """key_pages, value_pages: a `[num_pages, kv_heads, page_tokens, dim]` for each layer.
+
+    page_table: int32 `[max_slots, max_pages]`.
+    """
 
     def __init__(self, architecture: Architecture, num_pages: int, page_tokens: int, max_slots: int,
                  max_context_tokens: int, dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip

@@ -1,7 +1,7 @@
 """Prefill jobs: packed prompts that go through the model layer by layer, in resumable units.
 
-It refuses to know when units run, and what else does. Invariants: the hidden states of a job live from its first unit to
-its last or to its drop; a unit reads only its own job's pages, so units of several jobs and decode steps interleave
+It refuses to know when units run, and what else does. Invariants: the hidden states of a job live from its first unit
+to its last or to its drop; a unit reads only its own job's pages, so units of several jobs and decode steps interleave
 freely, and where one layer's chunks begin need not be where another's do.
 """
 
@@ -24,7 +24,7 @@ LOGITS_BLOCK_ROWS = 256  # rows of logits at once, for prompt logprobs
 
 
 class GatheredKv:
-    """One layer's keys and values of one context, contiguous in tokens: a copy out of pages that grows with its chunks."""
+    """One layer's keys and values of one context, contiguous in tokens: copied out of pages as its chunks come."""
 
     def __init__(self, pool: KvPool, kv_heads: int, dim: int) -> None:
         self.pool = pool
@@ -76,7 +76,7 @@ class FinishedJob:
 
 @dataclass(slots=True)
 class _Job:
-    """A job on the device: packed token ids, positions (int64) and slots (int32), each `[tokens]`; offsets of prompts."""
+    """A job on the device: packed token ids, positions (int64) and slots (int32), all `[tokens]`; prompts' offsets."""
 
     job: PrefillJob
     offsets: list[int]

@@ -1,0 +1,167 @@
+"""The reference model for tests: runners of it, prompts in its own forms, and the greedy loop over a runner's contract."""
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from gpu.config import GpuConfig, ModelConfig
+from gpu.load import load_runner
+from gpu.runner import Runner
+from gpu.sampling_params import SamplingParams
+from gpu.step import (
+    DecodeGroup,
+    PageWrite,
+    PrefillJob,
+    PrefillPrompt,
+    PrefillUnit,
+    StepPlan,
+    TokenLogprob,
+)
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "models" / "reference"
+NUM_LAYERS = 10
+GREEDY = SamplingParams(temperature=0.0)
+SUBJECTS = [
+    "the captain",
+    "the old doctor",
+    "her sister",
+    "a stranger",
+    "the miller",
+    "Mr. Harding",
+    "the boy",
+    "the widow",
+]
+VERBS = ["walked to", "spoke of", "remembered", "looked upon", "turned from", "thought about", "wrote of", "left"]
+OBJECTS = [
+    "the harbour",
+    "the long road",
+    "his father's house",
+    "the garden",
+    "a letter",
+    "the church",
+    "the fire",
+    "the river",
+]
+ENDINGS = ["without a word", "in the evening", "before the rain", "with great care", "as if in a dream", "once more"]
+KEY_WORDS = [
+    "amber",
+    "copper",
+    "falcon",
+    "harvest",
+    "lantern",
+    "meadow",
+    "orchard",
+    "pebble",
+    "saddle",
+    "timber",
+    "velvet",
+    "willow",
+]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+def needle_prompt(num_tokens: int, seed: int) -> np.ndarray:
+    """Token ids, int32, about `num_tokens` of them: a document of plain sentences with one magic number, asked for."""
+    draw = random.Random(seed)
+    key = f"{draw.choice(KEY_WORDS)}-{draw.choice(KEY_WORDS)}"
+    needle = f"The special magic number for {key} is {draw.randrange(10**6, 10**7)}."
+    question = f"\n\nWhat is the special magic number for {key}?<|end|><|assistant|>\n"
+    frame = len(tokenizer().encode("<|begin_of_text|><|user|>\n" + needle + question).ids)
+    sentences, length = [], frame
+    while length < num_tokens:
+        words = [draw.choice(part) for part in (SUBJECTS, VERBS, OBJECTS, ENDINGS)]
+        sentence = " ".join(words)
+        sentences.append(sentence[0].upper() + sentence[1:] + ".")
+        length += len(tokenizer().encode(" " + sentences[-1]).ids)
+    sentences.insert(draw.randrange(len(sentences) + 1), needle)
+    text = "<|begin_of_text|><|user|>\n" + " ".join(sentences) + question
+    return np.array(tokenizer().encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+
+def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: int = 24, num_pages: int = 5000,
+                     max_context_tokens: int = 9216, graph_batch_sizes: tuple[int, ...] = ()) -> Runner:  # fmt: skip
+    """A runner of the reference model whose pages are NaN until written."""
+    runner = load_runner(
+        ModelConfig(path=FOLDER),
+        GpuConfig(device=device, dtype=dtype, threads=None, graph_batch_sizes=graph_batch_sizes),
+        max_running=max_running,
+        max_context_tokens=max_context_tokens,
+        chunk_tokens=2048,
+        max_hidden_tokens=65_536,
+        num_pages=num_pages,
+        on_progress=lambda stage, fraction: None,
+    )
+    runner.pool.poison()
+    return runner
+
+
+@dataclass
+class Pages:
+    """Hands out a runner's pages, one after another, from the last to the first."""
+
+    runner: Runner
+    used: int = 0
+
+    def take(self, slot: int, num_tokens: int, first_page: int = 0) -> PageWrite:
+        count = -(-num_tokens // self.runner.limits.page_tokens) - first_page
+        end = self.runner.limits.num_pages - self.used
+        self.used += count
+        assert end - count >= 0, "test ran out of pages"
+        return PageWrite(slot, first_page, list(range(end - 1, end - count - 1, -1)))
+
+
+def layer_units(job: PrefillJob, chunk_tokens: int) -> list[PrefillUnit]:
+    """A job's units: every layer in chunks of `chunk_tokens`."""
+    return [
+        PrefillUnit(job.job_id, layer, begin, min(begin + chunk_tokens, job.num_tokens))
+        for layer in range(NUM_LAYERS)
+        for begin in range(0, job.num_tokens, chunk_tokens)
+    ]
+
+
+@dataclass
+class Generated:
+    """Output tokens and prompt logprobs of each prompt, in order."""
+
+    tokens: list[list[int]]
+    prompt_logprobs: dict[int, list[TokenLogprob]]
+
+
+def prefill_prompts(prompts: list[np.ndarray], sampling: SamplingParams = GREEDY) -> list[PrefillPrompt]:
+    """One a slot, from slot 0 on."""
+    return [PrefillPrompt(slot, ids, 0, len(ids), sampling, "exact") for slot, ids in enumerate(prompts)]
+
+
+def generate(runner: Runner, prompts: list[np.ndarray], num_tokens: int, sampling: SamplingParams = GREEDY,
+             chunk_tokens: int = 2048) -> Generated:  # fmt: skip
+    """Prefill each prompt as its own job, then decode all of them as one batch."""
+    pages = Pages(runner)
+    generated = Generated([], {})
+    for prompt in prefill_prompts(prompts, sampling):
+        job = PrefillJob(prompt.slot, [prompt])
+        writes = [pages.take(prompt.slot, len(prompt.token_ids) + num_tokens)]
+        result = runner.launch(
+            StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, chunk_tokens))
+        ).collect()
+        generated.tokens.append([result.tokens[0].token_id])
+        generated.prompt_logprobs.update(result.prompt_logprobs)
+    decode(runner, generated, [len(ids) for ids in prompts], num_tokens)
+    runner.launch(StepPlan(released_slots=list(range(len(prompts))))).collect()
+    return generated
+
+
+def decode(runner: Runner, generated: Generated, prompt_lengths: list[int], num_tokens: int) -> None:
+    """Decode slots 0 .. as one batch until each has `num_tokens` tokens."""
+    slots = list(range(len(prompt_lengths)))
+    for drawn in range(1, num_tokens):
+        group = DecodeGroup("exact", slots, [length + drawn - 1 for length in prompt_lengths], [drawn] * len(slots))
+        for token in runner.launch(StepPlan(decode=[group])).collect().tokens:
+            generated.tokens[token.slot].append(token.token_id)

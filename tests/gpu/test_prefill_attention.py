@@ -1,0 +1,75 @@
+"""Prefill attention equals causal softmax attention in float64, for every way that queries can end a context."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.prefill_attention import prefill_attention, prefill_attention_reference
+from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
+
+SHAPES = [(1, 1), (5, 5), (64, 64), (1, 77), (33, 130), (200, 1031)]  # (tokens, context)
+HEADS = [(8, 2), (4, 4), (3, 1)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CASES = [
+    pytest.param("cpu", torch.float32),
+    pytest.param("cpu", torch.bfloat16),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def inputs(tokens: int, context: int, heads: int, kv_heads: int, dim: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens * 1000 + context)
+    shapes = [(tokens, heads, dim), (kv_heads, context, dim), (kv_heads, context, dim)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def oracle(query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """By definition, one query and head at a time, float64."""
+    tokens, heads, _ = query.shape
+    context, group = key.shape[1], heads // key.shape[0]
+    out, lse = np.empty_like(query), np.empty((tokens, heads))
+    for token in range(tokens):
+        seen = context - tokens + token + 1
+        for head in range(heads):
+            logits = key[head // group, :seen] @ query[token, head] * scale
+            weights = np.exp(logits - logits.max())
+            out[token, head] = weights @ value[head // group, :seen] / weights.sum()
+            lse[token, head] = np.log(weights.sum()) + logits.max()
+    return out, lse
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(("tokens", "context"), SHAPES)
+def test_prefill_attention_equals_the_definition(
+    tokens: int, context: int, heads: int, kv_heads: int, device: str, dtype: torch.dtype
+) -> None:
+    query, key, value = (tensor.to(dtype) for tensor in inputs(tokens, context, heads, kv_heads, 64))
+    out, lse = oracle(*(tensor.double().numpy() for tensor in (query, key, value)), 0.125)
+    padded_key, padded_value = (torch.full((kv_heads, context + 9, 64), torch.nan, dtype=dtype) for _ in range(2))
+    padded_key[:, :context], padded_value[:, :context] = key, value
+    got = prefill_attention(
+        query.to(device), padded_key.to(device)[:, :context], padded_value.to(device)[:, :context], 0.125
+    )
+    atol = ATTENTION_F32_ATOL if dtype == torch.float32 else ATTENTION_BF16_ATOL
+    assert got.out.dtype == got.lse.dtype == torch.float32
+    np.testing.assert_allclose(got.out.cpu().numpy(), out, atol=atol, rtol=0)
+    np.testing.assert_allclose(got.lse.cpu().numpy(), lse, atol=atol, rtol=0)
+
+
+def test_the_reference_equals_the_definition_in_float64() -> None:
+    query, key, value = inputs(33, 130, 8, 2, 64)
+    got = prefill_attention_reference(query, key, value, 0.125)
+    out, lse = oracle(query.numpy(), key.numpy(), value.numpy(), 0.125)
+    np.testing.assert_allclose(got.out, out, atol=1e-12)
+    np.testing.assert_allclose(got.lse, lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("atol", [ATTENTION_F32_ATOL, ATTENTION_BF16_ATOL])
+def test_the_comparison_sees_one_lost_token(atol: float) -> None:
+    query, key, value = inputs(33, 130, 8, 2, 64)
+    whole = prefill_attention_reference(query, key, value, 0.125)
+    lost = prefill_attention_reference(query, key[:, 1:], value[:, 1:], 0.125)
+    assert (whole.out - lost.out).abs().max() > atol
+    assert (whole.lse - lost.lse).abs().max() > atol

@@ -1,0 +1,99 @@
+"""Inverse frequencies equal Hugging Face's for every served scaling, and so do cosines and sines."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from gpu.architecture import Architecture, ModelError, parse_architecture
+from gpu.rope import inverse_frequencies, rope_tables
+from tests.tolerances import ROPE_FREQUENCY_RTOL, ROPE_TABLE_ATOL
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    },
+    "yarn": YARN,
+    "yarn with betas": YARN | {"beta_fast": 24, "beta_slow": 2},
+    "yarn with attention_factor": YARN | {"attention_factor": 1.7},
+    "yarn with mscale": YARN | {"mscale": 0.9, "mscale_all_dim": 0.4},
+    "yarn without truncation": YARN | {"truncate": False},
+}
+MAX_TOKENS = 16_384
+
+
+def config_of(scaling: dict) -> dict:
+    return {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": MAX_TOKENS,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": scaling | {"rope_theta": 500_000.0},
+    }
+
+
+def architecture_of(scaling: dict) -> Architecture:
+    return parse_architecture(config_of(scaling), "test", "test")
+
+
+def hugging_face(scaling: dict) -> LlamaConfig:
+    return LlamaConfig(**config_of(scaling))
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "default"])
+@pytest.mark.parametrize("length", [MAX_TOKENS, 3 * MAX_TOKENS])
+def test_frequencies_equal_hugging_face(name: str, length: int) -> None:
+    kind = SCALINGS[name]["rope_type"]
+    wanted, wanted_factor = ROPE_INIT_FUNCTIONS[kind](hugging_face(SCALINGS[name]), torch.device("cpu"), seq_len=length)
+    got, got_factor = inverse_frequencies(architecture_of(SCALINGS[name]), length)
+    torch.testing.assert_close(got, wanted, rtol=ROPE_FREQUENCY_RTOL, atol=0)
+    assert got_factor == pytest.approx(wanted_factor, rel=ROPE_FREQUENCY_RTOL)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_equal_hugging_face_at_the_models_length(name: str) -> None:
+    embedding = LlamaRotaryEmbedding(hugging_face(SCALINGS[name]))
+    positions = torch.arange(MAX_TOKENS)[None]
+    cos, sin = (table[0] for table in embedding(torch.zeros(1, dtype=torch.float32), positions))
+    got_cos, got_sin = rope_tables(architecture_of(SCALINGS[name]), MAX_TOKENS, torch.device("cpu"))
+    half = got_cos.shape[1]
+    torch.testing.assert_close(got_cos, cos[:, :half], rtol=0, atol=ROPE_TABLE_ATOL)
+    torch.testing.assert_close(got_sin, sin[:, :half], rtol=0, atol=ROPE_TABLE_ATOL)
+
+
+def test_table_comparison_sees_a_shift_of_one_position() -> None:
+    cos, _ = rope_tables(architecture_of(SCALINGS["default"]), 64, torch.device("cpu"))
+    assert (cos[1:] - cos[:-1]).abs().amax(dim=1).min() > ROPE_TABLE_ATOL
+
+
+def test_frequency_comparison_sees_a_wrong_base() -> None:
+    right, _ = inverse_frequencies(architecture_of(SCALINGS["default"]), MAX_TOKENS)
+    wrong = architecture_of(SCALINGS["default"] | {"rope_type": "linear", "factor": 1.001})
+    assert not np.allclose(inverse_frequencies(wrong, MAX_TOKENS)[0], right, rtol=ROPE_FREQUENCY_RTOL, atol=0)
+
+
+def test_dynamic_frequencies_depend_on_the_deployment_and_not_on_a_text() -> None:
+    short = inverse_frequencies(architecture_of(SCALINGS["dynamic"]), 512)[0]
+    model = inverse_frequencies(architecture_of(SCALINGS["dynamic"]), MAX_TOKENS)[0]
+    assert torch.equal(short, model)
+
+
+@pytest.mark.parametrize("value", [None, 0, -1.0, "8", True])
+def test_a_bad_setting_is_named(value: object) -> None:
+    with pytest.raises(ModelError, match=r"'linear': factor is .*wanted a positive number"):
+        inverse_frequencies(architecture_of({"rope_type": "linear", "factor": value}), MAX_TOKENS)
