@@ -19,6 +19,10 @@ def event(level: int, word: str, **fields: object) -> None:
     _logger.log(level, " ".join([word, *(f"{key}={_value(value)}" for key, value in fields.items())]))
 
 
+def debug(word: str, **fields: object) -> None:
+    event(logging.DEBUG, word, **fields)
+
+
 def info(word: str, **fields: object) -> None:
     event(logging.INFO, word, **fields)
 

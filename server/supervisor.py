@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import msgspec
 import zmq.asyncio
 
 from scheduler.messages import (
@@ -141,6 +142,8 @@ class Supervisor:
                     case Failed():
                         failed = message.message
             ended = await engine.wait()
+        except (OSError, msgspec.DecodeError) as error:
+            ended = f"could not be run ({' '.join(str(error).split())})"
         finally:
             self._engine = None
             engine.kill()

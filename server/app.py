@@ -1,0 +1,190 @@
+"""The application and the program: routes, error objects, and a server that drains.
+
+`create_app` is the whole API as an ASGI application; `serve` runs it until a signal. No torch in this process.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from scheduler.messages import Loading
+from server import logs, routes_generation, routes_status, routes_tokens
+from server.api_error import ApiError, invalid
+from server.config import ConfigError, Deployment
+from server.request_scope import RequestScope, error_response
+from server.service import Service, build_service
+
+ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine_process")
+
+_POLL_S = 0.02
+_LAST_SENDS_S = 2  # for clients that do not read, once the drain is over
+
+
+def _ignore(_: Loading) -> None:
+    return None
+
+
+def create_app(
+    deployment: Deployment,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    on_loading: Callable[[Loading], None] = _ignore,
+) -> FastAPI:
+    """The API of a deployment; its lifespan starts and ends the engine process.
+
+    `engine_command` is called with two socket addresses. `app.state.service` holds what the routes share. Raises
+    ConfigError if the tokenizer, the chat template or the keys cannot be read.
+    """
+    service = build_service(deployment, engine_command, on_loading)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.supervisor.start()
+        try:
+            yield
+        finally:
+            await service.supervisor.stop()
+
+    app = FastAPI(title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
+    for routes in (routes_generation, routes_tokens, routes_status):
+        app.include_router(routes.router)
+    app.add_middleware(RequestScope, service=service)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    return app
+
+
+def serve(deployment: Deployment, on_loading: Callable[[Loading], None] = _ignore) -> int:
+    """Serve until a signal, and return the exit code: 0 after a drain, 1 if it could not start (said in one line).
+
+    The first SIGTERM or SIGINT drains: new requests get a 503, open ones have `drain_seconds` to finish. The second
+    one ends the program at once. Port 0 takes a free port; the log's `listening` line has the address.
+    """
+    settings = deployment.server
+    logs.configure(settings.log_level)
+    logs.info("configuration", deployment=deployment.model_dump_json(exclude={"server": {"api_keys"}}))
+    try:
+        app = create_app(deployment, on_loading=on_loading)
+        listener = _bind(settings.host, settings.port)
+    except ConfigError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 1
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_LAST_SENDS_S,
+    )
+    program = _Program(config, app.state.service)
+    program.run(sockets=[listener])
+    if program.failure is not None:
+        print(f"tandem: {program.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class _Program(uvicorn.Server):
+    """uvicorn, but a signal drains first, and a failed first start of the engine ends it."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.failure: str | None = None
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._tasks.append(self._loop.create_task(self._watch_engine()))
+        host, port = (sockets or [])[0].getsockname()[:2]
+        logs.info("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.draining or self._loop is None:
+            self._service.supervisor.kill_engine()
+            os._exit(128 + sig)
+        self._service.draining = True
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        assert self._loop is not None
+        self._tasks.append(self._loop.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        service = self._service
+        logs.info("draining", open_requests=service.num_open, seconds=service.settings.drain_seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all_closed(), service.settings.drain_seconds)
+        if service.num_open:
+            logs.warning("drain_expired", open_requests=service.num_open)
+            service.supervisor.abandon("the server shut down before this request was done", "draining")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_closed(), 1.0)
+        self.should_exit = True
+
+    async def _all_closed(self) -> None:
+        while self._service.num_open:
+            await asyncio.sleep(_POLL_S)
+
+    async def _watch_engine(self) -> None:
+        failure = self._service.supervisor.failure
+        assert failure is not None
+        self.failure = await asyncio.shield(failure)
+        self.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        raise ConfigError(f"server: cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {
+        404: f"{request.url.path}: no such route",
+        405: f"{request.url.path}: {request.method} is not allowed here",
+    }.get(error.status_code, str(error.detail))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return error_response(ApiError(error.status_code, what, code=code, headers=dict(error.headers or {})))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return error_response(invalid(".".join(str(part) for part in first["loc"][1:]) or None, str(first["msg"])))

@@ -1,0 +1,237 @@
+"""One API call's work in the engine: its requests go in together, and all of them are forgotten when it ends.
+
+Turns mail into pieces of text and keeps the counters. Knows no HTTP and no shape of a response.
+"""
+
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpu.sampling_params import SamplingParams
+from scheduler.messages import Delta, EngineRequest, Progress, Ready
+from server import logs
+from server.api_error import internal, invalid, unavailable
+from server.bodies import GenerationBody
+from server.choice import Choice, Piece
+from server.mailbox import ClientGone, EngineLost, Mailbox, Tick
+from server.prompts import Prompt, check_token_ids
+from server.service import Service
+
+_SEED_MASK = 2**63 - 1
+
+
+class Disconnected(Exception):
+    """The client went away; there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A step of choice `index`. `delta` is the engine's message behind it."""
+
+    index: int
+    delta: Delta
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt and how much to generate from it."""
+
+    prompt: Prompt
+    max_tokens: int
+
+
+class Generation:
+    """`submit`, then `updates` until `done`, then `close`, whatever happens."""
+
+    def __init__(self, service: Service, kind: str, body: GenerationBody, jobs: list[Job], limits: Ready) -> None:
+        self.id = f"{kind}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.jobs = jobs
+        self.num_each = body.n or 1
+        self.mailbox = Mailbox()
+        self._service = service
+        self._body = body
+        self._limits = limits
+        num_choices = len(jobs) * self.num_each
+        stops = body.stop_strings()
+        self.choices = [Choice(service.tokenizer, stops) for _ in range(num_choices)]
+        self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
+        self._open = set(self._index)
+        self._arrival_s = time.monotonic()
+        self._last_token_s: list[float | None] = [None] * num_choices
+        self._first_token_s: float | None = None
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    async def submit(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> None:
+        """Returns once the engine has accepted. Raises ApiError; then nothing is left behind."""
+        requests = self._requests(num_logprobs, num_prompt_logprobs)
+        scheduler = self._service.deployment.scheduler
+        most = scheduler.max_queue + scheduler.max_running
+        if len(requests) > most:
+            raise invalid(param, f"{len(requests)} sequences in one request (prompts times n), at most {most} fit")
+        try:
+            await self._service.supervisor.submit(requests, self.mailbox, param)
+        except BaseException:
+            self._service.supervisor.forget(list(self._open), cancel=True)
+            self._open.clear()
+            raise
+        self._service.metrics.prompt_tokens.inc(self.num_prompt_tokens)
+
+    async def updates(self) -> list[Update | Progress | Tick]:
+        """What has happened since the last call. Raises Disconnected, and ApiError when the engine fails."""
+        found: list[Update | Progress | Tick] = []
+        mail = await self.mailbox.take()
+        now = time.monotonic()
+        for item in mail:
+            if isinstance(item, Delta):
+                index = self._index[item.request_id]
+                if self.choices[index].finish_reason is None:
+                    found.append(self._advance(index, item, now))
+            elif isinstance(item, EngineLost):
+                raise unavailable(item.message, item.code, self._service.settings.retry_after_seconds)
+            elif isinstance(item, ClientGone):
+                raise Disconnected
+            else:
+                found.append(item)
+        return found
+
+    def close(self) -> None:
+        """Cancels what the engine still works on. May be called more than once."""
+        if self._open:
+            self._service.metrics.finished.labels("cancelled").inc(len(self._open))
+            self._service.supervisor.forget(list(self._open), cancel=True)
+            self._open.clear()
+            logs.info("cancelled", id=self.id, generated_tokens=self.num_generated_tokens)
+
+    # --- usage --------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(job.prompt.token_ids) for job in self.jobs)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompts, counted once each as `num_prompt_tokens` does."""
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_each])
+
+    def job_of(self, index: int) -> Job:
+        return self.jobs[index // self.num_each]
+
+    def progress_index(self, progress: Progress) -> int:
+        return self._index[progress.request_id]
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _requests(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> list[EngineRequest]:
+        body, vocab_size = self._body, self._limits.vocab_size
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+        check_token_ids("logit_bias", list(bias), vocab_size)
+        own_stops = body.stop_token_ids or []
+        check_token_ids("stop_token_ids", own_stops, vocab_size)
+        stop_ids = sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)})
+        profile = body.attention_profile or self._limits.default_profile
+        if profile not in self._limits.profiles:
+            have = ", ".join(self._limits.profiles)
+            raise invalid("attention_profile", f"unknown profile {profile[:80]!r}; this server has: {have}")
+        requests = []
+        for request_id, index in self._index.items():
+            job = self.job_of(index)
+            if (body.min_tokens or 0) > job.max_tokens:
+                raise invalid("min_tokens", f"got {body.min_tokens}, more than the {job.max_tokens} of max_tokens")
+            sampling = SamplingParams(
+                temperature=_given(body.temperature, 1.0),
+                top_p=_given(body.top_p, 1.0),
+                top_k=max(0, body.top_k or 0),
+                min_p=_given(body.min_p, 0.0),
+                repetition_penalty=_given(body.repetition_penalty, 1.0),
+                presence_penalty=_given(body.presence_penalty, 0.0),
+                frequency_penalty=_given(body.frequency_penalty, 0.0),
+                logit_bias=bias,
+                seed=(seed + index % self.num_each) & _SEED_MASK,
+                num_logprobs=num_logprobs,
+                num_prompt_logprobs=num_prompt_logprobs,
+            )
+            requests.append(
+                EngineRequest(
+                    request_id=request_id,
+                    prompt_token_ids=job.prompt.token_ids,
+                    sampling=sampling,
+                    max_tokens=job.max_tokens,
+                    stop_token_ids=stop_ids,
+                    min_tokens=body.min_tokens or 0,
+                    attention_profile=profile,
+                    arrival_s=self._arrival_s,
+                )
+            )
+        return requests
+
+    def _advance(self, index: int, delta: Delta, now: float) -> Update:
+        choice = self.choices[index]
+        if delta.finish_reason == "error":
+            self._end(delta.request_id, "error", forget=True)
+            raise internal(delta.error or "the engine could not go on with this request")
+        before = choice.num_tokens
+        piece = choice.feed(delta)
+        self._observe(index, choice.num_tokens - before, delta.queue_seconds, now)
+        if piece.finish_reason is not None:
+            self._end(delta.request_id, piece.finish_reason, forget=delta.finish_reason is None)
+            self._service.metrics.request_s.observe(now - self._arrival_s)
+            if self.done:
+                self._log(now)
+        return Update(index, delta, piece)
+
+    def _end(self, request_id: str, reason: str, forget: bool) -> None:
+        self._open.discard(request_id)
+        self._service.supervisor.forget([request_id], cancel=forget)
+        self._service.metrics.finished.labels(reason).inc()
+
+    def _observe(self, index: int, num_tokens: int, queue_seconds: float | None, now: float) -> None:
+        metrics = self._service.metrics
+        if queue_seconds is not None:
+            metrics.queue_s.observe(queue_seconds)
+        if num_tokens:
+            last_s = self._last_token_s[index]
+            metrics.generated_tokens.inc(num_tokens)
+            if last_s is None:
+                metrics.first_token_s.observe(now - self._arrival_s)
+                self._first_token_s = self._first_token_s or now
+            else:
+                metrics.inter_token_s.observe((now - last_s) / num_tokens)
+            self._last_token_s[index] = now
+
+    def _log(self, now: float) -> None:
+        logs.info(
+            "generated",
+            id=self.id,
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            generated_tokens=self.num_generated_tokens,
+            finish=",".join(sorted({choice.finish_reason or "" for choice in self.choices})),
+            ttft_ms=1e3 * ((self._first_token_s or now) - self._arrival_s),
+            ms=1e3 * (now - self._arrival_s),
+        )
+
+
+async def collect(generation: Generation) -> Sequence[list[Update]]:
+    """Every update of each choice, once all are finished. Raises as `updates` does."""
+    gathered: list[list[Update]] = [[] for _ in generation.choices]
+    while not generation.done:
+        for update in await generation.updates():
+            if isinstance(update, Update):
+                gathered[update.index].append(update)
+    return gathered
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

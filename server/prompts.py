@@ -1,0 +1,115 @@
+"""Prompts to token ids, off the event loop, and checked against the model: ids in range, room for the answer."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from scheduler.messages import Ready
+from server.api_error import invalid, too_long
+from server.bodies import ChatBody, CompletionBody, Message
+from server.service import Service
+from server.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_INLINE_CHARS = 2000  # shorter texts are tokenised in less time than a thread takes to wake
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` is what `echo` repeats; its first `num_added` tokens (BOS) are not part of it."""
+
+    token_ids: list[int]
+    text: str
+    num_added: int
+
+
+async def completion_prompts(service: Service, body: CompletionBody, limits: Ready) -> list[Prompt]:
+    """One Prompt for each of the body's. Raises ApiError 400."""
+    prompts: list[Prompt] = []
+    for name, given in _split(body.prompt):
+        if isinstance(given, str):
+            prompt = await encode_text(service.tokenizer, given)
+        else:
+            check_token_ids(name, given, limits.vocab_size)
+            text = await off_loop(len(given), service.tokenizer.decode, given, False) if body.echo else ""
+            prompt = Prompt(given, text, 0)
+        if not prompt.token_ids:
+            raise invalid(name, "empty; wanted at least one token")
+        prompts.append(prompt)
+    return prompts
+
+
+async def chat_prompt(service: Service, messages: list[Message]) -> Prompt:
+    """The template's text, with the special tokens that it spells out and no others. Raises ApiError 400."""
+    template = service.template
+    if template is None:
+        raise invalid("messages", "this model has no chat template; set model.chat_template or use /v1/completions")
+
+    def encode() -> list[int]:
+        return service.tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+    token_ids = await off_loop(sum(len(message.content or "") for message in messages) + _INLINE_CHARS, encode)
+    if not token_ids:
+        raise invalid("messages", "the chat template made an empty prompt of them")
+    return Prompt(token_ids, "", 0)
+
+
+async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:
+    token_ids = await off_loop(len(text), tokenizer.encode, text, True)
+    return Prompt(token_ids, text, tokenizer.num_leading_specials(text, token_ids))
+
+
+def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise invalid(field, f"token id {bad} is out of range, the vocabulary has {vocab_size}")
+
+
+def completion_max_tokens(body: CompletionBody, prompt: Prompt, limits: Ready) -> int:
+    return _room("prompt", prompt, limits, "max_tokens", body.max_tokens, _DEFAULT_COMPLETION_TOKENS)
+
+
+def chat_max_tokens(body: ChatBody, prompt: Prompt, limits: Ready) -> int:
+    """Without a limit, an answer may fill the context."""
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return _room("messages", prompt, limits, field, asked, limits.max_context_tokens)
+
+
+def _room(name: str, prompt: Prompt, limits: Ready, field: str, asked: int | None, default: int) -> int:
+    """The output's limit; only a default is cut to what the context leaves. Raises ApiError 400 with both numbers."""
+    length, context = len(prompt.token_ids), limits.max_context_tokens
+    if length > context or (length == context and asked != 0):
+        raise too_long(name, f"{length} tokens, the model's context has {context}, prompt and answer together")
+    if asked is None:
+        return min(default, context - length)
+    if length + asked > context:
+        raise too_long(
+            field, f"{length} tokens of prompt and {asked} of answer are {length + asked}, the context has {context}"
+        )
+    return asked
+
+
+def _split(prompt: str | list[str | int | list[int]]) -> list[tuple[str, str | list[int]]]:
+    """The prompts in a body's `prompt`, each with its name for errors."""
+    if isinstance(prompt, str):
+        return [("prompt", prompt)]
+    if not prompt:
+        raise invalid("prompt", "an empty list; wanted a string, a list of strings, token ids or lists of token ids")
+    kind = type(prompt[0])
+    if any(type(item) is not kind for item in prompt):
+        raise invalid("prompt", "a list of mixed types; wanted all strings, all token ids or all lists of token ids")
+    if kind is int:
+        return [("prompt", prompt)]  # type: ignore[list-item]
+    return [(f"prompt[{i}]", item) for i, item in enumerate(prompt)]  # type: ignore[misc]
+
+
+async def off_loop(size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call it in a thread if `size` (characters or tokens) says that it may take long."""
+    if size < _INLINE_CHARS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

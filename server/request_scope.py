@@ -1,0 +1,87 @@
+"""What happens around every HTTP request: its id, its key, the drain, the log line, and the error of last resort.
+
+Open without a key: /health, /version and /metrics. While draining, those answer and everything else is a 503.
+"""
+
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server import logs
+from server.api_error import ApiError, bad_key, internal, unavailable
+from server.service import Service
+
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+class RequestScope:
+    """ASGI middleware, outermost but for Starlette's own."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if not _SANE_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        token = logs.request_id.set(request_id)
+        began_s = time.monotonic()
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        counted = scope["path"] not in OPEN_PATHS
+        self._service.num_open += counted
+        try:
+            self._admit(scope["path"], headers)
+            await self._app(scope, receive, send_with_id)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = 499
+        except Exception:
+            logs.exception("internal_error", path=scope["path"])
+            if status == 0:
+                unknown = internal("internal error; the server's log has the details under this x-request-id")
+                await error_response(unknown)(scope, receive, send_with_id)
+        finally:
+            self._service.num_open -= counted
+            milliseconds = 1e3 * (time.monotonic() - began_s)
+            level = logs.info if counted else logs.debug
+            level("http", method=scope["method"], path=scope["path"], status=status, ms=milliseconds)
+            logs.request_id.reset(token)
+
+    def _admit(self, path: str, headers: Headers) -> None:
+        """Raises ApiError 401 or 503."""
+        service = self._service
+        if path in OPEN_PATHS:
+            return
+        if service.key_digests:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not key.strip():
+                raise bad_key("authorization: no key; send 'Authorization: Bearer KEY'")
+            if not service.knows_key(key.strip()):
+                raise bad_key("authorization: this key is not known here")
+        if service.draining:
+            raise unavailable("server: shutting down", "draining", service.settings.retry_after_seconds)
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")

@@ -1,0 +1,63 @@
+"""`/v1/completions` and `/v1/chat/completions`: a body becomes jobs for the engine, and their output a response."""
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+
+from server import logs
+from server.bodies import ChatBody, CompletionBody, check_chat, check_completion, read_body
+from server.generation import Disconnected, Generation, Job, collect
+from server.prompts import chat_max_tokens, chat_prompt, completion_max_tokens, completion_prompts
+from server.service import Service, service_of
+from server.shapes import ChatShape, CompletionShape, Shape
+from server.sse import EventStream, watch_disconnect
+
+router = APIRouter()
+
+_CLIENT_GONE = 499  # for the log alone: nobody reads it
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, CompletionBody, service.settings.max_body_mib)
+    service.check_model(body.model)
+    check_completion(body)
+    limits = service.supervisor.ready()
+    prompts = await completion_prompts(service, body, limits)
+    jobs = [Job(prompt, completion_max_tokens(body, prompt, limits)) for prompt in prompts]
+    generation = Generation(service, "cmpl", body, jobs, limits)
+    shape = CompletionShape(generation, body, service.tokenizer, service.model_name)
+    await generation.submit(body.logprobs, body.logprobs if body.echo else None, "prompt")
+    return await _respond(request, service, body, generation, shape)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, ChatBody, service.settings.max_body_mib)
+    service.check_model(body.model)
+    check_chat(body)
+    limits = service.supervisor.ready()
+    prompt = await chat_prompt(service, body.messages)
+    jobs = [Job(prompt, chat_max_tokens(body, prompt, limits))]
+    generation = Generation(service, "chatcmpl", body, jobs, limits)
+    shape = ChatShape(generation, body, service.tokenizer, service.model_name)
+    await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")
+    return await _respond(request, service, body, generation, shape)
+
+
+async def _respond(
+    request: Request, service: Service, body: CompletionBody | ChatBody, generation: Generation, shape: Shape
+) -> Response:
+    if body.stream:
+        return EventStream(generation, shape, service.settings, bool(body.return_progress))
+    watch = asyncio.create_task(watch_disconnect(request.receive, generation))
+    try:
+        return Response(shape.whole(await collect(generation)), media_type="application/json")
+    except Disconnected:
+        logs.info("client_gone", id=generation.id)
+        return Response(status_code=_CLIENT_GONE)
+    finally:
+        generation.close()
+        watch.cancel()

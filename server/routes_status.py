@@ -1,0 +1,60 @@
+"""What a server says about itself: its model, its health, its version, its metrics."""
+
+from importlib.metadata import version
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from server.service import Service, service_of
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    return _json({"object": "list", "data": [_model(service_of(request))]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def model(request: Request, model_id: str) -> Response:
+    service = service_of(request)
+    service.check_model(model_id)
+    return _json(_model(service))
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the engine serves; 503 while loading, draining or dead. The body says which."""
+    service = service_of(request)
+    supervisor = service.supervisor
+    status: dict[str, object] = {"status": "draining" if service.draining else supervisor.state}
+    if status["status"] == "loading":
+        status |= {"stage": supervisor.loading.stage, "fraction": supervisor.loading.fraction}
+    return _json(status, 200 if status["status"] == "ready" else 503)
+
+
+@router.get("/version")
+async def show_version() -> Response:
+    return _json({"version": version("tandem")})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    text = service_of(request).metrics.text()
+    return Response(text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _model(service: Service) -> dict[str, object]:
+    limits = service.supervisor.limits
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "tandem",
+        "max_model_len": limits.max_context_tokens if limits is not None else None,
+        "attention_profiles": limits.profiles if limits is not None else [],
+    }
+
+
+def _json(tree: dict[str, object], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(tree), status, media_type="application/json")

@@ -1,0 +1,97 @@
+"""What every route shares: the deployment, the tokenizer, the engine's keeper, the counters, and whether we drain."""
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.requests import Request
+
+from scheduler.messages import Loading
+from server.api_error import unknown_model
+from server.config import ConfigError, Deployment, ServerConfig
+from server.metrics import Metrics
+from server.supervisor import Supervisor
+from server.template import ChatTemplate, load_template
+from server.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass
+class Service:
+    """`draining` and `num_open` are the only fields that change."""
+
+    deployment: Deployment
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    metrics: Metrics
+    supervisor: Supervisor
+    model_name: str
+    key_digests: list[bytes]
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    num_open: int = 0  # HTTP requests that a drain waits for
+
+    @property
+    def settings(self) -> ServerConfig:
+        return self.deployment.server
+
+    def check_model(self, name: str | None) -> None:
+        """A body without `model` means the one there is. Raises ApiError 404."""
+        if name is not None and name != self.model_name:
+            raise unknown_model(name[:200], self.model_name)
+
+    def knows_key(self, key: str) -> bool:
+        """Compares with every key, in time that does not depend on which one matches or where they differ."""
+        digest = _digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self.key_digests]
+        return any(matches)
+
+
+def build_service(
+    deployment: Deployment, engine_command: Sequence[str], on_loading: Callable[[Loading], None]
+) -> Service:
+    """Raises ConfigError if the tokenizer, the chat template or the keys cannot be read."""
+    tokenizer = load_tokenizer(deployment.model)
+    metrics = Metrics()
+    return Service(
+        deployment=deployment,
+        tokenizer=tokenizer,
+        template=load_template(deployment.model, tokenizer),
+        metrics=metrics,
+        supervisor=Supervisor(deployment, engine_command, metrics, on_loading),
+        model_name=model_name(deployment),
+        key_digests=[_digest(key) for key in _keys(deployment.server)],
+    )
+
+
+def model_name(deployment: Deployment) -> str:
+    """The id in /v1/models."""
+    model = deployment.model
+    return model.name or model.random_weights or (model.path.resolve().name if model.path else "")
+
+
+def service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def _keys(settings: ServerConfig) -> list[str]:
+    return [*settings.api_keys, *(_keys_in(settings.api_keys_file) if settings.api_keys_file else [])]
+
+
+def _keys_in(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"server.api_keys_file: {path} cannot be read: {error}") from None
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"server.api_keys_file: {path} has no key; wanted one a line")
+    return keys
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,218 @@
+"""OpenAI's JSON for completions and chat completions, whole and in chunks. Bytes in, bytes out: no HTTP, no engine.
+
+A chunk is built from fragments that are made once a request: streaming must cost microseconds a token.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from scheduler.messages import Progress
+from server.bodies import ChatBody, CompletionBody
+from server.choice import TokenEntry, prompt_entries
+from server.generation import Generation, Update
+from server.tokenizer import Tokenizer
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_encode = msgspec.json.Encoder().encode
+_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
+
+
+class Shape(Protocol):
+    def chunk(self, update: Update) -> bytes:
+        """The SSE events for one update; empty if there is nothing to say yet."""
+
+    def progress_chunk(self, progress: Progress, seconds: float) -> bytes: ...
+
+    def usage_chunk(self) -> bytes:
+        """The last event before [DONE]; empty unless `stream_options.include_usage` is set."""
+
+    def whole(self, gathered: Sequence[list[Update]]) -> bytes: ...
+
+
+class _Frame:
+    """What both shapes share: id, model, usage, and the bytes before and after a chunk's choice."""
+
+    def __init__(self, generation: Generation, body: CompletionBody | ChatBody, model: str, kind: str) -> None:
+        self.generation = generation
+        self._model = model
+        self._kind = kind
+        common = {"id": generation.id, "object": kind, "created": generation.created, "model": model}
+        self._head = b"data: " + _encode(common)[:-1] + b',"choices":['
+        options = body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._tail = b'],"usage":null}\n\n' if self._with_usage else b"]}\n\n"
+
+    def chunk(self, choice: bytes) -> bytes:
+        return self._head + choice + self._tail
+
+    def progress_chunk(self, progress: Progress, seconds: float) -> bytes:
+        report = {
+            "index": self.generation.progress_index(progress),
+            "total": progress.total_tokens,
+            "cache": progress.cached_tokens,
+            "processed": progress.done_tokens,
+            "time_ms": round(1e3 * seconds),
+        }
+        return self._head + b'],"prompt_progress":' + _encode(report) + b"}\n\n"
+
+    def usage_chunk(self) -> bytes:
+        return self._head + b'],"usage":' + _encode(self._usage()) + b"}\n\n" if self._with_usage else b""
+
+    def whole(self, choices: list[dict[str, Any]]) -> bytes:
+        generation = self.generation
+        return _encode(
+            {
+                "id": generation.id,
+                "object": self._kind,
+                "created": generation.created,
+                "model": self._model,
+                "choices": choices,
+                "usage": self._usage(),
+            }
+        )
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, generated = self.generation.num_prompt_tokens, self.generation.num_generated_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self.generation.num_cached_tokens},
+        }
+
+
+class CompletionShape:
+    def __init__(self, generation: Generation, body: CompletionBody, tokenizer: Tokenizer, model: str) -> None:
+        self._frame = _Frame(generation, body, model, "text_completion")
+        self._tokenizer = tokenizer
+        self._echo = bool(body.echo)
+        self._with_logprobs = body.logprobs is not None
+        self._echoed = [not body.echo] * len(generation.choices)
+        self.progress_chunk = self._frame.progress_chunk
+        self.usage_chunk = self._frame.usage_chunk
+
+    def chunk(self, update: Update) -> bytes:
+        text, entries = self._echo_once(update)
+        if not (text or entries or update.piece.finish_reason):
+            return b""
+        logprobs = _encode(self._logprobs(entries)) if self._with_logprobs else b"null"
+        return self._frame.chunk(
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}'
+            % (update.index, _encode(text), logprobs, _FINISH[update.piece.finish_reason])
+        )
+
+    def whole(self, gathered: Sequence[list[Update]]) -> bytes:
+        choices = []
+        for index, updates in enumerate(gathered):
+            parts = [self._echo_once(update) for update in updates]
+            entries = [entry for _, some in parts for entry in some]
+            choices.append(
+                {
+                    "index": index,
+                    "text": "".join(text for text, _ in parts),
+                    "logprobs": self._logprobs(entries) if self._with_logprobs else None,
+                    "finish_reason": updates[-1].piece.finish_reason,
+                }
+            )
+        return self._frame.whole(choices)
+
+    def _echo_once(self, update: Update) -> tuple[str, list[TokenEntry]]:
+        """The update's text and entries; with `echo`, the prompt's before the first ones of a choice."""
+        piece = update.piece
+        if not self._echo:
+            return piece.text, piece.entries
+        prompt = self._frame.generation.job_of(update.index).prompt
+        moved = [TokenEntry(e.token_id, e.logprob, e.offset + len(prompt.text)) for e in piece.entries]
+        if self._echoed[update.index]:
+            return piece.text, moved
+        self._echoed[update.index] = True
+        entries: list[TokenEntry] = []
+        if self._with_logprobs:
+            given = update.delta.prompt_logprobs or []
+            entries = prompt_entries(self._tokenizer, prompt.token_ids, prompt.num_added, given)
+        return prompt.text + piece.text, entries + moved
+
+    def _logprobs(self, entries: list[TokenEntry]) -> dict[str, Any]:
+        name = self._tokenizer.token_text
+        top: list[dict[str, float] | None] = []
+        for entry in entries:
+            if entry.logprob is None:
+                top.append(None)
+                continue
+            likely = {name(token_id): _finite(logprob) for token_id, logprob in entry.logprob.top}
+            likely.setdefault(name(entry.token_id), _finite(entry.logprob.logprob))
+            top.append(likely)
+        return {
+            "tokens": [name(entry.token_id) for entry in entries],
+            "token_logprobs": [_finite(e.logprob.logprob) if e.logprob is not None else None for e in entries],
+            "top_logprobs": top,
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+
+class ChatShape:
+    def __init__(self, generation: Generation, body: ChatBody, tokenizer: Tokenizer, model: str) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._frame = _Frame(generation, body, model, kind)
+        self._tokenizer = tokenizer
+        self._with_logprobs = bool(body.logprobs)
+        self._num_top = body.top_logprobs or 0
+        self._has_role = [False] * len(generation.choices)
+        self.progress_chunk = self._frame.progress_chunk
+        self.usage_chunk = self._frame.usage_chunk
+
+    def chunk(self, update: Update) -> bytes:
+        index, piece = update.index, update.piece
+        events = b""
+        if not self._has_role[index]:
+            self._has_role[index] = True
+            delta = b'{"role":"assistant","content":""}'
+            events = self._frame.chunk(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
+        if piece.text or piece.entries:
+            logprobs = _encode(self._logprobs(piece.entries)) if self._with_logprobs else b"null"
+            events += self._frame.chunk(
+                b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
+                % (index, _encode(piece.text), logprobs)
+            )
+        if piece.finish_reason is not None:
+            events += self._frame.chunk(
+                b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, _FINISH[piece.finish_reason])
+            )
+        return events
+
+    def whole(self, gathered: Sequence[list[Update]]) -> bytes:
+        choices = []
+        for index, updates in enumerate(gathered):
+            entries = [entry for update in updates for entry in update.piece.entries]
+            text = "".join(update.piece.text for update in updates)
+            choices.append(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "logprobs": self._logprobs(entries) if self._with_logprobs else None,
+                    "finish_reason": updates[-1].piece.finish_reason,
+                }
+            )
+        return self._frame.whole(choices)
+
+    def _logprobs(self, entries: list[TokenEntry]) -> dict[str, Any]:
+        content = []
+        for entry in entries:
+            assert entry.logprob is not None
+            named = self._named(entry.token_id, entry.logprob.logprob)
+            named["top_logprobs"] = [self._named(*likely) for likely in entry.logprob.top[: self._num_top]]
+            content.append(named)
+        return {"content": content, "refusal": None}
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

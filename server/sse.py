@@ -1,0 +1,102 @@
+"""A generation as a stream of server-sent events: chunks, keepalive comments, progress, `[DONE]` or an error object."""
+
+import asyncio
+import time
+from asyncio import TimerHandle
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from scheduler.messages import Progress
+from server import logs
+from server.api_error import ApiError
+from server.config import ServerConfig
+from server.generation import Disconnected, Generation, Update
+from server.mailbox import ClientGone, Tick
+from server.shapes import Shape
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_KEEPALIVE = b": keepalive\n\n"
+
+
+class EventStream(Response):
+    """Answers 200 at once; what goes wrong afterwards is an event. Closes the generation in every case."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, shape: Shape, settings: ServerConfig, with_progress: bool) -> None:
+        super().__init__(None, headers=_HEADERS)
+        del self.headers["content-length"]
+        self._generation = generation
+        self._shape = shape
+        self._keepalive_s = settings.keepalive_seconds
+        self._progress_s = settings.progress_seconds
+        self._with_progress = with_progress
+        self._began_s = self._last_sent_s = time.monotonic()
+        self._last_progress_s = [0.0] * len(generation.choices)
+        self._timer: TimerHandle | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(watch_disconnect(receive, self._generation))
+        self._tick()
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            last = await self._run(send)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+        except Disconnected:
+            logs.info("client_gone", id=self._generation.id)
+        finally:
+            self._generation.close()
+            watch.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def _run(self, send: Send) -> bytes:
+        """Sends all but the last piece, which it returns."""
+        generation, shape = self._generation, self._shape
+        try:
+            while True:
+                events = []
+                for update in await generation.updates():
+                    if isinstance(update, Update):
+                        events.append(shape.chunk(update))
+                    elif isinstance(update, Progress):
+                        events.append(self._progress(update))
+                    else:
+                        events.append(_KEEPALIVE)
+                data = b"".join(events)
+                if generation.done:
+                    return data + shape.usage_chunk() + b"data: [DONE]\n\n"
+                if data:
+                    self._last_sent_s = time.monotonic()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ApiError as error:
+            logs.warning("stream_failed", id=generation.id, code=error.code, message=error.message)
+            return b"data: " + error.body() + b"\n\n"
+
+    def _progress(self, progress: Progress) -> bytes:
+        """Its chunk, at most once in `progress_seconds` for a choice."""
+        now = time.monotonic()
+        index = self._generation.progress_index(progress)
+        if not self._with_progress or now - self._last_progress_s[index] < self._progress_s:
+            return b""
+        self._last_progress_s[index] = now
+        return self._shape.progress_chunk(progress, now - self._began_s)
+
+    def _tick(self) -> None:
+        """Looks when the stream has been silent for too long; runs once in a keepalive, not once a token."""
+        left_s = self._last_sent_s + self._keepalive_s - time.monotonic()
+        if left_s <= 0:
+            self._generation.mailbox.put(Tick())
+            left_s = self._keepalive_s
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._tick)
+
+
+async def watch_disconnect(receive: Receive, generation: Generation) -> None:
+    """Cancels in the engine the moment the connection closes, even while a send is waiting."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            generation.close()
+            generation.mailbox.put(ClientGone())
+            return

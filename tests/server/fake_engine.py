@@ -1,0 +1,179 @@
+"""An engine process without a model: the real protocol, scripted tokens. `fake_engine.py SETTINGS REQUESTS REPLIES`.
+
+It repeats the prompt: output token i is prompt token i (shifted by the seed if the temperature is not 0), then the end
+token if that is asked for. The attention profile of a request chooses what goes wrong with it.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from scheduler.messages import (
+    Accepted,
+    Cancel,
+    Delta,
+    EngineRequest,
+    Failed,
+    FromEngine,
+    Loading,
+    Logprob,
+    Outputs,
+    Progress,
+    Ready,
+    Refused,
+    Shutdown,
+    Stats,
+    Submit,
+    ToEngine,
+)
+
+VOCAB = 8192
+CONTEXT = 16384
+EOS = 5
+CACHED = 7  # of every prompt longer than this
+PROFILES = ["exact", "slow", "long_prefill", "dies", "breaks", "too_large"]
+
+
+@dataclass
+class Running:
+    request: EngineRequest
+    due_s: float
+    prefill_ends_s: float
+    num_tokens: int = 0
+    started: bool = field(default=False)
+
+
+def logprob_of(token_id: int, rank_count: int | None) -> Logprob:
+    top = [((token_id + rank) % VOCAB, -0.25 - 0.5 * rank) for rank in range(rank_count or 0)]
+    return Logprob(-0.25, top)
+
+
+class FakeEngine:
+    def __init__(self, settings: dict[str, float], requests: str, replies: str) -> None:
+        context = zmq.Context()
+        self.pull, self.push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self.pull.connect(requests)
+        self.push.connect(replies)
+        self.settings = settings
+        self.decode = msgspec.msgpack.Decoder(ToEngine).decode
+        self.running: dict[str, Running] = {}
+        self.steps = 0
+        self.stats_due_s = 0.0
+
+    def say(self, message: FromEngine) -> None:
+        self.push.send(msgspec.msgpack.encode(message))
+
+    def load(self) -> None:
+        self.say(Loading(stage="weights", fraction=0.5))
+        time.sleep(self.settings.get("load_s", 0.0))
+        if "fails" in self.settings:
+            self.say(Failed(message="checkpoint: model.safetensors is cut short"))
+            self.push.close()
+            sys.exit(1)
+        if "exits" in self.settings:
+            sys.exit(3)
+        self.say(Ready(
+            vocab_size=VOCAB, max_context_tokens=CONTEXT, profiles=PROFILES, default_profile="exact",
+            num_pages=1024, page_tokens=16, device="fake", load_seconds=0.1,
+        ))  # fmt: skip
+
+    def run(self) -> None:
+        self.load()
+        while True:
+            if self.pull.poll(0 if self.settings.get("token_s", 0.0) == 0 and self.running else 1):
+                while self.pull.poll(0):
+                    message = self.decode(self.pull.recv())
+                    if isinstance(message, Shutdown):
+                        return
+                    self.handle(message)
+            self.step()
+
+    def handle(self, message: Submit | Cancel) -> None:
+        if isinstance(message, Cancel):
+            for request_id in message.request_ids:
+                self.running.pop(request_id, None)
+            return
+        if any(request.attention_profile == "too_large" for request in message.requests):
+            self.say(Refused(message.submit_id, "too_large", "asked 99 pages, the pool has 1"))
+            return
+        if len(self.running) + len(message.requests) > self.settings.get("max_requests", 1000):
+            self.say(Refused(message.submit_id, "queue_full", "queue: 8 wait, room for 8"))
+            return
+        now = time.monotonic()
+        for request in message.requests:
+            prefill_s = self.settings.get("prefill_s", 1.0) if request.attention_profile == "long_prefill" else 0.0
+            self.running[request.request_id] = Running(request, now + prefill_s, now + prefill_s)
+        self.say(Accepted(message.submit_id))
+
+    def step(self) -> None:
+        now = time.monotonic()
+        self.steps += 1
+        deltas, progress = [], []
+        for request_id, running in list(self.running.items()):
+            if running.due_s > now:
+                if running.prefill_ends_s > now:
+                    progress.append(self.progress(running, now))
+                continue
+            slow = 0.05 if running.request.attention_profile == "slow" else self.settings.get("token_s", 0.0)
+            running.due_s = now + slow
+            delta = self.advance(running, now)
+            deltas.append(delta)
+            if delta.finish_reason:
+                del self.running[request_id]
+        stats = None
+        if now >= self.stats_due_s:
+            self.stats_due_s = now + 0.02
+            stats = Stats(
+                num_running=len(self.running), num_prefilling=0, num_waiting=0, pages_used=len(self.running),
+                pages_cached=2, pages_total=1024, prefix_queries_tokens=100, prefix_hits_tokens=40, preemptions=1,
+                steps=self.steps, step_seconds=0.0,
+            )  # fmt: skip
+        if deltas or progress or stats:
+            self.say(Outputs(deltas=deltas, progress=progress, stats=stats))
+
+    def progress(self, running: Running, now: float) -> Progress:
+        total = len(running.request.prompt_token_ids)
+        whole_s = self.settings.get("prefill_s", 1.0)
+        done = int(total * (1 - (running.prefill_ends_s - now) / whole_s))
+        return Progress(
+            request_id=running.request.request_id, done_tokens=done, total_tokens=total, cached_tokens=min(CACHED, done)
+        )
+
+    def advance(self, running: Running, now: float) -> Delta:
+        request, sampling = running.request, running.request.sampling
+        prompt = request.prompt_token_ids
+        first = not running.started
+        running.started = True
+        prompt_logprobs = None
+        if first and sampling.num_prompt_logprobs is not None:
+            prompt_logprobs = [logprob_of(token, sampling.num_prompt_logprobs) for token in prompt[1:]]
+        common = {
+            "request_id": request.request_id,
+            "prompt_logprobs": prompt_logprobs,
+            "num_cached_tokens": CACHED if len(prompt) > CACHED else 0,
+            "queue_seconds": now - request.arrival_s if first else None,
+        }
+        if request.max_tokens == 0:
+            return Delta(token_ids=[], finish_reason="length", **common)
+        if request.attention_profile == "breaks" and running.num_tokens == 2:
+            return Delta(token_ids=[], finish_reason="error", error="logits: not finite", **common)
+        if request.attention_profile == "dies" and running.num_tokens == 2:
+            os._exit(9)
+        shift = 0 if sampling.temperature == 0 else sampling.seed % 1000
+        ends = EOS in request.stop_token_ids and running.num_tokens >= max(len(prompt), request.min_tokens - 1)
+        token = EOS if ends else prompt[(running.num_tokens + shift) % len(prompt)]
+        running.num_tokens += 1
+        reason = "length" if running.num_tokens >= request.max_tokens else None
+        if token in request.stop_token_ids and running.num_tokens >= request.min_tokens:
+            reason = "stop"
+        logprobs = None if sampling.num_logprobs is None else [logprob_of(token, sampling.num_logprobs)]
+        return Delta(token_ids=[token], logprobs=logprobs, finish_reason=reason, **common)
+
+
+if __name__ == "__main__":
+    FakeEngine(json.loads(sys.argv[1]), *sys.argv[2:]).run()
