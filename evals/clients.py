@@ -1,0 +1,141 @@
+"""Runs samples against any OpenAI-compatible URL, as raw completions or as chat, many at a time.
+
+It knows HTTP and samples, no engine: a server of this project is called like any other. A sample with `meta["raw"]`
+holds its own special tokens and goes to `/completions` as it is; as chat, its turn is taken out of them and an answer
+prefix at the prompt's end is left off. The invariant: each sample comes back exactly once, as a text or as a failure
+with its reason; nothing is dropped, and no request is tried more than `max_retries + 1` times.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from evals.samples import Sample
+from evals.tasks.reference import user_turn
+
+RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 20.0
+ERROR_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where and how to ask. url: up to and with `/v1`. mode: `completions` or `chat`. extra: further body fields.
+
+    timeout_s bounds one request, from sending to the last byte.
+    """
+
+    url: str
+    model: str
+    mode: str
+    api_key: str | None
+    concurrency: int
+    max_retries: int
+    timeout_s: float
+    extra: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("completions", "chat"):
+            raise ValueError(f"endpoint mode {self.mode!r}: wanted `completions` or `chat`")
+        if self.concurrency < 1 or self.max_retries < 0:
+            raise ValueError(f"endpoint: concurrency {self.concurrency} and max_retries {self.max_retries}")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a sample: its text, or failure (why not, after every retry) with an empty text."""
+
+    sample: Sample
+    text: str
+    failure: str | None
+    num_tries: int
+
+
+class Refused(Exception):
+    """A reply that is no answer; retry says whether asking again can help."""
+
+    def __init__(self, reason: str, retry: bool) -> None:
+        super().__init__(reason)
+        self.retry = retry
+
+
+def request_body(endpoint: Endpoint, sample: Sample) -> dict[str, Any]:
+    """The JSON body for a sample: greedy, at most its max_new_tokens."""
+    body: dict[str, Any] = {"model": endpoint.model, "temperature": 0.0, "max_tokens": sample.max_new_tokens}
+    if sample.meta.get("stop"):
+        body["stop"] = sample.meta["stop"]
+    if endpoint.mode == "chat":
+        turn = user_turn(sample.prompt) if sample.meta.get("raw") else sample.prompt
+        content = turn.removesuffix(sample.meta.get("answer_prefix", ""))
+        return body | {"messages": [{"role": "user", "content": content}]} | endpoint.extra
+    return body | {"prompt": sample.prompt} | endpoint.extra
+
+
+def text_of(endpoint: Endpoint, payload: Any) -> str:
+    """The answer's text in a response; raises Refused where there is none."""
+    try:
+        first = payload["choices"][0]
+        text = first["message"]["content"] if endpoint.mode == "chat" else first["text"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise Refused(f"response without choices: {str(payload)[:ERROR_CHARACTERS]}", retry=False) from error
+    return text or ""
+
+
+async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> str:
+    """One request; raises Refused for whatever is not an answer."""
+    path = "/chat/completions" if endpoint.mode == "chat" else "/completions"
+    try:
+        async with asyncio.timeout(endpoint.timeout_s):
+            response = await client.post(endpoint.url.rstrip("/") + path, json=request_body(endpoint, sample))
+    except TimeoutError as error:
+        raise Refused(f"no answer in {endpoint.timeout_s} s", retry=True) from error
+    except httpx.TransportError as error:
+        raise Refused(f"{type(error).__name__}: {error}", retry=True) from error
+    if response.status_code != httpx.codes.OK:
+        reason = f"status {response.status_code}: {response.text[:ERROR_CHARACTERS]}"
+        raise Refused(reason, retry=response.status_code in RETRIED_STATUS)
+    try:
+        payload = response.json()
+    except ValueError as error:
+        raise Refused(f"response is no JSON: {response.text[:ERROR_CHARACTERS]}", retry=False) from error
+    return text_of(endpoint, payload)
+
+
+async def ask(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> Reply:
+    """The reply to a sample after as many tries as it takes and are allowed, with doubling waits between them."""
+    wait_s = FIRST_WAIT_S
+    for num_tries in range(1, endpoint.max_retries + 2):
+        try:
+            return Reply(sample, await ask_once(client, endpoint, sample), None, num_tries)
+        except Refused as refused:
+            if not refused.retry or num_tries > endpoint.max_retries:
+                return Reply(sample, "", str(refused), num_tries)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+    raise AssertionError("the loop returns at its last try")
+
+
+async def ask_all(
+    endpoint: Endpoint, samples: Sequence[Sample], transport: httpx.AsyncBaseTransport | None
+) -> AsyncIterator[Reply]:
+    """Replies as they come, in any order, at most endpoint.concurrency under way. transport: None for the network."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+    limits = httpx.Limits(max_connections=endpoint.concurrency)
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=None, transport=transport) as client:
+        slots = asyncio.Semaphore(endpoint.concurrency)
+
+        async def answer(sample: Sample) -> Reply:
+            async with slots:
+                return await ask(client, endpoint, sample)
+
+        tasks = [asyncio.create_task(answer(sample)) for sample in samples]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:
+                task.cancel()

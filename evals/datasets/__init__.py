@@ -1,0 +1,49 @@
+"""Readers of published benchmarks from local JSONL files: LongBench, LongBench v2, InfiniteBench and GSM8K.
+
+`read(name, path, num_samples)` gives samples; a name is `family/dataset`, such as `longbench/hotpotqa`. Nothing is
+fetched from anywhere. Fields are as published; the instructions around them are worded for this project, so compare
+methods with them, not with other people's tables. Prompts longer than a model's context are shortened by
+`shorten`, in the middle, as LongBench does.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from evals.datasets import gsm8k, infinitebench, longbench, longbench_v2
+from evals.samples import Sample
+
+Reader = Callable[[Path], Iterator[Sample]]
+
+DATASETS: dict[str, Reader] = {
+    **{f"longbench/{name}": longbench.reader(name) for name in longbench.DATASETS},
+    "longbench_v2": longbench_v2.read,
+    **{f"infinitebench/{name}": infinitebench.reader(name) for name in infinitebench.DATASETS},
+    "gsm8k": gsm8k.read,
+}
+
+
+def read(name: str, path: Path, num_samples: int | None) -> list[Sample]:
+    """The first num_samples samples of a file (None: all). Raises KeyError for an unknown name, ValueError for rows
+    without the fields that the format has."""
+    if name not in DATASETS:
+        raise KeyError(f"dataset {name!r}: unknown; have {', '.join(DATASETS)}")
+    return list(islice(DATASETS[name](path), num_samples))
+
+
+def shorten(sample: Sample, tokenizer: Any, limit_tokens: int) -> Sample:
+    """The sample with its prompt's middle left out where prompt and answer exceed the limit, and its length counted.
+
+    tokenizer: a Hugging Face tokenizer. Raises ValueError where the limit leaves no room for a prompt.
+    """
+    room = limit_tokens - sample.max_new_tokens
+    if room < 2:
+        raise ValueError(f"{sample.task}: limit {limit_tokens} leaves {room} tokens beside {sample.max_new_tokens}")
+    ids = tokenizer(sample.prompt, verbose=False, add_special_tokens=False)["input_ids"]
+    if len(ids) <= room:
+        return replace(sample, length_tokens=len(ids))
+    half = room // 2
+    kept = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:])]
+    return replace(sample, prompt="".join(kept), length_tokens=2 * half, meta={**sample.meta, "shortened": len(ids)})

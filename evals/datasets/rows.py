@@ -1,0 +1,29 @@
+"""Rows of a JSONL file, and what to say when one is not as published. It knows no benchmark."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, row) of each line that is not blank. Raises ValueError at a line that is no JSON object."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: no JSON ({error}); wanted one object a line") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: got {type(row).__name__}, wanted an object a line")
+            yield number, row
+
+
+def field(path: Path, number: int, row: dict[str, Any], *names: str) -> Any:
+    """The first of the named fields that the row has. Raises ValueError naming what is missing and what is there."""
+    for name in names:
+        if name in row:
+            return row[name]
+    raise ValueError(f"{path}:{number}: no field {' or '.join(names)}; the row has {', '.join(row)}")

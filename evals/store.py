@@ -1,0 +1,122 @@
+"""Results on disk as they finish: one JSON line a scored sample, so that a killed run goes on where it stopped.
+
+It knows no method and no model. A record is filed under a hash of everything that its score depends on; a record that
+is there is never made again, and settings that change by one value are another key. The invariant: every sample that
+was tried has exactly one record that counts (the last), a failure counts with score 0, and a line that a crash cut
+short is dropped, never trusted.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evals.samples import Sample
+
+
+def key_of(parts: dict[str, Any]) -> str:
+    """Sixteen hex digits of SHA-256 over the parts as canonical JSON. Raises TypeError for a value that JSON has not."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def sample_key(
+    method: str, settings: dict[str, Any], sample: Sample, length: int, seed: int, model: str, code_version: str
+) -> str:
+    """The key of one sample under one method: all that its prediction depends on, the prompt's text included."""
+    return key_of(
+        {
+            "method": method,
+            "settings": settings,
+            "task": sample.task,
+            "length": length,
+            "seed": seed,
+            "sample_id": sample.sample_id,
+            "prompt": hashlib.sha256(sample.prompt.encode()).hexdigest(),
+            "model": model,
+            "code_version": code_version,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tried sample. failure: None, or why there is no prediction; then the score is 0. Scores are in [0, 1].
+
+    measured: numbers of the run, such as head_fraction and bytes_fraction; cell: the identity of the table row.
+    """
+
+    key: str
+    cell: dict[str, Any]
+    sample_id: str
+    score: float
+    prediction: str
+    failure: str | None
+    depth: float | None
+    measured: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.score <= 1.0:
+            raise ValueError(f"record {self.sample_id}: score {self.score}, wanted a number in [0, 1]")
+        if self.failure is not None and self.score != 0.0:
+            raise ValueError(f"record {self.sample_id}: a failure scores 0, got {self.score}")
+
+
+class Store:
+    """Records of one JSONL file, appended and flushed one by one. One process writes a file at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: dict[str, Record] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._load()
+        self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.records
+
+    def __getitem__(self, key: str) -> Record:
+        return self.records[key]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records.values())
+
+    def add(self, record: Record) -> None:
+        """Writes a record through to the disk; a record with the same key is superseded."""
+        self._file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.records[record.key] = record
+
+    def missing(self, keys: Iterable[str], retry_failures: bool) -> list[str]:
+        """The keys still to be made, in order: those without a record and, if asked, those that failed."""
+        return [
+            key for key in keys if key not in self.records or (retry_failures and self.records[key].failure is not None)
+        ]
+
+    def _load(self) -> None:
+        """Reads what is there and cuts off a last line that has no end; raises ValueError at a broken line before it."""
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(whole)
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            try:
+                record = Record(**json.loads(line))
+            except (json.JSONDecodeError, TypeError) as error:
+                raise ValueError(f"{self.path}:{number}: no result record ({error}); move the file away") from error
+            self.records[record.key] = record
