@@ -24,6 +24,10 @@ MAX_SPLIT_TOKENS = 8192
 PROGRAMS_PER_SM = 4
 MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take
 
+# A context whose keys and values are no more goes through CPU attention in one batch with others like it. Measured in
+# float32, 64 requests: of 100 tokens 1.1 ms in a batch, 3.8 ms one by one; of 300 the same; of 1024 3x slower.
+BATCHED_BYTES = 256 * 1024
+
 # (itemsize, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
 CONFIGS = {
     (2, 64): (64, 4, 3),
@@ -82,28 +86,65 @@ def paged_decode_attention_reference(
     context_lens: Tensor,
     scale: float,
 ) -> Partial:
-    """Plain torch, one request at a time; see `paged_decode_attention`. In float64 the partial is float64 too."""
+    """Plain torch, on CPU only; see `paged_decode_attention`. In float64 the partial is float64 too.
+
+    Short contexts go through torch's flash attention in one padded batch, long ones each by itself.
+    """
+    requests, heads, dim = query.shape
+    lens = torch.where(slots >= 0, context_lens, 0).tolist()
+    token_bytes = 2 * key_pages.shape[1] * dim * key_pages.element_size()
+    short = [row for row, context in enumerate(lens) if 0 < context * token_bytes <= BATCHED_BYTES]
+    pages = (key_pages, value_pages, page_table)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if len(short) == requests or (requests == 1 and lens[0] > 0):
+        out, lse = _attend(query, *pages, slots, lens, scale)
+        return Partial(out.to(wide), lse.to(wide))
+    out = torch.zeros(requests, heads, dim, dtype=wide)
+    lse = torch.full((requests, heads), float("-inf"), dtype=wide)
+    if short:
+        out_short, lse_short = _attend(query[short], *pages, slots[short], [lens[row] for row in short], scale)
+        out[short], lse[short] = out_short.to(wide), lse_short.to(wide)
+    for row, context in enumerate(lens):
+        if context * token_bytes > BATCHED_BYTES:
+            one = slice(row, row + 1)
+            out[one], lse[one] = _attend(query[one], *pages, slots[one], [context], scale)
+    return Partial(out, lse)
+
+
+def _attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    contexts: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of requests with contexts of one token or more, padded to the longest with tokens of their own."""
     requests, heads, dim = query.shape
     kv_heads, page_tokens = key_pages.shape[1:3]
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = torch.zeros(requests, heads, dim, dtype=wide, device=query.device)
-    lse = torch.full((requests, heads), float("-inf"), dtype=wide, device=query.device)
-    head_ids = torch.arange(kv_heads, device=query.device)[:, None]
-    keys = key_pages.view(-1, page_tokens, dim)
-    values = value_pages.view(-1, page_tokens, dim)
-    for row, (slot, context) in enumerate(zip(slots.tolist(), context_lens.tolist(), strict=True)):
-        if slot < 0 or context == 0:
-            continue
-        pages = page_table[slot, : -(-context // page_tokens)]
-        index = (pages * kv_heads + head_ids).view(-1)  # [kv_heads * pages]
-        key = keys.index_select(0, index).view(kv_heads, -1, dim)[:, :context].to(wide)
-        value = values.index_select(0, index).view(kv_heads, -1, dim)[:, :context].to(wide)
-        grouped = (query[row].to(wide) * scale).view(kv_heads, -1, dim)
-        logits = grouped @ key.transpose(1, 2)  # [kv_heads, group, context]
-        mass = torch.logsumexp(logits, -1, keepdim=True)
-        out[row] = ((logits - mass).exp_() @ value).view(heads, dim)
-        lse[row] = mass.view(heads)
-    return Partial(out, lse)
+    longest = max(contexts)
+    num_pages = -(-longest // page_tokens)
+    owned = page_table[slots, :num_pages] if requests > 1 else page_table[slots[0], :num_pages].unsqueeze(0)
+    mask = None
+    if min(contexts) < longest:
+        lens = torch.tensor(contexts).unsqueeze(1)
+        owned = torch.where(torch.arange(num_pages) * page_tokens < lens, owned, owned[:, :1])
+        mask = torch.zeros(requests, 1, 1, longest, dtype=query.dtype)
+        mask.masked_fill_((torch.arange(longest) >= lens)[:, None, None], float("-inf"))
+    rows = (owned.unsqueeze(1) * kv_heads + torch.arange(kv_heads).unsqueeze(1)).view(-1)
+    shape = (requests, kv_heads, -1, dim)  # a page's tokens of one KV head are one row
+    keys = key_pages.view(-1, page_tokens * dim).index_select(0, rows).view(shape)[:, :, :longest]
+    values = value_pages.view(-1, page_tokens * dim).index_select(0, rows).view(shape)[:, :, :longest]
+    if mask is not None:  # what a masked row holds must be finite: 0 * NaN is NaN
+        for row, context in enumerate(contexts):
+            keys[row, :, context:].zero_()
+            values[row, :, context:].zero_()
+    grouped = query.reshape(requests, kv_heads, heads // kv_heads, dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        grouped, keys, values, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return out.reshape(requests, heads, dim), lse.reshape(requests, heads)
 
 
 @triton.jit
