@@ -15,7 +15,7 @@ FLOAT32_CDF_ERROR = 1e-4
 # log_softmax in float32 of logits around 10: two roundings of a difference of size 16 or less, and the sum's.
 LOGPROB_FLOAT32 = 1e-5
 
-# --- gpu: positions, weights, attention of prefill, the runner ----------------------------------------------------------
+# --- gpu: positions, weights, attention of prefill, the runner -------------------------------------------------
 
 # float32 powers and divisions, in another order than Hugging Face's: some units in the last place.
 ROPE_FREQUENCY_RTOL = 2e-6
@@ -27,3 +27,61 @@ ATTENTION_F32_ATOL = 2e-5
 ATTENTION_BF16_ATOL = 1.6e-2
 # Anonymous memory while loading, in copies of the float32 model: one, and allocator slack and one tensor in flight.
 PEAK_HOST_COPIES = 1.2
+
+# --- bench: the load-test client ---
+# Latencies of a hand-written trace, in ms: float64 seconds to ms, a few roundings of 1e-13 s.
+LOAD_MS = 1e-6
+# Mean gap of seeded arrivals against the asked one, in standard errors: one seed in 16,000 is further off.
+LOAD_RATE_SIGMAS = 4.0
+# Least p of a Kolmogorov-Smirnov test on 20,000 seeded gaps; the seeds are fixed, so it does not flicker.
+LOAD_ARRIVAL_P = 1e-3
+# Latency against a scripted delay, in seconds: loop timers of both sides and a busy machine; never early but by a timer's
+# resolution.
+LOAD_LATE_S = 0.25
+LOAD_EARLY_S = 0.005
+# Tokens of a prompt cut by the tokenizer, and of the prefix two prompts share: a token at each seam may merge.
+LOAD_CUT_TOKENS = 1
+LOAD_SEAM_TOKENS = 2
+# Share by which a prompt cut by a server's counts of 400-character pieces may miss: tokens are taken to be evenly long
+# inside a piece.
+LOAD_PIECE_SHARE = 0.03
+
+# --- end to end ---
+# float32 logits of one context differ by batch shape in their last bits; only where the two best are this close may the
+# greedy choice differ from the lone run's.
+FLIP_LOGIT_GAP = 1e-3
+# A draw flips when its uniform number falls within float32 rounding (1e-6 of the mass) of a border between two tokens,
+# some hundred borders a draw at most: 1e-4 a token.
+SAMPLED_FLIPS_PER_TOKEN = 1e-4
+# Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
+# would be more.
+SOAK_GROWTH_BYTES = 24 * 2**20
+# Log-probabilities of ten float32 layers against Hugging Face's, up to 8K tokens: rounding differs by the order of sums.
+PROMPT_LOGPROB_ATOL = 1e-4
+# The same weights and the same kernels, cut into other chunks: float32 sums in another order.
+CHUNKING_LOGPROB_ATOL = 1e-4
+# bf16: share of positions whose most likely token is float32's, below transformers' own share, at most.
+BF16_AGREEMENT_LOSS = 0.003
+# bf16 logprobs, decoded against prefilled: of the order of the logits' own rounding (spacing 2**-4 at 16).
+BF16_LOGPROB_ATOL = 0.25
+
+# Relative norm of a kernel's float32 result against float64: a few ulps (6e-8), grown by sums of some thousand terms.
+KERNEL_FLOAT32 = 3e-6
+# The same of a bf16 result: one rounding to nearest is 1.7e-3, two in a row 2.4e-3; Triton's interpreter truncates.
+KERNEL_BFLOAT16 = 7e-3
+# The same where norm, product and SwiGLU run one after another on the CPU: five roundings in a row over few outputs.
+KERNEL_CHAIN_BFLOAT16 = 1.5e-2
+# The same of a reference run in float64.
+KERNEL_FLOAT64 = 1e-12
+# Natural-log lse, absolute: float32 logits of a few units.
+LSE_FLOAT32 = 5e-6
+# The same from bf16 queries and keys through torch's CPU attention, which scales the query in bf16 steps.
+LSE_BFLOAT16 = 5e-4
+# lse of flat logits against log(n), absolute: float32 rounding of a number below 16, over some merges.
+LSE_CHECKSUM = 4e-6
+# Float32 merges in another order or grouping, absolute for outputs and lse of a few units.
+MERGE_FLOAT32 = 5e-6
+
+# --- benchmarks ---
+# GB/s (or TFLOP/s) of any machine that this can run on: slower or faster is a unit mistaken by a thousand.
+PLAUSIBLE_RATES_GB_S = (0.05, 20_000.0)

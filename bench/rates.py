@@ -1,0 +1,136 @@
+"""The machine's rates, measured: what every floor divides by. `tandem bench rates`, or this module with `--json`.
+
+Knows no model. A device's stream rate is the best that a sum over several GiB reaches, in torch and in a Triton kernel
+of a few lines: each byte is read once, nothing is written back.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from rich.console import Console
+
+from bench.rows import Row, Timing, measure, report
+from cpu.rates import GIB, default_gib, measure_host_rates
+from transfer.machine import count_physical_cores, probe_machine
+
+_WARMUPS = 3
+_REPEATS = 20
+_MATMUL = 8192
+_STREAM_CONFIGS = ((4096, 4), (8192, 8), (16_384, 8))  # elements of a block, warps
+_PROGRAMS_PER_SM = 8
+HOST_KEYS = ("host_stream", "host_random")
+
+
+@triton.jit
+def _sum_kernel(values, partial_sums, elements, programs, BLOCK: tl.constexpr):
+    """One int32 sum a program, over every `programs`-th block. Sums wrap, and are only there to be read for."""
+    program = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.int32)
+    for begin in range(program * BLOCK, elements, programs * BLOCK):
+        total += tl.load(values + begin + offsets, mask=begin + offsets < elements, other=0)
+    tl.store(partial_sums + program, tl.sum(total))
+
+
+def sum_stream(values: torch.Tensor, partial_sums: torch.Tensor, block: int, num_warps: int) -> None:
+    """Read int32 `values` `[elements]` once; `partial_sums` int32 `[programs]` get what each program read."""
+    programs = len(partial_sums)
+    _sum_kernel[(programs,)](values, partial_sums, values.numel(), programs, BLOCK=block, num_warps=num_warps)
+
+
+def measure_device_rates(device: torch.device) -> dict[str, float]:
+    """Of a CUDA device, by median: `device_stream_gb_s` (read), `device_copy_gb_s` (read and written bytes together),
+    `host_to_device_gb_s` and `device_to_host_gb_s` (pinned), in 1e9 bytes a second, and `bf16_matmul_tflop_s`.
+
+    Empty for a device that is not CUDA. Needs up to 5 GiB free on it, for a few seconds.
+    """
+    if device.type != "cuda":
+        return {}
+    memory = _measure_memory(device)  # its buffers are free again before the next ones are made
+    return memory | {"bf16_matmul_tflop_s": _matmul_rate(device)}
+
+
+def _measure_memory(device: torch.device) -> dict[str, float]:
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    num_bytes = min(4 * GIB, free_bytes // 4) // 4096 * 4096
+    buffer = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
+    first, second = buffer.chunk(2)
+    pinned = torch.ones(min(GIB, num_bytes // 2) // 4, dtype=torch.int32, pin_memory=True)
+    there = buffer[: len(pinned)]
+    return {
+        "device_stream_gb_s": _stream_rate(buffer, device),
+        "device_copy_gb_s": _rate(num_bytes, _time(lambda: first.copy_(second), device)),
+        "host_to_device_gb_s": _rate(pinned.nbytes, _time(lambda: there.copy_(pinned, non_blocking=True), device)),
+        "device_to_host_gb_s": _rate(pinned.nbytes, _time(lambda: pinned.copy_(there, non_blocking=True), device)),
+    }
+
+
+def _matmul_rate(device: torch.device) -> float:
+    matrix = torch.randn((_MATMUL, _MATMUL), device=device).bfloat16()
+    out = torch.empty_like(matrix)
+    return 2 * _MATMUL**3 / _time(lambda: torch.mm(matrix, matrix, out=out), device).ms / 1e9
+
+
+def _stream_rate(buffer: torch.Tensor, device: torch.device) -> float:
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    partial_sums = torch.empty(num_sms * _PROGRAMS_PER_SM, dtype=torch.int32, device=device)
+    times = [_time(lambda: torch.sum(buffer.view(torch.float32)), device).ms]
+    for block, num_warps in _STREAM_CONFIGS:
+
+        def read(block: int = block, num_warps: int = num_warps) -> None:
+            sum_stream(buffer, partial_sums, block, num_warps)
+
+        times.append(_time(read, device).ms)
+        assert int(partial_sums.sum()) == len(buffer), "the sum of a buffer of ones is its length"
+    return buffer.nbytes / min(times) / 1e6
+
+
+def _time(call: Callable[[], object], device: torch.device) -> Timing:
+    return measure(call, device, _WARMUPS, _REPEATS)
+
+
+def _rate(num_bytes: int, timing: Timing) -> float:
+    return num_bytes / timing.ms / 1e6
+
+
+def device_name(device: torch.device) -> str:
+    """The card, or the processor as it calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else probe_machine().cpu
+
+
+def make_rows(rates: dict[str, float], num_bytes: int, names: dict[str, str]) -> list[Row]:
+    """A row for each rate: the time that one GB (or TFLOP) takes. A rate is its own floor, and has no peer."""
+    rows = []
+    for key, rate in rates.items():
+        ms = 1e3 / rate
+        row = Row(
+            name=key, shape="1 TFLOP" if key.endswith("tflop_s") else "1 GB", ms=ms, p10=ms, p90=ms,
+            device=names["host" if key.startswith(HOST_KEYS) else "device"], floor="none: floors divide by this rate",
+            floor_ms=None, peer=None, peer_ms=None, rates=rates, config={"host_buffer_bytes": num_bytes},
+        )  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def rates(threads: int | None, json_path: Path | None, console: Console) -> None:
+    """Measure host and device and report them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    threads = threads or count_physical_cores()
+    gib = default_gib()
+    console.print(f"reading {gib:.1f} GiB with {threads} threads", highlight=False)
+    measured = measure_host_rates(threads, gib=gib) | measure_device_rates(device)
+    names = {"host": f"{device_name(torch.device('cpu'))}, {threads} threads", "device": device_name(device)}
+    report(make_rows(measured, int(gib * GIB), names), json_path, console)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Measure the machine's rates; the last line is JSON.")
+    parser.add_argument("--json", nargs="?", type=Path, default=None, metavar="FILE", help="write the rows there too")
+    parser.add_argument("--threads", type=int, default=None)
+    arguments = parser.parse_args()
+    rates(arguments.threads, arguments.json, Console(file=sys.stderr))

@@ -1,0 +1,125 @@
+"""Benchmark rows: a time next to its floor and its peer, measured, printed and written in one way.
+
+Knows no kernel and no model. Invariants: what bounds a number is printed before the number is measured; a result that
+failed its correctness gate is never reported; the last line on stdout is the rows as JSON.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.table import Table
+
+
+class GateError(Exception):
+    """A benchmark whose result is wrong, and which therefore reports no number."""
+
+
+class Row(BaseModel):
+    """`ms` is the median. `floor` says in words what bytes or FLOPs over which rate give `floor_ms`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    shape: str
+    device: str
+    ms: float
+    p10: float
+    p90: float
+    floor: str
+    floor_ms: float | None
+    peer: str | None
+    peer_ms: float | None
+    rates: dict[str, float] = Field(description="the machine's measured rates")
+    extras: dict[str, Any] = {}
+    config: dict[str, Any] = Field(description="what was measured, resolved")
+
+    @property
+    def times_floor(self) -> float | None:
+        return self.ms / self.floor_ms if self.floor_ms else None
+
+    @property
+    def times_faster(self) -> float | None:
+        """Than the peer."""
+        return self.peer_ms / self.ms if self.peer_ms else None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    ms: float
+    p10: float
+    p90: float
+
+
+def summarise(milliseconds: Sequence[float]) -> Timing:
+    """Median and percentiles of one or more times."""
+    p10, median, p90 = np.percentile(np.asarray(milliseconds, np.float64), [10, 50, 90])
+    return Timing(float(median), float(p10), float(p90))
+
+
+def measure(call: Callable[[], object], device: torch.device, num_warmups: int, num_repeats: int) -> Timing:
+    """Milliseconds of `call`: between CUDA events on its device, or on the host's clock.
+
+    On CUDA the calls are launched back to back, so a call that launches slower than it runs is timed by its launches.
+    """
+    for _ in range(num_warmups):
+        call()
+    if device.type != "cuda":
+        times = []
+        for _ in range(num_repeats):
+            began = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - began))
+        return summarise(times)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_repeats + 1)]
+    torch.cuda.synchronize(device)
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize(device)
+    return summarise([begin.elapsed_time(end) for begin, end in pairwise(events)])
+
+
+def require(is_right: bool, what: str) -> None:
+    """The gate: raise GateError with `what` was wrong."""
+    if not is_right:
+        raise GateError(f"no number without a right result: {what}")
+
+
+def announce(console: Console, name: str, floor: str, floor_ms: float) -> None:
+    """Print the ceiling, before the measurement."""
+    console.print(f"{name}: at best [bold]{floor_ms:.3f} ms[/] ({floor})", highlight=False)
+
+
+def report(rows: Sequence[Row], json_path: Path | None, console: Console) -> None:
+    """A table on the console, the list of rows in `json_path`, and the same JSON as stdout's last line."""
+    console.print(_tabulate(rows))
+    listed = [row.model_dump(mode="json") for row in rows]
+    if json_path is not None:
+        json_path.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(listed), flush=True)
+
+
+def _tabulate(rows: Sequence[Row]) -> Table:
+    devices = sorted({row.device for row in rows})
+    table = Table(title=" and ".join(devices) or "nothing measured", title_justify="left", box=None, pad_edge=False)
+    table.add_column("what", overflow="fold", min_width=16)
+    for column in ("ms", "p10-p90", "floor", "x floor", "peer", "x faster"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        spread = f"{row.p10:.2f}-{row.p90:.2f}"
+        numbers = (row.floor_ms, row.times_floor, row.peer_ms, row.times_faster)
+        texts = ["-" if number is None else f"{number:.2f}" for number in numbers]
+        table.add_row(f"{row.name}, {row.shape}", f"{row.ms:.2f}", spread, *texts)
+    for peer in sorted({row.peer for row in rows if row.peer}):
+        table.caption = f"{table.caption}; {peer}" if table.caption else f"peer: {peer}"
+    return table

@@ -1,0 +1,108 @@
+"""How fast this host's cores read memory: in a stream, and row by row at random. What floors on the CPU are made of.
+
+Knows neither torch nor models. A read is a sum over int64, with all threads, in numba without the GIL. It must move
+each byte of the buffer once; the buffer is several times the last-level cache, unless a caller asks for the rate of a
+smaller one on purpose (weights that stay in the cache are read at the cache's rate, and their floor must be that).
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import numpy as np
+import psutil
+
+GIB = 2**30
+ROW_BYTES = 256  # one bf16 row of a head of 128: the unit in which sampled attention reads
+CACHE_MULTIPLE = 4
+_INT64_BYTES = 8
+_BLOCK = 32_768  # int64 in a piece of work: 256 KiB
+_REPEATS = 7
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)
+def _sum_stream(values: np.ndarray) -> int:
+    total = 0
+    for block in numba.prange(len(values) // _BLOCK):
+        part = 0
+        for index in range(block * _BLOCK, (block + 1) * _BLOCK):
+            part += values[index]
+        total += part
+    return total
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)
+def _sum_rows(rows: np.ndarray, order: np.ndarray) -> int:
+    total = 0
+    for position in numba.prange(len(order)):
+        row = rows[order[position]]
+        part = 0
+        for index in range(rows.shape[1]):
+            part += row[index]
+        total += part
+    return total
+
+
+def last_level_cache_bytes() -> int:
+    """Of the first core, as the kernel reports it; 32 MiB where it does not."""
+    sizes = [
+        int(path.read_text().strip().removesuffix("K")) * 1024
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(sizes, default=32 * 2**20)
+
+
+def default_gib() -> float:
+    """Several times the last-level cache, and no more than a quarter of the memory that is free."""
+    return min(max(1.0, CACHE_MULTIPLE * last_level_cache_bytes() / GIB), psutil.virtual_memory().available / 4 / GIB)
+
+
+def measure_host_rates(threads: int, *, gib: float | None = None) -> dict[str, float]:
+    """GB/s (1e9 bytes): `host_stream_gb_s` and `host_random_rows_gb_s` (rows of 256 bytes), the best of several runs.
+
+    `gib`: size of the buffer; None: `default_gib()`. Takes a few seconds.
+    """
+    num_bytes = int((default_gib() if gib is None else gib) * GIB)
+    buffer = _touched_buffer(num_bytes)
+    rows = buffer.reshape(-1, ROW_BYTES // _INT64_BYTES)
+    order = np.random.default_rng(0).permutation(len(rows)).astype(np.int32)
+    with_threads = numba.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        return {
+            "host_stream_gb_s": _best_rate(lambda: _sum_stream(buffer), buffer.nbytes, _REPEATS),
+            "host_random_rows_gb_s": _best_rate(lambda: _sum_rows(rows, order), buffer.nbytes, _REPEATS),
+        }
+    finally:
+        numba.set_num_threads(with_threads)
+
+
+def measure_read_rate(threads: int, num_bytes: int) -> float:
+    """GB/s of reading one buffer of `num_bytes` over and over: from the cache, if it fits there."""
+    buffer = _touched_buffer(num_bytes)
+    with_threads = numba.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        repeats = max(_REPEATS, min(200, GIB // buffer.nbytes))
+        return _best_rate(lambda: _sum_stream(buffer), buffer.nbytes, repeats)
+    finally:
+        numba.set_num_threads(with_threads)
+
+
+def _touched_buffer(num_bytes: int) -> np.ndarray:
+    """int64, rounded up to whole blocks, every page written: pages never written are all one page of zeros."""
+    block_bytes = _BLOCK * _INT64_BYTES
+    return np.ones(-(-num_bytes // block_bytes) * _BLOCK, np.int64)
+
+
+def _best_rate(read: Callable[[], int], num_bytes: int, repeats: int) -> float:
+    """The best run is the machine's rate: whatever else happens can only slow a run."""
+    read()
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        total = read()
+        best = min(best, time.perf_counter() - began)
+        assert total == num_bytes // _INT64_BYTES, "the sum of a buffer of ones is its length"
+    return num_bytes / best / 1e9
