@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all:
 
-.PHONY: run install test lint clean
+.PHONY: run install test lint docs clean
 .DELETE_ON_ERROR:
 
 run: install
@@ -23,6 +23,9 @@ lint: $(VENV)/installed-$(EXTRA)-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: install
+	$(BIN)/python -m server.configuration_page > docs/CONFIGURATION.md
 
 clean:
 	rm -rf $(VENV) build

@@ -8,12 +8,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+
+from server.work_bar import WorkBar
 
 CONNECT_SECONDS = 10.0
 
@@ -100,48 +101,16 @@ def stream_events(conversation: Conversation) -> Iterator[dict[str, Any]]:
         raise ChatError(f"chat: {conversation.url} sent an event that is not JSON: {error}") from None
 
 
-class PrefillBar:
-    """A bar while the server reads the prompt; it disappears with the first words of the answer."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("reading"),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> "PrefillBar":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def show(self, done: int, total: int) -> None:
-        if self._task is None:
-            self._progress.start()
-            self._task = self._progress.add_task("reading", total=total)
-        self._progress.update(self._task, completed=done, total=total)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
 def stream_answer(conversation: Conversation, console: Console) -> str:
     """Ask for the next answer, print it as it comes and append it to the conversation. Ctrl-C ends it early."""
     pieces: list[str] = []
     usage: dict[str, Any] = {}
     try:
-        with PrefillBar(console) as bar:
+        with WorkBar("tokens", console) as bar:
             for event in stream_events(conversation):
                 progress = event.get("prompt_progress")
                 if progress:
-                    bar.show(progress["processed"], progress["total"])
+                    bar.show("reading", progress["processed"], progress["total"])
                 usage = event.get("usage") or usage
                 for choice in event.get("choices", []):
                     piece = choice.get("delta", {}).get("content")
@@ -173,7 +142,7 @@ def read_document(path: Path) -> str:
 
 
 def hold_conversation(conversation: Conversation, document: str | None, console: Console) -> None:
-    """Questions from the terminal until Ctrl-D; the document goes with the first one."""
+    """Questions from the terminal until Ctrl-D; the document goes with the first one that is answered."""
     console.print(f"{conversation.model} at {conversation.url}. Ctrl-C stops an answer, Ctrl-D ends.", style="dim")
     while True:
         try:
@@ -186,8 +155,11 @@ def hold_conversation(conversation: Conversation, document: str | None, console:
             return
         if not question:
             continue
-        ask(conversation, question, document, console)
-        document = None
+        try:
+            ask(conversation, question, document, console)
+            document = None
+        except ChatError as error:
+            console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
 
 
 def ask(conversation: Conversation, question: str, document: str | None, console: Console) -> None:

@@ -17,10 +17,12 @@ from rich.console import Console
 
 from gpu.architecture import ModelError
 from gpu.memory_plan import PlanError
+from scheduler.messages import Loading
 from server.chat import ChatError, Conversation, ask, find_model, hold_conversation, read_document
 from server.config import ConfigError, Deployment, load_deployment
 from server.doctor import DoctorError, as_rows, examine, measure_rates, print_findings
 from server.plan import describe_plan, print_plan, resolve_plan
+from server.work_bar import WorkBar
 from transfer.machine import MachineError, load_machine, probe_machine
 
 WORLD_ERRORS = (ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError)
@@ -38,13 +40,20 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of ta
 
 def main() -> None:
     """Run the command line; the world's errors end it with one line and status 1."""
-    for group in entry_points(group="tandem.commands"):
-        app.add_typer(group.load(), name=group.name)
+    load_groups()
     try:
         app()
     except WORLD_ERRORS as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def load_groups() -> None:
+    """Add the groups of the packages above this one, once: whatever the entry points `tandem.commands` name."""
+    known = {group.name for group in app.registered_groups}
+    for group in entry_points(group="tandem.commands"):
+        if group.name not in known:
+            app.add_typer(group.load(), name=group.name)
 
 
 @app.command()
@@ -58,11 +67,20 @@ def serve(
 
     deployment = override_address(load_deployment(config), host, port)
     require_free_port(deployment.server.host, deployment.server.port)
-    plan = resolve_plan(deployment, probe_machine())
-    model = plan.deployment.model
-    if model.path is not None and not model.path.exists():
-        raise ModelError(f"model.path: {model.path} is missing; put the model's Hugging Face folder there")
-    raise typer.Exit(serve_deployment(deployment))
+    resolved = resolve_plan(deployment, probe_machine()).deployment
+    path = resolved.model.path
+    if path is not None and not path.exists():
+        raise ModelError(f"model.path: {path} is missing; put the model's Hugging Face folder there")
+    with WorkBar("%", Console(stderr=True)) as bar:
+
+        def show(loading: Loading) -> None:
+            if loading.fraction < 1:
+                bar.show(loading.stage, 100 * loading.fraction, 100)
+            else:
+                bar.close()
+
+        status = serve_deployment(resolved, show)
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -1,0 +1,95 @@
+"""The reference page of the configuration, written from the models themselves: `python -m server.configuration_page`.
+
+Knows pydantic fields and Markdown. The page in `docs/` is what this module writes, to the letter; a test compares them.
+"""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from server.config import Deployment
+
+OPENING = """# Configuration
+
+One YAML file describes a deployment. Unknown keys are errors, relative paths are relative to the file, and what is left
+out is derived from the machine: `tandem plan CONFIG` prints the resolved tree. This page is written by
+`make docs` from the models in `server/config.py`, `scheduler/config.py` and `gpu/config.py`.
+"""
+TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def write_page() -> str:
+    return OPENING + "".join(write_section(model, name) for name, model in list_sections(Deployment, ""))
+
+
+def list_sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:
+    """Every settings model under `model` with its dotted key, outermost first, in the order of the fields."""
+    sections = []
+    for name, field in model.model_fields.items():
+        nested = field.annotation
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            sections.append((prefix + name, nested))
+            sections += list_sections(nested, f"{prefix}{name}.")
+    return sections
+
+
+def write_section(model: type[BaseModel], name: str) -> str:
+    opening = (model.__doc__ or "").strip()
+    lines = [f"\n## `{name}`", ""]
+    if opening and not opening.startswith("!!!"):
+        lines += [" ".join(opening.split()), ""]
+    lines += ["| key | value | default | |", "|---|---|---|---|"]
+    for key, field in model.model_fields.items():
+        nested = field.annotation
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            continue
+        cells = (f"`{key}`", describe_type(field), describe_default(field), field.description or "")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def describe_type(field: FieldInfo) -> str:
+    bounds = [
+        f"{words} {getattr(item, bound):g}"
+        for item in field.metadata
+        for bound, words in BOUNDS.items()
+        if hasattr(item, bound)
+    ]
+    patterns = [item.pattern for item in field.metadata if getattr(item, "pattern", None)]
+    text = ", ".join([name_type(field.annotation), *bounds])
+    return f"one of {patterns[0].strip('^$()').replace('|', ', ')}" if patterns else text
+
+
+def name_type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(value) for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(name_type(kind) for kind in arguments if kind is not type(None))
+    if origin is tuple:
+        return f"list of {name_type(arguments[0])}s"
+    if origin is dict:
+        return f"mapping of {name_type(arguments[0])} to {name_type(arguments[1])}"
+    return TYPE_NAMES.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def describe_default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "(needed)"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(str(item) for item in value) + "]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(write_page())

@@ -1,0 +1,98 @@
+"""A resolved plan: complete, stable, and possible for a machine and a model that are not here."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gpu.architecture import ModelError, named_shape
+from gpu.config import ModelConfig
+from server.config import Deployment, load_deployment
+from server.plan import ResolvedPlan, describe_plan, find_architecture, print_plan, resolve_plan
+from transfer.machine import GIB, load_machine
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PAIRS = [("laptop", "laptop"), ("rtx4090", "rtx4090"), ("a100", "a100-80g")]
+
+
+def plan_recorded(config: str, machine: str) -> ResolvedPlan:
+    return resolve_plan(
+        load_deployment(DEPLOY / f"{config}.yaml"), load_machine(DEPLOY / "machines" / f"{machine}.json")
+    )
+
+
+@pytest.mark.parametrize(("config", "machine"), PAIRS)
+def test_a_shipped_configuration_fits_its_recorded_machine(config: str, machine: str) -> None:
+    plan = plan_recorded(config, machine)
+    for place, limit in plan.memory.limit_bytes.items():
+        assert 0 < plan.memory.used_bytes(place) <= limit
+    assert plan.memory.num_pages * plan.memory.page_tokens >= plan.memory.max_context_tokens >= 8192
+
+
+@pytest.mark.parametrize(("config", "machine"), PAIRS)
+def test_resolving_twice_changes_nothing(config: str, machine: str) -> None:
+    once = plan_recorded(config, machine)
+    twice = resolve_plan(once.deployment, once.machine)
+    assert twice.deployment == once.deployment
+    assert twice.memory.items == once.memory.items
+
+
+@pytest.mark.parametrize(("config", "machine"), PAIRS)
+def test_resolving_leaves_nothing_of_the_machine_open(config: str, machine: str) -> None:
+    deployment = plan_recorded(config, machine).deployment
+    assert deployment.gpu.device in ("cuda", "cpu")
+    assert deployment.gpu.dtype in ("bfloat16", "float32")
+    assert None not in (deployment.gpu.memory_limit_gib, deployment.gpu.kv_cache_gib, deployment.gpu.threads)
+    assert None not in (deployment.scheduler.max_context_tokens, deployment.scheduler.prefill.max_hidden_tokens)
+    assert deployment.model.name
+
+
+def test_the_asked_limit_is_the_limit() -> None:
+    plan = plan_recorded("rtx4090", "rtx4090")
+    assert plan.memory.limit_bytes["gpu"] == int(22.5 * GIB)
+
+
+@pytest.mark.parametrize(("config", "machine"), PAIRS)
+def test_described_bytes_add_up_to_what_is_used(config: str, machine: str) -> None:
+    tree = json.loads(json.dumps(describe_plan(plan_recorded(config, machine))))
+    for place, sums in tree["memory"]["places"].items():
+        items = [item["bytes"] for item in tree["memory"]["items"] if item["place"] == place]
+        assert sum(items) == sums["used_bytes"] <= sums["limit_bytes"]
+
+
+def test_printing_names_every_item_and_note() -> None:
+    plan = plan_recorded("rtx4090", "rtx4090")
+    page = io.StringIO()
+    print_plan(plan, Console(width=200, file=page))
+    text = page.getvalue()
+    for item in plan.memory.items:
+        assert item.name in text
+    for note in plan.notes:
+        assert note[:60] in text
+
+
+def test_api_keys_are_counted_and_not_shown() -> None:
+    tree = {"model": {"random_weights": "tiny"}, "server": {"api_keys": ["secret-1", "secret-2"]}}
+    plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))
+    text = json.dumps(describe_plan(plan))
+    assert "secret" not in text
+    assert "2 keys" in text
+
+
+def test_a_folder_that_is_there_decides_over_the_named_shape(tmp_path: Path) -> None:
+    reference = DEPLOY / "models" / "reference"
+    with pytest.raises(ModelError, match=r"model\.shape: tiny has"):
+        find_architecture(ModelConfig(path=reference, shape="tiny"))
+    architecture, notes = find_architecture(ModelConfig(path=reference))
+    assert architecture.vocab_size == 8192
+    assert notes == ()
+
+
+def test_a_missing_folder_is_an_error_without_a_shape_and_a_note_with_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is missing"):
+        find_architecture(ModelConfig(path=tmp_path / "no"))
+    architecture, notes = find_architecture(ModelConfig(path=tmp_path / "no", shape="llama-3.1-8b"))
+    assert architecture == named_shape("llama-3.1-8b")
+    assert "serving needs the folder" in notes[0]
