@@ -125,16 +125,10 @@ def _write(result: "LoadResult", json_file: Path | None, raw: Path | None, html:
         from bench.load.notes import describe_settings
         from bench.load.page import write_page
 
-        title = f"{result.model}: {result.plan.shape}"
-        write_page(
-            html,
-            title,
-            result.summary,
-            result.records,
-            describe_settings(result.plan, result.model, result.counting),
-            result.notes,
-        )
-    typer.echo(json.dumps(row))
+        title = f"Load test of {result.model}"
+        settings = describe_settings(result.plan, result.model, result.counting)
+        write_page(html, title, result.plan.shape, result.summary, result.records, settings, result.notes)
+    typer.echo(json.dumps([row]))
 
 
 def _pick_cache(warm: bool, cold: bool) -> Literal["warm", "cold", "as it comes"]:

@@ -17,6 +17,7 @@ _TEMPLATES = Path(__file__).parent.parent / "report"
 def write_page(
     path: Path,
     title: str,
+    subtitle: str,
     summary: Summary,
     records: Sequence[RequestRecord],
     settings: dict[str, str],
@@ -33,6 +34,7 @@ def write_page(
     ]
     html = environment.get_template("load.html.j2").render(
         title=title,
+        subtitle=subtitle,
         when=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         headlines=_pick_headlines(summary),
         latencies=[(label, getattr(summary, key)) for key, label in LATENCIES],

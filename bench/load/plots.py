@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -21,6 +22,7 @@ INK, FAINT, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 WAIT, PREFILL, DECODE, FAILED = "#cbd5e1", "#f59e0b", "#2563eb", "#dc2626"
 _SERIES = ("#2563eb", "#7c3aed", "#0d9488", "#ea580c")
 _GANTT_ROWS = 250
+_CACHED = LinearSegmentedColormap.from_list("cached", [DECODE, "#a855f7", PREFILL])
 _NO_IDS = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -68,6 +70,7 @@ def draw_timeline(records: Sequence[RequestRecord], wall_s: float) -> str:
     width_s = buckets[1] - buckets[0]
     chunks = np.concatenate([np.zeros(0), *(np.asarray(record.chunk_times_s) for record in records)])
     rate = np.histogram(chunks, buckets)[0] / width_s
+    rate = np.append(rate, rate[-1])
     fine = np.linspace(0, max(wall_s, 1e-3), 400)
     sent = np.sort([record.sent_s for record in records if record.outcome != "skipped"])
     ended = np.sort([record.end_s for record in records if record.outcome != "skipped"])
@@ -75,8 +78,8 @@ def draw_timeline(records: Sequence[RequestRecord], wall_s: float) -> str:
     failed = [record.end_s for record in records if record.outcome == "failed"]
     with _figure(11, 3.6) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-        upper.fill_between(buckets[:-1], rate, step="post", color=DECODE, alpha=0.18, linewidth=0)
-        upper.step(buckets[:-1], rate, where="post", color=DECODE, linewidth=1.5)
+        upper.fill_between(buckets, rate, step="post", color=DECODE, alpha=0.18, linewidth=0)
+        upper.step(buckets, rate, where="post", color=DECODE, linewidth=1.5)
         upper.set_title("output chunks per second")
         lower.fill_between(fine, open_now, color="#7c3aed", alpha=0.18, linewidth=0)
         lower.plot(fine, open_now, color="#7c3aed", linewidth=1.5)
@@ -113,8 +116,11 @@ def draw_requests(records: Sequence[RequestRecord]) -> str:
         axes.plot(end[lost], rows[lost], "x", color=FAILED, markersize=5, label="failed or unfinished")
         handles, labels = axes.get_legend_handles_labels()
         count = 4 if lost.any() else 3
-        axes.legend(handles[:count], labels[:count], ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0))
-        axes.invert_yaxis()
+        place: Any = {"ncols": 4, "loc": "lower left", "bbox_to_anchor": (0, 1.0)}
+        legend = axes.legend(handles[:count], labels[:count], **place)
+        for line in legend.get_lines()[:3]:
+            line.set_linewidth(6)
+        axes.set_ylim(len(shown) + 1, -2)
         axes.set_yticks([])
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("seconds")
@@ -131,7 +137,7 @@ def draw_ttft_against_prompt(records: Sequence[RequestRecord]) -> str:
     with _figure(11, 3.4) as figure:
         axes = figure.add_subplot()
         unit, scale = _pick_unit(ttft)
-        colours: Any = {"cmap": "viridis_r", "vmin": 0, "vmax": 1}
+        colours: Any = {"cmap": _CACHED, "vmin": 0, "vmax": 1}
         dots = axes.scatter(lengths, ttft * scale, c=cached, s=22, alpha=0.8, linewidths=0, **colours)
         axes.set_xlabel("prompt tokens")
         axes.set_ylabel(f"time to first token ({unit})")
@@ -142,7 +148,7 @@ def draw_ttft_against_prompt(records: Sequence[RequestRecord]) -> str:
         return _to_svg(figure)
 
 
-def _add_scale(figure: Figure, axes: Axes, colours: matplotlib.colors.Colormap) -> None:
+def _add_scale(figure: Figure, axes: Axes, colours: Colormap) -> None:
     shares = (0.0, 0.25, 0.5, 0.75, 1.0)
     dots = [Line2D([], [], marker="o", linestyle="", color=colours(share), label=f"{share:.0%}") for share in shares]
     axes.legend(handles=dots, title="from the cache", loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,10 +1,11 @@
 """A load test as a benchmark row, and its files. Knows paths and JSON.
 
-A server seen over HTTP has no floor: what it must read is not known here. So `floor_ms` is null and `floor` says why.
+The row has the fields of `bench.rows.Row` and is read by it, but is written here, so that a client needs no torch. A
+server seen over HTTP has no floor: what it must read is not known here, so `floor_ms` is null, `floor` says why, and no
+machine's rates are given. If nothing completed, `ms` is null as well: the row is written all the same.
 """
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ _FLOOR = "none: the server's weights and bandwidth are not known to a client"
 
 
 def make_row(result: LoadResult) -> dict[str, Any]:
-    """The row: end-to-end latency as `ms` (median), p10 and p90, and everything else under `load`."""
-    e2el = result.summary.to_json()["e2el"]
+    """End-to-end latency as `ms` (median), p10 and p90; everything else is in `extras`, the settings in `config`."""
+    summary = result.summary.to_json()
+    e2el = summary["e2el"]
     return {
         "name": "serve",
         "shape": result.plan.shape,
@@ -28,15 +30,13 @@ def make_row(result: LoadResult) -> dict[str, Any]:
         "floor_ms": None,
         "peer": None,
         "peer_ms": None,
-        "rates": {"client": f"{platform.machine()} {platform.system()}"},
-        "settings": describe_settings(result.plan, result.model, result.counting),
-        "load": result.summary.to_json(),
-        "notes": result.notes,
-        "interrupted": result.interrupted,
+        "rates": {},
+        "extras": {"load": summary, "notes": result.notes, "interrupted": result.interrupted},
+        "config": describe_settings(result.plan, result.model, result.counting),
     }
 
 
 def write_raw(path: Path, result: LoadResult) -> None:
     """One JSON object a request, with the arrival of each chunk in seconds after the start."""
-    lines = (json.dumps(record.to_json()) for record in result.records)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [json.dumps(record.to_json()) + "\n" for record in result.records]
+    path.write_text("".join(lines), encoding="utf-8")

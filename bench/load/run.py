@@ -114,7 +114,8 @@ class LoadRun:
             job = await self._jobs.get()
             if job is None:
                 return
-            await asyncio.sleep(max(0.0, due_s - self.client.now()))
+            while (left_s := due_s - self.client.now()) > 0:
+                await asyncio.sleep(left_s)
             task = asyncio.create_task(self._run_in_room(job, due_s, room))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,7 @@
 """An OpenAI-like server that does what a test tells it: known delays, known tokens, known failures.
 
 It knows nothing of the client. A script is a list of behaviours, taken in turn by requests as they arrive; the last one
-repeats. What arrived is kept in `bodies`, and the most requests open at once in `peak`.
+repeats. What arrived is kept in `bodies`, the most requests open at once in `peak`, the clients' addresses in `peers`.
 """
 
 import asyncio
@@ -17,7 +17,10 @@ from aiohttp import web
 
 @dataclass(frozen=True)
 class Behaviour:
-    """How one request is answered. kind: ok, error, disconnect, malformed, error_object, hang, not_a_stream, no_finish."""
+    """How one request is answered.
+
+    kind: ok, error, disconnect, malformed, error_object, hang, not_a_stream or no_finish.
+    """
 
     kind: str = "ok"
     first_s: float = 0.0
@@ -40,13 +43,14 @@ class ScriptedServer:
     headers: list[dict[str, str]] = field(default_factory=list)
     peak: int = 0
     open_now: int = 0
-    num_connections: int = 0
+    peers: set[Any] = field(default_factory=set)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         behaviour = self.script[min(len(self.bodies), len(self.script) - 1)]
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
+        self.peers.add(request.transport and request.transport.get_extra_info("peername"))
         self.open_now += 1
         self.peak = max(self.peak, self.open_now)
         try:
