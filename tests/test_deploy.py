@@ -1,0 +1,107 @@
+"""What is shipped for machines: container, compose, Kubernetes and dashboards name things that exist."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.config import Deployment, load_deployment
+from server.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "deploy"
+METRIC = re.compile(r"tandem_[a-z_]+")
+CONFIGS = ("laptop", "rtx4090", "a100")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_shipped_configuration_is_valid(name: str) -> None:
+    deployment = load_deployment(DEPLOY / f"{name}.yaml")
+    assert deployment.server.host == "127.0.0.1", "a shipped configuration is open to its own machine alone"
+
+
+def test_the_laptop_configuration_carries_its_model() -> None:
+    path = load_deployment(DEPLOY / "laptop.yaml").model.path
+    assert path is not None
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {item.name for item in path.iterdir()}
+
+
+def test_the_dashboard_asks_for_metrics_that_the_server_has() -> None:
+    served = set()
+    for family in text_string_to_metric_families(Metrics().text().decode()):
+        served.add(family.name)
+        served |= {f"{family.name}_{suffix}" for suffix in ("total", "bucket", "sum", "count")}
+    dashboard = json.loads((DEPLOY / "grafana" / "tandem.json").read_text())
+    targets = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for expression in targets for name in METRIC.findall(expression)}
+    assert asked <= served
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def read_compose() -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def test_compose_mounts_files_that_exist() -> None:
+    for service in read_compose()["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert not source.startswith("./") or (DEPLOY / source).exists(), source
+
+
+def test_compose_serves_a_configuration_that_exists_and_mounts_its_model() -> None:
+    service = read_compose()["services"]["tandem"]
+    config = next(Path(word) for word in service["command"] if word.endswith(".yaml"))
+    model = load_deployment(DEPLOY / config.name).model.path
+    assert model is not None
+    wanted = f"/deploy/{model.relative_to(DEPLOY)}"
+    assert any(f":{wanted}:" in volume for volume in service["volumes"])
+
+
+def test_prometheus_scrapes_the_service_of_compose() -> None:
+    tree = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    targets = tree["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert {target.split(":")[0] for target in targets} <= set(read_compose()["services"])
+
+
+def test_the_kubernetes_objects_refer_to_each_other_and_hold_a_valid_configuration() -> None:
+    objects = {item["kind"]: item for item in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+    assert set(objects) == {"ConfigMap", "Secret", "Deployment", "Service"}
+    tree = yaml.safe_load(objects["ConfigMap"]["data"]["deployment.yaml"])
+    deployment = Deployment.model_validate(tree)
+    pod = objects["Deployment"]["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    assert container["ports"][0]["containerPort"] == deployment.server.port
+    assert objects["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert pod["spec"]["terminationGracePeriodSeconds"] > deployment.server.drain_seconds
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {"name": objects["Secret"]["metadata"]["name"]} == {"name": "tandem-keys"}
+
+
+def test_the_image_copies_every_package_and_nothing_that_is_missing() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = {word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert packages <= copied
+    assert all((ROOT / name).exists() for name in copied)
+    assert "[cuda]" in text
+
+
+def test_a_python_that_fits_is_found_and_one_that_does_not_is_refused(tmp_path: Path) -> None:
+    script = DEPLOY / "find-python.sh"
+    found = subprocess.run([str(script)], capture_output=True, text=True)
+    assert found.returncode == 0
+    shim = tmp_path / "python3"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    named = subprocess.run([str(script)], capture_output=True, text=True, env={"PATH": str(tmp_path), "PYTHON": ""})
+    if named.returncode:
+        assert "no Python 3.11 or 3.12" in named.stderr
+    else:
+        assert named.stdout.startswith("/usr/bin/python3.1"), "a shim that does not work is passed over"
