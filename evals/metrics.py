@@ -1,8 +1,8 @@
 """Scores of a prediction against its answers, in [0, 1], each equal to the published scorer that it is named after.
 
 It knows strings only: no model, no task registry. Text metrics come from libraries (`rouge`, `rouge-score`,
-`rapidfuzz`, `jieba`), the short rules around them from the papers' published formulas. The invariant: a metric takes (prediction,
-answers, meta) and returns a float; several answers mean the best of them, except where the metric counts all.
+`rapidfuzz`, `jieba`), the short rules around them from the papers' published formulas. The invariant: a metric takes
+(prediction, answers, meta) and returns a float; several answers mean the best of them, except where all are counted.
 
 Sources: RULER (string_match_all, string_match_part), SQuAD (F1 and its normalisation), LongBench (F1, ROUGE-L,
 classification, retrieval, count, code similarity; first line only where `meta["first_line"]`), LongBench v2 (choice),

@@ -18,7 +18,7 @@ from evals.samples import Sample
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """Sixteen hex digits of SHA-256 over the parts as canonical JSON. Raises TypeError for a value that JSON has not."""
+    """16 hex digits of SHA-256 over the parts as canonical JSON. Raises TypeError for a value that JSON lacks."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -106,7 +106,7 @@ class Store:
         ]
 
     def _load(self) -> None:
-        """Reads what is there and cuts off a last line that has no end; raises ValueError at a broken line before it."""
+        """Reads what is there, cuts off a last line without its end; raises ValueError at a broken line before it."""
         if not self.path.exists():
             return
         content = self.path.read_bytes()

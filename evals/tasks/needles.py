@@ -54,10 +54,11 @@ SETTINGS = {
 
 
 class Distinct:
-    """Draws keys and values that it has not drawn before."""
+    """Draws keys and values that it has not drawn before. words: what keys and word values are made of."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw: random.Random, words: list[str]) -> None:
         self.random = draw
+        self.words = words
         self.drawn: set[str] = set()
 
     def _new(self, make: Callable[[], str]) -> str:
@@ -68,7 +69,7 @@ class Distinct:
 
     def key(self) -> str:
         """Two words with a hyphen, such as `amber-lantern`."""
-        return self._new(lambda: "-".join(self.random.sample(KEY_WORDS, 2)))
+        return self._new(lambda: "-".join(self.random.sample(self.words, 2)))
 
     def number(self) -> str:
         """Seven digits."""
@@ -80,7 +81,7 @@ class Distinct:
 
     def word(self) -> str:
         """A word of the vocabulary."""
-        return self._new(lambda: self.random.choice(KEY_WORDS))
+        return self._new(lambda: self.random.choice(self.words))
 
     def variable(self, num_letters: int) -> str:
         """Capital letters."""
@@ -101,7 +102,7 @@ def generate_needles(request: Request, index: int) -> Sample:
     """One sample of a `niah_*` task. request.depths, where given, places the first asked needle."""
     setting = SETTINGS[request.task]
     draw = request.random(index)
-    distinct = Distinct(draw)
+    distinct = Distinct(draw, KEY_WORDS)
     kind = setting.value
     make_key = distinct.key if setting.key == "words" else distinct.uuid
     make_value = distinct.number if kind == "numbers" else distinct.uuid

@@ -9,13 +9,14 @@ once, after a sentence end, and no other sentence shares its key.
 import itertools
 import random
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from evals.samples import Sample
 from evals.tasks.haystack import Haystack
 from evals.tasks.needles import Distinct, draw_depth
 from evals.tasks.request import Request, make_sample
-from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
+from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, KEY_WORDS, LAST_NAMES
 from evals.tasks.words import shuffled, words_of
 
 TURN_BEGIN = "<|begin_of_text|><|user|>\n"
@@ -24,6 +25,8 @@ NUMBER_NEEDLE = "The special magic number for {} is {}."
 WORD_NEEDLE = "The special magic word for {} is {}."
 NUM_DISTRACTORS = 11
 NUM_PEOPLE = 6
+NUM_VALUES = 2
+FEWEST_WORDS = 100
 LISTED_FEWEST, LISTED_MOST = 4, 24
 OPENING_WORDS, PASSAGE_WORDS = 10, 60
 COMMON_TIMES, OTHER_TIMES = 30, 2
@@ -37,6 +40,13 @@ def user_turn(prompt: str) -> str:
     return prompt.removeprefix(TURN_BEGIN).removesuffix(TURN_END)
 
 
+@lru_cache(maxsize=4)
+def plain_words(tokenizer: Any) -> list[str]:
+    """The words of keys and values: those that are one token where there are enough, as a small model spells badly."""
+    plain = [word for word in KEY_WORDS if len(tokenizer.tokenize(f" {word}")) == 1]
+    return plain if len(plain) >= FEWEST_WORDS else KEY_WORDS
+
+
 def turn(document: str, question: str) -> str:
     """The raw prompt up to where the answer begins."""
     return f"{TURN_BEGIN}{document}\n\n{question}{TURN_END}"
@@ -47,9 +57,9 @@ def scatter(draw: random.Random, sentences: list[str]) -> Inserts:
     return [(draw_depth(draw), sentence) for sentence in sentences]
 
 
-def needle(draw: random.Random, depth: float | None, num_others: int) -> Plan:
+def needle(draw: random.Random, words: list[str], depth: float | None, num_others: int) -> Plan:
     """One number to find among num_others of other keys."""
-    distinct = Distinct(draw)
+    distinct = Distinct(draw, words)
     key, number = distinct.key(), distinct.number()
     depth = draw_depth(draw) if depth is None else depth
     others = scatter(draw, [NUMBER_NEEDLE.format(distinct.key(), distinct.number()) for _ in range(num_others)])
@@ -57,27 +67,27 @@ def needle(draw: random.Random, depth: float | None, num_others: int) -> Plan:
     return [(depth, NUMBER_NEEDLE.format(key, number)), *others], question, [number], depth, 16
 
 
-def word_needle(draw: random.Random, depth: float | None) -> Plan:
+def word_needle(draw: random.Random, words: list[str], depth: float | None) -> Plan:
     """One word to find."""
-    distinct = Distinct(draw)
+    distinct = Distinct(draw, words)
     key, word = distinct.key(), distinct.word()
     depth = draw_depth(draw) if depth is None else depth
     return [(depth, WORD_NEEDLE.format(key, word))], f"What is the special magic word for {key}?", [word], depth, 16
 
 
-def several_values(draw: random.Random) -> Plan:
-    """Two to four numbers of one key, in order of appearance."""
-    distinct = Distinct(draw)
+def several_values(draw: random.Random, words: list[str]) -> Plan:
+    """Two numbers of one key, in order of appearance; of three or four the model names two."""
+    distinct = Distinct(draw, words)
     key = distinct.key()
-    numbers = [distinct.number() for _ in range(draw.randint(2, 4))]
+    numbers = [distinct.number() for _ in range(NUM_VALUES)]
     depths = sorted(draw_depth(draw) for _ in numbers)
     inserts = [(depth, NUMBER_NEEDLE.format(key, number)) for depth, number in zip(depths, numbers, strict=True)]
     return inserts, f"What are all the special magic numbers for {key}?", [", ".join(numbers)], None, 48
 
 
-def several_keys(draw: random.Random) -> Plan:
+def several_keys(draw: random.Random, words: list[str]) -> Plan:
     """The numbers of three keys among others, in the order asked."""
-    distinct = Distinct(draw)
+    distinct = Distinct(draw, words)
     pairs = [(distinct.key(), distinct.number()) for _ in range(8)]
     asked = pairs[:3]
     question = f"What are the special magic numbers for {', '.join(key for key, _ in asked)}?"
@@ -113,9 +123,9 @@ def a(job: str) -> str:
     return f"a {job}"
 
 
-def listing(draw: random.Random) -> Plan:
+def listing(draw: random.Random, words: list[str]) -> Plan:
     """Every key and number of the document, a line each, in order of appearance."""
-    distinct = Distinct(draw)
+    distinct = Distinct(draw, words)
     pairs = [(distinct.key(), distinct.number()) for _ in range(draw.randint(LISTED_FEWEST, LISTED_MOST))]
     depths = sorted(draw_depth(draw) for _ in pairs)
     inserts = [(depth, NUMBER_NEEDLE.format(*pair)) for depth, pair in zip(depths, pairs, strict=True)]
@@ -123,9 +133,9 @@ def listing(draw: random.Random) -> Plan:
     return inserts, "List every special magic number in order of appearance.", [answer], None, 18 * len(pairs)
 
 
-def variables(draw: random.Random) -> Plan:
+def variables(draw: random.Random, words: list[str]) -> Plan:
     """The three names of a chain that ends in one number, beside another chain."""
-    distinct = Distinct(draw)
+    distinct = Distinct(draw, words)
     sentences, chains = [], []
     for _ in range(2):
         names, number = [distinct.variable(4) for _ in range(3)], distinct.number()
@@ -139,16 +149,16 @@ def variables(draw: random.Random) -> Plan:
     return inserts, question, [", ".join(names)], None, 32
 
 
-PLANS: dict[str, Callable[[random.Random, float | None], Plan]] = {
-    "needle": lambda draw, depth: needle(draw, depth, 0),
-    "many_needles": lambda draw, depth: needle(draw, depth, NUM_DISTRACTORS),
+PLANS: dict[str, Callable[[random.Random, list[str], float | None], Plan]] = {
+    "needle": lambda draw, words, depth: needle(draw, words, depth, 0),
+    "many_needles": lambda draw, words, depth: needle(draw, words, depth, NUM_DISTRACTORS),
     "word_needle": word_needle,
-    "several_values": lambda draw, depth: several_values(draw),
-    "several_keys": lambda draw, depth: several_keys(draw),
-    "facts_one_hop": lambda draw, depth: facts(draw, depth, 1),
-    "facts_two_hops": lambda draw, depth: facts(draw, depth, 2),
-    "list": lambda draw, depth: listing(draw),
-    "variables": lambda draw, depth: variables(draw),
+    "several_values": lambda draw, words, depth: several_values(draw, words),
+    "several_keys": lambda draw, words, depth: several_keys(draw, words),
+    "facts_one_hop": lambda draw, words, depth: facts(draw, depth, 1),
+    "facts_two_hops": lambda draw, words, depth: facts(draw, depth, 2),
+    "list": lambda draw, words, depth: listing(draw, words),
+    "variables": lambda draw, words, depth: variables(draw, words),
 }
 METRICS = {"list": "lines", "continue": "words_edit"}
 OF_RULER = {
@@ -178,7 +188,7 @@ def generate_reference(request: Request, index: int) -> Sample:
         return common_words(request, index)
     draw = request.random(index)
     asked_depth = None if request.depths is None else request.depth(index, 0.0)
-    inserts, question, answers, depth, max_new_tokens = PLANS[task](draw, asked_depth)
+    inserts, question, answers, depth, max_new_tokens = PLANS[task](draw, plain_words(request.tokenizer), asked_depth)
     haystack = Haystack(request.sentences(index))
     return make_sample(
         request,

@@ -10,6 +10,7 @@ import random
 from evals.samples import Sample
 from evals.tasks.needles import Distinct, hide, noise_lines
 from evals.tasks.request import Request, make_sample
+from evals.tasks.vocabulary import KEY_WORDS
 
 NUM_HOPS = 4
 EXAMPLE_SENTENCES = 25
@@ -40,7 +41,7 @@ def ascending(draw: random.Random, count: int) -> list[float]:
 def generate_tracing(request: Request, index: int) -> Sample:
     """One sample of `vt`."""
     draw = request.random(index)
-    distinct = Distinct(draw)
+    distinct = Distinct(draw, KEY_WORDS)
     example_value, value = (str(draw.randint(10_000, 99_999)) for _ in range(2))
     example_names, example_links = chain(distinct, 3, example_value)
     names, links = chain(distinct, 5, value)

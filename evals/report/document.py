@@ -1,0 +1,51 @@
+"""The JSON document of a run: rows with the resolved configuration and seeds that made them.
+
+It knows no run. The invariant: a document can be made again from what it says, and NaN or infinity never get into it
+(they are no JSON): an unknown number is null.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROW_FIELDS = (
+    "method", "settings", "task", "length", "samples", "score", "failures", "head_fraction", "bytes_fraction",
+)  # fmt: skip
+
+
+def make_document(
+    rows: Sequence[Mapping[str, Any]], configuration: Mapping[str, Any], seeds: Mapping[str, int], **more: Any
+) -> dict[str, Any]:
+    """{configuration, seeds, rows, ...more} of JSON values; raises ValueError for a row without one of ROW_FIELDS."""
+    for row in rows:
+        missing = [name for name in ROW_FIELDS if name not in row]
+        if missing:
+            raise ValueError(f"row {row.get('method')}/{row.get('task')}: no {', '.join(missing)}")
+    return finite({"configuration": dict(configuration), "seeds": dict(seeds), "rows": list(rows), **more})
+
+
+def finite(value: Any) -> Any:
+    """The value with NaN and infinities as None, paths as text, tuples as lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file so that a reader sees the old or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes the document as indented JSON. Raises ValueError for a number that JSON lacks."""
+    write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

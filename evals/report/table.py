@@ -1,0 +1,62 @@
+"""Rows as a table in the terminal, grouped by task and length. It computes nothing but the verdict's wording.
+
+The invariant: failures are always shown, and a score never stands without its noise.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from evals.paired import SLACK_POINTS
+
+
+def row_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Task, length, then full attention first and others by what they read."""
+    return row["task"], row["length"], row["method"] != "full", row.get("head_fraction") or 0.0, row["method"]
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction as per cent, `-` where it is not known."""
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def with_range(value: float | None, low: float | None, high: float | None, sign: str) -> str:
+    """`97.5 [95.1, 99.0]`; sign is a format's sign option, empty or `+`."""
+    if value is None:
+        return "-"
+    return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]" if low is not None else f"{value:{sign}.1f}"
+
+
+def points_lost(row: Mapping[str, Any]) -> float | None:
+    """The fewest points that the row is within: the least x >= 0 with the interval's lower end at -(x + 1)."""
+    low = row.get("difference_low")
+    return None if low is None else max(0.0, -low - SLACK_POINTS)
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Prints rows (`evals.rows.summarize`) to the console."""
+    table = Table(title="score in points [95 % interval]; difference to full attention, paired", title_style="dim")
+    for name, justify in (
+        ("task", "left"), ("length", "right"), ("method", "left"), ("samples", "right"), ("failed", "right"),
+        ("score", "right"), ("difference", "right"), ("heads read", "right"), ("bytes read", "right"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify, no_wrap=name != "method")  # type: ignore[arg-type]
+    for (task, length), group in groupby(sorted(rows, key=row_order), key=lambda row: (row["task"], row["length"])):
+        for number, row in enumerate(group):
+            failures = row["failures"]
+            table.add_row(
+                task if number == 0 else "",
+                f"{length:,}" if number == 0 else "",
+                row["method"],
+                str(row["samples"]),
+                f"[bold red]{failures}[/]" if failures else "0",
+                with_range(row["score"], row.get("low"), row.get("high"), ""),
+                with_range(row.get("difference"), row.get("difference_low"), row.get("difference_high"), "+"),
+                percent(row.get("head_fraction")),
+                percent(row.get("bytes_fraction")),
+            )
+        table.add_section()
+    console.print(table)
