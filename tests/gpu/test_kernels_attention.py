@@ -1,0 +1,147 @@
+"""Paged decode attention against a float64 oracle: ragged contexts, shuffled pages, poison outside of them."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.kernels.paged_decode_attention import (
+    num_splits,
+    paged_decode_attention,
+    paged_decode_attention_reference,
+    workspace_for,
+)
+from tests.gpu import kernel_oracles as oracle
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, random, wide
+from tests.tolerances import KERNEL_FLOAT64, LSE_BFLOAT16, LSE_CHECKSUM, LSE_CHECKSUM_BFLOAT16, LSE_FLOAT32
+from transfer.partial import Partial
+
+on_devices = pytest.mark.parametrize("device", DEVICES)
+on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+CHECKSUM_TOLERANCE = {torch.float32: LSE_CHECKSUM, torch.bfloat16: LSE_CHECKSUM_BFLOAT16}
+LSE_TOLERANCE = {torch.float32: LSE_FLOAT32, torch.bfloat16: LSE_BFLOAT16}
+SHAPES = [(4, 2, 64, 16), (8, 1, 128, 32), (3, 3, 64, 64), (20, 1, 64, 16)]
+CONTEXTS = [1, 16, 0, 17, 255, 700, 64, 5]
+
+
+class Paged:
+    """Requests with their keys and values scattered over pages; everything that no request owns is NaN."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: str, shape: tuple[int, int, int, int], contexts: list[int], flat: bool = False
+    ) -> None:
+        heads, kv_heads, dim, page_tokens = shape
+        generator = np.random.default_rng(dim + heads)
+        counts = [-(-context // page_tokens) for context in contexts]
+        order = iter(generator.permutation(sum(counts) + 3).tolist())
+        pages_shape = (sum(counts) + 3, kv_heads, page_tokens, dim)
+        self.contexts, self.scale = contexts, dim**-0.5
+        self.query = random(generator, (len(contexts), heads, dim), dtype, device) * (0 if flat else 2)
+        self.key_pages = torch.full(pages_shape, float("nan"), dtype=dtype, device=device)
+        self.value_pages = self.key_pages.clone()
+        self.slots = torch.arange(len(contexts), dtype=torch.int32, device=device)
+        self.page_table = torch.full((len(contexts), max(counts) + 1), -(10**6), dtype=torch.int32, device=device)
+        self.keys, self.values = [], []
+        for row, context in enumerate(contexts):
+            key, value = (random(generator, (context, kv_heads, dim), dtype, device) for _ in range(2))
+            for first in range(0, context, page_tokens):
+                page, last = next(order), min(first + page_tokens, context)
+                self.page_table[row, first // page_tokens] = page
+                self.key_pages[page, :, : last - first] = key[first:last].transpose(0, 1)
+                self.value_pages[page, :, : last - first] = value[first:last].transpose(0, 1)
+            self.keys.append(wide(key))
+            self.values.append(wide(value))
+        self.context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+        self.workspace = workspace_for(len(contexts), heads, kv_heads, dim, 2**18, device)
+        self.workspace.out.fill_(float("nan"))
+        self.workspace.lse.fill_(float("nan"))
+
+    def run(self) -> Partial:
+        return paged_decode_attention(self.query, self.key_pages, self.value_pages, self.page_table, self.slots,
+                                      self.context_lens, self.scale, self.workspace)  # fmt: skip
+
+    def wanted(self) -> tuple[np.ndarray, np.ndarray]:
+        rows = zip(wide(self.query), self.keys, self.values, strict=True)
+        parts = [oracle.attend(query, keys, values, self.scale) for query, keys, values in rows]
+        return np.stack([out for out, _ in parts]), np.stack([lse for _, lse in parts])
+
+
+@on_devices
+@on_dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("contexts", [CONTEXTS, [33], [300], [5, 5, 5], [0, 1500]])
+def test_attention_equals_its_formula_over_ragged_paged_contexts(shape, contexts, dtype, device):
+    paged = Paged(dtype, device, shape, contexts)
+    partial = paged.run()
+    out, lse = paged.wanted()
+    assert partial.out.dtype == partial.lse.dtype == torch.float32
+    assert distance(partial.out, out) < KERNEL_TOLERANCE[dtype]
+    held = np.array(contexts) > 0
+    assert np.abs(wide(partial.lse)[held] - lse[held]).max() < LSE_TOLERANCE[dtype]
+    assert np.array_equal(np.isneginf(wide(partial.lse)), np.isneginf(lse))
+    assert not wide(partial.out)[~held].any()
+
+
+@on_devices
+@on_dtypes
+def test_padding_slots_give_empty_partials_whatever_their_context_says(dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [40, 40, 40])
+    paged.slots[1] = -1
+    partial, (out, _) = paged.run(), paged.wanted()
+    assert torch.isneginf(partial.lse[1]).all()
+    assert not partial.out[1].any()
+    assert distance(partial.out[[0, 2]], out[[0, 2]]) < KERNEL_TOLERANCE[dtype]
+
+
+@on_devices
+@on_dtypes
+def test_one_token_more_or_less_is_noticed(dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [700])
+    out, lse = paged.wanted()
+    paged.keys[0], paged.values[0] = paged.keys[0][:-1], paged.values[0][:-1]
+    short_out, short_lse = paged.wanted()
+    partial = paged.run()
+    assert distance(partial.out, short_out) > distance(partial.out, out)
+    assert np.abs(wide(partial.lse) - short_lse).max() > LSE_TOLERANCE[dtype]
+    assert np.abs(wide(partial.lse) - lse).max() < LSE_TOLERANCE[dtype]
+
+
+@on_devices
+@on_dtypes
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 1000, 4097])
+def test_flat_logits_count_the_tokens_of_a_context(context, dtype, device):
+    lse = wide(Paged(dtype, device, (2, 1, 64, 16), [context], flat=True).run().lse)
+    assert np.abs(lse - np.log(context)).max() < CHECKSUM_TOLERANCE[dtype]
+    assert np.abs(lse - np.log(context + 1)).max() > CHECKSUM_TOLERANCE[dtype]
+
+
+@on_devices
+@on_dtypes
+def test_a_nan_inside_the_context_is_not_hidden(dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [40])
+    paged.key_pages[int(paged.page_table[0, 1])] = float("nan")
+    assert paged.run().out.isnan().all()
+
+
+def test_float64_stays_float64_on_the_cpu():
+    paged = Paged(torch.float64, "cpu", SHAPES[0], [300, 20])
+    partial = paged_decode_attention_reference(paged.query, paged.key_pages, paged.value_pages, paged.page_table,
+                                               paged.slots, paged.context_lens, paged.scale)  # fmt: skip
+    assert partial.out.dtype == torch.float64
+    assert distance(partial.out, paged.wanted()[0]) < KERNEL_FLOAT64
+
+
+@on_devices
+@on_dtypes
+def test_wrong_arguments_are_named(dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [40])
+    paged.context_lens = paged.context_lens.long()
+    with pytest.raises(ValueError, match=r"paged_decode_attention: context_lens is \(1,\) torch.int64.*int32"):
+        paged.run()
+
+
+@pytest.mark.parametrize(("requests", "context"), [(1, 512), (1, 262_144), (64, 512), (64, 262_144), (3, 8192)])
+def test_splits_fill_the_device_and_bound_the_longest_program(requests, context):
+    splits = num_splits(requests, 8, context, 132)
+    assert 1 <= splits <= 128
+    assert splits * requests * 8 >= 132 or splits == 128
+    assert context / splits <= 8192

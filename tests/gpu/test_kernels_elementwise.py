@@ -1,0 +1,127 @@
+"""RMSNorm, SwiGLU and RoPE with the KV write against float64 oracles, over poisoned memory and ragged edges."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.kernels.rms_norm import add_rms_norm, rms_norm
+from gpu.kernels.rope_kv_write import rope_kv_write
+from gpu.kernels.swiglu import swiglu
+from tests.gpu import kernel_oracles as oracle
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]
+SHAPES = [(1, 256), (3, 100), (5, 4096), (2, 5120)]
+FAR_AWAY = 10**12
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
+def test_rms_norm_equals_its_formula(tokens, hidden, dtype, device):
+    generator = np.random.default_rng(hidden)
+    x, weight = random(generator, (tokens, hidden), dtype, device), random(generator, (hidden,), dtype, device)
+    wanted = oracle.rms_norm(wide(x), wide(weight), NORM_EPS)
+    before = x.clone()
+    assert distance(rms_norm(x, weight, NORM_EPS), wanted) < KERNEL_TOLERANCE[dtype]
+    assert torch.equal(x, before)
+    lost = int(np.abs(wanted).max(axis=0).argmax())
+    one_lost = oracle.rms_norm(np.where(np.arange(hidden) == lost, 0, wide(x)), wide(weight), NORM_EPS)
+    assert distance(rms_norm(x, weight, NORM_EPS), one_lost) > KERNEL_TOLERANCE[dtype]
+
+
+def test_rms_norm_takes_rows_of_a_wider_buffer(dtype, device):
+    generator = np.random.default_rng(0)
+    buffer = torch.full((3, 300), float("nan"), dtype=dtype, device=device)
+    x = buffer[:, 100:228]
+    x.copy_(random(generator, (3, 128), dtype, device))
+    weight = random(generator, (128,), dtype, device)
+    wanted = oracle.rms_norm(wide(x), wide(weight), NORM_EPS)
+    assert distance(rms_norm(x, weight, NORM_EPS), wanted) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
+def test_add_rms_norm_adds_into_the_residual_and_norms_what_it_stored(tokens, hidden, dtype, device):
+    generator = np.random.default_rng(hidden)
+    x, residual = (random(generator, (tokens, hidden), dtype, device) for _ in range(2))
+    weight = random(generator, (hidden,), dtype, device)
+    total = wide(x) + wide(residual)
+    normed, updated = add_rms_norm(x, residual, weight, NORM_EPS)
+    assert updated is residual
+    assert distance(residual, total) < KERNEL_TOLERANCE[dtype]
+    assert distance(normed, oracle.rms_norm(wide(residual), wide(weight), NORM_EPS)) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
+def test_swiglu_equals_its_formula(tokens, hidden, dtype, device):
+    gate_up = random(np.random.default_rng(hidden), (tokens, 2 * hidden), dtype, device)
+    wanted = oracle.swiglu(wide(gate_up))
+    assert distance(swiglu(gate_up), wanted) < KERNEL_TOLERANCE[dtype]
+    halves_swapped = oracle.swiglu(np.roll(wide(gate_up), hidden, axis=1))
+    assert distance(swiglu(gate_up), halves_swapped) > KERNEL_TOLERANCE[dtype]
+
+
+def test_wrong_arguments_are_named_before_anything_runs(dtype, device):
+    x = torch.zeros(2, 8, dtype=dtype, device=device)
+    with pytest.raises(ValueError, match=r"rms_norm: weight is \(4,\).*wanted \(8,\)"):
+        rms_norm(x, x[0, :4], NORM_EPS)
+    with pytest.raises(ValueError, match=r"add_rms_norm: residual is \(1, 8\).*wanted \(2, 8\)"):
+        add_rms_norm(x, x[:1], x[0], NORM_EPS)
+    with pytest.raises(ValueError, match="swiglu: gate_up is"):
+        swiglu(x[:, :5])
+
+
+class Rope:
+    """Arguments of one RoPE and KV write: 37 tokens of two slots in random order, one padding token between them."""
+
+    def __init__(self, dtype: torch.dtype, device: str, heads: int, kv_heads: int, dim: int, page_tokens: int) -> None:
+        generator = np.random.default_rng(dim + heads)
+        self.heads, self.kv_heads, self.dim, self.page_tokens = heads, kv_heads, dim, page_tokens
+        places = generator.permutation([(0, position) for position in range(20)] + [(2, 31 + i) for i in range(17)])
+        slots, positions = np.insert(places[:, 0], 5, -1), np.insert(places[:, 1], 5, FAR_AWAY)
+        self.frequencies = 10_000.0 ** (-np.arange(dim // 2) / (dim // 2))
+        angles = np.arange(64)[:, None] * self.frequencies
+        self.qkv = random(generator, (len(slots), (heads + 2 * kv_heads) * dim), dtype, device)
+        self.cos, self.sin = (torch.from_numpy(table).float().to(device) for table in (np.cos(angles), np.sin(angles)))
+        self.positions, self.slots = torch.from_numpy(positions).to(device), torch.from_numpy(slots).int().to(device)
+        num_pages = 3 * 64 // page_tokens
+        self.page_table = torch.from_numpy(generator.permutation(num_pages)).int().view(3, -1).to(device)
+        shape = (num_pages, kv_heads, page_tokens, dim)
+        self.key_pages = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        self.value_pages = self.key_pages.clone()
+
+    def run(self) -> torch.Tensor:
+        return rope_kv_write(self.qkv, self.cos, self.sin, self.positions, self.slots, self.page_table,
+                             self.key_pages, self.value_pages, self.heads)  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_tokens"), [(4, 2, 64, 16), (6, 1, 128, 32), (3, 3, 64, 64)])
+def test_rope_rotates_queries_and_writes_keys_and_values_to_their_pages(
+    heads, kv_heads, dim, page_tokens, dtype, device
+):
+    rope = Rope(dtype, device, heads, kv_heads, dim, page_tokens)
+    before = rope.qkv.clone()
+    query = rope.run()
+    assert torch.equal(rope.qkv, before)
+    tokens = [row for row, slot in enumerate(rope.slots.tolist()) if slot >= 0]
+    split = wide(rope.qkv).reshape(len(rope.slots), -1, dim)
+    angles = wide(rope.positions)[tokens][:, None] * rope.frequencies
+    rotated = oracle.rotate(split[tokens, : heads + kv_heads], angles)
+    assert distance(query[tokens], rotated[:, :heads]) < KERNEL_TOLERANCE[dtype]
+    keys, values = np.full(rope.key_pages.shape, np.nan), np.full(rope.key_pages.shape, np.nan)
+    for index, row in enumerate(tokens):
+        slot, position = int(rope.slots[row]), int(rope.positions[row])
+        page = int(rope.page_table[slot, position // page_tokens])
+        keys[page, :, position % page_tokens] = rotated[index, heads:]
+        values[page, :, position % page_tokens] = split[row, heads + kv_heads :]
+    for pages, wanted in ((rope.key_pages, keys), (rope.value_pages, values)):
+        written = ~np.isnan(wanted)
+        assert np.array_equal(~np.isnan(wide(pages)), written)
+        assert distance(pages.cpu()[torch.from_numpy(written)], wanted[written]) < KERNEL_TOLERANCE[dtype]
+    shifted = oracle.rotate(split[tokens, :heads], angles + rope.frequencies)
+    assert distance(query[tokens], shifted) > KERNEL_TOLERANCE[dtype]
+
+
+def test_rope_refuses_a_qkv_of_another_width(dtype, device):
+    rope = Rope(dtype, device, 4, 2, 64, 16)
+    rope.heads = 5
+    with pytest.raises(ValueError, match="rope_kv_write: qkv is 512 wide"):
+        rope.run()

@@ -1,0 +1,34 @@
+"""The Triton kernels themselves, under Triton's interpreter: the kernels' own tests again, without a GPU.
+
+In float32 (and the GEMV in bf16, which is all it takes): the interpreter multiplies bf16 matrices wrongly.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu.kernels.arguments import INTERPRETED
+
+ROOT = Path(__file__).parents[2]
+FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in ("elementwise", "attention", "linear")),
+         "tests/transfer/test_partial.py"]  # fmt: skip
+SELECTED = " or ".join(
+    (
+        "(test_kernels_elementwise and cpu and float32 and not 4096 and not 5120)",
+        "(test_kernels_attention and cpu and float32 and (contexts0-shape0 or contexts0-shape1 or padding or nan))",
+        "(test_kernels_linear and bfloat16 and (1-50-1056 or 3-50-1056 or 4-6-72))",
+        "(test_partial and cpu and not partition)",
+    )
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the suite under the interpreter, and this is the interpreter")
+def test_kernels_pass_their_tests_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *FILES, "-k", SELECTED]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,71 @@
+"""Projections of a few tokens, with what is fused into them, against float64 oracles."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.kernels.linear import gate_up_swiglu, linear, norm_gate_up_swiglu, norm_linear
+from tests.gpu import kernel_oracles as oracle
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
+from tests.tolerances import KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32
+
+CHAIN_TOLERANCE = {torch.float32: KERNEL_FLOAT32, torch.bfloat16: KERNEL_CHAIN_BFLOAT16}
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5]),
+    pytest.mark.parametrize(("rows", "inner"), [(50, 1056), (64, 1024), (6, 72)]),
+]
+
+
+def _arguments(tokens, rows, inner, dtype, device):
+    generator = np.random.default_rng(rows + tokens)
+    x, weight = (random(generator, shape, dtype, device) for shape in ((tokens, inner), (rows, inner)))
+    return x, weight, random(generator, (inner,), dtype, device), random(generator, (tokens, rows), dtype, device)
+
+
+def test_linear_adds_the_residual_and_leaves_it(rows, inner, tokens, dtype, device):
+    x, weight, _, residual = _arguments(tokens, rows, inner, dtype, device)
+    product = wide(x) @ wide(weight).T
+    before = residual.clone()
+    assert distance(linear(x, weight), product) < KERNEL_TOLERANCE[dtype]
+    assert distance(linear(x, weight, residual), product + wide(residual)) < KERNEL_TOLERANCE[dtype]
+    assert torch.equal(residual, before)
+    x[:, int(np.abs(wide(x)).max(axis=0).argmax())] = 0
+    assert distance(linear(x, weight), product) > KERNEL_TOLERANCE[dtype]
+
+
+def test_linear_takes_float32_tokens(rows, inner, tokens, dtype, device):
+    x, weight, _, _ = _arguments(tokens, rows, inner, dtype, device)
+    got = linear(x.float(), weight)
+    assert got.dtype == dtype
+    assert distance(got, wide(x) @ wide(weight).T) < KERNEL_TOLERANCE[dtype]
+
+
+def test_norm_linear_equals_the_product_of_the_norm(rows, inner, tokens, dtype, device):
+    x, weight, gain, _ = _arguments(tokens, rows, inner, dtype, device)
+    wanted = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ wide(weight).T
+    assert distance(norm_linear(x, gain, NORM_EPS, weight), wanted) < KERNEL_TOLERANCE[dtype]
+    assert distance(norm_linear(x, gain * 1.1, NORM_EPS, weight), wanted) > KERNEL_TOLERANCE[dtype]
+
+
+def test_gate_and_up_meet_in_swiglu(rows, inner, tokens, dtype, device):
+    x, weight, gain, _ = _arguments(tokens, rows, inner, dtype, device)
+    x /= inner**0.5
+    wanted = oracle.swiglu(wide(x) @ wide(weight).T)
+    assert distance(gate_up_swiglu(x, weight), wanted) < CHAIN_TOLERANCE[dtype]
+    assert distance(gate_up_swiglu(x, weight.roll(1, 0)), wanted) > CHAIN_TOLERANCE[dtype]
+    weight /= inner**0.5
+    normed = oracle.swiglu(oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ wide(weight).T)
+    assert distance(norm_gate_up_swiglu(x, gain, NORM_EPS, weight), normed) < CHAIN_TOLERANCE[dtype]
+
+
+def test_shapes_that_do_not_meet_are_named(rows, inner, tokens, dtype, device):
+    x, weight, gain, residual = _arguments(tokens, rows, inner, dtype, device)
+    with pytest.raises(ValueError, match=r"linear: got x .*wanted \[tokens, in\] and \[out, in\]"):
+        linear(x[:, 1:], weight)
+    with pytest.raises(ValueError, match="linear: residual is"):
+        linear(x, weight, residual[:, 1:])
+    with pytest.raises(ValueError, match="norm_linear: norm_weight is"):
+        norm_linear(x, gain[1:], NORM_EPS, weight)
