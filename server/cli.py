@@ -20,7 +20,7 @@ from gpu.memory_plan import PlanError
 from scheduler.messages import Loading
 from server.chat import ChatError, Conversation, ask, find_model, hold_conversation, read_document
 from server.config import ConfigError, Deployment, load_deployment
-from server.doctor import DoctorError, as_rows, examine, measure_rates, print_findings
+from server.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
 from server.plan import describe_plan, print_plan, resolve_plan
 from server.work_bar import WorkBar
 from transfer.machine import MachineError, load_machine, probe_machine
@@ -120,7 +120,7 @@ def doctor(
         tree = {"machine": machine.model_dump(mode="json"), "findings": as_rows(findings), "rates": rates}
         print(json.dumps(tree, indent=2))
     elif rates is not None:
-        console.print_json(data=rates)
+        print_rates(rates, console)
     if any(finding.verdict == "bad" for finding in findings):
         raise typer.Exit(1)
 

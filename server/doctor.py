@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -27,6 +27,7 @@ FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 FBGEMM_TORCH_MINOR = 5  # fbgemm 1.x is built against torch 2.(x + 5): 1.6 with 2.11, 1.8 with 2.13
 LEAST_TRITON = Version("3.6")
 MEASURE_SECONDS = 600
+RATE_UNITS = {"_gb_s": "GB/s", "_tflop_s": "TFLOP/s", "": ""}
 
 
 class DoctorError(Exception):
@@ -162,8 +163,8 @@ def examine_fbgemm(versions: dict[str, str]) -> Finding:
     return Finding("fbgemm", text, "good")
 
 
-def measure_rates() -> list[dict[str, Any]]:
-    """Measured rates of host and device, from a process of its own: measuring loads torch, this process does not.
+def measure_rates() -> dict[str, float]:
+    """Rates of host and device by name, from a process of its own: measuring loads torch, this process does not.
 
     Raises DoctorError with the last line that the measuring process wrote, if it fails.
     """
@@ -176,7 +177,17 @@ def measure_rates() -> list[dict[str, Any]]:
         raise DoctorError(f"doctor: measuring failed: {last}") from None
     except subprocess.TimeoutExpired:
         raise DoctorError(f"doctor: measuring took over {MEASURE_SECONDS} s; is the machine busy?") from None
-    return rows if isinstance(rows, list) else [rows]
+    return {name: rate for row in rows for name, rate in row["rates"].items()}
+
+
+def print_rates(rates: dict[str, float], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    for name, rate in rates.items():
+        what, unit = next(((name.removesuffix(end), unit) for end, unit in RATE_UNITS.items() if name.endswith(end)))
+        table.add_row(what.replace("_", " "), f"{rate:,.1f} {unit}")
+    console.print(table)
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:

@@ -1,11 +1,13 @@
 """The doctor: what fits is good, what clashes is bad and says what to do."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from server import doctor
 from server.doctor import (
@@ -16,6 +18,7 @@ from server.doctor import (
     examine_system,
     installed_versions,
     measure_rates,
+    print_rates,
 )
 from transfer.machine import load_machine
 
@@ -92,14 +95,21 @@ def test_huge_pages_that_are_off_are_noted(tmp_path: Path, text: str | None, ver
 
 
 def test_measured_rates_are_the_last_line_of_the_measuring_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"name": "memory read", "rate": 1.0}]
+    rates = {"host_stream_gb_s": 30.5, "bf16_matmul_tflop_s": 700.25}
+    rows = [{"name": "host_stream_gb_s", "rates": rates}, {"name": "bf16_matmul_tflop_s", "rates": rates}]
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         assert command[:3] == [sys.executable, "-m", "bench.rates"]
         return subprocess.CompletedProcess(command, 0, f"some words\n{json.dumps(rows)}\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert measure_rates() == rows
+    assert measure_rates() == rates
+    page = io.StringIO()
+    print_rates(rates, Console(file=page, width=100))
+    assert [line.split() for line in page.getvalue().splitlines()] == [
+        ["host", "stream", "30.5", "GB/s"],
+        ["bf16", "matmul", "700.2", "TFLOP/s"],
+    ]
 
 
 def test_a_failed_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
