@@ -65,12 +65,13 @@ class Row:
 
 
 def graph_us(calls: list[Callable[[], Any]], repeats: int) -> float:
-    """Median microseconds of one call, from a CUDA graph of LAUNCHES_PER_GRAPH calls taken in turn."""
+    """Median microseconds of one call, from a CUDA graph of LAUNCHES_PER_GRAPH calls or more, taken in turn."""
+    launches = max(LAUNCHES_PER_GRAPH, len(calls))
     for call in calls[:2]:
         call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for index in range(LAUNCHES_PER_GRAPH):
+        for index in range(launches):
             calls[index % len(calls)]()
     graph.replay()
     times = []
@@ -80,7 +81,7 @@ def graph_us(calls: list[Callable[[], Any]], repeats: int) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / LAUNCHES_PER_GRAPH)
+        times.append(start.elapsed_time(end) * 1e3 / launches)
     return sorted(times)[len(times) // 2]
 
 
@@ -158,7 +159,7 @@ def attention_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
     heads, kv_heads, dim, page_tokens = 32, 8, 128, 16
     for requests, context in product((1, 16), (512, 8192, 98_304)):
         pages = -(-context // page_tokens)
-        copies = max(1, min(8, COLD_BYTES // (4 * requests * context * kv_heads * dim)))
+        copies = max(1, min(128, COLD_BYTES // (4 * requests * context * kv_heads * dim)))
         num_pages = requests * pages * copies
         key_pages = torch.randn(num_pages, kv_heads, page_tokens, dim, device="cuda", dtype=torch.bfloat16)
         value_pages = torch.randn_like(key_pages)
