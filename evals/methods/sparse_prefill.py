@@ -47,8 +47,8 @@ class VerticalSlash(PrefillMethod):
 
         def mask(begin: int, end: int) -> torch.Tensor:
             query = torch.arange(begin, end, device=positions.device)[:, None]
-            distance = (query - torch.arange(prompt.longest, device=positions.device)).clamp(min=0)
-            return slashes[:, :, distance] | columns[:, :, None]
+            distance = (query - torch.arange(end, device=positions.device)).clamp(min=0)
+            return slashes[:, :, distance] | columns[:, :, None, :end]
 
         return attend_masked(prompt, mask)
 
@@ -90,14 +90,14 @@ class MeanPoolPrefill(PrefillMethod):
 
         def mask(begin: int, end: int) -> torch.Tensor:
             query = torch.arange(begin, end, device=scores.device) // self.block
-            key = torch.arange(prompt.longest, device=scores.device) // self.block
+            key = torch.arange(end, device=scores.device) // self.block
             return chosen_blocks[:, :, query][..., key]
 
         return attend_masked(prompt, mask)
 
 
 def attend_masked(prompt: PromptLayer, mask: Callable[[int, int], torch.Tensor]) -> PrefillResult:
-    """Causal attention over the pairs in `mask(begin, end)`, bool `[requests, heads, end - begin, longest]`.
+    """Causal attention over the pairs in `mask(begin, end)`, bool `[requests, heads, end - begin, end]`.
 
     Rows of queries behind a prompt's end come out as 0. Every real query must have a key.
     """
@@ -111,13 +111,13 @@ def attend_masked(prompt: PromptLayer, mask: Callable[[int, int], torch.Tensor])
     pairs = torch.zeros(requests, device=out.device, dtype=torch.float64)
     key = torch.arange(longest, device=out.device)
     for begin, end in query_blocks(prompt):
-        allowed = mask(begin, end) & (key <= torch.arange(begin, end, device=out.device)[:, None])
+        allowed = mask(begin, end) & (key[:end] <= key[begin:end, None])
         allowed &= valid[:, None, begin:end, None]
         pairs += allowed.sum((1, 2, 3))
         queries = prompt.queries[:, :, begin:end].reshape(requests * kv_heads, -1, dim)
-        logits = matmul_float32(queries, keys.transpose(1, 2)).mul_(dim**-0.5).view(allowed.shape)
+        logits = matmul_float32(queries, keys[:, :end].transpose(1, 2)).mul_(dim**-0.5).view(allowed.shape)
         weights = logits.masked_fill_(~allowed, -torch.inf).softmax(-1).masked_fill_(~allowed, 0)
-        block = matmul_float32(weights.view(queries.shape[0], -1, longest).to(values.dtype), values)
+        block = matmul_float32(weights.view(queries.shape[0], -1, end).to(values.dtype), values[:, :end])
         out[:, :, begin:end] = block.view(requests, heads, end - begin, dim).to(out.dtype)
     causal = prompt.lengths.double() * (prompt.lengths.double() + 1) / 2
     head_fraction = (pairs / heads / causal).float()

@@ -1,0 +1,180 @@
+"""The tables of docs/RESULTS.md: which runs they are made of, and their rendering between markers.
+
+Running and rendering are apart: a run writes JSON (configuration, machine, rows), on any machine, and tables are made
+from one or several such files. It knows no method's rule. Invariant: what stands outside the markers is never changed.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from evals.cells import Cell
+from evals.report.document import finite
+from evals.rows import Row
+
+DECODE = (
+    "topk",
+    "oracle",
+    "loki:rank=16",
+    "quest",
+    "mean_pool",
+    "snapkv",
+    "h2o:observe=64",
+    "streaming",
+)
+PREFILL = ("vertical_slash:vertical={half},slash={half}", "mean_pool_prefill:budget={budget}")
+BUDGETS = (0.02, 0.05, 0.1)
+FREE_TASKS = ("needle", "many_needles", "word_needle", "facts_one_hop")
+SHORT_TASK = "several_values"
+LIST_TASK = "list"
+FORCED_TOKENS = 32
+LENGTHS = (4096, 8192, 16384)
+SETS = ("quick", "full")
+MARKERS = ("<!-- {name}: begin -->", "<!-- {name}: end -->")
+
+QUICK_SECONDS_A_TOKEN = 1.6e-3
+FULL_SECONDS_A_TOKEN = 4.5e-6
+PREFILL_SECONDS_A_PAIR = 1.5e-9
+"""What runs have taken, for the estimate: a quick prompt token on two cores, a full one on an H200, all methods of a
+set together; and a (query, key) pair of a prompt under a prefill method on an H200, all layers and heads."""
+
+
+def decode_methods(budgets: Sequence[float]) -> tuple[str, ...]:
+    """Full attention and every decode baseline at each budget, as texts of `parse_method`."""
+    labels = ["full"]
+    for method in DECODE:
+        joint = "," if ":" in method else ":"
+        labels += [f"{method}{joint}budget={budget}" for budget in budgets]
+    return tuple(labels)
+
+
+def prefill_methods(budget: float) -> tuple[str, ...]:
+    return tuple(method.format(budget=budget, half=budget / 2) for method in PREFILL)
+
+
+def cells_of(name: str, lengths: Sequence[int], samples: int | None) -> list[Cell]:
+    """The runs of a set. quick: three tasks at 4K, 24 prompts each. full: six tasks, 400 prompts each."""
+    if name == "quick":
+        methods = decode_methods(BUDGETS)
+        tasks = ("many_needles", "word_needle", "facts_one_hop")
+        return [Cell(task, length, samples or 24, methods, 0) for length in lengths[:1] for task in tasks]
+    cells, count = [], samples or 400
+    for length in lengths:
+        free = (*FREE_TASKS, SHORT_TASK) if length == LENGTHS[0] else FREE_TASKS
+        methods = decode_methods(BUDGETS)
+        cells += [Cell(task, length, count, methods, 0) for task in free]
+        cells.append(Cell(LIST_TASK, length, count, methods, FORCED_TOKENS))
+    cells += [Cell("many_needles", length, count, prefill_methods(0.1), 0) for length in lengths]
+    return cells
+
+
+def estimate_seconds(name: str, cells: Sequence[Cell]) -> float:
+    """How long a set takes where it is meant to run: two cores (quick) or one H200 (full)."""
+    seconds = 0.0
+    for cell in cells:
+        tokens = cell.num_samples * cell.length_tokens
+        prefill = sum(not _decodes(label) for label in cell.methods)
+        if prefill < len(cell.methods):
+            seconds += tokens * (QUICK_SECONDS_A_TOKEN if name == "quick" else FULL_SECONDS_A_TOKEN)
+        seconds += prefill * tokens * cell.length_tokens * PREFILL_SECONDS_A_PAIR
+    return seconds
+
+
+def _decodes(label: str) -> bool:
+    return label.partition(":")[0] not in {method.partition(":")[0] for method in PREFILL}
+
+
+def describe_run(name: str, command: str, seed: int, seconds: float, machine: str, rows: list[Row]) -> dict[str, Any]:
+    """The JSON of a run."""
+    return finite(
+        {
+            "set": name,
+            "command": command,
+            "seed": seed,
+            "seconds": round(seconds, 1),
+            "machine": machine,
+            "date": time.strftime("%Y-%m-%d"),
+            "rows": rows,
+        }
+    )
+
+
+def machine_name(device: str) -> str:
+    import torch
+
+    if device.startswith("cuda"):
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def read_runs(paths: Sequence[Path]) -> dict[str, Any]:
+    """One run, or several of the same set put together. Raises ValueError for files that do not belong together."""
+    runs = [json.loads(path.read_text()) for path in paths]
+    names = {run["set"] for run in runs}
+    if len(names) != 1:
+        raise ValueError(f"result files: hold the sets {', '.join(sorted(names))}; give files of one set")
+    merged = dict(runs[0], rows=[row for run in runs for row in run["rows"]])
+    merged["seconds"] = sum(run["seconds"] for run in runs)
+    merged["command"] = " ; ".join(dict.fromkeys(run["command"] for run in runs))
+    return merged
+
+
+def render_run(run: dict[str, Any]) -> str:
+    """Markdown of a run: a table for each length, methods down, tasks across."""
+    samples = " or ".join(str(count) for count in sorted({row["samples"] for row in run["rows"]}))
+    failures = sum(row["failures"] for row in run["rows"])
+    noise = max((row["interval"] for row in run["rows"] if row["interval"] is not None), default=0.0)
+    minutes = f"{run['seconds'] / 60:.0f} minutes"
+    lines = [
+        f"`{run['command']}` on {run['machine']}, {run['date']}, {minutes}, seed {run['seed']}. {samples} prompts a "
+        f"task and length; failures: {failures}; the 95 % interval of a score is ±{noise:.1f} points at most.",
+    ]
+    lengths = sorted({row["length"] for row in run["rows"]})
+    for length in lengths:
+        lines += ["", f"### {length:,} tokens", "", *render_table([r for r in run["rows"] if r["length"] == length])]
+    return "\n".join(lines)
+
+
+def render_table(rows: Sequence[Row]) -> list[str]:
+    """One length. A cell is the score and, in brackets, its paired difference to full attention with its interval."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    metrics = {row["task"]: row["metric"] for row in rows}
+    heads = [f"{task} ({metrics[task]})" if metrics[task] == "agreement" else task for task in tasks]
+    lines = [
+        "| method | keys scored | bytes read | " + " | ".join(heads) + " |",
+        "|---|---|---|" + "---|" * len(tasks),
+    ]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = {row["task"]: row for row in rows if row["method"] == method}
+        reads = [_percent(own.values(), field) for field in ("head_fraction", "bytes_fraction")]
+        cells = [_cell(own[task]) if task in own else "" for task in tasks]
+        lines.append(f"| `{method}` | {' | '.join(reads)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _percent(rows: Any, field: str) -> str:
+    known = [row[field] for row in rows if row[field] is not None]
+    return f"{100 * sum(known) / len(known):.1f} %" if known else ""
+
+
+def _cell(row: Row) -> str:
+    text = f"{row['score']:.1f}"
+    if row["method"] != "full" and row["difference"] is not None:
+        text += f" ({row['difference']:+.1f} ± {row['difference_interval']:.1f})"
+    return text
+
+
+def replace_between_markers(text: str, name: str, content: str) -> str:
+    """`text` with what stands between the markers of `name` exchanged. Raises ValueError where they are missing."""
+    begin, end = (marker.format(name=name) for marker in MARKERS)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"results page: wanted the markers {begin} and {end} once each, in this order")
+    return text[: text.index(begin) + len(begin)] + "\n" + content + "\n" + text[text.index(end) :]
+
+
+def write_tables(page: Path, run: dict[str, Any]) -> None:
+    """Exchange the tables of the run's set in a Markdown page."""
+    page.write_text(replace_between_markers(page.read_text(), run["set"], render_run(run)))

@@ -1,0 +1,67 @@
+"""Records of single samples summed up to rows: one for each method, task and length, with its noise.
+
+Plain Python over `evals.store.Record`: no model, no torch. Invariants: a failed sample stays in its row with score 0
+and is counted; a row's difference to full attention is paired, over the samples that both have.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from evals.paired import FEWEST_PROMPTS, Paired, mean_interval, normal_interval
+from evals.store import Record
+
+FRACTIONS = ("head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers")
+FULL = "full"
+
+Row = dict[str, Any]
+
+
+def summarize(records: Iterable[Record]) -> list[Row]:
+    """Rows of `method, settings, task, length, samples, score, head_fraction, bytes_fraction` and what goes with them.
+
+    `score` is in points, 0 to 100; `interval` the half-width of its 95 % interval; `difference` and
+    `difference_interval` are paired with full attention on the same samples, None where it did not run. Fractions are
+    means over samples, None where nothing is known of them (failures, a server).
+    """
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[json.dumps(record.cell, sort_keys=True)].append(record)
+    exact = {
+        _place(members[0].cell): {record.sample_id: record.score for record in members}
+        for members in groups.values()
+        if members[0].cell["method"] == FULL
+    }
+    return [_row(members, exact.get(_place(members[0].cell), {})) for members in groups.values()]
+
+
+def _place(cell: dict[str, Any]) -> str:
+    """What rows that can be compared have in common."""
+    return json.dumps({key: cell[key] for key in ("task", "length", "metric")}, sort_keys=True)
+
+
+def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
+    scores = [record.score for record in members]
+    both = [record for record in members if record.sample_id in exact]
+    interval = mean_interval(scores) if len(scores) >= FEWEST_PROMPTS else None
+    gap: Paired | None = None
+    if len(both) >= FEWEST_PROMPTS:
+        gap = normal_interval([record.score for record in both], [exact[record.sample_id] for record in both])
+    return {
+        **members[0].cell,
+        "samples": len(members),
+        "failures": sum(record.failure is not None for record in members),
+        "score": 100 * sum(scores) / len(scores),
+        "interval": (interval.high - interval.low) / 2 if interval else None,
+        "difference": gap.mean if gap else None,
+        "difference_interval": (gap.high - gap.low) / 2 if gap else None,
+        **{name: mean_known([record.measured.get(name) for record in members]) for name in FRACTIONS},
+    }
+
+
+def mean_known(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that are numbers."""
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,209 @@
+"""Runs tasks under attention methods in the reference decoder: cells of (task, length, methods) to records of samples.
+
+It knows where prompts come from and how answers are scored, not how a method works. Invariants: all decode methods of a
+cell see the same prompts and share one prefill of each; a sample that fails is a record with its error and score 0;
+a sample that the store already has is not run again.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from evals import metrics
+from evals.cells import Cell, PromptSettings
+from evals.decode import Decoded, PrefilledBatch, decode_forced, decode_greedy, prefill_batch
+from evals.forward import ReferenceDecoder
+from evals.meter import Fractions
+from evals.methods.full import Full
+from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
+from evals.methods.registry import parse_method
+from evals.samples import Sample
+from evals.store import Record, sample_key
+from evals.tasks import CODE_VERSION, TASKS
+from evals.tasks.haystack import TextSource
+
+AGREEMENT = "agreement"
+"""Metric of forced cells: the share of full attention's own answer tokens that the method would have chosen too."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    sample: Sample
+    token_ids: np.ndarray
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The Hugging Face tokenizer of a model folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:
+    """The prompts of a cell, tokenized. Runs in a process of its own when there are several cells."""
+    tokenizer = load_tokenizer(settings.model)
+    source = TextSource(settings.text_files) if settings.text_files else None
+    samples = TASKS[cell.task](tokenizer, cell.length_tokens, cell.num_samples, settings.seed, settings.form, source)
+    return [Prompt(sample, encode(sample, tokenizer)) for sample in samples]
+
+
+def encode(sample: Sample, tokenizer: Any) -> np.ndarray:
+    """Token ids int32 of a prompt: as it stands if it is raw, else as the user's turn of the chat template."""
+    if sample.meta.get("raw"):
+        return np.asarray(tokenizer.encode(sample.prompt, add_special_tokens=False), dtype=np.int32)
+    prefix = sample.meta.get("answer_prefix", "")
+    turns = [{"role": "user", "content": sample.prompt.removesuffix(prefix) if prefix else sample.prompt}]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) + prefix.lstrip()
+    return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+
+def prompts_of(cells: Sequence[Cell], settings: PromptSettings, workers: int) -> Iterator[tuple[Cell, list[Prompt]]]:
+    """Each cell with its prompts, made ahead by `workers` processes (0: here, when they are asked for)."""
+    if not workers:
+        for cell in cells:
+            yield cell, make_prompts(cell, settings)
+        return
+    with ProcessPoolExecutor(min(workers, len(cells)), mp_context=get_context("spawn")) as pool:
+        pending = [pool.submit(make_prompts, cell, settings) for cell in cells]
+        for cell, future in zip(cells, pending, strict=True):
+            yield cell, future.result()
+
+
+def keys_of(cell: Cell, prompts: Sequence[Prompt], seed: int, model: str) -> list[str]:
+    """The keys of all records that a cell makes."""
+    keys = _Keys(cell, seed, model)
+    return [keys.of(label, prompt.sample) for prompt in prompts for label in cell.methods]
+
+
+def run_cells(
+    decoder: ReferenceDecoder,
+    tokenizer: Any,
+    prompts: Iterable[tuple[Cell, list[Prompt]]],
+    seed: int,
+    done: Container[str],
+    batch_tokens: int,
+    keep: Callable[[Record], None],
+) -> None:
+    """Run what `done` (keys of records) does not hold yet; `keep` gets each record as soon as it is known.
+
+    batch_tokens: prompts that go together have at most so many tokens (one prompt always goes).
+    """
+    for cell, made in prompts:
+        keys = _Keys(cell, seed, decoder.architecture.name)
+        missing = [
+            prompt for prompt in made if any(keys.of(label, prompt.sample) not in done for label in cell.methods)
+        ]
+        size = max(1, batch_tokens // cell.length_tokens)
+        for begin in range(0, len(missing), size):
+            for record in run_batch(decoder, tokenizer, cell, missing[begin : begin + size], keys):
+                if record.key not in done:
+                    keep(record)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The keys and cells of a cell's records."""
+
+    cell: Cell
+    seed: int
+    model: str
+
+    def of(self, label: str, sample: Sample) -> str:
+        settings = {**parse_method(label).settings, "forced_tokens": self.cell.forced_tokens}
+        length = self.cell.length_tokens
+        return sample_key(label, settings, sample, length, self.seed, self.model, CODE_VERSION)
+
+    def record(
+        self, label: str, sample: Sample, text: str, score: float, reads: Fractions | None, failure: str | None
+    ) -> Record:
+        identity = {
+            "method": label,
+            "settings": parse_method(label).settings,
+            "task": self.cell.task,
+            "length": self.cell.length_tokens,
+            "metric": AGREEMENT if self.cell.forced_tokens else sample.metric,
+        }
+        measured = reads.to_json() if reads is not None else {}
+        key = self.of(label, sample)
+        return Record(key, identity, sample.sample_id, score, text, failure, sample.depth, measured)
+
+
+def run_batch(
+    decoder: ReferenceDecoder, tokenizer: Any, cell: Cell, prompts: Sequence[Prompt], keys: _Keys
+) -> Iterator[Record]:
+    """Records of a batch under every method of the cell. Out of memory: halves of it; a prompt alone: a failure."""
+    try:
+        yield from list(_run_together(decoder, tokenizer, cell, prompts, keys))
+    except (torch.OutOfMemoryError, MethodError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return
+    if len(prompts) > 1:
+        middle = len(prompts) // 2
+        yield from run_batch(decoder, tokenizer, cell, prompts[:middle], keys)
+        yield from run_batch(decoder, tokenizer, cell, prompts[middle:], keys)
+        return
+    for label in cell.methods:
+        yield keys.record(label, prompts[0].sample, "", 0.0, None, reason)
+
+
+def _run_together(
+    decoder: ReferenceDecoder, tokenizer: Any, cell: Cell, prompts: Sequence[Prompt], keys: _Keys
+) -> Iterator[Record]:
+    methods = [(label, parse_method(label)) for label in cell.methods]
+    decode = [(label, method) for label, method in methods if isinstance(method, DecodeMethod)]
+    ids = [prompt.token_ids.tolist() for prompt in prompts]
+    room = decoder.architecture.max_context_tokens - max(map(len, ids))
+    longest_answer = max(prompt.sample.max_new_tokens for prompt in prompts)
+    tokens = min(cell.forced_tokens or longest_answer, room)
+    answers: list[list[int]] | None = None
+    if decode or cell.forced_tokens:
+        batch = prefill_batch(decoder, ids, tokens, [*(method for _, method in decode), Full()], None)
+        if cell.forced_tokens:
+            answers = _answers(batch, len(decode), tokens)
+        for which, (label, _) in enumerate(decode):
+            decoded = _decode(batch, which, tokens, answers)
+            yield from _score(tokenizer, keys, label, prompts, decoded, decoded.reads, answers)
+        del batch
+    for label, method in methods:
+        if isinstance(method, PrefillMethod):
+            batch = prefill_batch(decoder, ids, tokens, [Full()], method)
+            decoded = _decode(batch, 0, tokens, answers)
+            yield from _score(tokenizer, keys, label, prompts, decoded, batch.prefill_reads or [], answers)
+
+
+def _answers(batch: PrefilledBatch, full: int, tokens: int) -> list[list[int]]:
+    """Full attention's own answers; an empty one is its stop token."""
+    stop = batch.decoder.architecture.eos_token_ids
+    return [row or [stop[0]] for row in decode_greedy(batch, full, tokens, frozenset(stop), None).tokens]
+
+
+def _decode(batch: PrefilledBatch, which: int, tokens: int, answers: list[list[int]] | None) -> Decoded:
+    if answers is not None:
+        return decode_forced(batch, which, answers, None, None)
+    return decode_greedy(batch, which, tokens, frozenset(batch.decoder.architecture.eos_token_ids), None)
+
+
+def _score(
+    tokenizer: Any,
+    keys: _Keys,
+    label: str,
+    prompts: Sequence[Prompt],
+    decoded: Decoded,
+    reads: Sequence[Fractions],
+    answers: list[list[int]] | None,
+) -> Iterator[Record]:
+    for row, (prompt, tokens, read) in enumerate(zip(prompts, decoded.tokens, reads, strict=True)):
+        sample = prompt.sample
+        text = tokenizer.decode(tokens[: sample.max_new_tokens], skip_special_tokens=True)
+        if answers is not None:
+            value = sum(one == other for one, other in zip(tokens, answers[row], strict=True)) / len(answers[row])
+        else:
+            value = metrics.score(sample.metric, text, sample.answers, sample.meta)
+        yield keys.record(label, sample, text, value, read, None)
