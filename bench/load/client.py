@@ -128,6 +128,8 @@ class Client:
                 if line.startswith(b"data:"):
                     event = line[5:].strip()
                     if event == b"[DONE]":
+                        if record.finish_reason is None and not record.chunk_times_s:
+                            raise StreamFault("stream held nothing but [DONE]")
                         return
                     _read_event(event, arrived_s, record)
         if record.finish_reason is None:
@@ -141,9 +143,12 @@ class Client:
         except (KeyError, IndexError, TypeError):
             raise StreamFault(f"{self.base_url}/v1/models lists no model; name one with --model") from None
 
-    async def count_tokens(self, model: str, text: str) -> int:
-        """The server's own count, from its /tokenize route. Raises StreamFault where it has none."""
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
+    async def count_tokens(self, model: str, text: str, with_special: bool) -> int:
+        """The server's own count, from its /tokenize route, with or without what it puts before a prompt.
+
+        Raises StreamFault where it has none.
+        """
+        body = {"model": model, "prompt": text, "add_special_tokens": with_special}
         try:
             async with self.session.post(self.base_url + "/tokenize", json=body) as response:
                 if response.status != 200:

@@ -31,7 +31,9 @@ def serve(
     shared_prefix_share: Annotated[float, typer.Option(help="share of each prompt common to all, 0 to 1")] = 0.0,
     warm: Annotated[bool, typer.Option("--warm", help="send the shared prefix once before measuring")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="a new salt before each prompt: nothing is cached")] = False,
-    text: Annotated[list[Path] | None, typer.Option(help="text files to cut prompts from")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="text files to cut prompts from (their first 8 M characters)")
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="model folder, to count tokens exactly")] = None,
     conversations: Annotated[Path | None, typer.Option(help="JSONL of messages or ShareGPT (chat)")] = None,
     attention_profile: Annotated[str | None, typer.Option(help="extension field of requests")] = None,

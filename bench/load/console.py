@@ -57,7 +57,7 @@ def print_summary(summary: Summary, notes: list[str], console: Console) -> None:
     for key, label in LATENCIES:
         spread: Spread = getattr(summary, key)
         values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
-        table.add_row(label, *(f"{value:,.1f}" for value in values), f"{spread.num:,}")
+        table.add_row(label, *("-" if value != value else f"{value:,.1f}" for value in values), f"{spread.num:,}")
     console.print(table)
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, value in list_facts(summary):

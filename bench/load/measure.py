@@ -32,6 +32,7 @@ from bench.load.tokens import (
     pool_by_tokenizer,
 )
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POOL_CHARS = 400_000
 _MAX_POOL_CHARS = 8_000_000
 _CHARS_FOR_A_TOKEN = 6
@@ -65,7 +66,7 @@ async def measure(plan: LoadPlan, console: Console) -> LoadResult:
         await _warm(run, shared_jobs, console)
         progress = asyncio.create_task(show_progress(run, console))
         try:
-            with _interrupt_on_sigint(run):
+            with _interrupt_on_signals(run):
                 await run.run()
         finally:
             progress.cancel()
@@ -116,7 +117,12 @@ async def _make_pool(run: LoadRun, tokenizer: Tokenizer | None, text: str) -> Te
     if tokenizer is not None:
         return pool_by_tokenizer(text, tokenizer, str(run.plan.tokenizer))
     try:
-        return await pool_by_server(text[:_POOL_CHARS], lambda piece: run.client.count_tokens(run.model, piece))
+        added = await run.client.count_tokens(run.model, "The", True) - await run.client.count_tokens(
+            run.model, "The", False
+        )
+        return await pool_by_server(
+            text[:_POOL_CHARS], added, lambda piece: run.client.count_tokens(run.model, piece, False)
+        )
     except StreamFault:
         probe = await run.send_alone(_make_probe(text))
         if probe.outcome == "completed" and probe.prompt_tokens:
@@ -148,17 +154,19 @@ def _count_answers(records: list[RequestRecord], tokenizer: Tokenizer) -> None:
 
 
 @contextlib.contextmanager
-def _interrupt_on_sigint(run: LoadRun) -> Iterator[None]:
-    """Ctrl-C ends the run, not the program. Only the main thread can hear it."""
+def _interrupt_on_signals(run: LoadRun) -> Iterator[None]:
+    """Ctrl-C or SIGTERM ends the run, not the program. Only the main thread can hear them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, run.interrupt)
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, run.interrupt)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 def _not_ready(index: int) -> Job:

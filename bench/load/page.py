@@ -64,5 +64,5 @@ def _pick_headlines(summary: Summary) -> list[tuple[str, str, str]]:
 
 def _say_ms(value: float) -> str:
     if value != value:
-        return "none"
+        return "-"
     return f"{value / 1e3:,.2f} s" if value >= 1000 else f"{value:,.1f} ms"

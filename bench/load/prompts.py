@@ -69,13 +69,14 @@ class PromptMaker:
             salt = write_salt(random.Random(self.run_salt + index)) + "\n\n"
         head = salt + self._cut_shared(num_tokens)
         begin = int(self.order[index % len(self.order)])
-        body_tokens = num_tokens - (self.pool.estimate(salt) if salt else 0) - self.count_shared(num_tokens)
+        salt_tokens = self.pool.estimate(salt) if salt else 0
+        body_tokens = num_tokens - salt_tokens - self.count_shared(num_tokens)
         if body_tokens < 0 or num_tokens < 1:
             raise PlanError(
                 f"--input-tokens: a prompt of {num_tokens} tokens has no room for the salt of --cold "
-                f"({self.pool.estimate(salt)}) and the shared part ({self.count_shared(num_tokens)}); raise it"
+                f"({salt_tokens}) and the shared part ({self.count_shared(num_tokens)}); raise it"
             )
-        return self._fit_body(head, begin, body_tokens, num_tokens)
+        return self._fit_body(head, begin, max(0, body_tokens - self.pool.added_tokens), num_tokens)
 
     def _fit_body(self, head: str, begin: int, body_tokens: int, num_tokens: int) -> str:
         """Head and body, the body's length corrected until the whole counts `num_tokens` (the nearest if it cannot)."""

@@ -28,13 +28,15 @@ class TextPool:
 
     starts: `[tokens + 1]` int64, character positions; sentences: `[sentences]` int64, the tokens that open one;
     count: tokens of a whole prompt, with what the tokenizer adds, None where only estimates are known;
-    method: how tokens are counted, in words.
+    added_tokens: what the server puts before a prompt (BOS), where `count` does not know; method: how tokens are
+    counted, in words.
     """
 
     text: str
     starts: NDArray[np.int64]
     sentences: NDArray[np.int64]
     count: Callable[[str], int] | None
+    added_tokens: int
     method: str
 
     @property
@@ -90,10 +92,10 @@ def pool_by_tokenizer(text: str, tokenizer: Tokenizer, name: str) -> TextPool:
     def count(prompt: str) -> int:
         return len(tokenizer.encode(prompt).ids)
 
-    return _make_pool(text, np.asarray([*starts, begin]), count, f"tokenizer {name}")
+    return _make_pool(text, np.asarray([*starts, begin]), count, 0, f"tokenizer {name}")
 
 
-async def pool_by_server(text: str, count_piece: Callable[[str], Awaitable[int]]) -> TextPool:
+async def pool_by_server(text: str, added_tokens: int, count_piece: Callable[[str], Awaitable[int]]) -> TextPool:
     """Positions from a server's counts of short pieces. Whatever count_piece raises passes through."""
     starts: list[NDArray[np.float64]] = []
     begin = 0
@@ -102,14 +104,16 @@ async def pool_by_server(text: str, count_piece: Callable[[str], Awaitable[int]]
         starts.append(np.linspace(begin, begin + len(piece), num_tokens, endpoint=False))
         begin += len(piece)
     positions = np.concatenate([*starts, [begin]]).astype(np.int64)
-    return _make_pool(text, positions, None, f"the server's /tokenize, on pieces of {PIECE_CHARS} characters")
+    return _make_pool(
+        text, positions, None, added_tokens, f"the server's /tokenize, on pieces of {PIECE_CHARS} characters"
+    )
 
 
 def pool_by_ratio(text: str, chars_per_token: float, source: str) -> TextPool:
     """Estimated positions, a token every `chars_per_token` characters. `source` says where the ratio is from."""
     num_tokens = max(1, round(len(text) / chars_per_token))
     positions = np.linspace(0, len(text), num_tokens + 1).astype(np.int64)
-    return _make_pool(text, positions, None, f"ESTIMATED at {chars_per_token:.2f} characters a token ({source})")
+    return _make_pool(text, positions, None, 0, f"ESTIMATED at {chars_per_token:.2f} characters a token ({source})")
 
 
 def split_text(text: str, piece_chars: int) -> Iterator[str]:
@@ -124,9 +128,11 @@ def split_text(text: str, piece_chars: int) -> Iterator[str]:
         begin = end
 
 
-def _make_pool(text: str, starts: NDArray[np.int64], count: Callable[[str], int] | None, method: str) -> TextPool:
+def _make_pool(
+    text: str, starts: NDArray[np.int64], count: Callable[[str], int] | None, added_tokens: int, method: str
+) -> TextPool:
     starts = np.maximum.accumulate(starts.astype(np.int64))
     starts[0] = 0
     openings = [0, *(match.end() for match in _SENTENCE_END.finditer(text) if match.end() < len(text))]
     sentences = np.unique(np.searchsorted(starts[:-1], openings, side="left"))
-    return TextPool(text, starts, sentences[sentences < len(starts) - 1], count, method)
+    return TextPool(text, starts, sentences[sentences < len(starts) - 1], count, added_tokens, method)

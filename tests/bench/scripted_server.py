@@ -19,7 +19,7 @@ from aiohttp import web
 class Behaviour:
     """How one request is answered.
 
-    kind: ok, error, disconnect, malformed, error_object, hang, not_a_stream or no_finish.
+    kind: ok, error, disconnect, malformed, error_object, hang, not_a_stream, no_finish or empty.
     """
 
     kind: str = "ok"
@@ -69,6 +69,9 @@ class ScriptedServer:
         await asyncio.sleep(how.first_s)
         if how.kind == "hang":
             await asyncio.sleep(30)
+        if how.kind == "empty":
+            await response.write(b"data: [DONE]\n\n")
+            return response
         is_chat = "messages" in body
         for begin in range(0, how.tokens, how.tokens_per_chunk):
             if begin:

@@ -116,7 +116,7 @@ async def test_a_servers_counts_of_pieces_give_prompts_of_nearly_the_length(toke
         await asyncio.sleep(0)
         return len(tokenizer.encode(piece, add_special_tokens=False).ids)
 
-    pool = await pool_by_server(TEXT, count_piece)
+    pool = await pool_by_server(TEXT, 1, count_piece)
     plan = make_plan(input_tokens=parse_lengths("", "1000"))
     for text in write_prompts(plan, pool, 5):
         assert abs(len(tokenizer.encode(text).ids) - 1000) <= 1000 * LOAD_PIECE_SHARE

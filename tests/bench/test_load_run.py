@@ -90,6 +90,7 @@ FAILURES = [
     (Behaviour(kind="error_object"), "error in the stream: engine died"),
     (Behaviour(kind="no_finish"), "without a finish_reason"),
     (Behaviour(kind="not_a_stream"), "wanted text/event-stream"),
+    (Behaviour(kind="empty"), "nothing but [DONE]"),
     (Behaviour(kind="hang"), "timeout after 0.5 s"),
 ]
 
@@ -97,15 +98,15 @@ FAILURES = [
 async def test_each_failure_is_counted_with_its_reason_and_the_others_complete() -> None:
     script = [behaviour for behaviour, _ in FAILURES] + [Behaviour()]
     with scripted_server(*script) as server:
-        result = await run_load(server, concurrency=1, requests=12, timeout_s=0.5)
+        result = await run_load(server, concurrency=1, requests=13, timeout_s=0.5)
     summary = result.summary
-    assert (summary.due, summary.failed, summary.completed, summary.http_429) == (12, len(FAILURES), 4, 1)
+    assert (summary.due, summary.failed, summary.completed, summary.http_429) == (13, len(FAILURES), 4, 1)
     for record, (_, reason) in zip(result.records, FAILURES, strict=False):
         assert record.outcome == "failed"
         assert reason in record.reason
     assert sum(summary.reasons.values()) == len(FAILURES)
     assert summary.ttft.num == 4
-    assert "8 of 12 requests did not complete" in result.notes[0]
+    assert "9 of 13 requests did not complete" in result.notes[0]
 
 
 async def test_a_429_is_sent_again_if_asked_and_the_wait_is_part_of_the_latency() -> None:
