@@ -72,7 +72,7 @@ class DecodeSteps:
         packed = DecodeInputs.pack(slots, positions, size, len(self.last_tokens) - 1)
         captured = self._captured.get(size)
         if captured is None:
-            return self._compute(DecodeInputs(upload(packed, self.last_tokens.device), size))
+            return self.compute(DecodeInputs(upload(packed, self.last_tokens.device), size))
         captured.inputs.buffer.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
         for segment in captured.segments:
             segment.replay()
@@ -88,16 +88,16 @@ class DecodeSteps:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_STEPS):
-                    self._compute(inputs)
+                    self.compute(inputs)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._compute(inputs)
+                logits = self.compute(inputs)
             self._captured[size] = _CapturedStep(inputs, [graph], logits)
             on_progress((done + 1) / len(sizes))
 
-    def _compute(self, inputs: DecodeInputs) -> Tensor:
-        """Embedding, all layers and logits: one segment."""
+    def compute(self, inputs: DecodeInputs) -> Tensor:
+        """The step itself, eagerly: embedding, all layers and logits are one segment."""
         hidden = self.decoder.embed(self.last_tokens.index_select(0, inputs.token_slots))
         for layer in range(self.decoder.architecture.num_layers):
             hidden = self._layer(layer, hidden, inputs)

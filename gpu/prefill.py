@@ -131,6 +131,10 @@ class Prefill:
         self._jobs.pop(job_id, None)
         self.gathered.forget()
 
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
+
     def run(self, unit: PrefillUnit) -> FinishedJob | None:
         """Compute one unit; the one that ends the last layer also samples, and ends the job."""
         state = self._jobs[unit.job_id]

@@ -18,7 +18,7 @@ from gpu.decoder import Decoder
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv_pool import KvPool
 from gpu.prefill import FinishedJob, Prefill
-from gpu.profiles import PROFILES
+from gpu.profiles import PROFILES, get_profile
 from gpu.sampler import Sampled, Sampler
 from gpu.sampling_params import SamplingParams
 from gpu.step import (
@@ -106,6 +106,7 @@ class Runner:
                  max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
                  device: torch.device) -> None:  # fmt: skip
         self.architecture = architecture
+        self.weights = weights
         self.device = device
         self.limits = Limits(num_pages, page_tokens, max_context_tokens, max_running, architecture.vocab_size)
         self.pool = KvPool(architecture, num_pages, page_tokens, max_running, max_context_tokens, dtype, device)
@@ -120,6 +121,14 @@ class Runner:
             name: DecodeSteps(decoder, profile.load_decode_attention(), self._last_tokens, workspace)
             for name, profile in PROFILES.items()
         }
+
+    @property
+    def num_prefill_jobs(self) -> int:
+        return self._prefill.num_jobs
+
+    def decode_steps(self, profile: str) -> DecodeSteps:
+        """The decode steps of an attention profile. Raises ProfileError for an unknown one."""
+        return self._decode_steps[get_profile(profile).name]
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
@@ -196,7 +205,7 @@ class Runner:
         timer.mark(0)
         decoded = []
         for group in groups:
-            logits = self._decode_steps[group.profile].run(group.slots, group.positions)
+            logits = self.decode_steps(group.profile).run(group.slots, group.positions)
             sampled = self._sampler.sample(logits, group.slots, group.samples)
             self._feed_back(sampled)
             decoded.append(sampled)

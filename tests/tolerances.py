@@ -56,7 +56,7 @@ SAMPLED_FLIPS_PER_TOKEN = 1e-4
 # Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
 # would be more.
 SOAK_GROWTH_BYTES = 24 * 2**20
-# Log-probabilities of ten float32 layers against Hugging Face's, up to 8K tokens: rounding differs by the order of sums.
+# Log-probabilities of ten float32 layers against Hugging Face's, up to 8K tokens: sums in another order.
 PROMPT_LOGPROB_ATOL = 1e-4
 # The same weights and the same kernels, cut into other chunks: float32 sums in another order.
 CHUNKING_LOGPROB_ATOL = 1e-4

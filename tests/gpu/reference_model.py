@@ -1,4 +1,4 @@
-"""The reference model for tests: runners of it, prompts in its own forms, and the greedy loop over a runner's contract."""
+"""The reference model for tests: runners of it, prompts in its own forms, and greedy generation by plans."""
 
 import random
 from dataclasses import dataclass
@@ -25,42 +25,11 @@ from gpu.step import (
 FOLDER = Path(__file__).parents[2] / "deploy" / "models" / "reference"
 NUM_LAYERS = 10
 GREEDY = SamplingParams(temperature=0.0)
-SUBJECTS = [
-    "the captain",
-    "the old doctor",
-    "her sister",
-    "a stranger",
-    "the miller",
-    "Mr. Harding",
-    "the boy",
-    "the widow",
-]
+SUBJECTS = ["the captain", "the old doctor", "her sister", "a stranger", "Mr. Harding", "the boy", "the widow"]
 VERBS = ["walked to", "spoke of", "remembered", "looked upon", "turned from", "thought about", "wrote of", "left"]
-OBJECTS = [
-    "the harbour",
-    "the long road",
-    "his father's house",
-    "the garden",
-    "a letter",
-    "the church",
-    "the fire",
-    "the river",
-]
+OBJECTS = ["the harbour", "the long road", "his father's house", "the garden", "a letter", "the church", "the river"]
 ENDINGS = ["without a word", "in the evening", "before the rain", "with great care", "as if in a dream", "once more"]
-KEY_WORDS = [
-    "amber",
-    "copper",
-    "falcon",
-    "harvest",
-    "lantern",
-    "meadow",
-    "orchard",
-    "pebble",
-    "saddle",
-    "timber",
-    "velvet",
-    "willow",
-]
+KEY_WORDS = ["amber", "copper", "falcon", "harvest", "lantern", "meadow", "orchard", "timber", "velvet", "willow"]
 
 
 @cache
@@ -68,26 +37,43 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
-def needle_prompt(num_tokens: int, seed: int) -> np.ndarray:
-    """Token ids, int32, about `num_tokens` of them: a document of plain sentences with one magic number, asked for."""
-    draw = random.Random(seed)
-    key = f"{draw.choice(KEY_WORDS)}-{draw.choice(KEY_WORDS)}"
-    needle = f"The special magic number for {key} is {draw.randrange(10**6, 10**7)}."
-    question = f"\n\nWhat is the special magic number for {key}?<|end|><|assistant|>\n"
-    frame = len(tokenizer().encode("<|begin_of_text|><|user|>\n" + needle + question).ids)
-    sentences, length = [], frame
+def document(num_tokens: int, draw: random.Random) -> list[str]:
+    """Plain sentences of about `num_tokens` tokens."""
+    sentences, length = [], 0
     while length < num_tokens:
-        words = [draw.choice(part) for part in (SUBJECTS, VERBS, OBJECTS, ENDINGS)]
-        sentence = " ".join(words)
-        sentences.append(sentence[0].upper() + sentence[1:] + ".")
+        words = " ".join(draw.choice(part) for part in (SUBJECTS, VERBS, OBJECTS, ENDINGS))
+        sentences.append(words[0].upper() + words[1:] + ".")
         length += len(tokenizer().encode(" " + sentences[-1]).ids)
-    sentences.insert(draw.randrange(len(sentences) + 1), needle)
-    text = "<|begin_of_text|><|user|>\n" + " ".join(sentences) + question
+    return sentences
+
+
+def needle_prompt(num_tokens: int, seed: int) -> np.ndarray:
+    """Token ids, int32, about `num_tokens` of them: a document with magic numbers, asked for as one or as a list."""
+    draw = random.Random(seed)
+    keys = [f"{draw.choice(KEY_WORDS)}-{draw.choice(KEY_WORDS)}" for _ in range(1 + 7 * (seed % 2))]
+    needles = [f"The special magic number for {key} is {draw.randrange(10**6, 10**7)}." for key in keys]
+    question = f"What is the special magic number for {keys[0]}?"
+    if len(keys) > 1:
+        question = "List every special magic number in order of appearance."
+    frame = len(tokenizer().encode(" ".join(needles) + question).ids) + 8
+    sentences = document(num_tokens - frame, draw)
+    for needle in needles:
+        sentences.insert(draw.randrange(len(sentences) + 1), needle)
+    return encode(f"<|begin_of_text|><|user|>\n{' '.join(sentences)}\n\n{question}<|end|><|assistant|>\n")
+
+
+def document_prompt(num_tokens: int, seed: int) -> np.ndarray:
+    """Token ids, int32: a document to go on with, no question."""
+    return encode("<|begin_of_text|>" + " ".join(document(num_tokens, random.Random(seed))))
+
+
+def encode(text: str) -> np.ndarray:
     return np.array(tokenizer().encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
 
 def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: int = 24, num_pages: int = 5000,
-                     max_context_tokens: int = 9216, graph_batch_sizes: tuple[int, ...] = ()) -> Runner:  # fmt: skip
+                     max_context_tokens: int = 9216, graph_batch_sizes: tuple[int, ...] = (),
+                     max_hidden_tokens: int = 65_536) -> Runner:  # fmt: skip
     """A runner of the reference model whose pages are NaN until written."""
     runner = load_runner(
         ModelConfig(path=FOLDER),
@@ -95,7 +81,7 @@ def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: i
         max_running=max_running,
         max_context_tokens=max_context_tokens,
         chunk_tokens=2048,
-        max_hidden_tokens=65_536,
+        max_hidden_tokens=max_hidden_tokens,
         num_pages=num_pages,
         on_progress=lambda stage, fraction: None,
     )
