@@ -20,10 +20,10 @@ MAX_GEMV_TOKENS = 4
 
 # Shape class: block_rows, block_inner, num_warps, num_stages, unroll. `gated` programs read two rows for each output.
 CONFIGS = {
-    "narrow": (4, 1024, 4, 1, 2),
-    "wide": (4, 1024, 4, 1, 2),
-    "vocabulary": (4, 1024, 4, 1, 2),
-    "gated": (2, 1024, 4, 1, 2),
+    "narrow": (4, 512, 2, 1, 1),
+    "wide": (1, 1024, 2, 1, 4),
+    "vocabulary": (1, 2048, 4, 1, 2),
+    "gated": (2, 1024, 4, 1, 4),
 }
 WIDE_INNER = 8192
 VOCABULARY_ROWS = 32_000
