@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 
 from scheduler.messages import Loading
@@ -25,6 +26,7 @@ from server.service import Service, build_service
 
 ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine_process")
 
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _POLL_S = 0.02
 _LAST_SENDS_S = 2  # for clients that do not read, once the drain is over
 
@@ -53,7 +55,9 @@ def create_app(
         finally:
             await service.supervisor.stop()
 
-    app = FastAPI(title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, telemetry=_NO_TELEMETRY
+    )
     app.state.service = service
     for routes in (routes_generation, routes_tokens, routes_status):
         app.include_router(routes.router)

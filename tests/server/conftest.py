@@ -1,86 +1,11 @@
-"""Servers for tests: the application in this process's event loop, over a real socket, with the fake engine."""
+"""Fixtures: a live server on the fake engine, and the reference tokenizer."""
 
-import asyncio
-import json
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
+from collections.abc import AsyncIterator
 
-import httpx
 import pytest
-import uvicorn
-from fastapi import FastAPI
-from openai import AsyncOpenAI
 
-from server.app import _bind, create_app
-from server.config import Deployment
-from server.service import Service
 from server.tokenizer import Tokenizer
-
-ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "deploy" / "models" / "reference"
-FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-
-
-def fake_command(**settings: float) -> list[str]:
-    start = f"runpy.run_path({str(FAKE_ENGINE)!r}, run_name='__main__')"
-    code = f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); {start}"
-    return [sys.executable, "-c", code, json.dumps(settings)]
-
-
-class Running:
-    """A live server: its address, its application, and clients for it."""
-
-    def __init__(self, app: FastAPI, url: str) -> None:
-        self.app = app
-        self.url = url
-        self.service: Service = app.state.service
-        self.http = httpx.AsyncClient(base_url=url, timeout=20)
-        self.openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0, timeout=20)
-
-    async def until(self, holds: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
-        async with asyncio.timeout(seconds):
-            while not await holds():
-                await asyncio.sleep(0.01)
-
-    async def until_ready(self) -> None:
-        async def ready() -> bool:
-            return (await self.http.get("/health")).status_code == 200
-
-        await self.until(ready)
-
-    async def metric(self, name: str) -> float:
-        text = (await self.http.get("/metrics")).text
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name)
-
-
-def make_deployment(**server: object) -> Deployment:
-    tree = {"model": {"path": REFERENCE, "name": "reference"}, "server": {"port": 0, **server}}
-    return Deployment.model_validate(tree)
-
-
-@asynccontextmanager
-async def running_server(deployment: Deployment, command: list[str], wait: bool = True) -> AsyncIterator[Running]:
-    app = create_app(deployment, command)
-    listener = _bind("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(app, http="httptools", lifespan="on", log_config=None, access_log=False, ws="none")
-    )
-    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    running = Running(app, f"http://127.0.0.1:{listener.getsockname()[1]}")
-    try:
-        while not server.started:
-            await asyncio.sleep(0.005)
-        if wait:
-            await running.until_ready()
-        yield running
-    finally:
-        await running.http.aclose()
-        await running.openai.close()
-        server.should_exit = True
-        await task
+from tests.server.live_server import REFERENCE, Running, fake_command, make_deployment, running_server
 
 
 @pytest.fixture

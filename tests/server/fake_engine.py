@@ -64,6 +64,7 @@ class FakeEngine:
         self.running: dict[str, Running] = {}
         self.steps = 0
         self.stats_due_s = 0.0
+        self.progress_due_s = 0.0
 
     def say(self, message: FromEngine) -> None:
         self.push.send(msgspec.msgpack.encode(message))
@@ -116,7 +117,7 @@ class FakeEngine:
         deltas, progress = [], []
         for request_id, running in list(self.running.items()):
             if running.due_s > now:
-                if running.prefill_ends_s > now:
+                if running.prefill_ends_s > now and now >= self.progress_due_s:
                     progress.append(self.progress(running, now))
                 continue
             slow = 0.05 if running.request.attention_profile == "slow" else self.settings.get("token_s", 0.0)
@@ -125,6 +126,8 @@ class FakeEngine:
             deltas.append(delta)
             if delta.finish_reason:
                 del self.running[request_id]
+        if progress:
+            self.progress_due_s = now + 0.02
         stats = None
         if now >= self.stats_due_s:
             self.stats_due_s = now + 0.02

@@ -1,0 +1,303 @@
+"""Bad input: a 4xx that names the field, an error object, and nothing else in flight disturbed."""
+
+import asyncio
+import json
+
+import httpx
+
+from tests.server.live_server import Running, fake_command, make_deployment, running_server
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+LONG = "word " * 20000
+DEEP = "[" * 100_000 + "]" * 20_000
+
+# path, body, the field that the message must name
+TABLE = [
+    (COMPLETION, {}, "prompt"),
+    (COMPLETION, {"prompt": None}, "prompt"),
+    (COMPLETION, {"prompt": 5}, "prompt"),
+    (COMPLETION, {"prompt": []}, "prompt"),
+    (COMPLETION, {"prompt": ""}, "prompt"),
+    (COMPLETION, {"prompt": ["a", ""]}, "prompt[1]"),
+    (COMPLETION, {"prompt": [[]]}, "prompt[0]"),
+    (COMPLETION, {"prompt": ["a", 1]}, "prompt"),
+    (COMPLETION, {"prompt": [1, 2.5]}, "prompt[1]"),
+    (COMPLETION, {"prompt": [True]}, "prompt[0]"),
+    (COMPLETION, {"prompt": {"a": 1}}, "prompt"),
+    (COMPLETION, {"prompt": [8192]}, "prompt"),
+    (COMPLETION, {"prompt": [[1], [-1]]}, "prompt[1]"),
+    (COMPLETION, {"prompt": [10**30]}, "prompt"),
+    (COMPLETION, {"prompt": LONG}, "prompt"),
+    (COMPLETION, {"prompt": [7] * 16384}, "prompt"),
+    (COMPLETION, {"prompt": [7] * 16000, "max_tokens": 385}, "max_tokens"),
+    (COMPLETION, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    (COMPLETION, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+    (COMPLETION, {"prompt": "a", "max_tokens": 5.5}, "max_tokens"),
+    (COMPLETION, {"prompt": "a", "max_tokens": True}, "max_tokens"),
+    (COMPLETION, {"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    (COMPLETION, {"prompt": "a", "temperature": -0.1}, "temperature"),
+    (COMPLETION, {"prompt": "a", "temperature": 2.1}, "temperature"),
+    (COMPLETION, {"prompt": "a", "temperature": "hot"}, "temperature"),
+    (COMPLETION, {"prompt": "a", "top_p": 0}, "top_p"),
+    (COMPLETION, {"prompt": "a", "top_p": 1.5}, "top_p"),
+    (COMPLETION, {"prompt": "a", "top_k": -2}, "top_k"),
+    (COMPLETION, {"prompt": "a", "min_p": 2}, "min_p"),
+    (COMPLETION, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETION, {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+    (COMPLETION, {"prompt": "a", "frequency_penalty": -3}, "frequency_penalty"),
+    (COMPLETION, {"prompt": "a", "seed": 2**63}, "seed"),
+    (COMPLETION, {"prompt": "a", "seed": "x"}, "seed"),
+    (COMPLETION, {"prompt": "a", "n": 0}, "n"),
+    (COMPLETION, {"prompt": "a", "n": 129}, "n"),
+    (COMPLETION, {"prompt": ["a"] * 100, "n": 4}, "prompt"),
+    (COMPLETION, {"prompt": "a", "best_of": 2}, "best_of"),
+    (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (COMPLETION, {"prompt": "a", "echo": "yes"}, "echo"),
+    (COMPLETION, {"prompt": "a", "logprobs": 21}, "logprobs"),
+    (COMPLETION, {"prompt": "a", "logprobs": -1}, "logprobs"),
+    (COMPLETION, {"prompt": "a", "logprobs": True}, "logprobs"),
+    (COMPLETION, {"prompt": "a", "stop": ["s"] * 17}, "stop"),
+    (COMPLETION, {"prompt": "a", "stop": ""}, "stop"),
+    (COMPLETION, {"prompt": "a", "stop": [1]}, "stop[0]"),
+    (COMPLETION, {"prompt": "a", "stop_token_ids": [9999]}, "stop_token_ids"),
+    (COMPLETION, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    (COMPLETION, {"prompt": "a", "min_tokens": -1}, "min_tokens"),
+    (COMPLETION, {"prompt": "a", "ignore_eos": 1}, "ignore_eos"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"the": 1}}, "logit_bias"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"-5": 1}}, "logit_bias"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"8192": 1}}, "logit_bias"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"5": "x"}}, "logit_bias"),
+    (COMPLETION, {"prompt": "a", "logit_bias": [5]}, "logit_bias"),
+    (COMPLETION, {"prompt": "a", "attention_profile": "psychic"}, "attention_profile"),
+    (COMPLETION, {"prompt": "a", "stream": "yes"}, "stream"),
+    (COMPLETION, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    (
+        COMPLETION,
+        {"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage",
+    ),
+    (COMPLETION, {"prompt": "a", "return_progress": True}, "return_progress"),
+    (COMPLETION, {"prompt": "a", "model": 5}, "model"),
+    (COMPLETION, {"prompt": "a", "user": 5}, "user"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "Hi"}, "messages"),
+    (CHAT, {"messages": [{"content": "Hi"}]}, "messages[0]"),
+    (CHAT, {"messages": [{"role": 1, "content": "Hi"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"messages": [{"role": "a", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": HI, "functions": [{}]}, "functions"),
+    (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": HI, "modalities": ["audio"]}, "modalities"),
+    (CHAT, {"messages": HI, "audio": {"voice": "x"}}, "audio"),
+    (CHAT, {"messages": HI, "logprobs": 5}, "logprobs"),
+    (CHAT, {"messages": HI, "top_logprobs": 5}, "top_logprobs"),
+    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 16384}, "max_completion_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": HI}, "prompt"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": "abc"}, "tokens"),
+    ("/detokenize", {"tokens": [8192]}, "tokens"),
+]
+
+RAW = [
+    (b"", "body"),
+    (b"{", "body"),
+    (b'{"prompt": "a",}', "body"),
+    (b'{"prompt": "a"} x', "body"),
+    (b"[]", "body"),
+    (b'"prompt"', "body"),
+    (b"null", "body"),
+    (b'{"prompt": "a", "temperature": NaN}', "body"),
+    (b'{"prompt": "a", "temperature": Infinity}', "body"),
+    (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+    (b'{"prompt": "\xff\xfe"}', "body"),
+    (b'{"prompt": "\\ud800 alone"}', "body"),
+    (b'{"prompt": "\\udc00"}', "body"),
+    (b'{"prompt": ' + DEEP.encode() + b"}", "prompt[0][0]"),
+    (b'{"prompt": "a", "unknown": ' + DEEP.encode() + b"}", "body"),
+]
+
+
+def error_of(answer: httpx.Response) -> dict:
+    assert answer.headers["content-type"] == "application/json"
+    assert set(answer.json()) == {"error"}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert "\n" not in error["message"]
+    assert answer.headers["x-request-id"]
+    return error
+
+
+async def undisturbed(live: Running, stream: "asyncio.Task[str]") -> None:
+    assert await stream == "one two three four five six"
+    assert (await live.http.get("/health")).status_code == 200
+
+
+def slow_stream(live: Running) -> "asyncio.Task[str]":
+    async def read() -> str:
+        body = {"prompt": "one two three four five six", "temperature": 0, "stream": True}
+        text = ""
+        async with live.http.stream("POST", COMPLETION, json=body | {"attention_profile": "slow"}) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    return asyncio.create_task(read())
+
+
+async def test_each_bad_field_is_a_400_that_names_it(live):
+    stream = slow_stream(live)
+    wrong = []
+    for path, body, field in TABLE:
+        answer = await live.http.post(path, json=body)
+        error = error_of(answer)
+        named = error["param"] == field and error["message"].startswith(f"{field}: ")
+        if answer.status_code != 400 or not named:
+            wrong.append((path, str(body)[:80], field, answer.status_code, error))
+    assert not wrong
+    await undisturbed(live, stream)
+
+
+async def test_each_bad_body_is_a_400_and_nothing_else_notices(live):
+    stream = slow_stream(live)
+    for raw, field in RAW:
+        answer = await live.http.post(COMPLETION, content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, raw[:60]
+        assert error_of(answer)["message"].startswith(f"{field}: "), (raw[:60], answer.text)
+    await undisturbed(live, stream)
+
+
+async def test_messages_name_both_numbers_of_a_prompt_that_is_too_long(live):
+    error = error_of(await live.http.post(COMPLETION, json={"prompt": [7] * 20000}))
+    assert error["code"] == "context_length_exceeded"
+    assert "20000" in error["message"]
+    assert "16384" in error["message"]
+
+
+async def test_unknown_profiles_are_refused_with_the_list(live):
+    error = error_of(await live.http.post(COMPLETION, json={"prompt": "a", "attention_profile": "x"}))
+    assert "exact, slow" in error["message"]
+
+
+async def test_a_default_limit_is_cut_to_the_context_but_a_given_one_is_not(live):
+    body = {"prompt": [7] * 16380, "temperature": 0}
+    assert (await live.http.post(COMPLETION, json=body)).json()["usage"]["completion_tokens"] == 4
+    assert (await live.http.post(COMPLETION, json=body | {"max_tokens": 5})).status_code == 400
+
+
+async def test_unknown_fields_and_nulls_are_ignored(live):
+    body = {"prompt": "one two", "temperature": 0, "no_such_field": {"a": [1]}, "stop": None, "n": None, "seed": None}
+    assert (await live.http.post(COMPLETION, json=body)).json()["choices"][0]["text"] == "one two"
+
+
+async def test_a_50_mb_body_is_refused_unread(live):
+    stream = slow_stream(live)
+    answer = await live.http.post(COMPLETION, content=b"x" * 50_000_000, headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert error_of(answer)["code"] == "body_too_large"
+
+    async def endless():
+        for _ in range(50):
+            yield b"x" * 1_000_000
+
+    answer = await live.http.post(COMPLETION, content=endless(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    await undisturbed(live, stream)
+
+
+async def test_other_media_types_and_encodings_are_a_415(live):
+    for headers in ({"content-type": "text/plain"}, {"content-type": "application/json", "content-encoding": "gzip"}):
+        answer = await live.http.post(COMPLETION, content=b"{}", headers=headers)
+        assert answer.status_code == 415
+        error_of(answer)
+    with_charset = {"content-type": "application/json; charset=utf-8"}
+    answer = await live.http.post(COMPLETION, content=b'{"prompt":"a"}', headers=with_charset)
+    assert answer.status_code == 200
+
+
+async def test_unknown_routes_methods_and_models_are_error_objects(live):
+    for method, path, status in (
+        ("GET", "/nope", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/models/other/model", 404),
+        ("GET", COMPLETION, 405),
+        ("DELETE", "/health", 405),
+    ):
+        answer = await live.http.request(method, path)
+        assert answer.status_code == status
+        error_of(answer)
+    answer = await live.http.post(CHAT, json={"model": "gpt-5", "messages": HI})
+    assert (answer.status_code, error_of(answer)["param"]) == (404, "model")
+
+
+async def test_a_request_id_is_taken_if_sane_and_made_otherwise(live):
+    async def returned(given: str) -> str:
+        return (await live.http.get("/health", headers={"x-request-id": given})).headers["x-request-id"]
+
+    assert await returned("trace-42.a:b") == "trace-42.a:b"
+    for strange in ("", "x" * 129, "two words", 'quo"te', "new\tline"):
+        made = await returned(strange)
+        assert made != strange
+        assert len(made) == 32
+    bad = await live.http.post(COMPLETION, json={}, headers={"x-request-id": "mine"})
+    assert bad.headers["x-request-id"] == "mine"
+
+
+async def test_keys_guard_everything_but_health_version_and_metrics(tmp_path):
+    (tmp_path / "keys").write_text("from-file\n\n")
+    deployment = make_deployment(api_keys=["secret"], api_keys_file=tmp_path / "keys")
+    async with running_server(deployment, fake_command()) as live:
+        for path in ("/health", "/version", "/metrics"):
+            assert (await live.http.get(path)).status_code == 200
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Basic secret"},
+            {"authorization": ""},
+        ):
+            for path in ("/v1/models", "/nope"):
+                answer = await live.http.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert error_of(answer)["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
+        for key in ("secret", "from-file"):
+            assert (await live.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code == 200
+
+
+async def test_a_long_text_is_tokenised_without_stopping_the_others(live):
+    text = "It was the best of times, it was the worst of times. " * 20_000
+    big = asyncio.create_task(live.http.post("/tokenize", json={"prompt": text}))
+    slowest_s, loop = 0.0, asyncio.get_running_loop()
+    while not big.done():
+        began_s = loop.time()
+        await live.http.get("/version")
+        slowest_s = max(slowest_s, loop.time() - began_s)
+        await asyncio.sleep(0.01)
+    assert big.result().json()["count"] > 200_000
+    assert slowest_s < 1.0, "the event loop waited for the tokenizer"
+
+
+async def test_tokenize_and_detokenize_are_inverse(live, tokenizer):
+    text = "naïve 東京 <|end|>"
+    tokens = (await live.http.post("/tokenize", json={"prompt": text})).json()
+    assert tokens == {"tokens": tokenizer.encode(text, True), "count": len(tokens["tokens"]), "max_model_len": 16384}
+    back = (await live.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+    assert back == {"prompt": text}
+    rendered = (await live.http.post("/tokenize", json={"messages": HI})).json()["tokens"]
+    assert tokenizer.decode(rendered, False) == "<|begin_of_text|><|user|>\nHi<|end|><|assistant|>\n"

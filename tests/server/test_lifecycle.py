@@ -1,0 +1,305 @@
+"""Beginning and end: of requests, of streams, of the engine process, of the program."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.server.live_server import FAKE_ENGINE, REFERENCE, ROOT, fake_command, make_deployment, running_server
+
+COMPLETION = "/v1/completions"
+SLOW = {"prompt": "one two three", "attention_profile": "slow", "max_tokens": 2000, "ignore_eos": True}
+LONG_PREFILL = {"prompt": "one two three", "attention_profile": "long_prefill", "temperature": 0, "stream": True}
+
+
+async def is_idle(live) -> bool:
+    return await live.metric("tandem_requests_running") == 0
+
+
+async def is_busy(live) -> bool:
+    return await live.metric("tandem_requests_running") > 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_frees_its_request_at_once(live, stream):
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=live.url, timeout=30) as http:
+            await http.post(COMPLETION, json=SLOW | {"stream": stream, "n": 3})
+
+    client = asyncio.create_task(ask())
+    await live.until(lambda: is_busy(live))
+    client.cancel()
+    began_s = time.monotonic()
+    await live.until(lambda: is_idle(live), 2)
+    assert time.monotonic() - began_s < 1
+    assert await live.metric("tandem_requests_finished_total") == 3
+    assert live.service.num_open == 0
+    assert live.service.supervisor._mailboxes == {}
+
+
+async def test_a_client_that_leaves_during_a_long_prefill_is_noticed(live):
+    async with httpx.AsyncClient(base_url=live.url) as http, http.stream("POST", COMPLETION, json=LONG_PREFILL) as got:
+        assert got.status_code == 200
+        await live.until(lambda: is_busy(live))
+    await live.until(lambda: is_idle(live), 0.5)
+
+
+async def test_a_full_queue_is_a_429_with_retry_after_before_any_stream_begins():
+    async with running_server(make_deployment(retry_after_seconds=3), fake_command(max_requests=2)) as live:
+        running = asyncio.create_task(live.http.post(COMPLETION, json=SLOW | {"n": 2, "max_tokens": 20}))
+        await live.until(lambda: is_busy(live))
+        for stream in (True, False):
+            answer = await live.http.post(COMPLETION, json={"prompt": "a", "stream": stream})
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "3"
+            assert answer.json()["error"] == {
+                "message": "queue: 8 wait, room for 8", "type": "rate_limit_error", "param": None, "code": "queue_full",
+            }  # fmt: skip
+        assert (await running).status_code == 200
+        assert (await live.http.post(COMPLETION, json={"prompt": "a"})).status_code == 200
+
+
+async def test_comments_keep_a_silent_stream_alive_and_only_a_silent_one():
+    async with running_server(make_deployment(keepalive_seconds=0.2), fake_command(prefill_s=1.1)) as live:
+        answer = await live.http.post(COMPLETION, json=LONG_PREFILL)
+        assert answer.text.count(": keepalive\n\n") in (4, 5)
+        assert answer.text.index(": keepalive") < answer.text.index("data: ")
+        busy = await live.http.post(COMPLETION, json=SLOW | {"stream": True, "max_tokens": 12})
+        assert ": keepalive" not in busy.text
+
+
+async def test_progress_is_reported_when_asked_for_and_not_too_often():
+    async with running_server(make_deployment(progress_seconds=0.2), fake_command(prefill_s=1.0)) as live:
+        silent = await live.http.post(COMPLETION, json=LONG_PREFILL)
+        assert "prompt_progress" not in silent.text
+        for path, body in (
+            (COMPLETION, {}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one two three"}]}),
+        ):
+            answer = await live.http.post(path, json=LONG_PREFILL | body | {"return_progress": True})
+            chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+            assert 3 <= len(progress) <= 6
+            assert all(chunk["choices"] == [] for chunk in chunks[: len(progress)])
+            assert [p["processed"] for p in progress] == sorted(p["processed"] for p in progress)
+            assert set(progress[0]) == {"index", "total", "cache", "processed", "time_ms"}
+            assert all(p["processed"] <= p["total"] for p in progress)
+
+
+async def test_a_killed_engine_ends_streams_with_an_error_and_a_new_one_serves(live):
+    first_pid = live.service.supervisor.engine_pid
+    whole = asyncio.create_task(live.http.post(COMPLETION, json=SLOW))
+    stream = asyncio.create_task(live.http.post(COMPLETION, json=SLOW | {"stream": True}))
+    await live.until(lambda: is_busy(live))
+    await asyncio.sleep(0.2)
+    os.kill(first_pid, signal.SIGKILL)
+
+    async def is_down() -> bool:
+        return (await live.http.get("/health")).status_code == 503
+
+    await live.until(is_down, 2)
+    refused = await live.http.post(COMPLETION, json={"prompt": "a"})
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] in ("engine_dead", "engine_loading")
+    answer = await whole
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_dead"
+    events = [line for line in (await stream).text.splitlines() if line]
+    assert json.loads(events[-1][6:])["error"]["code"] == "engine_dead"
+    assert "data: [DONE]" not in events
+    await live.until_ready()
+    assert live.service.supervisor.engine_pid != first_pid
+    done = await live.http.post(COMPLETION, json={"prompt": "one two", "temperature": 0})
+    assert done.json()["choices"][0]["text"] == "one two"
+    assert await live.metric("tandem_engine_restarts_total") == 1
+
+
+async def test_counters_only_grow_when_the_engine_is_replaced(live):
+    async def counted(least: float) -> bool:
+        return await live.metric("tandem_prefix_cache_query_tokens_total") >= least
+
+    await live.until(lambda: counted(100))
+    steps = await live.metric("tandem_engine_steps_total")
+    os.kill(live.service.supervisor.engine_pid, signal.SIGKILL)
+    await live.until(lambda: counted(200))
+    assert await live.metric("tandem_prefix_cache_query_tokens_total") == 200
+    assert await live.metric("tandem_prefix_cache_hit_tokens_total") == 80
+    assert await live.metric("tandem_preemptions_total") == 2
+    assert await live.metric("tandem_engine_steps_total") >= steps
+
+
+async def test_an_engine_that_dies_of_a_request_takes_only_that_life_with_it(live):
+    answer = await live.http.post(COMPLETION, json={"prompt": "one two three", "attention_profile": "dies"})
+    assert answer.status_code == 503
+    await live.until_ready()
+    assert (await live.http.post(COMPLETION, json={"prompt": "a"})).status_code == 200
+
+
+async def test_without_restarts_a_dead_engine_stays_dead_and_says_so():
+    async with running_server(make_deployment(restart_engine=False), fake_command()) as live:
+        os.kill(live.service.supervisor.engine_pid, signal.SIGKILL)
+
+        async def is_dead() -> bool:
+            return (await live.http.get("/health")).json() == {"status": "dead"}
+
+        await live.until(is_dead)
+        await asyncio.sleep(0.5)
+        assert await is_dead()
+
+
+async def test_health_tells_loading_from_ready():
+    async with running_server(make_deployment(), fake_command(load_s=0.5), wait=False) as live:
+        answer = await live.http.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+        assert (await live.http.post(COMPLETION, json={"prompt": "a"})).json()["error"]["code"] == "engine_loading"
+        assert (await live.http.get("/version")).json() == {"version": "0.1.0"}
+        await live.until_ready()
+        assert (await live.http.get("/health")).json() == {"status": "ready"}
+
+
+async def test_metrics_tell_what_happened(live, tokenizer):
+    num = len(tokenizer.encode("one two three", True))
+    for _ in range(3):
+        await live.http.post(COMPLETION, json={"prompt": "one two three", "temperature": 0})
+    await live.http.post(COMPLETION, json={"prompt": "one two three", "temperature": 0, "max_tokens": 2})
+    assert await live.metric("tandem_prompt_tokens_total") == 4 * num
+    assert await live.metric("tandem_generated_tokens_total") == 3 * (num + 1) + 2
+    text = (await live.http.get("/metrics")).text
+    assert 'tandem_requests_finished_total{reason="stop"} 3.0' in text
+    assert 'tandem_requests_finished_total{reason="length"} 1.0' in text
+    for name in ("time_to_first_token", "request", "queue"):
+        assert await live.metric(f"tandem_{name}_seconds_count") == 4
+    assert await live.metric("tandem_inter_token_seconds_count") == 3 * num + 1
+    assert await live.metric("tandem_pages_capacity") == 1024
+    assert await live.metric("tandem_pages_cached") == 2
+    assert await live.metric("tandem_engine_up") == 1
+
+
+class Program:
+    """`serve` in a process of its own, on the fake engine."""
+
+    def __init__(self, engine: dict[str, float], **server: object) -> None:
+        tree = {"model": {"path": str(REFERENCE)}, "server": {"port": 0, **server}}
+        script = (
+            "import sys, yaml; from server import app; from server.config import Deployment\n"
+            "tree = yaml.safe_load(sys.argv[1])\n"
+            "command = yaml.safe_load(sys.argv[2])\n"
+            "app.create_app.__defaults__ = (command, *app.create_app.__defaults__[1:])\n"
+            "sys.exit(app.serve(Deployment.model_validate(tree)))"
+        )
+        assert FAKE_ENGINE.is_file()
+        arguments = [yaml.safe_dump(tree), yaml.safe_dump(fake_command(**engine))]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+
+    def url(self) -> str:
+        for line in self.process.stderr:
+            found = re.search(r"listening url=(\S+)", line)
+            if found:
+                return found[1]
+        raise AssertionError("it ended before it listened")
+
+    def ready(self) -> str:
+        url = self.url()
+        ends = time.monotonic() + 10
+        while httpx.get(f"{url}/health").status_code != 200:
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        return url
+
+    def end(self) -> tuple[int, str]:
+        errors = self.process.communicate(timeout=20)[1]
+        return self.process.returncode, errors
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def engine_pids(parent: int) -> list[int]:
+    return [child.pid for child in psutil.Process(parent).children()]
+
+
+async def test_sigterm_lets_open_streams_finish_and_refuses_new_ones():
+    program = Program({}, drain_seconds=20)
+    url = await asyncio.to_thread(program.ready)
+    engines = engine_pids(program.process.pid)
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        async with http.stream("POST", COMPLETION, json=SLOW | {"stream": True, "max_tokens": 20}) as stream:
+            program.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            refused = await http.post(COMPLETION, json={"prompt": "a"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            health = await http.get("/health")
+            assert (health.status_code, health.json()) == (503, {"status": "draining"})
+            text = "".join([part async for part in stream.aiter_text()])
+        assert text.endswith("data: [DONE]\n\n")
+        assert text.count('"finish_reason":"length"') == 1
+    code, _ = await asyncio.to_thread(program.end)
+    assert code == 0
+    assert engines
+    assert not any(is_alive(pid) for pid in engines)
+
+
+async def test_a_drain_that_takes_too_long_ends_streams_with_an_error_object():
+    program = Program({}, drain_seconds=0.3)
+    url = await asyncio.to_thread(program.ready)
+    body = SLOW | {"stream": True}
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+        http.stream("POST", COMPLETION, json=body) as stream,
+    ):
+        program.process.send_signal(signal.SIGTERM)
+        text = "".join([part async for part in stream.aiter_text()])
+    assert json.loads(text.strip().splitlines()[-1][6:])["error"]["code"] == "draining"
+    code, _ = await asyncio.to_thread(program.end)
+    assert code == 0
+
+
+async def test_a_second_signal_ends_the_program_at_once():
+    program = Program({}, drain_seconds=60)
+    url = await asyncio.to_thread(program.ready)
+    engines = engine_pids(program.process.pid)
+    body = SLOW | {"stream": True}
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http, http.stream("POST", COMPLETION, json=body):
+        program.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.2)
+        assert program.process.poll() is None
+        program.process.send_signal(signal.SIGTERM)
+        code, _ = await asyncio.to_thread(program.end)
+    assert code == 128 + signal.SIGTERM
+    await asyncio.sleep(0.1)
+    assert engines
+    assert not any(is_alive(pid) for pid in engines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [({"fails": 1}, "checkpoint: model.safetensors is cut short"), ({"exits": 1}, "engine: exited with code 3")],
+)
+def test_an_engine_that_cannot_start_ends_the_program_with_one_line(engine, said):
+    program = Program(engine)
+    code, errors = program.end()
+    assert code == 1
+    assert errors.strip().splitlines()[-1].startswith(f"tandem: {said}")
+    assert "Traceback" not in errors
+
+
+def test_a_port_in_use_ends_the_program_with_one_line():
+    first = Program({})
+    port = int(first.url().rsplit(":", 1)[1])
+    code, errors = Program({}, port=port).end()
+    first.process.send_signal(signal.SIGTERM)
+    assert code == 1
+    assert f"tandem: server: cannot listen on 127.0.0.1:{port}" in errors.strip().splitlines()[-1]
+    assert first.end()[0] == 0

@@ -1,0 +1,24 @@
+"""The API process has no torch, not even by way of something else."""
+
+import subprocess
+import sys
+
+from tests.server.live_server import REFERENCE, ROOT
+
+
+def test_importing_the_server_and_loading_its_tokenizer_does_not_import_torch():
+    script = f"""
+import sys
+from pathlib import Path
+from server.app import create_app
+from server.config import Deployment
+from server.bodies import Message
+app = create_app(Deployment.model_validate({{"model": {{"path": {str(REFERENCE)!r}}}}}))
+service = app.state.service
+service.tokenizer.encode("text", True)
+service.template.render([Message(role="user", content="Hi")])
+heavy = {{"torch", "triton", "numba", "transformers"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
