@@ -19,8 +19,8 @@ import httpx
 from rich.console import Console
 
 from evals.tasks.haystack import Haystack, TextSource
-from evals.tasks.needles import Distinct
 from evals.tasks.reference import NUMBER_NEEDLE
+from evals.tasks.vocabulary import KEY_WORDS
 from server.chat import ChatError, Conversation, ask, describe_refusal
 from server.config import ConfigError, load_deployment
 
@@ -118,8 +118,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str, console: Conso
 
 def ask_about_document(url: str, model: str, console: Console) -> bool:
     """Stream one answer to the terminal. Returns whether it is the number that the document says."""
-    draw = Distinct(random.Random(SEED))
-    needles = [(draw.key(), draw.number()) for _ in range(NUM_NEEDLES)]
+    needles = draw_needles(random.Random(SEED))
     key, number = needles[NUM_NEEDLES // 2]
     document, num_tokens = fit_document(url, needles)
     question = f"What is the special magic number for {key}?"
@@ -137,6 +136,14 @@ def ask_about_document(url: str, model: str, console: Console) -> bool:
     verdict = "[green]right[/]" if right else f"[red]wrong[/]: the document says {number}"
     console.print(f"{verdict}, in {time.monotonic() - began:.1f} s")
     return right
+
+
+def draw_needles(draw: random.Random) -> list[tuple[str, str]]:
+    """Keys of two words, and numbers of seven digits; none twice."""
+    words = draw.sample(KEY_WORDS, 2 * NUM_NEEDLES)
+    numbers = draw.sample(range(1_000_000, 10_000_000), NUM_NEEDLES)
+    keys = [f"{first}-{second}" for first, second in zip(words[::2], words[1::2], strict=True)]
+    return [(key, str(number)) for key, number in zip(keys, numbers, strict=True)]
 
 
 def fit_document(url: str, needles: list[tuple[str, str]]) -> tuple[str, int]:
