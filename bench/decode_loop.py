@@ -1,0 +1,96 @@
+"""Greedy decoding through a Runner with a plan of its own making: the engine's loop without requests.
+
+Knows the contract between scheduler and runner, and nothing of HTTP or scheduling. As the engine does, it launches a
+step before it collects the one before on CUDA, and takes one at a time on the CPU. All sequences have one length.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu.architecture import Architecture
+from gpu.runner import InFlight, Runner
+from gpu.sampling_params import SamplingParams
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
+from gpu.weights import Weights
+
+PAGE_TOKENS = 16
+PROFILE = "exact"
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """`tokens` int64 `[batch, 1 + steps]`: the prefill's and every step's. `step_ms`: between two collected steps."""
+
+    tokens: np.ndarray
+    step_ms: list[float]
+
+
+def build_runner(
+    architecture: Architecture, weights: Weights, max_batch: int, context: int, dtype: torch.dtype, device: torch.device
+) -> Runner:
+    """A Runner with pages for `max_batch` sequences of `context` tokens; on CUDA warm and not yet captured."""
+    runner = Runner(
+        architecture,
+        weights,
+        num_pages=max_batch * _num_pages(context),
+        page_tokens=PAGE_TOKENS,
+        max_running=max_batch,
+        max_context_tokens=context,
+        max_hidden_tokens=max_batch * context,
+        dtype=dtype,
+        device=device,
+    )
+    runner.warm_up(min(context, 128))
+    return runner
+
+
+def decode(runner: Runner, prompts: np.ndarray, steps: int) -> Decoded:
+    """Prefill `prompts` int32 `[batch, tokens]`, then decode `steps` tokens each; the slots are free again after."""
+    batch, length = prompts.shape
+    first = _launch_prefill(runner, prompts, length + steps).collect()
+    tokens = [[token.token_id for token in first.tokens]]
+    marks: list[float] = []
+    in_flight: InFlight | None = None
+    slots = list(range(batch))
+    for step in range(steps):
+        group = DecodeGroup(PROFILE, slots, [length + step] * batch, [1 + step] * batch)
+        launched = runner.launch(StepPlan(decode=[group]))
+        if runner.device.type != "cuda":
+            in_flight, launched = launched, None
+        if in_flight is not None:
+            tokens.append(_collect(in_flight, marks))
+        in_flight = launched
+    if in_flight is not None:
+        tokens.append(_collect(in_flight, marks))
+    runner.launch(StepPlan(released_slots=slots)).collect()
+    return Decoded(np.array(tokens, np.int64).T, [1e3 * float(gap) for gap in np.diff(marks)])
+
+
+def _collect(step: InFlight, marks: list[float]) -> list[int]:
+    token_ids = [token.token_id for token in step.collect().tokens]
+    marks.append(time.perf_counter())
+    return token_ids
+
+
+def _launch_prefill(runner: Runner, prompts: np.ndarray, context: int) -> InFlight:
+    batch, length = prompts.shape
+    pages = _num_pages(context)
+    return runner.launch(
+        StepPlan(
+            page_writes=[PageWrite(slot, 0, list(range(slot * pages, (slot + 1) * pages))) for slot in range(batch)],
+            new_jobs=[
+                PrefillJob(
+                    0, [PrefillPrompt(slot, prompts[slot], 0, length, _GREEDY, PROFILE) for slot in range(batch)]
+                )
+            ],
+            units=[PrefillUnit(0, layer, 0, batch * length) for layer in range(runner.architecture.num_layers)],
+        )
+    )
+
+
+def _num_pages(context: int) -> int:
+    return -(-context // PAGE_TOKENS)

@@ -1,0 +1,170 @@
+"""`tandem bench engine`: the time of a decode step through the Runner, next to the floor of its weights and to a peer.
+
+Floor: bytes of the weights that a step reads, over the measured rate of reading them. On the CPU that rate is the
+better one of a stream from memory and of a buffer as large as the weights, which may live in the cache. The peer runs
+in the same process, interleaved: transformers' `generate` where there is a checkpoint, else the same step in plain
+torch (a CUDA graph on a GPU). No number is reported unless the peer agrees with the tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from bench.decode_loop import PROFILE, build_runner, decode
+from bench.hugging_face import HuggingFace, load_hugging_face
+from bench.plain_decode import PlainDecode
+from bench.rates import device_name, measure_device_rates
+from bench.rows import Row, announce, measure, require, summarise
+from cpu.rates import measure_host_rates, measure_read_rate
+from gpu.architecture import Architecture, named_shape, read_architecture
+from gpu.load import DTYPES, RANDOM_SEED
+from gpu.runner import Runner
+from gpu.weights import Weights, load_weights, random_weights
+
+# Share of tokens that the peer chooses too. In float32 only near-ties differ. In bf16 random weights of 8B differ at
+# every tenth token or so: their two best logits are often closer than bf16 rounds. A wrong step agrees nowhere.
+MIN_AGREEMENT = {torch.float32: 0.99, torch.bfloat16: 0.7}
+_WARMUP_STEPS = 4
+_GRAPH_REPEATS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBenchmark:
+    """What to measure. Either `model` or `random_weights`; `rounds` of `steps` steps, ours and the peer's in turn."""
+
+    model: Path | None
+    random_weights: str | None
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    steps: int
+    rounds: int
+    threads: int
+    device: str
+    dtype: str
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens + self.steps + 1
+
+
+def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[Row]:
+    """A row for each batch size, and on CUDA one more for its bare graph. Raises GateError or ModelError."""
+    device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
+    torch.set_num_threads(benchmark.threads)
+    architecture, weights = _load(benchmark, dtype, device)
+    weight_bytes = architecture.num_weights_read_per_token * dtype.itemsize
+    rates, rate = measure_floor_rates(weight_bytes, benchmark.threads, device)
+    floor = f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s, measured"
+    floor_ms = weight_bytes / rate / 1e6
+    runner = build_runner(architecture, weights, max(benchmark.batches), benchmark.context, dtype, device)
+    runner.capture(benchmark.batches, lambda fraction: None)
+    checkpoint = load_hugging_face(benchmark.model, dtype, device) if benchmark.model is not None else None
+    rows = []
+    for batch in benchmark.batches:
+        announce(console, f"decode step, {architecture.name} {benchmark.dtype}, batch {batch}", floor, floor_ms)
+        common: dict[str, Any] = {
+            "shape": f"{architecture.name} {benchmark.dtype}, batch {batch}, context {benchmark.context}",
+            "device": device_name(device) + ("" if device.type == "cuda" else f", {benchmark.threads} threads"),
+            "floor": floor,
+            "floor_ms": floor_ms,
+            "rates": rates,
+            "config": asdict(benchmark) | {"model": str(benchmark.model), "batch": batch, "torch": torch.__version__},
+        }
+        prompts = draw_prompts(batch, benchmark.prompt_tokens, architecture.vocab_size)
+        if checkpoint is not None:
+            measured = _against_hugging_face(runner, checkpoint, prompts, benchmark)
+        else:
+            peer = PlainDecode(architecture, weights, batch, benchmark.context, device)
+            measured = _against_plain(runner, peer, prompts, benchmark)
+        measured["extras"] |= {"tokens_per_s": 1e3 * batch / measured["ms"]}
+        measured["extras"] |= {"peer_tokens_per_s": 1e3 * batch / measured["peer_ms"]}
+        rows.append(Row(name="decode step", **common, **measured))
+        if device.type == "cuda":
+            rows.append(Row(name="decode graph alone", **common, **_time_graph(runner, batch, benchmark.prompt_tokens)))
+    return rows
+
+
+def measure_floor_rates(weight_bytes: int, threads: int, device: torch.device) -> tuple[dict[str, float], float]:
+    """All measured rates, and the one in GB/s at which this device can read the weights at best."""
+    if device.type == "cuda":
+        rates = measure_device_rates(device)
+        return rates, rates["device_stream_gb_s"]
+    rates = measure_host_rates(threads) | {"host_weights_gb_s": measure_read_rate(threads, weight_bytes)}
+    return rates, max(rates["host_stream_gb_s"], rates["host_weights_gb_s"])
+
+
+def draw_prompts(batch: int, prompt_tokens: int, vocab_size: int) -> np.ndarray:
+    """Different prompts of one length, int32 `[batch, prompt_tokens]`, the same ones every time."""
+    return np.random.default_rng(0).integers(0, vocab_size, (batch, prompt_tokens), dtype=np.int32)
+
+
+def _load(benchmark: EngineBenchmark, dtype: torch.dtype, device: torch.device) -> tuple[Architecture, Weights]:
+    if benchmark.model is not None:
+        architecture = read_architecture(benchmark.model)
+        return architecture, load_weights(benchmark.model, architecture, dtype, device, lambda fraction: None)
+    assert benchmark.random_weights is not None
+    architecture = named_shape(benchmark.random_weights)
+    return architecture, random_weights(architecture, RANDOM_SEED, dtype, device, lambda fraction: None)
+
+
+def _against_hugging_face(
+    runner: Runner, peer: HuggingFace, prompts: np.ndarray, benchmark: EngineBenchmark
+) -> dict[str, Any]:
+    ours, theirs = [], []
+    for _ in range(benchmark.rounds):
+        decoded = decode(runner, prompts, benchmark.steps)
+        tokens, peer_ms = peer.generate(prompts, benchmark.steps)
+        ours += decoded.step_ms[_WARMUP_STEPS:]
+        theirs += peer_ms[_WARMUP_STEPS:]
+        if benchmark.dtype == "float32":
+            same = float((decoded.tokens == tokens).mean())
+            require(same == 1.0, f"{same:.2%} of our float32 tokens equal transformers' generate; wanted all")
+    agreement = _require_agreement(peer.follow(prompts, decoded.tokens), benchmark.dtype)
+    return _summary(ours, theirs, "transformers generate", agreement)
+
+
+def _against_plain(
+    runner: Runner, peer: PlainDecode, prompts: np.ndarray, benchmark: EngineBenchmark
+) -> dict[str, Any]:
+    decoded = decode(runner, prompts, benchmark.steps)
+    agreement = _require_agreement(peer.follow(prompts, decoded.tokens), benchmark.dtype)
+    ours, theirs = [], []
+    for _ in range(benchmark.rounds):
+        ours += decode(runner, prompts, benchmark.steps).step_ms[_WARMUP_STEPS:]
+        peer.position.fill_(prompts.shape[1])
+        theirs.append(measure(peer.step, peer.device, _WARMUP_STEPS, benchmark.steps - _WARMUP_STEPS).ms)
+    what = "plain torch in a CUDA graph" if peer.device.type == "cuda" else "plain torch"
+    return _summary(ours, theirs, what, agreement)
+
+
+def _require_agreement(agreement: float, dtype: str) -> float:
+    wanted = MIN_AGREEMENT[DTYPES[dtype]]
+    require(agreement >= wanted, f"the peer chooses {agreement:.2%} of our {dtype} tokens; wanted {wanted:.0%} or more")
+    return agreement
+
+
+def _summary(ours: Sequence[float], theirs: Sequence[float], peer: str, agreement: float) -> dict[str, Any]:
+    return asdict(summarise(ours)) | {
+        "peer": peer,
+        "peer_ms": summarise(theirs).ms,
+        "extras": {"agreement": agreement},
+    }
+
+
+def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
+    """The step that was captured, without sampling and without the host: inputs are left as they were."""
+    steps = runner._decode_steps[PROFILE]
+    steps.run(list(range(batch)), [position] * batch)
+    segments = steps._captured[batch].segments
+
+    def replay() -> None:
+        for segment in segments:
+            segment.replay()
+
+    timing = measure(replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
+    return asdict(timing) | {"peer": None, "peer_ms": None, "extras": {}}

@@ -1,0 +1,68 @@
+"""The peer on checkpoints: transformers' `generate`, greedy, with the time of each of its steps.
+
+Knows transformers and nothing of this project's runner.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging as transformers_logging
+
+
+class _Clock(StoppingCriteria):
+    """Stops nothing; notes when each token is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.marks.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass(slots=True)
+class HuggingFace:
+    """A model folder in transformers."""
+
+    model: Any
+    device: torch.device
+
+    def generate(self, prompts: np.ndarray, steps: int) -> tuple[np.ndarray, list[float]]:
+        """Tokens int64 `[batch, 1 + steps]` and the milliseconds of each step after the prefill's.
+
+        `prompts` int32 `[batch, tokens]`, all of one length. No token ends a text.
+        """
+        text = torch.from_numpy(prompts.astype(np.int64)).to(self.device)
+        clock = _Clock(self.device)
+        with torch.inference_mode():
+            out = self.model.generate(
+                text,
+                attention_mask=torch.ones_like(text),
+                generation_config=GenerationConfig(max_new_tokens=steps + 1, do_sample=False, pad_token_id=0),
+                stopping_criteria=StoppingCriteriaList([clock]),
+            )
+        return out[:, text.shape[1] :].cpu().numpy(), [1e3 * float(gap) for gap in np.diff(clock.marks)]
+
+    def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> float:
+        """The share of `tokens` `[batch, steps]` that are this model's choice too, each after all those before it."""
+        text = torch.from_numpy(np.concatenate([prompts, tokens], 1).astype(np.int64)).to(self.device)
+        with torch.inference_mode():
+            chosen = self.model(text).logits[:, prompts.shape[1] - 1 : -1].argmax(-1)
+        return float((chosen == text[:, prompts.shape[1] :]).double().mean())
+
+
+def load_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> HuggingFace:
+    """From `folder`, with nothing that ends a text early."""
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    return HuggingFace(model, device)

@@ -1,0 +1,105 @@
+"""The peer on shapes without a checkpoint: the same decode step in plain torch (cuBLAS, SDPA), as one CUDA graph.
+
+Written from the model's definition; shares the weights and the RoPE tables with the decoder, and no other code. KV is
+one static tensor a layer with a mask over its whole length, as graphs need it.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.architecture import Architecture
+from gpu.rope import rope_tables
+from gpu.weights import LayerWeights, Weights
+
+_WARMUPS = 3
+
+
+class PlainDecode:
+    """Greedy decoding of `batch` sequences in step. `tokens` int64 `[batch]` is what the next step is fed."""
+
+    def __init__(
+        self, architecture: Architecture, weights: Weights, batch: int, context: int, device: torch.device
+    ) -> None:
+        self.architecture = architecture
+        self.weights = weights
+        self.device = device
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        shape = (architecture.num_layers, batch, architecture.num_kv_heads, context, architecture.dim)
+        dtype = weights.embedding.dtype
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._columns = torch.arange(context, device=device)
+        self._cos, self._sin = rope_tables(architecture, context, device)
+        self._graph = self._capture() if device.type == "cuda" else None
+
+    def step(self) -> None:
+        """Feed `tokens` at `position`, put the most likely next ones in their place, and move on; asynchronous."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._compute()
+
+    @torch.inference_mode()
+    def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> float:
+        """The share of `tokens` `[batch, steps]` that are this model's choice too, each after all those before it.
+
+        `prompts` int32 `[batch, tokens]`.
+        """
+        text = torch.from_numpy(np.concatenate([prompts, tokens], 1).astype(np.int64)).to(self.device)
+        self.position.zero_()
+        chosen = []
+        for column in range(text.shape[1] - 1):
+            self.tokens.copy_(text[:, column])
+            self.step()
+            if column >= prompts.shape[1] - 1:
+                chosen.append(self.tokens.clone())
+        return float((torch.stack(chosen, 1) == text[:, prompts.shape[1] :]).double().mean())
+
+    @torch.inference_mode()
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARMUPS):
+                self._compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._compute()
+        return graph
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        eps = self.architecture.rms_norm_eps
+        hidden = F.embedding(self.tokens, self.weights.embedding)
+        cos, sin = self._cos[self.position], self._sin[self.position]  # [1, dim // 2]
+        mask = (self._columns <= self.position)[None, None, None]
+        for index, layer in enumerate(self.weights.layers):
+            normed = F.rms_norm(hidden, hidden.shape[1:], layer.attention_norm, eps)
+            hidden = hidden + F.linear(self._attend(index, layer, normed, cos, sin, mask), layer.output)
+            normed = F.rms_norm(hidden, hidden.shape[1:], layer.mlp_norm, eps)
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
+        normed = F.rms_norm(hidden, hidden.shape[1:], self.weights.final_norm, eps)
+        self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))
+        self.position.add_(1)
+
+    def _attend(
+        self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
+    ) -> Tensor:
+        a, batch = self.architecture, len(normed)
+        heads = F.linear(normed, layer.qkv).view(batch, a.num_heads + 2 * a.num_kv_heads, a.dim)
+        query, key, value = heads.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
+        self._keys[index].index_copy_(2, self.position, _rotate(key, cos, sin)[:, :, None])
+        self._values[index].index_copy_(2, self.position, value[:, :, None])
+        grouped = _rotate(query, cos, sin).view(batch, a.num_kv_heads, a.group, a.dim)  # a group's heads as queries
+        attended = F.scaled_dot_product_attention(grouped, self._keys[index], self._values[index], attn_mask=mask)
+        return attended.reshape(batch, -1)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
