@@ -87,3 +87,16 @@ MERGE_FLOAT32 = 5e-6
 # --- benchmarks ---
 # GB/s (or TFLOP/s) of any machine that this can run on: slower or faster is a unit mistaken by a thousand.
 PLAUSIBLE_RATES_GB_S = (0.05, 20_000.0)
+
+# --- evals ---
+# Scores that the published packages round or divide with a guard of 1e-8.
+SCORE_ROUNDING = 1e-6
+# Share of a requested length that a generated prompt and its answer room must fill.
+PROMPT_FILLED = 0.98
+# Share of 8-word sequences of generated prose that occur once in 100,000 words.
+PROSE_DISTINCT = 0.97
+# Coverage of a 95 % interval over 2,000 simulated runs: three standard errors (0.005 each), and the normal
+# approximation's own loss at 400 prompts.
+COVERAGE_95 = (0.93, 0.97)
+# Share of simulated runs in which a true loss of 4 points over 400 prompts must not pass as "within 1 point".
+VERDICT_POWER = 0.9

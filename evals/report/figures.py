@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7b61c4", "#b8860b", "#56b4e9", "#8c564b", "#4d4d4d", "#e0488b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
-INK, MUTED, GRID = "#1c1e21", "#6b7178", "#e4e6e9"
+INK, MUTED, GRID, HATCH = "#1c1e21", "#6b7178", "#e4e6e9", "#c9ccd1"
 SCORE_COLORS = LinearSegmentedColormap.from_list("score", ["#fbe9d9", "#f2b880", "#6aa7c8", "#1f5f8b", "#0b2f4a"])
 NUM_DEPTH_BINS = 10
 PANEL_WIDTH, PANEL_HEIGHT = 3.1, 2.25
@@ -29,6 +29,7 @@ STYLE = {
     "font.size": 8.5, "axes.edgecolor": MUTED, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
     "text.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7,
     "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left", "legend.frameon": False,
+    "hatch.linewidth": 0.6,
 }  # fmt: skip
 
 Row = Mapping[str, Any]
@@ -120,7 +121,7 @@ def quality_panel(
     """One panel: a line a method family over its settings, in the order of what they read."""
     if exact:
         if exact[0].get("low") is not None:
-            panel.axhspan(exact[0]["low"], exact[0]["high"], color=GRID, alpha=0.8, linewidth=0)
+            panel.axhspan(exact[0]["low"], exact[0]["high"], color=GRID, linewidth=0, zorder=0)
         panel.axhline(exact[0]["score"], color=INK, linestyle=(0, (4, 2)), linewidth=1)
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in here:
@@ -160,7 +161,12 @@ def depth_figure(records: Sequence[Row], task: str) -> str | None:
                 panel.set_visible(False)
                 continue
             means = depth_means([record for record in placed if record["method"] == methods[place]], lengths)
-            image = panel.imshow(means, cmap=SCORE_COLORS, vmin=0, vmax=100, aspect="auto")
+            edges = np.arange(len(lengths) + 1) - 0.5, np.arange(NUM_DEPTH_BINS + 1) - 0.5
+            cells = np.ma.masked_invalid(means)
+            image = panel.pcolormesh(
+                *edges, cells, cmap=SCORE_COLORS, vmin=0, vmax=100, edgecolor="white", linewidth=0.4
+            )
+            panel.invert_yaxis()
             panel.set_title(wrapped(methods[place]), fontsize=6.8, fontweight="normal")
             panel.set_xticks(range(len(lengths)), [short_length(length) for length in lengths])
             first = place % columns == 0
@@ -168,8 +174,8 @@ def depth_figure(records: Sequence[Row], task: str) -> str | None:
             panel.set_yticks(ticks, ["start", "middle", "end"] if first else [""] * 3)
             panel.tick_params(length=0)
             panel.spines[:].set_visible(False)
-            panel.set_facecolor("#f4f4f5")
-        bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 1.3 / num_rows), aspect=14, pad=0.02)
+            panel.patch.set(facecolor="white", edgecolor=HATCH, hatch="////", linewidth=0)
+        bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 1.3 / num_rows), aspect=14, pad=0.02, anchor=(0.0, 1.0))
         bar.outline.set_visible(False)
         bar.set_ticks([0, 50, 100])
         return to_svg(figure, f"depth-{re.sub('[^a-z0-9]', '-', task.lower())}")

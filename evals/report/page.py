@@ -47,7 +47,7 @@ def render_page(
         rows=[shown_row(row, before) for row, before in zip(ordered, [None, *ordered], strict=False)],
         num_methods=len({row["method"] for row in rows}),
         tasks=tasks,
-        lengths=sorted({row["length"] for row in rows}),
+        lengths=[f"{length:,}" for length in sorted({row["length"] for row in rows})],
         num_samples=sum(row["samples"] for row in rows),
         num_failures=sum(row["failures"] for row in rows),
         fewest=fewest,

@@ -1,0 +1,227 @@
+"""Generated tasks fill their length, keep their answers in the prompt, and depend on nothing but their arguments."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.metrics import score
+from evals.tasks import RULER_TASKS, TASK_NAMES, TASKS, generate
+from evals.tasks.fitting import count_chat_tokens, count_tokens
+from evals.tasks.haystack import Haystack, TextSource, text_source
+from evals.tasks.narrative import Narrator
+from evals.tasks.reference import OF_RULER, REFERENCE_TASKS, user_turn
+from tests.evals.tokenizers import ByteTokenizer, SpaceTokenizer
+from tests.tolerances import PROMPT_FILLED, PROSE_DISTINCT
+
+REFERENCE_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "reference"
+CASES = [("ruler", task) for task in RULER_TASKS] + [("reference", task) for task in TASK_NAMES]
+
+
+@pytest.fixture(scope="module")
+def reference_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(REFERENCE_MODEL)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> TextSource:
+    """Generated prose, with question files in SQuAD's and HotpotQA's formats."""
+    folder = tmp_path_factory.mktemp("questions")
+    narrator = Narrator(7)
+    stories = [" ".join(narrator.sentence() for _ in range(6)) for _ in range(40)]
+    squad = {
+        "data": [
+            {
+                "paragraphs": [
+                    {
+                        "context": f"{story} Fact {number} is told by person{number}.",
+                        "qas": [
+                            {"question": f"Who tells fact {number}?", "answers": [{"text": f"person{number}"}]},
+                            {"question": "Unanswerable?", "answers": [], "is_impossible": True},
+                        ],
+                    }
+                ]
+            }
+            for number, story in enumerate(stories)
+        ]
+    }
+    hotpot = [
+        {
+            "question": f"Which town has house {number}?",
+            "answer": f"town{number}",
+            "context": [
+                [f"House {number}", [f"House {number} is blue.", f" {stories[number]}"]],
+                [f"Town {number}", [f"In town{number} all is blue.", f" {stories[-number]}"]],
+            ],
+        }
+        for number in range(20)
+    ]
+    (folder / "squad.json").write_text(json.dumps(squad))
+    (folder / "hotpot.json").write_text(json.dumps(hotpot))
+    return text_source([], {"qa_1": folder / "squad.json", "qa_2": folder / "hotpot.json"})
+
+
+def test_all_thirteen_of_ruler_are_there() -> None:
+    assert len(RULER_TASKS) == 13
+    assert set(OF_RULER) == set(RULER_TASKS)
+
+
+@pytest.mark.parametrize(("form", "task"), CASES)
+@pytest.mark.parametrize("length", [1536, 4096])
+def test_prompt_and_answer_room_fill_the_length(
+    form: str, task: str, length: int, reference_tokenizer: Any, source: TextSource
+) -> None:
+    for sample in generate(task, reference_tokenizer, length, 2, 0, form, source):
+        assert sample.length_tokens == count_tokens(reference_tokenizer, sample.prompt)
+        chat = 0 if sample.meta.get("raw") else count_chat_tokens(reference_tokenizer)
+        assert PROMPT_FILLED * length <= sample.length_tokens + sample.max_new_tokens + chat <= length
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SpaceTokenizer()])
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_any_tokenizer_is_counted_by(task: str, tokenizer: Any, source: TextSource) -> None:
+    length = 20_000 if isinstance(tokenizer, ByteTokenizer) else 2_500
+    (sample,) = generate(task, tokenizer, length, 1, 3, "ruler", source)
+    total = count_tokens(tokenizer, sample.prompt) + sample.max_new_tokens + count_chat_tokens(tokenizer)
+    assert PROMPT_FILLED * length <= total <= length
+
+
+@pytest.mark.parametrize(("form", "task"), CASES)
+def test_perfect_answers_score_one_and_empty_ones_zero(
+    form: str, task: str, reference_tokenizer: Any, source: TextSource
+) -> None:
+    for sample in generate(task, reference_tokenizer, 2048, 2, 1, form, source):
+        perfect = ", ".join(sample.answers) if sample.metric == "string_match_all" else sample.answers[0]
+        assert score(sample.metric, perfect, sample.answers, sample.meta) == 1.0
+        assert score(sample.metric, "", sample.answers, sample.meta) == 0.0
+
+
+@pytest.mark.parametrize(("form", "task"), CASES)
+def test_first_samples_do_not_depend_on_how_many_are_asked(
+    form: str, task: str, reference_tokenizer: Any, source: TextSource
+) -> None:
+    few = generate(task, reference_tokenizer, 1536, 1, 5, form, source)
+    more = generate(task, reference_tokenizer, 1536, 2, 5, form, source)
+    other_seed = generate(task, reference_tokenizer, 1536, 1, 6, form, source)
+    assert few == more[:1]
+    assert few[0].prompt != more[1].prompt
+    assert few[0].prompt != other_seed[0].prompt
+    assert len({sample.sample_id for sample in more + other_seed}) == 3
+
+
+def test_every_answer_of_a_needle_task_stands_once_in_the_document(reference_tokenizer: Any) -> None:
+    for task in RULER_TASKS[:8]:
+        for sample in generate(task, reference_tokenizer, 4096, 3, 0, "ruler", None):
+            for answer in sample.answers:
+                assert sample.prompt.count(answer) == 1, task
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_3"])
+def test_needle_stands_at_the_depth_that_is_asked(task: str, depth: float, reference_tokenizer: Any) -> None:
+    sample = generate(task, reference_tokenizer, 4096, 1, 0, "ruler", None, depths=[depth])[0]
+    begin, end = sample.prompt.index("\n"), sample.prompt.rindex("\n")
+    place = (sample.prompt.index(sample.answers[0]) - begin) / (end - begin)
+    assert sample.depth == depth
+    assert abs(place - depth) < 0.05
+
+
+def test_depths_are_taken_in_turn(reference_tokenizer: Any) -> None:
+    samples = TASKS["needle"](reference_tokenizer, 1024, 5, 0, "reference", None, depths=[0.1, 0.9])
+    assert [sample.depth for sample in samples] == [0.1, 0.9, 0.1, 0.9, 0.1]
+
+
+def test_reference_prompts_are_what_the_chat_template_writes(reference_tokenizer: Any) -> None:
+    for task in REFERENCE_TASKS:
+        (sample,) = generate(task, reference_tokenizer, 1536, 1, 0, "reference", None)
+        turn = [{"role": "user", "content": user_turn(sample.prompt)}]
+        written = reference_tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        assert sample.meta["raw"]
+        assert written == sample.prompt
+
+
+def test_lists_are_asked_in_order_of_appearance(reference_tokenizer: Any) -> None:
+    for sample in generate("list", reference_tokenizer, 4096, 3, 0, "reference", None):
+        found = re.findall(r"The special magic number for (\S+) is (\d{7})\.", sample.prompt)
+        assert sample.answers[0] == "\n".join(f"{key}: {number}" for key, number in found)
+
+
+def test_passage_to_continue_follows_its_opening(reference_tokenizer: Any) -> None:
+    for sample in generate("continue", reference_tokenizer, 2048, 5, 0, "reference", None):
+        document, opening = user_turn(sample.prompt).split("\n\nContinue the passage that begins with: ")
+        assert f"{opening} {sample.answers[0]}" in document
+
+
+def test_links_of_a_chain_stand_in_order(reference_tokenizer: Any) -> None:
+    for sample in generate("vt", reference_tokenizer, 2048, 3, 0, "ruler", None):
+        places = [sample.prompt.index(f"VAR {name} =") for name in sample.answers]
+        assert places == sorted(places)
+
+
+def test_answers_of_the_counting_tasks_are_the_most_common_words(reference_tokenizer: Any) -> None:
+    (sample,) = generate("cwe", reference_tokenizer, 4096, 1, 0, "ruler", None)
+    listed = re.findall(r"\d+\. (\w+)", sample.prompt.split("Memorize the ones")[-1])
+    counts = sorted(set(listed), key=listed.count, reverse=True)
+    assert set(counts[:10]) == set(sample.answers)
+    (sample,) = generate("fwe", reference_tokenizer, 4096, 1, 0, "ruler", None)
+    coded = sample.prompt.split("coded words. ")[1].split("\nQuestion")[0].split()
+    counts = sorted(set(coded) - {"..."}, key=coded.count, reverse=True)
+    assert counts[:3] == sample.answers
+
+
+def test_documents_that_the_question_needs_are_in_the_prompt(reference_tokenizer: Any, source: TextSource) -> None:
+    for sample in generate("qa_2", reference_tokenizer, 4096, 4, 0, "ruler", source):
+        number = sample.answers[0].removeprefix("town")
+        assert f"\nHouse {number}\n" in sample.prompt
+        assert f"\nTown {number}\n" in sample.prompt
+
+
+def test_generated_prose_does_not_repeat_itself() -> None:
+    narrator = Narrator(0)
+    words: list[str] = []
+    while len(words) < 100_000:
+        words += narrator.sentence().split()
+    runs = [tuple(words[place : place + 8]) for place in range(len(words) - 8)]
+    assert len(set(runs)) / len(runs) > PROSE_DISTINCT
+    assert not re.search(r"[\d{}\-]| [.,;!?]", " ".join(words))
+
+
+def test_repeated_prose_would_be_noticed() -> None:
+    narrator = Narrator(0)
+    words = " ".join(narrator.sentence() for _ in range(1_000)).split() * 2
+    runs = [tuple(words[place : place + 8]) for place in range(len(words) - 8)]
+    assert len(set(runs)) / len(runs) < PROSE_DISTINCT
+
+
+def test_text_files_are_the_haystack_and_never_wrap_into_themselves(reference_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("\n".join(f"Sentence number {number} of the book is here." for number in range(3000)))
+    (sample,) = generate("niah_single_2", reference_tokenizer, 4096, 1, 0, "ruler", text_source([path], {}))
+    numbers = re.findall(r"Sentence number (\d+) of", sample.prompt)
+    assert len(numbers) == len(set(numbers)) > 100
+    with pytest.raises(ValueError, match="give more text"):
+        generate("niah_single_2", reference_tokenizer, 65536, 1, 0, "ruler", text_source([path], {}))
+
+
+def test_inserts_stand_only_at_sentence_ends() -> None:
+    haystack = Haystack(TextSource().sentences(0, 500))
+    text = haystack.document(400, [(depth / 10, "@") for depth in range(11)])
+    assert text.count("@") == 11
+    assert not re.findall(r"[^.!?\"@] @", text)
+
+
+def test_wrong_requests_say_what_is_wanted(reference_tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="niah_single_1"):
+        generate("nope", reference_tokenizer, 1024, 1, 0, "ruler", None)
+    with pytest.raises(ValueError, match="only the form 'reference'"):
+        generate("list", reference_tokenizer, 1024, 1, 0, "ruler", None)
+    with pytest.raises(ValueError, match="no question file"):
+        generate("qa_1", reference_tokenizer, 1024, 1, 0, "ruler", None)
+    with pytest.raises(ValueError, match="ask for a longer length"):
+        generate("cwe", reference_tokenizer, 512, 1, 0, "ruler", None)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        text_source([tmp_path / "missing.txt"], {})
