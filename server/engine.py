@@ -18,6 +18,9 @@ import zmq.asyncio
 
 from scheduler.messages import FromEngine, ToEngine
 
+# Threads that wait by spinning take the cores from the API process and from each other: on two busy cores a decode step
+# of the reference model took 196 ms with the library's default and 19 ms with this.
+ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 _LAST_WORDS_MS = 300  # a message sent just before the process ended may still be on its way
 
 
@@ -50,7 +53,9 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Start the process and hand it the deployment. A session of its own keeps a terminal's Ctrl-C from it."""
-        self._process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, start_new_session=True)
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, start_new_session=True, env=ENGINE_ENVIRONMENT | os.environ
+        )
         stdin = self._process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError, ConnectionResetError):
