@@ -6,9 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(no_args_is_help=True, help="Judge quality: what an attention method keeps and what it loses.")
 
@@ -99,6 +102,65 @@ def tasks(
             configuration["device"] = on
             records = run_in_process(cells, settings, on, batch, count_workers(len(cells), on), resume)
         leave_results(records, Outputs(json_path, html, resume), configuration, seed)
+
+
+@app.command()
+def fidelity(
+    model: ModelFolder,
+    method: Methods,
+    lengths: Lengths = "4096",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="texts a length")] = 8,
+    forced: Annotated[int, typer.Option("--forced", min=1, help="tokens at a text's end that are compared")] = 64,
+    text: Text = [],  # noqa: B006
+    seed: Seed = 0,
+    device: Device = "auto",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="texts that go together")] = 8,
+    json_path: Json = None,
+) -> None:
+    """Compare methods with full attention on the same text, token by token; `budget=0.02|0.05` spreads into a grid."""
+    with one_line_errors():
+        import torch
+        from rich.console import Console
+
+        from evals.fidelity import run_fidelity, spread_grid, text_prompts
+        from evals.forward import load_decoder
+        from evals.report.document import finite, write_document
+        from evals.run import load_tokenizer
+        from evals.session import progress_bar, resolve_device
+        from evals.tasks.haystack import TextSource
+
+        labels = list(dict.fromkeys(label for grid in method for label in spread_grid(grid)))
+        on = resolve_device(device)
+        decoder = load_decoder(model, torch.device(on), torch.bfloat16 if on.startswith("cuda") else torch.float32)
+        tokenizer, sizes = load_tokenizer(model), parse_lengths(lengths)
+        found: dict[str, list] = {"rows": [], "layers": []}
+        with progress_bar(len(sizes) * -(-samples // batch), "batches") as advance:
+            for length in sizes:
+                prompts = text_prompts(tokenizer, TextSource(tuple(text)), length, samples, seed)
+                pair = run_fidelity(decoder, prompts, labels, forced, batch, advance)
+                for part, rows in zip(found, pair, strict=True):
+                    found[part] += [{"length": length, **row} for row in rows]
+        print_fidelity(found["rows"], found["layers"], Console())
+        configuration = {"model": str(model), "methods": labels, "lengths": sizes, "samples": samples, "forced": forced,
+                         "text": [str(path) for path in text], "device": on}  # fmt: skip
+        if json_path is not None:
+            write_document(json_path, finite({"configuration": configuration, "seeds": {"text": seed}, **found}))
+
+
+def print_fidelity(rows: list, layers: list, console: "Console") -> None:
+    """Two tables: what methods say, and what their layers lose."""
+    from rich.table import Table
+
+    said = Table("length", "method", "agreement", "KL (nats)", "perplexity", "keys scored", "bytes read")
+    for row in rows:
+        said.add_row(f"{row['length']:,}", row["method"], f"{100 * row['agreement']:.1f} %", f"{row['kl']:.4f}",
+                     f"{row['perplexity']:.3f}", f"{100 * row['head_fraction']:.1f} %",
+                     f"{100 * row['bytes_fraction']:.1f} %")  # fmt: skip
+    lost = Table("length", "method", "layer", "relative error", "mass kept")
+    for row in layers:
+        lost.add_row(f"{row['length']:,}", row["method"], str(row["layer"]), f"{row['error']:.4f}",
+                     f"{100 * row['mass_kept']:.1f} %")  # fmt: skip
+    console.print(said, lost)
 
 
 @app.command()

@@ -126,7 +126,7 @@ def render_run(run: dict[str, Any]) -> str:
     """Markdown of a run: a table for each length, methods down, tasks across."""
     samples = " or ".join(str(count) for count in sorted({row["samples"] for row in run["rows"]}))
     failures = sum(row["failures"] for row in run["rows"])
-    noise = max((row["interval"] for row in run["rows"] if row["interval"] is not None), default=0.0)
+    noise = max(((row["high"] - row["low"]) / 2 for row in run["rows"] if row["low"] is not None), default=0.0)
     minutes = f"{run['seconds'] / 60:.0f} minutes"
     lines = [
         f"`{run['command']}` on {run['machine']}, {run['date']}, {minutes}, seed {run['seed']}. {samples} prompts a "
@@ -163,7 +163,8 @@ def _percent(rows: Any, field: str) -> str:
 def _cell(row: Row) -> str:
     text = f"{row['score']:.1f}"
     if row["method"] != "full" and row["difference"] is not None:
-        text += f" ({row['difference']:+.1f} ± {row['difference_interval']:.1f})"
+        half = (row["difference_high"] - row["difference_low"]) / 2
+        text += f" ({row['difference']:+.1f} ± {half:.1f})"
     return text
 
 

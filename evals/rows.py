@@ -22,9 +22,9 @@ Row = dict[str, Any]
 def summarize(records: Iterable[Record]) -> list[Row]:
     """Rows of `method, settings, task, length, samples, score, head_fraction, bytes_fraction` and what goes with them.
 
-    `score` is in points, 0 to 100; `interval` the half-width of its 95 % interval; `difference` and
-    `difference_interval` are paired with full attention on the same samples, None where it did not run. Fractions are
-    means over samples, None where nothing is known of them (failures, a server).
+    `score` is in points, 0 to 100, `low` to `high` its 95 % interval; `difference` (`difference_low` to `_high`) is
+    paired with full attention on the same samples, None where it did not run. Fractions are means over samples, None
+    where nothing is known of them (failures, a server).
     """
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -54,9 +54,11 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
         "samples": len(members),
         "failures": sum(record.failure is not None for record in members),
         "score": 100 * sum(scores) / len(scores),
-        "interval": (interval.high - interval.low) / 2 if interval else None,
+        "low": max(0.0, interval.low) if interval else None,
+        "high": min(100.0, interval.high) if interval else None,
         "difference": gap.mean if gap else None,
-        "difference_interval": (gap.high - gap.low) / 2 if gap else None,
+        "difference_low": gap.low if gap else None,
+        "difference_high": gap.high if gap else None,
         **{name: mean_known([record.measured.get(name) for record in members]) for name in FRACTIONS},
     }
 

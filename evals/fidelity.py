@@ -1,0 +1,206 @@
+"""A method beside full attention on the same tokens: error of attention outputs a layer, mass kept, what it says next.
+
+It knows prompts as token ids and methods as decode steps; no task is scored. Everything is teacher-forced: the method
+and full attention are fed the same tokens, so their distributions can be compared position by position. Invariant: the
+error of a layer is taken on the method's own inputs there, so errors of the layers below are not counted again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from evals.decode import PrefilledBatch, decode_forced, prefill_batch
+from evals.forward import ReferenceDecoder
+from evals.meter import Fractions
+from evals.methods.attention import attend_all
+from evals.methods.full import Full
+from evals.methods.method import DecodeMethod, MethodError, Step, StepResult
+from evals.methods.registry import parse_method
+from evals.rows import Row, mean_known
+from evals.tasks.haystack import TextSource
+
+
+@dataclass(slots=True)
+class LayerSums:
+    """Sums over steps, requests and heads of one layer; float64 on the device. terms counts them."""
+
+    error: torch.Tensor
+    kept: torch.Tensor
+    terms: torch.Tensor
+
+
+class LayerWatch:
+    """Compares each step of each layer with exact attention on the same inputs."""
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        zero = torch.zeros(layers, device=device, dtype=torch.float64)
+        self._sums = LayerSums(zero, zero.clone(), zero.clone())
+
+    def __call__(self, step: Step, result: StepResult, active: torch.Tensor) -> None:
+        exact = attend_all(step)
+        error = (result.out - exact.out).norm(dim=-1) / exact.out.norm(dim=-1)  # [requests, heads]
+        kept = (result.lse - exact.lse).exp()
+        weight = active[:, None].double().expand_as(error)
+        self._sums.error[step.layer] += (error * weight).sum()
+        self._sums.kept[step.layer] += (kept * weight).sum()
+        self._sums.terms[step.layer] += weight.sum()
+
+    def rows(self, label: str) -> list[Row]:
+        """`method, layer, error, mass_kept` of the layers that the method handled."""
+        error, kept = (self._sums.error / self._sums.terms).tolist(), (self._sums.kept / self._sums.terms).tolist()
+        return [
+            {"method": label, "layer": layer, "error": error[layer], "mass_kept": kept[layer]}
+            for layer, terms in enumerate(self._sums.terms.tolist())
+            if terms
+        ]
+
+
+class TokenSums:
+    """Agreement and divergence of next-token distributions from full attention's, summed over positions."""
+
+    def __init__(self, exact: list[torch.Tensor], forced: torch.Tensor) -> None:
+        self._exact, self._real = exact, forced >= 0
+        self.agree = torch.zeros((), device=forced.device, dtype=torch.float64)
+        self.divergence = torch.zeros((), device=forced.device, dtype=torch.float64)
+
+    def __call__(self, number: int, logits: torch.Tensor) -> None:
+        """KL(full || method) in nats, and whether the most likely tokens are the same."""
+        exact, real = self._exact[number], self._real[:, number]
+        mine = logits.double().log_softmax(-1)
+        divergence = (exact.exp() * (exact - mine)).sum(-1)
+        self.agree += ((exact.argmax(-1) == mine.argmax(-1)) & real).sum()
+        self.divergence += (divergence * real).sum()
+
+    def means(self) -> tuple[float, float]:
+        count = self._real.sum().item()
+        return self.agree.item() / count, self.divergence.item() / count
+
+
+def compare(
+    decoder: ReferenceDecoder, prompts: Sequence[Sequence[int]], labels: Sequence[str], forced_tokens: int
+) -> tuple[list[Row], list[Row]]:
+    """Run methods beside full attention over the last `forced_tokens` tokens of each prompt.
+
+    The rest of a prompt is prefilled exactly. Returns rows of methods, full attention first (`method, agreement, kl,
+    perplexity`, fractions and counts), and rows of their layers. Raises MethodError for a prefill method or for a
+    prompt that is not longer than what is forced.
+    """
+    methods = [_decode_method(label) for label in labels]
+    shortest = min(map(len, prompts))
+    if shortest < forced_tokens + 2:
+        raise MethodError(f"fidelity: a prompt of {shortest} tokens, {forced_tokens} to force; force fewer")
+    heads = [list(prompt[:-forced_tokens]) for prompt in prompts]
+    tails = [list(prompt[-forced_tokens:]) for prompt in prompts]
+    batch = prefill_batch(decoder, heads, forced_tokens, [*methods, Full()], None)
+    exact: list[torch.Tensor] = []
+    forced = torch.tensor(tails, device=decoder.device)
+    base = decode_forced(batch, len(methods), tails, None, lambda _, logits: exact.append(_log_softmax(logits)))
+    rows = [_row("full", 1.0, 0.0, base.nll, base.reads, forced_tokens)]
+    layers: list[Row] = []
+    for which, label in enumerate(labels):
+        layer_rows, row = _compare_one(batch, which, label, tails, exact, forced)
+        layers += layer_rows
+        rows.append(row)
+    return rows, layers
+
+
+def _compare_one(
+    batch: PrefilledBatch,
+    which: int,
+    label: str,
+    tails: list[list[int]],
+    exact: list[torch.Tensor],
+    forced: torch.Tensor,
+) -> tuple[list[Row], dict[str, Any]]:
+    layers = LayerWatch(batch.decoder.architecture.num_layers, batch.decoder.device)
+    tokens = TokenSums(exact, forced)
+    run = decode_forced(batch, which, tails, layers, tokens)
+    agreement, divergence = tokens.means()
+    return layers.rows(label), _row(label, agreement, divergence, run.nll, run.reads, len(exact))
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().log_softmax(-1)
+
+
+def _row(label: str, agreement: float, kl: float, nll: Sequence[float], reads: Sequence[Fractions], tokens: int) -> Row:
+    fractions = [read.to_json() for read in reads]
+    return {
+        "method": label,
+        "settings": parse_method(label).settings,
+        "prompts": len(nll),
+        "tokens": tokens,
+        "agreement": agreement,
+        "kl": kl,
+        "nll": sum(nll) / len(nll),
+        "perplexity": float(torch.tensor(nll, dtype=torch.float64).mean().exp()),
+        **{name: mean_known([fraction[name] for fraction in fractions]) for name in fractions[0]},
+    }
+
+
+def _decode_method(label: str) -> DecodeMethod:
+    method = parse_method(label)
+    if not isinstance(method, DecodeMethod):
+        raise MethodError(f"fidelity: {method.name} is a prefill method; compare it with `tandem eval tasks`")
+    return method
+
+
+def pool_rows(batches: Sequence[list[Row]], key: tuple[str, ...], weight: str) -> list[Row]:
+    """Rows of several batches as one: numbers are means (weighted by the field `weight`), `prompts` are summed.
+
+    Perplexity is made again from the mean log likelihood.
+    """
+    pooled = []
+    for same in zip(*batches, strict=True):
+        shares = [row[weight] for row in same]
+        row = dict(same[0])
+        for name, value in same[0].items():
+            if isinstance(value, float):
+                row[name] = sum(share * other[name] for share, other in zip(shares, same, strict=True)) / sum(shares)
+        row[weight] = sum(shares)
+        if "nll" in row:
+            row["perplexity"] = float(torch.tensor(row["nll"], dtype=torch.float64).exp())
+        assert all(tuple(other[name] for name in key) == tuple(same[0][name] for name in key) for other in same)
+        pooled.append(row)
+    return pooled
+
+
+def spread_grid(label: str) -> list[str]:
+    """`quest:budget=0.02|0.05,page=16|32` -> the four methods of its grid."""
+    name, _, rest = label.partition(":")
+    parts = [part.partition("=") for part in filter(None, rest.split(","))]
+    choices = [[f"{key}={value}" for value in values.split("|")] for key, _, values in parts]
+    return [name + (":" + ",".join(chosen) if chosen else "") for chosen in product(*choices)]
+
+
+def text_prompts(
+    tokenizer: Any, source: TextSource, length_tokens: int, num_prompts: int, seed: int
+) -> list[list[int]]:
+    """Token ids of running text, `length_tokens` each, after the tokenizer's first token if it has one."""
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    prompts = []
+    for number in range(num_prompts):
+        text = " ".join(source.sentences(seed * 1_000_003 + number, 2 * length_tokens))
+        prompts.append((first + tokenizer.encode(text, add_special_tokens=False))[:length_tokens])
+    return prompts
+
+
+def run_fidelity(
+    decoder: ReferenceDecoder,
+    prompts: Sequence[Sequence[int]],
+    labels: Sequence[str],
+    forced_tokens: int,
+    batch: int,
+    advance: Callable[[], None],
+) -> tuple[list[Row], list[Row]]:
+    """`compare` over batches of prompts, pooled. `advance` is called after each batch."""
+    rows, layers = [], []
+    for begin in range(0, len(prompts), batch):
+        batch_rows, batch_layers = compare(decoder, prompts[begin : begin + batch], labels, forced_tokens)
+        rows.append(batch_rows)
+        layers.append([{**row, "prompts": batch_rows[0]["prompts"]} for row in batch_layers])
+        advance()
+    return pool_rows(rows, ("method",), "prompts"), pool_rows(layers, ("method", "layer"), "prompts")
