@@ -225,3 +225,10 @@ def test_wrong_requests_say_what_is_wanted(reference_tokenizer: Any, tmp_path: P
         generate("cwe", reference_tokenizer, 512, 1, 0, "ruler", None)
     with pytest.raises(FileNotFoundError, match="missing"):
         text_source([tmp_path / "missing.txt"], {})
+
+
+@pytest.mark.parametrize("task", REFERENCE_TASKS)
+def test_answers_of_the_reference_forms_fit_in_their_room(task: str, reference_tokenizer: Any) -> None:
+    for sample in generate(task, reference_tokenizer, 2048, 6, 0, "reference", None):
+        num_tokens = len(reference_tokenizer.encode(sample.answers[0], add_special_tokens=False))
+        assert num_tokens + 1 <= sample.max_new_tokens
