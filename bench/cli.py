@@ -3,7 +3,10 @@
 import typer
 
 from bench.load.command import serve
+from bench.machine_commands import engine, rates
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
 
 app.command("serve")(serve)
+app.command("engine")(engine)
+app.command("rates")(rates)

@@ -52,7 +52,9 @@ def measure_device_rates(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     memory = _measure_memory(device)  # its buffers are free again before the next ones are made
-    return memory | {"bf16_matmul_tflop_s": _matmul_rate(device)}
+    matmul = {"bf16_matmul_tflop_s": _matmul_rate(device)}
+    torch.cuda.empty_cache()  # a model may want all of the memory next
+    return memory | matmul
 
 
 def _measure_memory(device: torch.device) -> dict[str, float]:

@@ -1,0 +1,129 @@
+"""Arguments of `tandem bench engine` and `tandem bench rates`, turned into benchmarks. Measures nothing itself."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from bench.rows import Row
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the rows there as well")]
+Threads = Annotated[int | None, typer.Option(min=1, help="threads; default: physical cores")]
+_BUSY_LOAD = 0.5  # of the cores
+
+
+def rates(threads: Threads = None, json_file: JsonFile = None) -> None:
+    """Measure the machine's rates: memory, link and matrix products. Floors divide by them."""
+    from bench.rates import rates as measure_rates
+
+    console = Console()
+    warn_if_busy(console)
+    measure_rates(threads, json_file, console)
+
+
+def engine(
+    model: Annotated[Path | None, typer.Option(help="a Hugging Face folder; the peer is transformers")] = None,
+    random_weights: Annotated[str | None, typer.Option(help="a named shape; the peer is plain torch")] = None,
+    batch: Annotated[str, typer.Option(help="batch sizes, with commas")] = "1,8",
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    steps: Annotated[int, typer.Option(min=8, help="decode steps of a round; with --http: tokens of a stream")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="times that we and the peer take turns")] = 3,
+    threads: Threads = None,
+    device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto: bfloat16 on cuda, float32 and bfloat16 on the CPU")] = "auto",
+    http: Annotated[Path | None, typer.Option(metavar="CONFIG", help="instead: serve CONFIG, stream over HTTP")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="with --http")] = 16,
+    json_file: JsonFile = None,
+) -> None:
+    """Time a decode step against the floor of its weights and a peer; with --http, the server against its engine."""
+    import torch
+
+    from bench.engine import EngineBenchmark, run_engine_benchmark
+    from bench.rows import GateError, report
+    from gpu.load import DTYPES
+    from transfer.machine import count_physical_cores
+
+    console = Console()
+    warn_if_busy(console)
+    resolved = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = [dtype] if dtype != "auto" else ["bfloat16"] if resolved == "cuda" else ["float32", "bfloat16"]
+    if not set(dtypes) <= set(DTYPES):
+        raise typer.BadParameter(f"got {dtype}; wanted auto or one of {', '.join(DTYPES)}", param_hint="--dtype")
+    try:
+        if http is not None:
+            rows = run_http(http, streams, prompt_tokens, steps, rounds, threads, console)
+            report(rows, json_file, console)
+            return
+        if (model is None) == (random_weights is None):
+            raise typer.BadParameter("give one of --model and --random-weights, or --http CONFIG")
+        rows = []
+        for one in dtypes:
+            benchmark = EngineBenchmark(
+                model=model,
+                random_weights=random_weights,
+                batches=parse_batches(batch),
+                prompt_tokens=prompt_tokens,
+                steps=steps,
+                rounds=rounds,
+                threads=threads or count_physical_cores(),
+                device=resolved,
+                dtype=one,
+            )
+            rows += run_engine_benchmark(benchmark, console)
+        report(rows, json_file, console)
+    except GateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """`1,8` to (1, 8). Raises BadParameter."""
+    try:
+        batches = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        batches = ()
+    if not batches or min(batches) < 1:
+        raise typer.BadParameter(f"got {text!r}; wanted positive numbers with commas, like 1,8", param_hint="--batch")
+    return batches
+
+
+def warn_if_busy(console: Console) -> None:
+    """Times of a machine that others use are theirs as much as ours."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > _BUSY_LOAD * cores:
+        console.print(
+            f"warning: load {load:.1f} on {cores} cores before this began: numbers mean little", style="yellow"
+        )
+
+
+def run_http(
+    config: Path, streams: int, prompt_tokens: int, tokens: int, rounds: int, threads: int | None, console: Console
+) -> "list[Row]":
+    """The HTTP benchmark on a deployment's file."""
+    import torch
+
+    from bench.engine import measure_floor_rates
+    from bench.over_http import Floor, HttpBenchmark, run_http_benchmark
+    from server.config import load_deployment
+    from server.plan import resolve_plan
+    from transfer.machine import probe_machine
+
+    plan = resolve_plan(load_deployment(config), probe_machine())
+    device = torch.device(plan.memory.device)
+    weight_bytes = plan.architecture.num_weights_read_per_token * plan.memory.dtype_bytes
+    rates, rate = measure_floor_rates(weight_bytes, threads or plan.memory.threads, device)
+    floor = Floor(f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s", weight_bytes / rate / 1e6, rates)
+    benchmark = HttpBenchmark(
+        config=config,
+        streams=streams,
+        prompt_tokens=prompt_tokens,
+        tokens=tokens,
+        rounds=rounds,
+        vocab_size=plan.architecture.vocab_size,
+        load_timeout_s=600,
+    )
+    return run_http_benchmark(benchmark, plan.deployment, floor, console)

@@ -1,0 +1,198 @@
+"""What HTTP costs: concurrent greedy streams through the real server, next to the same requests to the engine alone.
+
+Starts `tandem serve` on a deployment as a subprocess, streams from it, ends it, then drives the engine's own loop in
+this process: the two never share the machine. Every round has prompts of its own, so that no cached prefix helps.
+"""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import numpy as np
+import torch
+from rich.console import Console
+
+from bench.rates import device_name
+from bench.rows import GateError, Row, announce, require, summarise
+from gpu.sampling_params import SamplingParams
+from scheduler.config import EngineConfig
+from scheduler.engine import Engine, load_engine
+from scheduler.messages import EngineRequest, Ready
+from server.config import Deployment
+
+_POLL_S = 0.25
+_STOP_S = 90
+
+
+@dataclass(frozen=True, slots=True)
+class HttpBenchmark:
+    config: Path
+    streams: int
+    prompt_tokens: int
+    tokens: int  # of each stream
+    rounds: int
+    vocab_size: int
+    load_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Of one step of the engine, for all streams together."""
+
+    text: str
+    ms: float
+    rates: dict[str, float]
+
+
+def run_http_benchmark(benchmark: HttpBenchmark, deployment: Deployment, floor: Floor, console: Console) -> list[Row]:
+    """One row: milliseconds a step (a token of every stream) over HTTP, with the engine alone as the peer.
+
+    Raises GateError if the server does not start or a stream comes back short.
+    """
+    announce(console, f"{benchmark.streams} streams over HTTP, per token of each", floor.text, floor.ms)
+    with _serve(benchmark) as url:
+        over_http = [asyncio.run(_stream_all(url, benchmark, number)) for number in range(benchmark.rounds + 1)][1:]
+    engine, ready = load_engine(
+        EngineConfig(model=deployment.model, gpu=deployment.gpu, scheduler=deployment.scheduler), lambda *_: None
+    )
+    alone = [_run_engine(engine, ready, benchmark, number) for number in range(benchmark.rounds + 1)][1:]
+    ours, theirs = ([1e3 * seconds / benchmark.tokens for seconds in runs] for runs in (over_http, alone))
+    timing, peer = summarise(ours), summarise(theirs)
+    row = Row(
+        name="step over HTTP",
+        shape=f"{benchmark.streams} streams of {benchmark.prompt_tokens} + {benchmark.tokens} tokens, first to last",
+        device=device_name(torch.device(ready.device)),
+        ms=timing.ms,
+        p10=timing.p10,
+        p90=timing.p90,
+        floor=floor.text,
+        floor_ms=floor.ms,
+        peer="the engine alone",
+        peer_ms=peer.ms,
+        rates=floor.rates,
+        extras={
+            "tokens_per_s": 1e3 * benchmark.streams / timing.ms,
+            "peer_tokens_per_s": 1e3 * benchmark.streams / peer.ms,
+            "share_of_engine": peer.ms / timing.ms,
+        },
+        config={"benchmark": {"config": str(benchmark.config), "streams": benchmark.streams},
+                "engine": deployment.model_dump(mode="json", exclude={"server"})},
+    )  # fmt: skip
+    console.print(f"over HTTP: {100 * peer.ms / timing.ms:.1f} % of the engine alone", highlight=False)
+    return [row]
+
+
+def draw_round(benchmark: HttpBenchmark, number: int) -> list[list[int]]:
+    """Prompts of one round, different from every other round's."""
+    shape = (benchmark.streams, benchmark.prompt_tokens)
+    prompts: list[list[int]] = np.random.default_rng(number).integers(0, benchmark.vocab_size, shape).tolist()
+    return prompts
+
+
+def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: int) -> float:
+    """Seconds from submitting the streams to the last token."""
+    requests = [
+        EngineRequest(
+            request_id=f"{number}-{index}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=benchmark.tokens,
+            stop_token_ids=[],
+            attention_profile=ready.default_profile,
+            arrival_s=time.monotonic(),
+        )
+        for index, prompt in enumerate(draw_round(benchmark, number))
+    ]
+    began, received = time.perf_counter(), 0
+    engine.submit(requests)
+    while engine.has_work:
+        received += sum(len(delta.token_ids) for delta in engine.step())
+    seconds = time.perf_counter() - began
+    require(received == benchmark.streams * benchmark.tokens, f"the engine made {received} tokens")
+    return seconds
+
+
+async def _stream_all(url: str, benchmark: HttpBenchmark, number: int) -> float:
+    """Seconds from sending the requests to the last token."""
+    limits = httpx.Limits(max_connections=benchmark.streams)
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        prompts = draw_round(benchmark, number)
+        began = time.perf_counter()
+        received = await asyncio.gather(*(_stream(client, model, prompt, benchmark.tokens) for prompt in prompts))
+        seconds = time.perf_counter() - began
+    require(received == [benchmark.tokens] * benchmark.streams, f"streams of {sorted(set(received))} tokens")
+    return seconds
+
+
+async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int], tokens: int) -> int:
+    """How many tokens the server says it has streamed."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != httpx.codes.OK:
+            text = (await response.aread()).decode(errors="replace")
+            require(False, f"the server answered {response.status_code}: {text[:200]}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                usage = json.loads(line[len("data: ") :]).get("usage") or usage
+    return int(usage.get("completion_tokens", 0))
+
+
+@contextmanager
+def _serve(benchmark: HttpBenchmark) -> Iterator[str]:
+    """The address of a server that is healthy; it is ended with SIGTERM on leaving."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    program = [sys.executable, "-c", "from server.cli import main; main()"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*program, "serve", str(benchmark.config), *address], stdout=subprocess.DEVNULL, stderr=log
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(url, process, log, benchmark.load_timeout_s)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: IO[bytes], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+            raise GateError(f"the server exited with status {process.returncode} while loading: {said[-1]}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(_POLL_S)
+    require(False, f"the server was not healthy after {timeout_s:.0f} s")

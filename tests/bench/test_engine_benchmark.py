@@ -1,0 +1,143 @@
+"""The engine benchmark on a small shape: what it measures is right, and a wrong result yields no number."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+import yaml
+from rich.console import Console
+
+import bench.engine
+from bench.decode_loop import build_runner, decode
+from bench.engine import EngineBenchmark, draw_prompts, run_engine_benchmark
+from bench.hugging_face import load_hugging_face
+from bench.machine_commands import parse_batches
+from bench.over_http import Floor, HttpBenchmark, draw_round, run_http_benchmark
+from bench.plain_decode import PlainDecode
+from bench.rows import GateError
+from gpu.architecture import named_shape
+from gpu.weights import random_weights
+from server.config import load_deployment
+from server.plan import resolve_plan
+from transfer.machine import probe_machine
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+REFERENCE = Path(__file__).parents[2] / "deploy" / "models" / "reference"
+TINY = named_shape("tiny")
+CONTEXT = 40
+
+
+@pytest.fixture(autouse=True)
+def _quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.engine, "measure_host_rates", lambda threads: {"host_stream_gb_s": 1.0})
+    monkeypatch.setattr(bench.engine, "measure_device_rates", lambda device: {"device_stream_gb_s": 1.0})
+
+
+def make_benchmark(device: str, model: Path | None, dtype: str) -> EngineBenchmark:
+    shape = None if model else "tiny"
+    return EngineBenchmark(model, shape, (1, 3), 12, 10, 2, torch.get_num_threads(), device, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_carry_floor_and_peer_and_the_ceiling_comes_first(
+    device: str, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = run_engine_benchmark(make_benchmark(device, None, dtype), Console())
+    assert capsys.readouterr().out.startswith(f"decode step, tiny {dtype}, batch 1: at best")
+    steps = [row for row in rows if row.name == "decode step"]
+    assert [row.config["batch"] for row in steps] == [1, 3]
+    assert len(rows) - len(steps) == (2 if device == "cuda" else 0)
+    for row in steps:
+        assert row.peer_ms is not None
+        assert row.floor_ms is not None
+        assert row.floor_ms > 0
+        assert row.p10 <= row.ms <= row.p90
+
+
+def test_the_peer_with_a_checkpoint_is_transformers_and_its_tokens_are_ours() -> None:
+    rows = run_engine_benchmark(make_benchmark("cpu", REFERENCE, "float32"), Console(quiet=True))
+    assert {row.peer for row in rows} == {"transformers generate"}
+    assert all(row.extras["agreement"] == 1.0 for row in rows)
+
+
+def test_a_wrong_step_yields_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power of the gate: one matrix of ours has its sign flipped, the peer's has not."""
+    real = bench.engine.random_weights
+
+    def damaged(*arguments: object) -> object:
+        weights = real(*arguments)  # type: ignore[arg-type]
+        bench.engine.PlainDecode = lambda a, w, b, c, d: PlainDecode(a, undamaged, b, c, d)  # type: ignore[misc,assignment]
+        undamaged = real(*arguments)  # type: ignore[arg-type]
+        weights.layers[0].qkv.neg_()
+        return weights
+
+    monkeypatch.setattr(bench.engine, "PlainDecode", PlainDecode)
+    monkeypatch.setattr(bench.engine, "random_weights", damaged)
+    with pytest.raises(GateError, match="the peer chooses"):
+        run_engine_benchmark(make_benchmark("cpu", None, "float32"), Console(quiet=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decoding_twice_gives_the_same_tokens_and_the_plain_peer_chooses_them_too(device: str) -> None:
+    there = torch.device(device)
+    weights = random_weights(TINY, 3, torch.float32, there, lambda fraction: None)
+    runner = build_runner(TINY, weights, 3, CONTEXT, torch.float32, there)
+    runner.capture((3,), lambda fraction: None)
+    prompts = draw_prompts(3, 12, TINY.vocab_size)
+    first, second = decode(runner, prompts, 20), decode(runner, prompts, 20)
+    assert first.tokens.shape == (3, 21)
+    assert len(first.step_ms) == 19
+    assert np.array_equal(first.tokens, second.tokens)
+    peer = PlainDecode(TINY, weights, 3, CONTEXT, there)
+    assert peer.follow(prompts, first.tokens) == 1.0
+    assert peer.follow(prompts, (first.tokens + 1) % TINY.vocab_size) == 0.0
+
+
+def test_transformers_steps_are_timed_one_by_one() -> None:
+    peer = load_hugging_face(REFERENCE, torch.float32, torch.device("cpu"))
+    tokens, step_ms = peer.generate(draw_prompts(2, 8, 8192), 6)
+    assert tokens.shape == (2, 7)
+    assert len(step_ms) == 6
+    assert peer.follow(draw_prompts(2, 8, 8192), tokens) == 1.0
+
+
+def test_every_round_over_http_has_prompts_of_its_own() -> None:
+    benchmark = HttpBenchmark(Path("unused"), 4, 8, 4, 1, 1000, 60)
+    assert draw_round(benchmark, 0) == draw_round(benchmark, 0)
+    assert draw_round(benchmark, 0) != draw_round(benchmark, 1)
+
+
+def test_streams_over_http_are_whole_and_compared_with_the_engine_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    gpu = {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.125, "threads": 1}
+    scheduler = {"max_running": 4, "max_context_tokens": 256}
+    path.write_text(yaml.safe_dump({"model": {"path": str(REFERENCE)}, "gpu": gpu, "scheduler": scheduler}))
+    plan = resolve_plan(load_deployment(path), probe_machine())
+    benchmark = HttpBenchmark(path, 3, 8, 5, 1, plan.architecture.vocab_size, 120)
+    floor = Floor("1 GB over 1 GB/s", 1000.0, {"host_stream_gb_s": 1.0})
+    (row,) = run_http_benchmark(benchmark, plan.deployment, floor, Console(quiet=True))
+    assert row.peer == "the engine alone"
+    assert row.extras["share_of_engine"] > 0
+
+
+def test_a_server_that_cannot_start_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text("model: {path: nowhere}\n")
+    benchmark = HttpBenchmark(path, 1, 8, 4, 1, 1000, 120)
+    floor = Floor("", 1.0, {})
+    deployment = load_deployment(path)
+    with pytest.raises(GateError, match=r"exited with status 1 while loading: .*nowhere"):
+        run_http_benchmark(benchmark, deployment, floor, Console(quiet=True))
+
+
+@pytest.mark.parametrize("text", ["", "1,", "a", "0", "-1,2"])
+def test_batches_that_are_no_positive_numbers_are_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="wanted positive numbers"):
+        parse_batches(text)
+
+
+def test_batches_are_a_list() -> None:
+    assert parse_batches("1,8, 16") == (1, 8, 16)
