@@ -5,7 +5,9 @@ EXTRA ?= cpu
 export PYTHON
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all:
+# Nothing is compiled: wheels, and the few packages of plain Python that have none.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
+    --no-binary jieba,rouge-score,sqlitedict,word2number
 
 .PHONY: run install test lint docs clean
 .DELETE_ON_ERROR:
