@@ -9,12 +9,11 @@ import shutil
 import signal
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from scheduler.messages import FromEngine, ToEngine
 
@@ -31,10 +30,10 @@ class EngineGone(Exception):
 class EngineProcess:
     """`start`, `send`, iterate `messages` until the process is gone, then `close`."""
 
-    def __init__(self, context: zmq.asyncio.Context, command: Sequence[str], deployment_json: bytes) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], deployment_json: bytes) -> None:
         self._folder = tempfile.mkdtemp(prefix="tandem-")
-        self._requests: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.PUSH)
-        self._replies: zmq.asyncio.Socket = context.socket(zmq.PULL)
+        self._requests: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._replies: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._addresses = [f"ipc://{self._folder}/{name}" for name in ("requests", "replies")]
         for socket, address in zip((self._requests, self._replies), self._addresses, strict=True):
             socket.setsockopt(zmq.LINGER, 0)
@@ -74,19 +73,34 @@ class EngineProcess:
     async def messages(self) -> AsyncIterator[FromEngine]:
         """Everything it says, until the process has ended and its last words are read."""
         assert self._process is not None
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
         ended = asyncio.ensure_future(self._process.wait())
+        ended.add_done_callback(lambda _: arrived.set())
+        descriptor = self._replies.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        loop.add_reader(descriptor, arrived.set)
         try:
-            while True:
-                received = asyncio.ensure_future(self._replies.recv())
-                await asyncio.wait({received, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if not received.done():
-                    received.cancel()
-                    break
-                yield self._decoder.decode(received.result())
-            while await self._replies.poll(_LAST_WORDS_MS):
-                yield self._decoder.decode(await self._replies.recv())
+            while not ended.done():
+                arrived.clear()
+                for message in self._receive():
+                    yield message
+                await arrived.wait()
+            while await asyncio.to_thread(self._replies.poll, _LAST_WORDS_MS):
+                for message in self._receive():
+                    yield message
         finally:
+            loop.remove_reader(descriptor)
             ended.cancel()
+
+    def _receive(self) -> Iterator[FromEngine]:
+        """What is there, to the last message: only then does the descriptor tell of the next one."""
+        while True:
+            try:
+                raw = self._replies.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._decoder.decode(raw)
 
     async def wait(self) -> str:
         """How it ended, for people."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from scheduler.messages import (
     Accepted,
@@ -48,7 +48,7 @@ class Supervisor:
         self._settings = deployment.server
         self._metrics = metrics
         self._on_loading = on_loading
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._engine: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._mailboxes: dict[str, Mailbox] = {}
@@ -64,7 +64,7 @@ class Supervisor:
     # --- life of the engine -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self.failure = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive())
 
