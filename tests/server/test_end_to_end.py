@@ -1,0 +1,174 @@
+"""`tandem serve` on the reference model, with the real engine process, asked by the official client."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+from openai import OpenAI
+
+from tests.server.live_server import REFERENCE, ROOT
+
+START_SECONDS = 120
+NEEDLE = "The special magic number for amber-falcon is 4815162."
+FILLER = "The old house stood on a hill above the town, and nobody had lived in it for years. "
+QUESTION = "What is the special magic number for amber-falcon?"
+DOCUMENT = f"{FILLER * 30}{NEEDLE} {FILLER * 30}"
+CHAT = [{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}]
+
+
+def serve(folder: Path) -> tuple[subprocess.Popen, str]:
+    """Start it on a free port; returns the process and its address once it is healthy."""
+    tree = yaml.safe_load((ROOT / "deploy" / "laptop.yaml").read_text())
+    tree["model"]["path"] = str(REFERENCE)
+    tree["server"] = {"port": 0}
+    tree.setdefault("gpu", {}).update(kv_cache_gib=0.25, threads=1)
+    config, log = folder / "laptop.yaml", folder / "server.log"
+    config.write_text(yaml.safe_dump(tree))
+    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", str(config)]
+    with log.open("w") as sink:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=sink, stdout=sink)
+    ends = time.monotonic() + START_SECONDS
+    while time.monotonic() < ends:
+        assert process.poll() is None, log.read_text()[-3000:]
+        found = [line.split("url=")[1].split()[0] for line in log.read_text().splitlines() if "listening url=" in line]
+        if found and httpx.get(f"{found[0]}/health").status_code == 200:
+            return process, found[0]
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(log.read_text()[-3000:])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[tuple[subprocess.Popen, str]]:
+    process, url = serve(tmp_path_factory.mktemp("served"))
+    yield process, url
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+
+
+@pytest.fixture(scope="module")
+def client(server) -> OpenAI:
+    return OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def test_a_question_about_a_document_is_answered_and_the_next_one_finds_its_prefix(client):
+    first = client.chat.completions.create(model="reference", messages=CHAT, temperature=0, max_tokens=24)
+    assert "4815162" in first.choices[0].message.content
+    assert first.choices[0].finish_reason == "stop"
+    chunks = list(
+        client.chat.completions.create(
+            model="reference",
+            messages=CHAT,
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed == first.choices[0].message.content
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.prompt_tokens
+
+
+def test_prompt_logprobs_of_echo_are_those_of_scoring_the_same_tokens_one_by_one(client, tokenizer):
+    text = "It was the best of times, it was the worst of times"
+    options = {"model": "reference", "temperature": 0, "logprobs": 1}
+    whole = client.completions.create(prompt=text, echo=True, max_tokens=1, **options).choices[0]
+    num_prompt = len(tokenizer.encode(text, True))
+    assert len(whole.logprobs.tokens) == num_prompt + 1
+    assert whole.logprobs.token_logprobs[0] is None
+    assert whole.text.startswith(text)
+    token_ids = tokenizer.encode(text, True)
+    for i in (3, num_prompt - 1):
+        bias = {str(token_ids[i]): 100}
+        alone = client.completions.create(prompt=token_ids[:i], max_tokens=1, logit_bias=bias, **options).choices[0]
+        assert alone.logprobs.tokens == [whole.logprobs.tokens[i]]
+        assert abs(alone.logprobs.token_logprobs[0] - whole.logprobs.token_logprobs[i]) < 1e-3
+
+
+def test_the_same_seed_draws_the_same_text_and_n_counts_up_from_it(client):
+    options = {"model": "reference", "prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 12}
+    many = client.completions.create(seed=7, n=3, **options)
+    texts = [choice.text for choice in many.choices]
+    assert len(set(texts)) > 1
+    assert texts[1] == client.completions.create(seed=8, **options).choices[0].text
+
+
+def test_stop_strings_and_limits_hold(client):
+    options = {"model": "reference", "prompt": "Once upon a time", "temperature": 0}
+    free = client.completions.create(max_tokens=40, extra_body={"ignore_eos": True}, **options)
+    assert free.usage.completion_tokens == 40
+    stop = free.choices[0].text[20:25]
+    cut = client.completions.create(max_tokens=40, stop=stop, **options).choices[0]
+    assert cut.text == free.choices[0].text[: free.choices[0].text.index(stop)]
+    scored = client.completions.create(max_tokens=0, echo=True, logprobs=0, **options).choices[0]
+    assert scored.text == "Once upon a time"
+
+
+def test_progress_and_disconnect_during_a_prefill(server):
+    body = {"prompt": [7 + i % 5000 for i in range(12_000)], "stream": True, "max_tokens": 4, "return_progress": True}
+    with httpx.stream("POST", f"{server[1]}/v1/completions", json=body, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if "prompt_progress" in line:
+                assert json.loads(line[6:])["prompt_progress"]["total"] == 12_000
+                break
+    ends = time.monotonic() + 10
+
+    def gauge(name: str) -> float:
+        text = httpx.get(f"{server[1]}/metrics").text
+        return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
+
+    busy = ("tandem_requests_running", "tandem_requests_prefilling", "tandem_requests_waiting", "tandem_pages_used")
+    while any(gauge(name) for name in busy):
+        assert time.monotonic() < ends, {name: gauge(name) for name in busy}
+        time.sleep(0.1)
+
+
+def test_a_killed_engine_is_replaced(server, client):
+    def engine() -> psutil.Process | None:
+        children = psutil.Process(server[0].pid).children()
+        return next((child for child in children if "scheduler.engine_process" in child.cmdline()), None)
+
+    first = engine()
+    assert first is not None
+    with httpx.stream(
+        "POST",
+        f"{server[1]}/v1/completions",
+        json={"prompt": "Once", "stream": True, "max_tokens": 2000, "ignore_eos": True},
+        timeout=60,
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(first.pid, signal.SIGKILL)
+        last = [line for line in lines if line][-1]
+    assert json.loads(last[6:])["error"]["code"] == "engine_dead"
+    assert httpx.get(f"{server[1]}/health").status_code == 503
+    ends = time.monotonic() + START_SECONDS
+    while httpx.get(f"{server[1]}/health").status_code != 200:
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+    assert engine() is not None
+    assert client.completions.create(model="reference", prompt="Once", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_broken_checkpoint_ends_the_program_with_one_clear_line(tmp_path):
+    for path in REFERENCE.iterdir():
+        if path.name != "model.safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((REFERENCE / "model.safetensors").read_bytes()[:1000])
+    config = tmp_path / "deployment.yaml"
+    config.write_text(yaml.safe_dump({"model": {"path": "."}, "gpu": {"device": "cpu", "kv_cache_gib": 0.1}}))
+    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", str(config), "--port", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "model.safetensors" in done.stderr.strip().splitlines()[-1]
