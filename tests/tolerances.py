@@ -53,6 +53,10 @@ FLIP_LOGIT_GAP = 1e-3
 # A draw flips when its uniform number falls within float32 rounding (1e-6 of the mass) of a border between two tokens,
 # some hundred borders a draw at most: 1e-4 a token.
 SAMPLED_FLIPS_PER_TOKEN = 1e-4
+# Logits of 20 in bf16 are 1/8 apart and carry the rounding of ten layers: a few of those.
+BF16_FLIP_LOGIT_GAP = 0.5
+# A first flip ends the comparison, so at most one a stream of 40 tokens; bf16 moves some percent of the mass.
+BF16_SAMPLED_FLIPS_PER_TOKEN = 1 / 40
 # Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
 # would be more.
 SOAK_GROWTH_BYTES = 24 * 2**20
@@ -100,3 +104,11 @@ PROSE_DISTINCT = 0.97
 COVERAGE_95 = (0.93, 0.97)
 # Share of simulated runs in which a true loss of 4 points over 400 prompts must not pass as "within 1 point".
 VERDICT_POWER = 0.9
+
+# --- attention methods of the evals ---
+# Float32 attention over a few dozen keys against float64: outputs and lse of a few units.
+METHOD_FLOAT32 = 5e-5
+# A mean over independent draws against its expectation: beyond five standard errors once in a million.
+SAMPLED_MEAN_SIGMAS = 5.0
+# Logits of ten float32 layers against transformers: sums in another order, logits of some ten units.
+FORWARD_LOGIT_ATOL = 5e-4

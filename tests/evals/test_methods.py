@@ -1,0 +1,397 @@
+"""Each attention method against a float64 numpy oracle of its paper's rule: one prompt and one head at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from evals.methods.attention import column_mass
+from evals.methods.full import Full
+from evals.methods.method import DecodeMethod, MethodError, PrefillMethod, PromptLayer, Step, StepResult
+from evals.methods.registry import METHODS, parse_method
+from tests.tolerances import METHOD_FLOAT32, SAMPLED_MEAN_SIGMAS
+
+HEADS, KV_HEADS, DIM, STEPS = 4, 2, 8, 3
+LENGTHS = (37, 23, 30)
+GROUP = HEADS // KV_HEADS
+DECODE = [name for name, kind in METHODS.items() if issubclass(kind, DecodeMethod)]
+
+
+class Case:
+    """Random prompts and decode steps of one layer; everything behind a length is NaN until its step."""
+
+    def __init__(self, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        longest, requests = max(LENGTHS), len(LENGTHS)
+        self.q = draw.normal(size=(requests, HEADS, longest + STEPS, DIM)) * 2
+        self.k = draw.normal(size=(requests, KV_HEADS, longest + STEPS, DIM))
+        self.v = draw.normal(size=(requests, KV_HEADS, longest + STEPS, DIM))
+
+    def prompt(self) -> PromptLayer:
+        longest = max(LENGTHS)
+        q, k, v = (torch.tensor(part, dtype=torch.float32) for part in (self.q, self.k, self.v))
+        for row, length in enumerate(LENGTHS):
+            q[row, :, length:], k[row, :, length:], v[row, :, length:] = (math.nan,) * 3
+        return PromptLayer(0, q[:, :, :longest], q[:, :, :longest], k, v, torch.tensor(LENGTHS), longest)
+
+    def steps(self, prompt: PromptLayer) -> list[Step]:
+        """Steps in order; taking the next one writes its keys and values into the prompt's tensors."""
+        return [self._step(prompt, number) for number in range(STEPS)]
+
+    def _step(self, prompt: PromptLayer, number: int) -> Step:
+        keys, values = prompt.keys.clone(), prompt.values.clone()
+        lengths = torch.tensor(LENGTHS) + number + 1
+        query = torch.empty(len(LENGTHS), HEADS, DIM)
+        for row, length in enumerate(lengths.tolist()):
+            keys[row, :, :length] = torch.tensor(self.k[row, :, :length], dtype=torch.float32)
+            values[row, :, :length] = torch.tensor(self.v[row, :, :length], dtype=torch.float32)
+            query[row] = torch.tensor(self.q[row, :, length - 1], dtype=torch.float32)
+        longest = max(LENGTHS) + number + 1
+        return Step(0, query, query, keys[:, :, :longest], values[:, :, :longest], lengths, longest)
+
+    def logits(self, row: int, head: int, position: int, count: int) -> np.ndarray:
+        return self.k[row, head // GROUP, :count] @ self.q[row, head, position] / math.sqrt(DIM)
+
+    def attend(self, row: int, head: int, position: int, chosen: list[int]) -> tuple[np.ndarray, float]:
+        """Output and lse of attention over the chosen keys."""
+        logits = self.logits(row, head, position, position + 1)[chosen]
+        weights = np.exp(logits - logits.max())
+        lse = float(np.log(weights.sum()) + logits.max())
+        return weights @ self.v[row, head // GROUP, chosen] / weights.sum(), lse
+
+    def weights(self, row: int, head: int, position: int) -> np.ndarray:
+        logits = self.logits(row, head, position, position + 1)
+        weights = np.exp(logits - logits.max())
+        return weights / weights.sum()
+
+
+def run(case: Case, method: DecodeMethod) -> list[StepResult]:
+    prompt = case.prompt()
+    state = method.begin(prompt)
+    return [method.step(step, state) for step in case.steps(prompt)]
+
+
+def budget_tokens(fraction: float, length: int) -> int:
+    return max(1, math.ceil(fraction * length))
+
+
+def best(scores: np.ndarray, count: int) -> list[int]:
+    return sorted(np.argsort(-scores, kind="stable")[:count].tolist())
+
+
+def check(case: Case, method: DecodeMethod, rule) -> None:
+    """`rule(row, head, step, length)` gives the keys that the paper's rule reads."""
+    for number, result in enumerate(run(case, method)):
+        for row, start in enumerate(LENGTHS):
+            length = start + number + 1
+            for head in range(HEADS):
+                chosen = rule(row, head, number, length)
+                out, lse = case.attend(row, head, length - 1, chosen)
+                np.testing.assert_allclose(result.out[row, head], out, atol=METHOD_FLOAT32)
+                assert abs(result.lse[row, head].item() - lse) < METHOD_FLOAT32
+                assert result.keys_scored[row, head].item() == len(chosen)
+
+
+def test_full_reads_every_key_once_a_group():
+    case = Case(0)
+    check(case, Full(), lambda row, head, step, length: list(range(length)))
+    assert run(case, Full())[0].rows_read[0].tolist() == [LENGTHS[0] + 1] * KV_HEADS
+
+
+def test_the_comparison_fails_when_one_key_is_dropped():
+    with pytest.raises(AssertionError):
+        check(Case(0), Full(), lambda row, head, step, length: list(range(1, length)))
+
+
+def test_streaming_reads_sink_and_recent_tokens_together():
+    case = Case(1)
+
+    def rule(row, head, step, length):
+        count = budget_tokens(0.3, length)
+        return [0, 1, *range(length - (count - 2), length)]
+
+    method = parse_method("streaming:budget=0.3,sink=2")
+    check(case, method, rule)
+    assert run(case, method)[0].rows_read[0, 0].item() == budget_tokens(0.3, LENGTHS[0] + 1)
+
+
+def test_topk_reads_the_largest_logits():
+    case = Case(2)
+    check(
+        case,
+        parse_method("topk:budget=0.2"),
+        lambda row, head, step, length: best(case.logits(row, head, length - 1, length), budget_tokens(0.2, length)),
+    )
+
+
+def test_topk_keeps_its_sink_and_window_whatever_their_logits():
+    case = Case(3)
+
+    def rule(row, head, step, length):
+        scores = case.logits(row, head, length - 1, length)
+        scores[:2] = scores[-3:] = np.inf
+        return best(scores, max(5, min(9, length)))
+
+    check(case, parse_method("topk:budget=9,sink=2,window=3"), rule)
+
+
+def test_quest_ranks_pages_by_the_bound_of_their_channels():
+    case, page = Case(4), 4
+
+    def rule(row, head, step, length):
+        query, bounds = case.q[row, head, length - 1], []
+        for begin in range(0, length, page):
+            keys = case.k[row, head // GROUP, begin : min(begin + page, length)]
+            bounds.append(np.maximum(query * keys.min(0), query * keys.max(0)).sum())
+        pages = best(np.array(bounds), math.ceil(budget_tokens(0.3, length) / page))
+        return [key for number in pages for key in range(number * page, min(number * page + page, length))]
+
+    check(case, parse_method("quest:budget=0.3,page=4"), rule)
+
+
+def test_mean_pool_ranks_blocks_by_their_mean_key():
+    case, block = Case(5), 4
+
+    def rule(row, head, step, length):
+        query = case.q[row, head, length - 1]
+        scores = [
+            case.k[row, head // GROUP, begin : min(begin + block, length)].mean(0) @ query
+            for begin in range(0, length, block)
+        ]
+        blocks = best(np.array(scores), math.ceil(budget_tokens(0.3, length) / block))
+        return [key for number in blocks for key in range(number * block, min(number * block + block, length))]
+
+    check(case, parse_method("mean_pool:budget=0.3,block=4"), rule)
+
+
+def test_loki_ranks_keys_in_their_leading_components():
+    case, rank = Case(6), 3
+
+    def rule(row, head, step, length):
+        prompt_keys = case.k[row, head // GROUP, : LENGTHS[row]]
+        _, _, components = np.linalg.svd(prompt_keys - prompt_keys.mean(0))
+        leading = components[:rank].T
+        scores = (case.k[row, head // GROUP, :length] @ leading) @ (case.q[row, head, length - 1] @ leading)
+        return best(scores, budget_tokens(0.25, length))
+
+    check(case, parse_method("loki:budget=0.25,rank=3"), rule)
+
+
+@pytest.mark.parametrize(("pool", "kernel"), [("mean", 3), ("max", 1)])
+def test_snapkv_keeps_what_the_end_of_the_prompt_looked_at_and_all_that_follows(pool, kernel):
+    """A maximum over neighbours ties between them, and ties may fall either way: hence a kernel of one there."""
+    case, observe = Case(7), 4
+
+    def rule(row, head, step, length):
+        prompt = LENGTHS[row]
+        votes = np.zeros(prompt - observe)
+        for position in range(prompt - observe, prompt):
+            votes += case.weights(row, head, position)[: prompt - observe]
+        padded = np.pad(votes, kernel // 2)
+        pooled = np.array([padded[i : i + kernel].mean() for i in range(len(votes))])
+        kept = best(pooled, budget_tokens(0.4, prompt) - observe)
+        return kept + list(range(prompt - observe, length))
+
+    check(case, parse_method(f"snapkv:budget=0.4,observe=4,kernel={kernel},pool={pool}"), rule)
+
+
+@pytest.mark.parametrize("observe", [0, 6])
+def test_h2o_evicts_the_key_that_received_least_attention_for_good(observe):
+    case = Case(8)
+    kept: dict[tuple[int, int], list[int]] = {}
+    mass: dict[tuple[int, int], np.ndarray] = {}
+
+    def rule(row, head, step, length):
+        place, prompt = (row, head), LENGTHS[row]
+        if step == 0:
+            kept[place], mass[place] = list(range(prompt)), np.zeros(prompt + STEPS)
+            for position in range(max(0, prompt - observe) if observe else 0, prompt):
+                mass[place][: position + 1] += case.weights(row, head, position)
+        count = budget_tokens(0.4, length)
+        recent = math.ceil(count / 2)
+        newest = [key for key in [*kept[place], length - 1] if key >= length - recent]
+        older = [key for key in [*kept[place], length - 1] if key < length - recent]
+        heavy = sorted(older, key=lambda key: -mass[place][key])[: count - len(newest)]
+        kept[place] = sorted(heavy + newest)
+        logits = case.logits(row, head, length - 1, length)[kept[place]]
+        weights = np.exp(logits - logits.max())
+        mass[place][kept[place]] += weights / weights.sum()
+        return kept[place]
+
+    check(case, parse_method(f"h2o:budget=0.4,observe={observe}"), rule)
+
+
+def test_oracle_sampling_is_unbiased_and_counts_distinct_keys():
+    case, draws, runs = Case(9), 8, 400
+    total, square = np.zeros((HEADS, DIM)), np.zeros((HEADS, DIM))
+    distinct = np.zeros(HEADS)
+    prompt = case.prompt()
+    step = case.steps(prompt)[0]
+    for seed in range(runs):
+        method = parse_method(f"oracle:budget={draws},seed={seed}")
+        result = method.step(step, method.begin(prompt))
+        total += result.out[1].double().numpy()
+        square += result.out[1].double().numpy() ** 2
+        distinct += result.keys_scored[1].numpy()
+    length = LENGTHS[1] + 1
+    for head in range(HEADS):
+        exact, _ = case.attend(1, head, length - 1, list(range(length)))
+        error = np.sqrt((square[head] / runs - (total[head] / runs) ** 2) / runs)
+        assert (np.abs(total[head] / runs - exact) < SAMPLED_MEAN_SIGMAS * error).all()
+        weights = case.weights(1, head, length - 1)
+        expected = (1 - (1 - weights) ** draws).sum()  # distinct keys among independent draws
+        assert abs(distinct[head] / runs - expected) < SAMPLED_MEAN_SIGMAS * draws / math.sqrt(runs)
+        shifted, _ = case.attend(1, head, length - 1, list(range(4, length)))
+        assert (np.abs(total[head] / runs - shifted) > SAMPLED_MEAN_SIGMAS * error).any()
+
+
+def test_oracle_sampling_reads_its_sink_and_window_exactly():
+    check_all = parse_method(f"oracle:budget=4,sink=2,window={max(LENGTHS) + STEPS}")
+    check(Case(10), check_all, lambda row, head, step, length: list(range(length)))
+
+
+@pytest.mark.parametrize("name", [name for name in DECODE if name not in ("full", "oracle")])
+def test_a_method_with_the_whole_context_as_budget_equals_dense(name):
+    case = Case(11)
+    settings = ",observe=4" if name == "snapkv" else ",rank=2" if name == "loki" else ""
+    method = parse_method(f"{name}:budget=1.0{settings}")
+    for mine, dense in zip(run(case, method), run(case, Full()), strict=True):
+        torch.testing.assert_close(mine.out, dense.out, atol=METHOD_FLOAT32, rtol=0)
+        torch.testing.assert_close(mine.lse, dense.lse, atol=METHOD_FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODE if name != "full"])
+def test_padding_and_neighbours_do_not_change_a_row(name):
+    """Row 1 alone gives what it gives in a padded batch, except for the oracle's other draws, which stay finite."""
+    settings = ",observe=4" if name == "snapkv" else ",rank=2" if name == "loki" else ""
+    method = parse_method(f"{name}:budget=0.3{settings}")
+    assert all(result.out.isfinite().all() and result.lse.isfinite().all() for result in run(Case(12), method))
+
+
+def test_column_masses_of_all_queries_do_not_depend_on_blocks(monkeypatch):
+    case = Case(13)
+    whole = column_mass(case.prompt(), 0)
+    monkeypatch.setattr("evals.methods.attention.MAX_BLOCK_LOGITS", 5 * len(LENGTHS) * HEADS * max(LENGTHS))
+    torch.testing.assert_close(column_mass(case.prompt(), 0), whole, atol=METHOD_FLOAT32, rtol=0)
+    assert abs(whole[1].sum().item() - HEADS * LENGTHS[1]) < METHOD_FLOAT32 * LENGTHS[1] * HEADS
+
+
+def prefill_oracle(case: Case, allowed) -> np.ndarray:
+    out = np.zeros((len(LENGTHS), HEADS, max(LENGTHS), DIM))
+    for row, length in enumerate(LENGTHS):
+        for head in range(HEADS):
+            for query in range(length):
+                out[row, head, query], _ = case.attend(row, head, query, allowed(row, head, query))
+    return out
+
+
+def test_vertical_slash_reads_the_columns_and_diagonals_that_the_last_queries_vote_for():
+    case, observe = Case(14), 6
+
+    def allowed(row, head, query):
+        length = LENGTHS[row]
+        columns, diagonals = np.zeros(length), np.zeros(length)
+        for position in range(length - observe, length):
+            weights = case.weights(row, head, position)
+            columns[: position + 1] += weights
+            for key in range(position + 1):
+                diagonals[position - key] += weights[key]
+        columns[:1], diagonals[:2] = np.inf, np.inf
+        vertical, slash = best(columns, budget_tokens(0.2, length)), best(diagonals, budget_tokens(0.2, length))
+        return [key for key in range(query + 1) if key in vertical or query - key in slash]
+
+    method = parse_method("vertical_slash:vertical=0.2,slash=0.2,observe=6,sink=1,window=2")
+    result = method.attend(case.prompt())
+    for row, length in enumerate(LENGTHS):
+        expected = prefill_oracle(case, allowed)[row, :, :length]
+        np.testing.assert_allclose(result.out[row, :, :length], expected, atol=METHOD_FLOAT32)
+        pairs = np.mean([len(allowed(row, head, query)) for head in range(HEADS) for query in range(length)])
+        assert abs(result.head_fraction[row].item() - pairs / ((length + 1) / 2)) < METHOD_FLOAT32
+
+
+def test_mean_pool_prefill_reads_the_blocks_that_pooled_queries_and_keys_choose():
+    case, block = Case(15), 5
+
+    def allowed(row, head, query):
+        length, own = LENGTHS[row], query // block
+        pooled = case.q[row, head, own * block : min((own + 1) * block, length)].mean(0)
+        scores = np.array(
+            [
+                case.k[row, head // GROUP, b * block : min((b + 1) * block, length)].mean(0) @ pooled
+                for b in range(own + 1)
+            ]
+        )
+        scores[0] = scores[own] = np.inf
+        blocks = best(scores, max(2, math.ceil(budget_tokens(0.4, length) / block)))
+        return [key for key in range(query + 1) if key // block in blocks]
+
+    result = parse_method("mean_pool_prefill:budget=0.4,block=5").attend(case.prompt())
+    expected = prefill_oracle(case, allowed)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(result.out[row, :, :length], expected[row, :, :length], atol=METHOD_FLOAT32)
+
+
+@pytest.mark.parametrize("text", ["vertical_slash:vertical=1.0,slash=1.0", "mean_pool_prefill:budget=1.0,block=5"])
+def test_a_prefill_method_with_the_whole_context_equals_dense(text):
+    case, method = Case(16), parse_method(text)
+    assert isinstance(method, PrefillMethod)
+    result = method.attend(case.prompt())
+    expected = prefill_oracle(case, lambda row, head, query: list(range(query + 1)))
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(result.out[row, :, :length], expected[row, :, :length], atol=METHOD_FLOAT32)
+    assert result.head_fraction.tolist() == [1.0] * len(LENGTHS)
+
+
+def test_oracle_sampling_errs_less_than_topk_on_flat_heads():
+    """Long-tailed attention (MagicPIG, section 3): at equal distinct keys, the sample's mean is nearer."""
+    draw = torch.Generator().manual_seed(0)
+    context, rows = 2048, 16
+    keys, values = (torch.randn(rows, 1, context, 32, generator=draw) for _ in range(2))
+    values = values + keys  # what is looked up differs from the average
+    query = 0.5 * torch.randn(rows, 1, 32, generator=draw)
+    lengths = torch.full((rows,), context)
+    step = Step(0, query, query, keys, values, lengths, context)
+    prompt = PromptLayer(0, query[:, :, None], query[:, :, None], keys, values, lengths, context)
+    dense = Full().step(step, None)
+    oracle = parse_method("oracle:budget=0.05")
+    sampled = oracle.step(step, oracle.begin(prompt))
+    reads = int(sampled.keys_scored.mean().item())
+    top = parse_method(f"topk:budget={reads + 1}").step(step, None)
+    error = [(result.out - dense.out).norm(dim=-1).mean().item() for result in (sampled, top)]
+    assert error[0] < error[1]
+    peaked = Step(0, 8 * query, 8 * query, keys, values, lengths, context)
+    dense, sampled = Full().step(peaked, None), oracle.step(peaked, oracle.begin(prompt))
+    top = parse_method("topk:budget=0.05").step(peaked, None)
+    assert (top.out - dense.out).norm(dim=-1).mean() < (sampled.out - dense.out).norm(dim=-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("fast", ("unknown name", "quest")),
+        ("quest:pages=4", ("unknown setting", "'pages'", "page")),
+        ("quest:budget", ("'budget'", "key=value")),
+        ("quest:budget=1.5", ("budget", "1.5", "0.05")),
+        ("quest:budget=0", ("budget", "'0'")),
+        ("topk:sink=-1", ("sink", "-1")),
+        ("topk:sink=1,sink=2", ("sink", "twice")),
+        ("topk:dense_layers=a", ("dense_layers", "0-1+16")),
+    ],
+)
+def test_a_method_that_cannot_be_parsed_says_why(text, names):
+    with pytest.raises(MethodError) as error:
+        parse_method(text)
+    assert all(name in str(error.value) for name in names)
+
+
+def test_a_method_is_its_text():
+    for text in ("full", "quest:budget=0.02,page=32", "topk:budget=64,sink=4", "topk:dense_layers=0-1+5"):
+        assert parse_method(parse_method(text).label) == parse_method(text)
+    assert parse_method("quest:budget=5%") == parse_method("quest:budget=0.05")
+    assert [parse_method("topk:dense_layers=0-1+5").handles(layer) for layer in (0, 1, 2, 5)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
