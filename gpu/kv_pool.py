@@ -30,8 +30,8 @@ class KvPool:
         self.max_pages = -(-max_context_tokens // page_tokens)
         self.device = device
         layers = range(architecture.num_layers)
-        self.key_pages: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
-        self.value_pages: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self.key_pages: list[Tensor] = [_allocate(shape, dtype, device) for _ in layers]
+        self.value_pages: list[Tensor] = [_allocate(shape, dtype, device) for _ in layers]
         self.page_table = torch.zeros(max_slots, self.max_pages, dtype=torch.int32, device=device)
 
     def write_pages(self, writes: Sequence[PageWrite]) -> None:
@@ -58,3 +58,8 @@ class KvPool:
         """Fill every page with NaN: a debug and test aid that shows any read of a token nobody wrote."""
         for pages in (*self.key_pages, *self.value_pages):
             pages.fill_(float("nan"))
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that is really there: a host hands out pages at their first write, and could refuse one in mid-service."""
+    return torch.empty(shape, dtype=dtype, device=device).zero_()
