@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gpu.kernels.cpu_attention import applies, paged_decode_attention_cpu
 from gpu.kernels.paged_decode_attention import Workspace, paged_decode_attention
 from transfer.partial import Partial
 
@@ -39,6 +40,16 @@ DecodeAttention = Callable[[DecodeQuery], Partial]
 
 def exact_decode_attention(request: DecodeQuery) -> Partial:
     """The partial over each row's whole context, out float32 `[requests, heads, dim]`."""
+    if applies(request.query):
+        return paged_decode_attention_cpu(
+            request.query,
+            request.key_pages,
+            request.value_pages,
+            request.page_table,
+            request.slots,
+            request.context_lens,
+            request.scale,
+        )
     return paged_decode_attention(
         request.query,
         request.key_pages,

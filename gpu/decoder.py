@@ -9,10 +9,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gpu.architecture import Architecture
-from gpu.kernels.linear import linear, norm_gate_up_swiglu, norm_linear
-from gpu.kernels.rms_norm import rms_norm
+from gpu.kernels.cpu_attention import applies, rope_kv_write_cpu
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kv_pool import KvPool
+from gpu.projections import projections_for
 from gpu.rope import rope_tables
 from gpu.weights import Weights
 from transfer.partial import Partial
@@ -28,8 +28,10 @@ class Decoder:
         self.architecture = architecture
         self.weights = weights
         self.pool = pool
+        self.projections = projections_for(architecture, weights)
         self.scale = architecture.dim**-0.5
         self.cos, self.sin = rope_tables(architecture, max_context_tokens, pool.device)
+        self._rope_kv_write = rope_kv_write_cpu if applies(pool.key_pages[0]) else rope_kv_write
         self.query_columns = architecture.num_heads * architecture.dim
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -42,18 +44,15 @@ class Decoder:
         positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows. The KV that `attend` sees has these
         tokens.
         """
-        weights, eps = self.weights.layers[index], self.architecture.rms_norm_eps
-        qkv = norm_linear(hidden, weights.attention_norm, eps, weights.qkv)
-        query = rope_kv_write(
+        qkv = self.projections.qkv(index, hidden)
+        query = self._rope_kv_write(
             qkv, self.cos, self.sin, positions, slots, self.pool.page_table,
             self.pool.key_pages[index], self.pool.value_pages[index], self.architecture.num_heads,
         )  # fmt: skip
         pre_rope_query = qkv[:, : self.query_columns].view(query.shape)
         attended = attend(query, pre_rope_query).out.view(-1, self.query_columns)
-        hidden = linear(attended, weights.output, hidden)
-        return linear(norm_gate_up_swiglu(hidden, weights.mlp_norm, eps, weights.gate_up), weights.down, hidden)
+        return self.projections.mlp(index, self.projections.output(index, attended, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits `[tokens, vocab]`, in the weights' dtype, of the last layer's `[tokens, hidden]`."""
-        normed = rms_norm(hidden, self.weights.final_norm, self.architecture.rms_norm_eps)
-        return linear(normed, self.weights.logits)
+        return self.projections.logits(hidden)

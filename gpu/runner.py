@@ -34,6 +34,8 @@ from gpu.step import (
 from gpu.upload import upload
 from gpu.weights import Progress, Weights
 
+CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -142,17 +144,14 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, chunk_tokens: int) -> None:
-        """Run one prefill chunk and one decode step on pages nobody owns yet: kernels compile now, not in a request.
-
-        Does nothing on the CPU.
-        """
-        tokens = min(chunk_tokens, self.limits.max_context_tokens, self.limits.num_pages * self.limits.page_tokens)
-        if self.device.type != "cuda":
-            return
+        """Run one prefill chunk and one decode step on pages nobody owns yet: kernels compile now, not in a request."""
+        limits = self.limits
+        longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
+        tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
         greedy = SamplingParams(temperature=0.0)
         prompt = PrefillPrompt(0, np.zeros(tokens - 1, np.int32), 0, tokens - 1, greedy, next(iter(PROFILES)))
         layers = range(self.architecture.num_layers)
-        pages = list(range(-(-tokens // self.limits.page_tokens)))
+        pages = list(range(-(-tokens // limits.page_tokens)))
         self.launch(
             StepPlan(
                 page_writes=[PageWrite(0, 0, pages)],

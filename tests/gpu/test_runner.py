@@ -11,14 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
+from gpu.step import PrefillJob, StepPlan
 from tests.gpu.reference_model import (
     FOLDER,
     Generated,
+    decode,
     document_prompt,
     generate,
     needle_prompt,
+    prefill_prompts,
     reference_runner,
     tokenizer,
 )
@@ -123,16 +125,12 @@ def test_bf16_agrees_with_float32_as_much_as_transformers_bf16_does(
 
 def test_a_sequence_that_is_not_finite_hurts_no_other() -> None:
     prompts = [document_prompt(100, seed) for seed in range(3)]
+    lengths = [len(ids) for ids in prompts]
     clean = generate(reference_runner(num_pages=100), prompts, 4).tokens
     runner = reference_runner(num_pages=100)
-    poison_slot(runner, 1)
-    broken = generate(runner, prompts, 4).tokens
-    assert broken[1][0] == -1
-    assert [broken[0], broken[2]] == [clean[0], clean[2]]
-
-
-def poison_slot(runner: Runner, slot: int) -> None:
-    """Make the embedding of a token that only this test's second prompt has NaN."""
-    prompts = [set(document_prompt(100, seed).tolist()) for seed in range(3)]
-    own = min(prompts[slot] - prompts[0] - prompts[2])
-    runner.weights.embedding[own] = torch.nan
+    broken = generate(runner, prompts, 1)
+    runner.launch(StepPlan(new_jobs=[PrefillJob(9, prefill_prompts(prompts))])).collect()
+    runner.pool.value_pages[4][runner.pool.page_table[1, 2]] = torch.nan
+    decode(runner, broken, lengths, 4)
+    assert broken.tokens[1] == [clean[1][0], -1, -1, -1]
+    assert [broken.tokens[0], broken.tokens[2]] == [clean[0], clean[2]]
