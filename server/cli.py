@@ -134,7 +134,7 @@ def chat(
     file: Annotated[Path | None, typer.Option(help="a document that goes with the first question")] = None,
     attention_profile: Annotated[str | None, typer.Option(help="attention profile; default: the server's")] = None,
     once: Annotated[str | None, typer.Option(metavar="QUESTION", help="ask this, print the answer and end")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 1024,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely token")] = 0.0,
 ) -> None:
     """Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends."""
