@@ -1,0 +1,101 @@
+"""Compiled RoPE, KV write and decode attention on the CPU equal the plain references in float64."""
+
+import pytest
+import torch
+
+from gpu.kernels import cpu_attention
+from gpu.kernels.cpu_attention import paged_decode_attention_cpu, rope_kv_write_cpu
+from gpu.kernels.paged_decode_attention import paged_decode_attention_reference
+from gpu.kernels.rope_kv_write import rope_kv_write_reference
+from tests.tolerances import ATTENTION_F32_ATOL
+
+SHAPES = [(8, 2, 64, 16), (4, 4, 32, 32), (6, 1, 80, 64)]  # (heads, kv_heads, dim, page_tokens)
+CONTEXTS = [1, 0, 15, 16, 17, 400, 0, 83]
+PAGES_A_SLOT = 26
+
+
+def pool(kv_heads: int, dim: int, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pages of NaN, and a page table of 8 slots that share no page."""
+    num_pages = len(CONTEXTS) * PAGES_A_SLOT
+    pages = [torch.full((num_pages, kv_heads, page_tokens, dim), torch.nan) for _ in range(2)]
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3))
+    return pages[0], pages[1], order.view(len(CONTEXTS), -1).to(torch.int32)
+
+
+def fill(pages: torch.Tensor, page_table: torch.Tensor, slots: torch.Tensor, contexts: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    page_tokens = pages.shape[2]
+    for slot, context in zip(slots.tolist(), contexts, strict=True):
+        for position in range(context):
+            page = page_table[slot, position // page_tokens]
+            pages[page, :, position % page_tokens] = torch.randn(pages.shape[1], pages.shape[3], generator=generator)
+
+
+@pytest.mark.parametrize("spread_tokens", [10**9, 0])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_tokens"), SHAPES)
+def test_attention_equals_the_reference_in_float64(
+    heads: int, kv_heads: int, dim: int, page_tokens: int, spread_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_attention, "SPREAD_TOKENS", spread_tokens)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    keys, values, page_table = pool(kv_heads, dim, page_tokens)
+    slots = torch.tensor([4, -1, 0, 7, 2, 1, 3, 5], dtype=torch.int32)
+    filled = slots.clamp(min=6)
+    fill(keys, page_table, torch.where(slots < 0, filled, slots), CONTEXTS, 1)
+    fill(values, page_table, torch.where(slots < 0, filled, slots), CONTEXTS, 2)
+    query = torch.randn(len(CONTEXTS), heads, dim, generator=torch.Generator().manual_seed(4))
+    lens = torch.tensor(CONTEXTS, dtype=torch.int32)
+    got = paged_decode_attention_cpu(query, keys, values, page_table, slots, lens, dim**-0.5)
+    wanted = paged_decode_attention_reference(
+        query.double(), keys.double(), values.double(), page_table, slots, lens, dim**-0.5
+    )
+    torch.testing.assert_close(got.out.double(), wanted.out, rtol=0, atol=ATTENTION_F32_ATOL)
+    torch.testing.assert_close(got.lse.double(), wanted.lse, rtol=0, atol=ATTENTION_F32_ATOL)
+
+
+def test_the_comparison_sees_one_lost_token() -> None:
+    keys, values, page_table = pool(2, 64, 16)
+    slots = torch.tensor([0], dtype=torch.int32)
+    fill(keys, page_table, slots, [400], 1)
+    fill(values, page_table, slots, [400], 2)
+    query = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(4))
+    whole, lost = (
+        paged_decode_attention_cpu(query, keys, values, page_table, slots, torch.tensor([n], dtype=torch.int32), 0.125)
+        for n in (400, 399)
+    )
+    assert (whole.out - lost.out).abs().max() > ATTENTION_F32_ATOL
+    assert (whole.lse - lost.lse).abs().max() > ATTENTION_F32_ATOL
+
+
+def test_a_nan_in_one_context_stays_in_its_row() -> None:
+    keys, values, page_table = pool(2, 64, 16)
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+    for pages in (keys, values):
+        fill(pages, page_table, slots, [20, 20], 1)
+    keys[page_table[1, 0], 0, 3, 5] = torch.nan
+    got = paged_decode_attention_cpu(
+        torch.ones(2, 8, 64), keys, values, page_table, slots, torch.tensor([20, 20], dtype=torch.int32), 0.125
+    )
+    assert got.out[0].isfinite().all()
+    assert got.out[1, :4].isnan().all()
+    assert got.lse[1, :4].isnan().all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_tokens"), SHAPES)
+def test_rope_and_write_equal_the_reference(heads: int, kv_heads: int, dim: int, page_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, generator=generator)
+    before = qkv.clone()
+    angles = torch.rand(500, dim // 2, generator=generator) * 6
+    positions, slots = torch.tensor([0, 399, 17, 16, 5]), torch.tensor([0, 3, 3, 7, -1], dtype=torch.int32)
+    keys, values, page_table = pool(kv_heads, dim, page_tokens)
+    wanted_keys, wanted_values = keys.double(), values.double()
+    got = rope_kv_write_cpu(qkv, angles.cos(), angles.sin(), positions, slots, page_table, keys, values, heads)
+    wanted = rope_kv_write_reference(
+        qkv.double(), angles.cos().double(), angles.sin().double(), positions, slots, page_table,
+        wanted_keys, wanted_values, heads,
+    )  # fmt: skip
+    torch.testing.assert_close(got[:4].double(), wanted[:4], rtol=0, atol=ATTENTION_F32_ATOL)
+    torch.testing.assert_close(keys.double(), wanted_keys, rtol=0, atol=ATTENTION_F32_ATOL, equal_nan=True)
+    torch.testing.assert_close(values.double(), wanted_values, rtol=0, atol=ATTENTION_F32_ATOL, equal_nan=True)
+    assert torch.equal(qkv, before)
