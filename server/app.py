@@ -56,7 +56,13 @@ def create_app(
             await service.supervisor.stop()
 
     app = FastAPI(
-        title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, telemetry=_NO_TELEMETRY
+        title="Tandem",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
     )
     app.state.service = service
     for routes in (routes_generation, routes_tokens, routes_status):

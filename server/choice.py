@@ -6,7 +6,7 @@ Knows tokens and text; nothing of HTTP or of the shape of a response.
 from dataclasses import dataclass
 
 from scheduler.messages import Delta, Logprob
-from server.text import StopMatcher, text_decoder
+from server.text import StopMatcher, TextDecoder
 from server.tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ class Choice:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: list[str]) -> None:
-        self._decoder = text_decoder(tokenizer, skip_special_tokens=True)
+        self._decoder = TextDecoder(tokenizer, skip_special_tokens=True)
         self._matcher = StopMatcher(stops) if stops else None
         self._num_chars = 0  # decoded, including what the matcher holds back
         self._pending: list[TokenEntry] = []
@@ -95,7 +95,7 @@ def prompt_entries(
     tokenizer: Tokenizer, token_ids: list[int], num_added: int, logprobs: list[Logprob]
 ) -> list[TokenEntry]:
     """Entries of an echoed prompt. Its first `num_added` tokens (BOS) have no text; `logprobs[i]` is of token i + 1."""
-    decoder = text_decoder(tokenizer, skip_special_tokens=False)
+    decoder = TextDecoder(tokenizer, skip_special_tokens=False)
     entries = []
     offset = 0
     for i, token_id in enumerate(token_ids):

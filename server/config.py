@@ -17,7 +17,7 @@ class ConfigError(Exception):
 class ServerConfig(Settings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: any free port, printed in the log")
-    api_keys: tuple[str, ...] = Field((), description="bearer keys; none: the server is open")
+    api_keys: tuple[str, ...] = Field((), description="bearer keys; none: open; /health, /version, /metrics need none")
     api_keys_file: Path | None = Field(None, description="more keys, one a line")
     max_body_mib: float = Field(16.0, gt=0, description="largest request body; a larger one is answered with 413")
     keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")

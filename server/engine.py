@@ -119,4 +119,7 @@ class EngineProcess:
     def close(self) -> None:
         self._requests.close()
         self._replies.close()
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -9,6 +9,7 @@ from scheduler.messages import Ready
 from server.api_error import invalid, too_long
 from server.bodies import ChatBody, CompletionBody, Message
 from server.service import Service
+from server.text import TextDecoder
 from server.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -35,7 +36,7 @@ async def completion_prompts(service: Service, body: CompletionBody, limits: Rea
             prompt = await encode_text(service.tokenizer, given)
         else:
             check_token_ids(name, given, limits.vocab_size)
-            text = await off_loop(len(given), service.tokenizer.decode, given, False) if body.echo else ""
+            text = await off_loop(len(given), spell, service.tokenizer, given) if body.echo else ""
             prompt = Prompt(given, text, 0)
         if not prompt.token_ids:
             raise invalid(name, "empty; wanted at least one token")
@@ -56,6 +57,12 @@ async def chat_prompt(service: Service, messages: list[Message]) -> Prompt:
     if not token_ids:
         raise invalid("messages", "the chat template made an empty prompt of them")
     return Prompt(token_ids, "", 0)
+
+
+def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """The text of a prompt that was given as token ids, special tokens spelled out."""
+    decoder = TextDecoder(tokenizer, skip_special_tokens=False)
+    return "".join(map(decoder.step, token_ids)) + decoder.finish()
 
 
 async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from server import logs
 from server.bodies import ChatBody, CompletionBody, check_chat, check_completion, read_body
 from server.generation import Disconnected, Generation, Job, collect
-from server.prompts import chat_max_tokens, chat_prompt, completion_max_tokens, completion_prompts
+from server.prompts import chat_max_tokens, chat_prompt, completion_max_tokens, completion_prompts, off_loop
 from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
 from server.sse import EventStream, watch_disconnect
@@ -54,7 +54,9 @@ async def _respond(
         return EventStream(generation, shape, service.settings, bool(body.return_progress))
     watch = asyncio.create_task(watch_disconnect(request.receive, generation))
     try:
-        return Response(shape.whole(await collect(generation)), media_type="application/json")
+        gathered = await collect(generation)
+        num_entries = generation.num_prompt_tokens + generation.num_generated_tokens if body.logprobs else 0
+        return Response(await off_loop(num_entries, shape.whole, gathered), media_type="application/json")
     except Disconnected:
         logs.info("client_gone", id=generation.id)
         return Response(status_code=_CLIENT_GONE)

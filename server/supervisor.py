@@ -44,7 +44,7 @@ class Supervisor:
         self, deployment: Deployment, command: Sequence[str], metrics: Metrics, on_loading: Callable[[Loading], None]
     ) -> None:
         self._command = command
-        self._deployment_json = deployment.model_dump_json().encode()
+        self._deployment_json = deployment.model_dump_json(exclude={"server": {"api_keys"}}).encode()
         self._settings = deployment.server
         self._metrics = metrics
         self._on_loading = on_loading
@@ -89,6 +89,7 @@ class Supervisor:
         """For a program that must exit this instant."""
         if self._engine is not None:
             self._engine.kill()
+            self._engine.remove_folder()
 
     @property
     def engine_pid(self) -> int | None:

@@ -5,60 +5,29 @@ what may be the start of a stop string. Both give the same text however their in
 """
 
 import codecs
-from typing import Protocol
-
-from tokenizers.decoders import DecodeStream
 
 from server.tokenizer import Tokenizer
 
 
-class TextDecoder(Protocol):
-    def step(self, token_id: int) -> str:
-        """The characters that this token completes; special tokens have none."""
+class TextDecoder:
+    """A text is its tokens' bytes joined, so an incremental UTF-8 decoder is all it takes.
 
-    def finish(self) -> str:
-        """What is left: bytes that never became a character, as U+FFFD."""
+    True of byte-level BPE and of SentencePiece vocabularies with byte fallback. A leading space is kept, since the text
+    goes on from a prompt. Bytes that are no UTF-8 become U+FFFD.
+    """
 
-
-def text_decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> TextDecoder:
-    if tokenizer.is_byte_level:
-        return _ByteLevelDecoder(tokenizer, tokenizer.special_ids if skip_special_tokens else frozenset())
-    return _StreamDecoder(tokenizer, skip_special_tokens)
-
-
-class _ByteLevelDecoder:
-    """Byte-level BPE: a text is its tokens' bytes joined, so an incremental UTF-8 decoder is all it takes."""
-
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = skipped
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def step(self, token_id: int) -> str:
+        """The characters that this token completes; skipped tokens have none."""
         return "" if token_id in self._skipped else self._decode(self._token_bytes(token_id))
 
     def finish(self) -> str:
+        """What is left: the beginning of a character that never became one, as U+FFFD."""
         return self._decode(b"", True)
-
-
-class _StreamDecoder:
-    """Any other tokenizer, through its own decoder."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._token_ids: list[int] = []
-        self._num_chars = 0
-
-    def step(self, token_id: int) -> str:
-        self._token_ids.append(token_id)
-        text = self._stream.step(self._tokenizer.vocabulary, token_id) or ""
-        self._num_chars += len(text)
-        return text
-
-    def finish(self) -> str:
-        return self._tokenizer.decode(self._token_ids, self._skip)[self._num_chars :]
 
 
 class StopMatcher:

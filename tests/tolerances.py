@@ -46,6 +46,16 @@ LOAD_SEAM_TOKENS = 2
 # inside a piece.
 LOAD_PIECE_SHARE = 0.03
 
+# --- server ---
+# Seconds from a client's disconnect to an idle engine: two messages, on a busy machine. Undone, they run on.
+CANCEL_S = 3.0
+# Seconds that a small request may wait while a megabyte is tokenised; on the event loop it would wait all that time.
+LOOP_STALL_S = 0.5
+# Comments in 1.1 s of silence at one in 0.2 s: five, and fewer where a busy machine runs the timers late.
+KEEPALIVE_COMMENTS = range(3, 6)
+# Reports in 1 s of prefill at one in 0.2 s; the engine tells fifty times.
+PROGRESS_REPORTS = range(3, 7)
+
 # --- end to end ---
 # float32 logits of one context differ by batch shape in their last bits; only where the two best are this close may the
 # greedy choice differ from the lone run's.
@@ -64,6 +74,8 @@ SOAK_GROWTH_BYTES = 24 * 2**20
 PROMPT_LOGPROB_ATOL = 1e-4
 # The same weights and the same kernels, cut into other chunks: float32 sums in another order.
 CHUNKING_LOGPROB_ATOL = 1e-4
+# A mean that another program summed in another order, in float64.
+HARNESS_METRIC_RTOL = 1e-12
 # bf16: share of positions whose most likely token is float32's, below transformers' own share, at most.
 BF16_AGREEMENT_LOSS = 0.003
 # bf16 logprobs, decoded against prefilled: of the order of the logits' own rounding (spacing 2**-4 at 16).

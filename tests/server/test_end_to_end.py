@@ -16,6 +16,7 @@ import yaml
 from openai import OpenAI
 
 from tests.server.live_server import REFERENCE, ROOT
+from tests.tolerances import CHUNKING_LOGPROB_ATOL
 
 START_SECONDS = 120
 NEEDLE = "The special magic number for amber-falcon is 4815162."
@@ -92,7 +93,9 @@ def test_prompt_logprobs_of_echo_are_those_of_scoring_the_same_tokens_one_by_one
         bias = {str(token_ids[i]): 100}
         alone = client.completions.create(prompt=token_ids[:i], max_tokens=1, logit_bias=bias, **options).choices[0]
         assert alone.logprobs.tokens == [whole.logprobs.tokens[i]]
-        assert abs(alone.logprobs.token_logprobs[0] - whole.logprobs.token_logprobs[i]) < 1e-3
+        scored = alone.logprobs.token_logprobs[0]
+        assert abs(scored - whole.logprobs.token_logprobs[i]) < CHUNKING_LOGPROB_ATOL
+        assert abs(scored - whole.logprobs.token_logprobs[i - 1]) > CHUNKING_LOGPROB_ATOL, "one position off is seen"
 
 
 def test_the_same_seed_draws_the_same_text_and_n_counts_up_from_it(client):

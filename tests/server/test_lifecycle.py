@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.server.live_server import FAKE_ENGINE, REFERENCE, ROOT, fake_command, make_deployment, running_server
+from tests.tolerances import CANCEL_S, KEEPALIVE_COMMENTS, PROGRESS_REPORTS
 
 COMPLETION = "/v1/completions"
 SLOW = {"prompt": "one two three", "attention_profile": "slow", "max_tokens": 2000, "ignore_eos": True}
@@ -38,19 +39,27 @@ async def test_a_client_that_goes_away_frees_its_request_at_once(live, stream):
     client = asyncio.create_task(ask())
     await live.until(lambda: is_busy(live))
     client.cancel()
-    began_s = time.monotonic()
-    await live.until(lambda: is_idle(live), 2)
-    assert time.monotonic() - began_s < 1
+    await live.until(lambda: is_idle(live), CANCEL_S)
     assert await live.metric("tandem_requests_finished_total") == 3
     assert live.service.num_open == 0
     assert live.service.supervisor._mailboxes == {}
 
 
-async def test_a_client_that_leaves_during_a_long_prefill_is_noticed(live):
-    async with httpx.AsyncClient(base_url=live.url) as http, http.stream("POST", COMPLETION, json=LONG_PREFILL) as got:
-        assert got.status_code == 200
+async def test_a_client_that_leaves_during_a_long_prefill_is_noticed():
+    async with running_server(make_deployment(), fake_command(prefill_s=60)) as live:
+        async with live.http.stream("POST", COMPLETION, json=LONG_PREFILL) as answer:
+            assert answer.status_code == 200
+            await live.until(lambda: is_busy(live))
+        await live.until(lambda: is_idle(live), CANCEL_S)
+
+
+async def test_without_a_disconnect_a_request_runs_on():
+    async with running_server(make_deployment(), fake_command(prefill_s=60)) as live:
+        answer = asyncio.create_task(live.http.post(COMPLETION, json=LONG_PREFILL))
         await live.until(lambda: is_busy(live))
-    await live.until(lambda: is_idle(live), 0.5)
+        with pytest.raises(TimeoutError):
+            await live.until(lambda: is_idle(live), CANCEL_S)
+        answer.cancel()
 
 
 async def test_a_full_queue_is_a_429_with_retry_after_before_any_stream_begins():
@@ -71,7 +80,7 @@ async def test_a_full_queue_is_a_429_with_retry_after_before_any_stream_begins()
 async def test_comments_keep_a_silent_stream_alive_and_only_a_silent_one():
     async with running_server(make_deployment(keepalive_seconds=0.2), fake_command(prefill_s=1.1)) as live:
         answer = await live.http.post(COMPLETION, json=LONG_PREFILL)
-        assert answer.text.count(": keepalive\n\n") in (4, 5)
+        assert answer.text.count(": keepalive\n\n") in KEEPALIVE_COMMENTS
         assert answer.text.index(": keepalive") < answer.text.index("data: ")
         busy = await live.http.post(COMPLETION, json=SLOW | {"stream": True, "max_tokens": 12})
         assert ": keepalive" not in busy.text
@@ -88,7 +97,7 @@ async def test_progress_is_reported_when_asked_for_and_not_too_often():
             answer = await live.http.post(path, json=LONG_PREFILL | body | {"return_progress": True})
             chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
             progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
-            assert 3 <= len(progress) <= 6
+            assert len(progress) in PROGRESS_REPORTS
             assert all(chunk["choices"] == [] for chunk in chunks[: len(progress)])
             assert [p["processed"] for p in progress] == sorted(p["processed"] for p in progress)
             assert set(progress[0]) == {"index", "total", "cache", "processed", "time_ms"}

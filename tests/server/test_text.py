@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from scheduler.messages import Delta, Logprob
 from server.choice import Choice
-from server.text import StopMatcher, text_decoder
+from server.text import StopMatcher, TextDecoder
 from server.tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE
 
@@ -65,14 +65,14 @@ def test_what_is_held_back_is_only_what_may_begin_a_stop_string(text, stops):
 
 @given(st.lists(st.integers(0, 8191), max_size=40))
 def test_streamed_text_equals_the_tokenizers_own_decoding(token_ids):
-    decoder = text_decoder(TOKENIZER, skip_special_tokens=True)
+    decoder = TextDecoder(TOKENIZER, skip_special_tokens=True)
     pieces = [decoder.step(token_id) for token_id in token_ids] + [decoder.finish()]
     assert "".join(pieces) == TOKENIZER.decode(token_ids, skip_special_tokens=True)
 
 
 @given(st.text(max_size=40))
 def test_a_text_survives_encoding_and_streamed_decoding_without_broken_characters(text):
-    decoder = text_decoder(TOKENIZER, skip_special_tokens=False)
+    decoder = TextDecoder(TOKENIZER, skip_special_tokens=False)
     pieces = [decoder.step(token_id) for token_id in TOKENIZER.encode(text, True)]
     assert "".join(pieces) == text
     assert all("�" not in piece for piece in pieces) or "�" in text
@@ -91,7 +91,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
     """A small SentencePiece-like vocabulary: words with ▁, single bytes as <0xNN>."""
     words = ["<unk>", "▁hello", "▁world", "!"] + [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = Vocabulary(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     vocabulary.decoder = decoders.Sequence(steps)
     tokenizer = Tokenizer(REFERENCE, REFERENCE)
     tokenizer.vocabulary, tokenizer.is_byte_level = vocabulary, False
@@ -99,16 +99,25 @@ def byte_fallback_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def test_byte_fallback_vocabularies_stream_their_own_decoding():
-    tokenizer = byte_fallback_tokenizer()
-    token_ids = [1, 2, *(4 + byte for byte in "é€".encode()), 3]
-    decoder = text_decoder(tokenizer, skip_special_tokens=True)
+BYTE_FALLBACK = byte_fallback_tokenizer()
+
+
+@given(st.lists(st.sampled_from([" hello", " world", "!", "é", "€", "東"]), max_size=12))
+def test_byte_fallback_vocabularies_stream_their_own_decoding(words):
+    known = {" hello": [1], " world": [2], "!": [3]}
+    token_ids = [i for word in words for i in known.get(word) or [4 + byte for byte in word.encode()]]
+    decoder = TextDecoder(BYTE_FALLBACK, skip_special_tokens=True)
     pieces = [decoder.step(token_id) for token_id in token_ids]
-    assert "".join(pieces) + decoder.finish() == "hello worldé€!"
-    assert tokenizer.token_bytes(2) == b" world"
-    assert tokenizer.token_bytes(4 + 0xE2) == b"\xe2"
-    cut_short = text_decoder(tokenizer, skip_special_tokens=True)
-    assert "".join(cut_short.step(token_id) for token_id in (1, 4 + 0xE2)) + cut_short.finish() == "hello�"
+    assert "".join(pieces) == BYTE_FALLBACK.decode(token_ids, True) == "".join(words)
+    assert decoder.finish() == ""
+
+
+@given(st.lists(st.integers(1, 259), max_size=12))
+def test_byte_fallback_tokens_in_any_order_are_the_utf8_of_their_bytes(token_ids):
+    decoder = TextDecoder(BYTE_FALLBACK, skip_special_tokens=True)
+    text = "".join(decoder.step(token_id) for token_id in token_ids) + decoder.finish()
+    assert text == b"".join(map(BYTE_FALLBACK.token_bytes, token_ids)).decode(errors="replace")
+    assert BYTE_FALLBACK.token_bytes(4 + 0xE2) == b"\xe2"
 
 
 def test_token_bytes_join_to_the_text_of_special_and_unknown_tokens_too():
