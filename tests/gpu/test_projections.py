@@ -80,7 +80,7 @@ def test_random_weights_give_finite_logits_that_are_not_flat() -> None:
     sampling = SamplingParams(temperature=0.0, num_prompt_logprobs=1)
     job = PrefillJob(0, [PrefillPrompt(0, ids, 0, len(ids), sampling, "exact")])
     units = [PrefillUnit(0, layer, 0, len(ids)) for layer in range(SHAPE.num_layers)]
-    plan = StepPlan(page_writes=[PageWrite(0, 0, list(range(8)))], new_jobs=[job], units=units)
+    plan = StepPlan(page_writes=[PageWrite(0, 0, list(range(7)))], new_jobs=[job], units=units)
     result = runner.launch(plan).collect()
     best = [entry.top[0] for entry in result.prompt_logprobs[0]]
     assert result.tokens[0].token_id >= 0
