@@ -30,16 +30,16 @@ BUDGETS = (0.02, 0.05, 0.1)
 FREE_TASKS = ("needle", "many_needles", "word_needle", "facts_one_hop")
 SHORT_TASK = "several_values"
 LIST_TASK = "list"
-FORCED_TOKENS = 32
+FORCED_TOKENS = 16
 LENGTHS = (4096, 8192, 16384)
 SETS = ("quick", "full")
 MARKERS = ("<!-- {name}: begin -->", "<!-- {name}: end -->")
 
-QUICK_SECONDS_A_TOKEN = 1.6e-3
-FULL_SECONDS_A_TOKEN = 4.5e-6
-PREFILL_SECONDS_A_PAIR = 1.5e-9
-"""What runs have taken, for the estimate: a quick prompt token on two cores, a full one on an H200, all methods of a
-set together; and a (query, key) pair of a prompt under a prefill method on an H200, all layers and heads."""
+QUICK_SECONDS_A_TOKEN = 5e-3
+FULL_SECONDS_A_TOKEN = 5.5e-6
+PREFILL_SECONDS_A_PAIR = 4.5e-10
+"""For the estimate: seconds a prompt token of the quick set on two cores and of the full set on an H200, all methods of
+a set together; and seconds a (query, key) pair of a prompt under a prefill method on an H200, all layers and heads."""
 
 
 def decode_methods(budgets: Sequence[float]) -> tuple[str, ...]:

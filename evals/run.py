@@ -7,7 +7,8 @@ a sample that the store already has is not run again.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,6 @@ def prompts_of(cells: Sequence[Cell], settings: PromptSettings, workers: int) ->
             yield cell, future.result()
 
 
-def keys_of(cell: Cell, prompts: Sequence[Prompt], seed: int, model: str) -> list[str]:
-    """The keys of all records that a cell makes."""
-    keys = _Keys(cell, seed, model)
-    return [keys.of(label, prompt.sample) for prompt in prompts for label in cell.methods]
-
-
 def run_cells(
     decoder: ReferenceDecoder,
     tokenizer: Any,
@@ -88,17 +83,20 @@ def run_cells(
     seed: int,
     done: Container[str],
     batch_tokens: int,
+    found: Callable[[str], None],
     keep: Callable[[Record], None],
 ) -> None:
-    """Run what `done` (keys of records) does not hold yet; `keep` gets each record as soon as it is known.
+    """Run what `done` (keys of records) does not hold yet. `found` gets the keys that it holds, `keep` new records.
 
     batch_tokens: prompts that go together have at most so many tokens (one prompt always goes).
     """
     for cell, made in prompts:
         keys = _Keys(cell, seed, decoder.architecture.name)
-        missing = [
-            prompt for prompt in made if any(keys.of(label, prompt.sample) not in done for label in cell.methods)
-        ]
+        wanted = {prompt.sample.sample_id: [keys.of(label, prompt.sample) for label in cell.methods] for prompt in made}
+        for key in chain.from_iterable(wanted.values()):
+            if key in done:
+                found(key)
+        missing = [prompt for prompt in made if any(key not in done for key in wanted[prompt.sample.sample_id])]
         size = max(1, batch_tokens // cell.length_tokens)
         for begin in range(0, len(missing), size):
             for record in run_batch(decoder, tokenizer, cell, missing[begin : begin + size], keys):
@@ -108,13 +106,20 @@ def run_cells(
 
 @dataclass(frozen=True)
 class _Keys:
-    """The keys and cells of a cell's records."""
+    """The keys and cells of a cell's records; `known` remembers keys, since each hashes a whole prompt."""
 
     cell: Cell
     seed: int
     model: str
+    known: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def of(self, label: str, sample: Sample) -> str:
+        place = (label, sample.sample_id)
+        if place not in self.known:
+            self.known[place] = self._make(label, sample)
+        return self.known[place]
+
+    def _make(self, label: str, sample: Sample) -> str:
         settings = {**parse_method(label).settings, "forced_tokens": self.cell.forced_tokens}
         length = self.cell.length_tokens
         return sample_key(label, settings, sample, length, self.seed, self.model, CODE_VERSION)

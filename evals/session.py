@@ -6,7 +6,6 @@ from the store's records, so a run that was stopped and resumed leaves the same 
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -45,14 +44,20 @@ def progress_bar(total: int, what: str) -> Iterator[Any]:
         yield lambda: progress.advance(task)
 
 
+class Forgetful(dict[str, Record]):
+    """A store in memory: a run that nobody asked to keep does not wait for the disk at every sample."""
+
+    def add(self, record: Record) -> None:
+        self[record.key] = record
+
+
 @contextmanager
-def open_store(resume: Path | None) -> Iterator[Store]:
+def open_store(resume: Path | None) -> Iterator[Store | Forgetful]:
     """The store of a folder, or one that is forgotten afterwards."""
-    if resume is not None:
-        with Store(resume / STORE_FILE) as store:
-            yield store
+    if resume is None:
+        yield Forgetful()
         return
-    with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / STORE_FILE) as store:
+    with Store(resume / STORE_FILE) as store:
         yield store
 
 
@@ -70,7 +75,7 @@ def run_in_process(
     import torch
 
     from evals.forward import load_decoder
-    from evals.run import keys_of, load_tokenizer, prompts_of, run_cells
+    from evals.run import load_tokenizer, prompts_of, run_cells
 
     on_cuda = device.startswith("cuda")
     dtype = torch.bfloat16 if on_cuda else torch.float32
@@ -84,20 +89,16 @@ def run_in_process(
     with open_store(resume) as store, progress_bar(total, "samples") as advance:
 
         def keep(record: Record) -> None:
-            if record.key not in store:
-                store.add(record)
-            records[record.key] = store[record.key]
+            store.add(record)
+            records[record.key] = record
             advance()
 
-        def made() -> Iterator[tuple[Cell, Any]]:
-            for cell, prompts in prompts_of(cells, settings, workers):
-                for key in keys_of(cell, prompts, settings.seed, decoder.architecture.name):
-                    if key in store:
-                        records[key] = store[key]
-                        advance()
-                yield cell, prompts
+        def found(key: str) -> None:
+            records[key] = store[key]
+            advance()
 
-        run_cells(decoder, tokenizer, made(), settings.seed, store, batch_tokens, keep)
+        prompts = prompts_of(cells, settings, workers)
+        run_cells(decoder, tokenizer, prompts, settings.seed, store, batch_tokens, found, keep)
     return list(records.values())
 
 
@@ -119,7 +120,7 @@ def run_on_server(
     name = model or settings.model.resolve().name
     total = sum(cell.num_samples * len(cell.methods) for cell in cells)
 
-    async def ask_cell(cell: Cell, samples: list[Any], store: Store, advance: Any) -> None:
+    async def ask_cell(cell: Cell, samples: list[Any], store: Store | Forgetful, advance: Any) -> None:
         for profile in cell.methods:
             extra = {} if profile == "default" else {"attention_profile": profile}
             keys = {

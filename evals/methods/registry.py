@@ -1,5 +1,7 @@
 """The methods by name, and `NAME[:key=value,...]` turned into one of them."""
 
+from functools import cache
+
 from pydantic import ValidationError
 
 from evals.methods.full import Full
@@ -22,6 +24,7 @@ METHODS: dict[str, type[DecodeMethod] | type[PrefillMethod]] = {
 }  # fmt: skip
 
 
+@cache
 def parse_method(text: str) -> DecodeMethod | PrefillMethod:
     """`quest:budget=0.05,page=16` -> a Quest. Raises MethodError that names what is wrong and what there is."""
     name, _, rest = text.partition(":")

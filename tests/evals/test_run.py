@@ -1,0 +1,134 @@
+"""Runs of cells: shared prompts, failures that count, resuming, rows with their noise, and the order of baselines."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import evals.run
+from evals.cells import Cell, PromptSettings
+from evals.decode import decode_greedy, prefill_batch
+from evals.forward import load_decoder
+from evals.methods.registry import parse_method
+from evals.results import cells_of, describe_run, estimate_seconds, read_runs, render_run, replace_between_markers
+from evals.rows import summarize
+from evals.run import AGREEMENT, load_tokenizer, make_prompts
+from evals.session import run_in_process
+from evals.store import Record
+
+MODEL = Path("deploy/models/reference")
+SETTINGS = PromptSettings(MODEL, "reference", 0, ())
+
+
+def record(method: str, sample: int, score: float, failure: str | None = None) -> Record:
+    cell = {"method": method, "settings": {}, "task": "needle", "length": 512, "metric": "exact_match"}
+    measured = {} if failure else {"head_fraction": 0.5}
+    return Record(f"{method}{sample}", cell, str(sample), score, "", failure, None, measured)
+
+
+def test_rows_pair_with_full_attention_and_count_failures() -> None:
+    scores = [1.0, 0.0, 1.0, 1.0]
+    records = [record("full", sample, score) for sample, score in enumerate(scores)]
+    records += [record("topk", sample, score) for sample, score in enumerate([1.0, 0.0, 0.0])]
+    records += [record("topk", 3, 0.0, "out of memory")]
+    full, topk = summarize(records)
+    assert (full["score"], full["difference"], full["failures"]) == (75.0, 0.0, 0)
+    assert (topk["samples"], topk["score"], topk["failures"], topk["difference"]) == (4, 25.0, 1, -50.0)
+    half = 1.96 * 100 * math.sqrt(1 / 3) / 2  # differences 0, 0, -100, -100: deviation 57.7 points over 4 samples
+    assert topk["difference_low"] == pytest.approx(-50 - half, rel=1e-3)
+    assert topk["head_fraction"] == 0.5
+
+
+def test_a_run_goes_on_where_it_stopped_and_leaves_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [Cell("needle", 256, 3, ("full", "streaming:budget=0.1"), 0)]
+    whole = run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "whole")
+    first = run_in_process([Cell("needle", 256, 1, ("full",), 0)], SETTINGS, "cpu", 2, 0, tmp_path / "parts")
+    assert [(one.key, one.score) for one in first] == [(whole[0].key, whole[0].score)]
+    resumed = run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "parts")
+    by_key = {one.key: one for one in whole}
+    assert {one.key for one in resumed} == set(by_key)
+    assert all(one.prediction == by_key[one.key].prediction for one in resumed)
+    monkeypatch.setattr(evals.run, "run_batch", lambda *_: pytest.fail("ran a batch that was there"))
+    assert len(run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "parts")) == 6
+
+
+def test_a_sample_that_does_not_fit_is_a_failure_and_its_neighbours_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = evals.run.prefill_batch
+
+    def refuse(decoder, prompts, *rest):
+        if len(prompts) > 1 or sum(prompts[0]) % 2 == parity:
+            raise torch.OutOfMemoryError("no room")
+        return original(decoder, prompts, *rest)
+
+    cell = Cell("needle", 256, 3, ("full",), 0)
+    parities = [int(prompt.token_ids.sum()) % 2 for prompt in make_prompts(cell, SETTINGS)]
+    parity = parities[0]
+    monkeypatch.setattr(evals.run, "prefill_batch", refuse)
+    records = run_in_process([cell], SETTINGS, "cpu", 3, 0, None)
+    assert [one.failure is not None for one in records] == [own == parity for own in parities]
+    assert all(one.score == 0 and "no room" in str(one.failure) for one in records if one.failure)
+
+
+def test_forced_cells_score_agreement_with_full_attention() -> None:
+    methods = ("full", "streaming:budget=8", "vertical_slash:vertical=1.0,slash=1.0")
+    records = run_in_process([Cell("list", 1024, 1, methods, 6)], SETTINGS, "cpu", 1, 0, None)
+    assert [one.cell["metric"] for one in records] == [AGREEMENT] * 3
+    full, streaming, whole = records
+    assert full.score == whole.score == 1.0
+    assert streaming.score < 1.0
+    assert whole.measured["head_fraction"] == 1.0
+
+
+def test_baselines_rank_on_needles_as_their_papers_say() -> None:
+    """At equal reads: exact top-k keeps all that full attention has, Quest no more than it, StreamingLLM far less."""
+    names = ("full", "topk:budget=0.08", "quest:budget=0.08", "streaming:budget=0.08", "oracle:budget=0.2")
+    cell = Cell("many_needles", 1024, 6, names, 0)
+    decoder, tokenizer = load_decoder(MODEL, torch.device("cpu"), torch.float32), load_tokenizer(MODEL)
+    prompts = make_prompts(cell, SETTINGS)
+    ids = [prompt.token_ids.tolist() for prompt in prompts]
+    batch = prefill_batch(decoder, ids, 8, [parse_method(name) for name in names], None)
+    right = {}
+    for which, name in enumerate(names):
+        decoded = decode_greedy(batch, which, 8, frozenset(decoder.architecture.eos_token_ids), None)
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in decoded.tokens]
+        pairs = zip(texts, prompts, strict=True)
+        right[name.partition(":")[0]] = sum(text.strip() == prompt.sample.answers[0] for text, prompt in pairs)
+    assert right["topk"] >= right["full"] > len(prompts) / 2
+    assert right["topk"] >= right["quest"] > right["streaming"]
+    assert right["oracle"] > right["streaming"]
+
+
+def test_the_full_set_holds_every_baseline_budget_and_length() -> None:
+    cells = cells_of("full", (4096, 8192, 16384), None)
+    assert {cell.length_tokens for cell in cells} == {4096, 8192, 16384}
+    assert all(cell.num_samples == 400 for cell in cells)
+    families = {label.partition(":")[0] for cell in cells for label in cell.methods}
+    assert len(families) == 11
+    for label in {label for cell in cells for label in cell.methods}:
+        parse_method(label)
+    assert 60 < estimate_seconds("full", cells) < 600
+    assert 60 < estimate_seconds("quick", cells_of("quick", (4096,), None)) < 3600
+
+
+def test_tables_replace_what_stands_between_their_markers_only(tmp_path: Path) -> None:
+    rows = summarize([record("full", 0, 1.0), record("full", 1, 1.0), record("topk", 0, 1.0), record("topk", 1, 0.0)])
+    run = describe_run("quick", "tandem eval results --quick", 0, 90.0, "a machine", rows)
+    text = render_run(run)
+    assert "| `topk` | 50.0 % |" in text
+    assert "50.0 (-50.0 ±" in text
+    page = "before\n<!-- quick: begin -->\nold\n<!-- quick: end -->\nafter <!-- full: begin --> x <!-- full: end -->"
+    new = replace_between_markers(page, "quick", text)
+    assert new.startswith("before\n<!-- quick: begin -->\n`tandem")
+    assert new.endswith("<!-- quick: end -->\nafter <!-- full: begin --> x <!-- full: end -->")
+    assert "old" not in new
+    with pytest.raises(ValueError, match="markers"):
+        replace_between_markers("nothing here", "quick", text)
+
+
+def test_files_of_two_sets_are_not_put_together(tmp_path: Path) -> None:
+    for name in ("quick", "full"):
+        (tmp_path / name).write_text(f'{{"set": "{name}", "rows": [], "seconds": 1, "command": "x"}}')
+    with pytest.raises(ValueError, match="full, quick"):
+        read_runs([tmp_path / "quick", tmp_path / "full"])
+    assert read_runs([tmp_path / "quick", tmp_path / "quick"])["seconds"] == 2
