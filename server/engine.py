@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from scheduler.messages import FromEngine, ToEngine
 # Threads that wait by spinning take the cores from the API process and from each other: on two busy cores a decode step
 # of the reference model took 196 ms with the library's default and 19 ms with this.
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-_LAST_WORDS_MS = 300  # a message sent just before the process ended may still be on its way
+_LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be on its way
 
 
 class EngineGone(Exception):
@@ -86,15 +87,17 @@ class EngineProcess:
                 for message in self._receive():
                     yield message
                 await arrived.wait()
-            while await asyncio.to_thread(self._replies.poll, _LAST_WORDS_MS):
+            quiet_s = time.monotonic() + _LAST_WORDS_S
+            while time.monotonic() < quiet_s:
                 for message in self._receive():
                     yield message
+                await asyncio.sleep(_LAST_WORDS_S / 10)
         finally:
             loop.remove_reader(descriptor)
             ended.cancel()
 
     def _receive(self) -> Iterator[FromEngine]:
-        """What is there, to the last message: only then does the descriptor tell of the next one."""
+        """What is there, to the last message: only then does the descriptor tell of the next one. Never blocks."""
         while True:
             try:
                 raw = self._replies.recv(zmq.NOBLOCK)
