@@ -1,8 +1,8 @@
 """Where each byte of device and host memory goes, decided before anything is allocated. No torch.
 
-Knows a model's shape, the settings and a machine profile, so a plan can be made for a machine that is elsewhere. The
-invariant: the items of a place add up to no more than its limit, and KV pages are whole. Reserves that the code cannot
-derive (CUDA context, graphs, interpreter) are the named constants below; everything else is counted.
+Knows the settings and a machine profile, so a plan can be made for a machine that is elsewhere; what the parts ask for
+is `gpu.memory_demand`'s. The invariant: the items of a place add up to no more than its limit, KV pages are whole, and
+they hold the longest context.
 """
 
 from dataclasses import dataclass
@@ -10,32 +10,17 @@ from typing import Literal
 
 from gpu.architecture import Architecture
 from gpu.config import GpuConfig
+from gpu.memory_demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place
 from transfer.machine import GIB, MachineProfile
 
-Place = Literal["gpu", "host"]
-MIB = 2**20
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-
 GPU_SHARE = 0.92  # of the card, where no limit is set: a desktop's other programs need the rest
 HOST_SHARE = 0.5  # of the host, where the CPU is the device and no limit is set
-CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, and what the allocator cannot reuse
-CUDA_GRAPH_BYTES = 48 * MIB  # one batch size: the graphs of all layers with their private pools
-HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries; half of it is code shared with nobody
-MAX_LOGITS_ROWS = 256  # rows of logits at once: decode, and blocks of prompt logprobs
-KV_SPLITS = 32  # most parts of a context that decode attention works on at once
 SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence is refused
 
 
 class PlanError(Exception):
     """A deployment that does not fit its machine: one line with the numbers and the key to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryItem:
-    name: str
-    place: Place
-    bytes: int
-    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +63,12 @@ def plan_memory(
     """
     device = _resolve_device(gpu, machine)
     dtype = _resolve_dtype(gpu, device, machine)
-    demand = _Demand(architecture, DTYPE_BYTES[dtype], max_running, chunk_tokens, gpu.page_tokens)
-    place: Place = "gpu" if device == "cuda" else "host"
+    demand = Demand(
+        architecture, device, DTYPE_BYTES[dtype], max_running, chunk_tokens, gpu.page_tokens, gpu.graph_batch_sizes
+    )
+    place = demand.place
     limits = _resolve_limits(gpu, device, machine)
-    fixed = _fixed_items(demand, gpu, device)
+    fixed = demand.fixed_items()
     left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
     _check_fixed(fixed, place, limits, left)
 
@@ -95,7 +82,7 @@ def plan_memory(
             )
     context, notes = _resolve_context(demand, left, budget, max_context_tokens, max_hidden_tokens)
     hidden_tokens = max_hidden_tokens or demand.default_hidden_tokens(context, left)
-    per_context = _context_items(demand, context, hidden_tokens, place)
+    per_context = demand.context_items(context, hidden_tokens)
     spare = left - sum(item.bytes for item in per_context)
     num_pages = min(spare, budget) // demand.page_bytes
     _check_pages(demand, num_pages, context, max_context_tokens, hidden_tokens, spare, gpu)
@@ -117,59 +104,6 @@ def plan_memory(
         limit_bytes=limits,
         notes=notes,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Demand:
-    """Bytes that the parts of a deployment ask for."""
-
-    shape: Architecture
-    dtype_bytes: int
-    max_running: int
-    chunk_tokens: int
-    page_tokens: int
-
-    @property
-    def kv_token_bytes(self) -> int:
-        return self.shape.kv_bytes_per_token(self.dtype_bytes)
-
-    @property
-    def page_bytes(self) -> int:
-        return self.kv_token_bytes * self.page_tokens
-
-    @property
-    def layer_kv_token_bytes(self) -> int:
-        return self.kv_token_bytes // self.shape.num_layers
-
-    @property
-    def hidden_token_bytes(self) -> int:
-        return self.shape.hidden * self.dtype_bytes
-
-    @property
-    def rope_token_bytes(self) -> int:
-        return self.shape.dim * 4  # cosine and sine of half the dimensions, float32
-
-    @property
-    def page_table_token_bytes(self) -> float:
-        return 4 * self.max_running / self.page_tokens
-
-    def activation_bytes(self, num_tokens: int) -> int:
-        """One layer over `num_tokens`: norm, QKV, pre-RoPE query, attention output, gate and up, their product."""
-        shape = self.shape
-        qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
-        width = 2 * shape.hidden + qkv + 2 * shape.num_heads * shape.dim + 3 * shape.intermediate
-        return num_tokens * width * self.dtype_bytes
-
-    def default_hidden_tokens(self, context: int, left: int) -> int:
-        """One prompt of the longest kind, and up to four chunks beside it for an eighth of what that one leaves."""
-        rest = max(0, left - int(context * self.context_token_bytes(1)))
-        return context + min(4 * self.chunk_tokens, rest // 8 // self.hidden_token_bytes)
-
-    def context_token_bytes(self, hidden_tokens_per_token: int) -> float:
-        """What one more token of `max_context_tokens` costs: its KV, its hidden state, its share of workspaces."""
-        hidden = self.hidden_token_bytes * hidden_tokens_per_token
-        work = self.layer_kv_token_bytes + self.rope_token_bytes + self.page_table_token_bytes
-        return self.kv_token_bytes + hidden + work
 
 
 def _resolve_device(gpu: GpuConfig, machine: MachineProfile) -> Literal["cuda", "cpu"]:
@@ -203,58 +137,6 @@ def _resolve_limits(gpu: GpuConfig, device: str, machine: MachineProfile) -> dic
     return {"gpu": limit, "host": machine.memory_bytes} if device == "cuda" else {"host": limit}
 
 
-def _fixed_items(demand: _Demand, gpu: GpuConfig, device: str) -> tuple[MemoryItem, ...]:
-    """What does not depend on the context."""
-    shape, running = demand.shape, demand.max_running
-    place: Place = "gpu" if device == "cuda" else "host"
-    rows = max(MAX_LOGITS_ROWS, running)
-    logits = rows * shape.vocab_size * 4 * 2
-    split_kv = running * shape.num_heads * KV_SPLITS * (shape.dim + 1) * 4
-    items = [
-        MemoryItem("weights", place, shape.num_weights * demand.dtype_bytes, f"{shape.num_weights / 1e9:.2f} billion"),
-        MemoryItem(
-            "prefill activations",
-            place,
-            demand.activation_bytes(demand.chunk_tokens),
-            f"one layer over {demand.chunk_tokens:,} tokens",
-        ),
-        MemoryItem("logits", place, logits, f"{rows} rows of {shape.vocab_size:,}, float32, and their softmax"),
-        MemoryItem(
-            "decode workspace",
-            place,
-            demand.activation_bytes(running) + split_kv,
-            f"activations of {running} sequences, and partials of {KV_SPLITS} parts of a context",
-        ),
-        MemoryItem(
-            "sampler", place, running * shape.vocab_size * 9, f"{running} slots: counts, bias and prompt mask a token"
-        ),
-        MemoryItem("processes", "host", HOST_RUNTIME_BYTES, "interpreters and libraries (reserve)"),
-    ]
-    if device == "cuda":
-        graphs = sum(1 for size in gpu.graph_batch_sizes if size <= running)
-        items += [
-            MemoryItem("CUDA runtime", "gpu", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),
-            MemoryItem("CUDA graphs", "gpu", graphs * CUDA_GRAPH_BYTES, f"{graphs} batch sizes (reserve)"),
-        ]
-    return tuple(items)
-
-
-def _context_items(demand: _Demand, context: int, hidden_tokens: int, place: Place) -> tuple[MemoryItem, ...]:
-    tables = int(context * demand.page_table_token_bytes) + demand.max_running * 4
-    return (
-        MemoryItem(
-            "gathered KV",
-            place,
-            context * demand.layer_kv_token_bytes,
-            f"one layer's KV of {context:,} tokens",
-        ),
-        MemoryItem(
-            "hidden states", place, hidden_tokens * demand.hidden_token_bytes, f"{hidden_tokens:,} tokens under prefill"
-        ),
-        MemoryItem("positions", place, context * demand.rope_token_bytes + tables, "RoPE table and page tables"),
-    )
-
-
 def _check_fixed(fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place, int], left: int) -> None:
     key = "gpu.memory_limit_gib" if place == "gpu" else "gpu.memory_limit_gib (host memory: the CPU is the device)"
     weights, limit = fixed[0].bytes, limits[place]
@@ -271,7 +153,7 @@ def _check_fixed(fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place
 
 
 def _resolve_context(
-    demand: _Demand, left: int, budget: int, asked: int | None, hidden_tokens: int | None
+    demand: Demand, left: int, budget: int, asked: int | None, hidden_tokens: int | None
 ) -> tuple[int, tuple[str, ...]]:
     """The longest context to serve, and what to say of it where it is not the model's."""
     longest = demand.shape.max_context_tokens
@@ -297,7 +179,7 @@ def _resolve_context(
 
 
 def _check_pages(
-    demand: _Demand, num_pages: int, context: int, asked: int | None, hidden_tokens: int, spare: int, gpu: GpuConfig
+    demand: Demand, num_pages: int, context: int, asked: int | None, hidden_tokens: int, spare: int, gpu: GpuConfig
 ) -> None:
     wanted = asked if asked is not None else min(SMALLEST_CONTEXT_TOKENS, demand.shape.max_context_tokens)
     tokens = max(num_pages, 0) * demand.page_tokens

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from gpu.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.config import ModelConfig
-from gpu.memory_plan import MemoryPlan, Place, plan_memory
+from gpu.memory_demand import Place
+from gpu.memory_plan import MemoryPlan, plan_memory
 from server.config import Deployment
 from transfer.machine import GIB, MachineProfile
 

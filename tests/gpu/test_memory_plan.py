@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu import logprobs, memory_demand
 from gpu.architecture import NAMED_SHAPES, Architecture, named_shape
 from gpu.config import GpuConfig
+from gpu.kernels.paged_decode_attention import num_splits
+from gpu.memory_demand import Demand
 from gpu.memory_plan import MemoryPlan, PlanError, plan_memory
+from gpu.prefill import LOGITS_BLOCK_ROWS
+from gpu.projections import PACKED_BYTES_LIMIT
 from transfer.machine import GIB, MachineProfile, load_machine
 
 MACHINES = {
@@ -138,7 +143,7 @@ def test_only_batch_sizes_that_can_run_get_graphs() -> None:
     [
         ("rtx4090", GpuConfig(memory_limit_gib=14), None, None, ("gpu.memory_limit_gib", "14.96 GiB", "14.00 GiB")),
         ("rtx4090", GpuConfig(memory_limit_gib=16), None, None, ("gpu.memory_limit_gib", "chunk_tokens", "16.00 GiB")),
-        ("rtx4090", GpuConfig(memory_limit_gib=17), None, None, ("gpu.memory_limit_gib", "2,048 tokens")),
+        ("rtx4090", GpuConfig(memory_limit_gib=17.2), None, None, ("gpu.memory_limit_gib", "2,048 tokens")),
         ("rtx4090", GpuConfig(memory_limit_gib=25), None, None, ("gpu.memory_limit_gib", "23.99 GiB")),
         ("rtx4090", GpuConfig(), 100_000, None, ("gpu.memory_limit_gib", "scheduler.max_context_tokens", "12.21 GiB")),
         ("rtx4090", GpuConfig(kv_cache_gib=8), None, None, ("gpu.kv_cache_gib", "8 GiB", "22.07 GiB")),
@@ -155,6 +160,35 @@ def test_what_does_not_fit_is_refused_with_its_numbers_and_the_key_to_change(
         make_plan(SHAPE_8B, machine, gpu, context, hidden)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "codellama-34b"])
+@pytest.mark.parametrize("running", [1, 3, 16, 64])
+def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, running: int) -> None:
+    shape = named_shape(name)
+    demand = Demand(shape, "cuda", 2, running, 2048, 16, (1,))
+    for num_sms in (40, 108, 132):
+        rows = max(
+            count * num_splits(count, shape.num_kv_heads, shape.max_context_tokens, num_sms)
+            for count in range(1, running + 1)
+        )
+        assert rows <= demand.split_rows
+
+
+def test_a_small_float32_model_on_the_cpu_is_planned_with_its_packed_copy() -> None:
+    assert PACKED_BYTES_LIMIT == memory_demand.PACKED_BYTES_LIMIT
+    small = make_plan(SHAPE_TINY, "laptop", GpuConfig())
+    assert 0 < find_bytes(small, "packed weights") <= find_bytes(small, "weights")
+    for plan in (
+        make_plan(SHAPE_TINY, "laptop", GpuConfig(dtype="bfloat16")),
+        make_plan(SHAPE_TINY, "rtx4090", GpuConfig(dtype="float32")),
+    ):
+        assert "packed weights" not in {item.name for item in plan.items}
+
+
+def test_rows_of_logits_are_those_of_the_prefill_and_their_copies_those_of_logprobs() -> None:
+    assert memory_demand.MAX_LOGITS_ROWS == LOGITS_BLOCK_ROWS
+    assert memory_demand.LOGPROB_BYTES == 30 * logprobs._CHUNK_ELEMENTS
 
 
 def test_a_card_too_old_for_bfloat16_is_refused_by_name() -> None:

@@ -1,0 +1,163 @@
+"""What the parts of a deployment ask for, in bytes: weights, workspaces, KV, and the reserves that nothing can count.
+
+Knows a model's shape and what the runner, its kernels and its sampler allocate; refuses to know machines and limits.
+Each number mirrors an allocation elsewhere in `gpu`, peaks of a step included. No torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gpu.architecture import Architecture
+
+Place = Literal["gpu", "host"]
+MIB = 2**20
+
+CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, and what the allocator cannot reuse
+CUDA_GRAPH_BYTES = 48 * MIB  # one batch size: the graphs of all layers with their private pools
+HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries
+PACKED_BYTES_LIMIT = 2**30  # float32 models up to this get a second, packed copy of their matrices on the CPU
+MAX_LOGITS_ROWS = 256  # rows of logits at once: decode, and blocks of prompt logprobs
+LOGPROB_BYTES = 30 * 2**23  # of logprobs: float32 and int64 copies of as many logits as are taken at once
+DRAW_ENTRY_BYTES = 44  # of a drawn row with all filters, a vocabulary entry: scores, distances, weights, digits
+PENALTY_ENTRY_BYTES = 8  # of a row of the penalty table, a vocabulary entry: count and flag, and its growth
+SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more than this ...
+SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
+HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    name: str
+    place: Place
+    bytes: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One model with its settings on one device."""
+
+    shape: Architecture
+    device: Literal["cuda", "cpu"]
+    dtype_bytes: int
+    max_running: int
+    chunk_tokens: int
+    page_tokens: int
+    graph_batch_sizes: tuple[int, ...]
+
+    @property
+    def place(self) -> Place:
+        return "gpu" if self.device == "cuda" else "host"
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return self.shape.kv_bytes_per_token(self.dtype_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_token_bytes * self.page_tokens
+
+    @property
+    def hidden_token_bytes(self) -> int:
+        return self.shape.hidden * self.dtype_bytes + HIDDEN_TOKEN_IDS_BYTES
+
+    @property
+    def gathered_token_bytes(self) -> int:
+        """One layer's keys and values, and a copy of one of the two while it is gathered."""
+        return self.kv_token_bytes // self.shape.num_layers * 3 // 2
+
+    @property
+    def rope_token_bytes(self) -> int:
+        return self.shape.dim * 4  # cosine and sine of half the dimensions, float32
+
+    @property
+    def page_table_token_bytes(self) -> float:
+        return 4 * self.max_running / self.page_tokens
+
+    @property
+    def split_rows(self) -> int:
+        """Most partials of a decode step's split contexts, summed over its sequences."""
+        bound = self.max_running * -(-self.shape.max_context_tokens // SPLIT_TOKENS)
+        return bound + self.max_running + SPLIT_PROGRAMS // self.shape.num_kv_heads
+
+    def context_token_bytes(self, hidden_tokens_per_token: int) -> float:
+        """What one more token of the longest context costs: its KV, its hidden state, its share of workspaces."""
+        hidden = self.hidden_token_bytes * hidden_tokens_per_token
+        work = self.gathered_token_bytes + self.rope_token_bytes + self.page_table_token_bytes
+        return self.kv_token_bytes + hidden + work
+
+    def default_hidden_tokens(self, context: int, left: int) -> int:
+        """One prompt of the longest kind, and up to four chunks beside it for an eighth of what that one leaves."""
+        rest = max(0, left - int(context * self.context_token_bytes(1)))
+        return context + min(4 * self.chunk_tokens, rest // 8 // self.hidden_token_bytes)
+
+    def fixed_items(self) -> tuple[MemoryItem, ...]:
+        """What does not depend on the context; weights first."""
+        return (*self._weights(), *self._workspaces(), *self._reserves())
+
+    def context_items(self, context: int, hidden_tokens: int) -> tuple[MemoryItem, ...]:
+        gathered = context * self.gathered_token_bytes
+        hidden = hidden_tokens * self.hidden_token_bytes
+        positions = context * self.rope_token_bytes + int(context * self.page_table_token_bytes) + self.max_running * 4
+        return (
+            self._item("gathered KV", gathered, f"one layer's KV of {context:,} tokens, for prefill"),
+            self._item("hidden states", hidden, f"{hidden_tokens:,} tokens under prefill"),
+            self._item("positions", positions, "RoPE table and page tables"),
+        )
+
+    def activation_bytes(self, num_tokens: int) -> int:
+        """One layer over `num_tokens`: input, norms and outputs, QKV, the rotated query, attention's output in both
+        precisions and its merge, gate and up, their product.
+        """
+        shape = self.shape
+        query = shape.num_heads * shape.dim
+        qkv = query + 2 * shape.num_kv_heads * shape.dim
+        width = 4 * shape.hidden + qkv + 6 * query + 3 * shape.intermediate
+        return num_tokens * width * self.dtype_bytes
+
+    def _weights(self) -> tuple[MemoryItem, ...]:
+        shape = self.shape
+        weights = self._item("weights", shape.num_weights * self.dtype_bytes, f"{shape.num_weights / 1e9:.2f} billion")
+        is_packed = self.device == "cpu" and self.dtype_bytes == 4 and weights.bytes <= PACKED_BYTES_LIMIT
+        if not is_packed:
+            return (weights,)
+        packed = shape.num_weights_read_per_token * 4
+        return weights, self._item("packed weights", packed, "the matrices once more, in the layout for batches")
+
+    def _workspaces(self) -> tuple[MemoryItem, ...]:
+        shape, running = self.shape, self.max_running
+        rows = max(MAX_LOGITS_ROWS, running)
+        logits = rows * shape.vocab_size * self.dtype_bytes
+        drawing = max(min(LOGPROB_BYTES, 30 * rows * shape.vocab_size), running * shape.vocab_size * DRAW_ENTRY_BYTES)
+        penalty_rows = 1 << (running - 1).bit_length()
+        split_kv = self.split_rows * shape.num_heads * (shape.dim + 1) * 4 if self.device == "cuda" else 0
+        return (
+            self._item(
+                "prefill activations",
+                self.activation_bytes(self.chunk_tokens),
+                f"one layer over {self.chunk_tokens:,} tokens",
+            ),
+            self._item(
+                "decode workspace",
+                self.activation_bytes(running) + split_kv,
+                f"activations of {running} sequences, partials of split contexts",
+            ),
+            self._item("logits", logits + drawing, f"{rows} rows of {shape.vocab_size:,}, and drawing from them"),
+            self._item(
+                "penalties", penalty_rows * shape.vocab_size * PENALTY_ENTRY_BYTES, f"tokens counted for {running}"
+            ),
+        )
+
+    def _reserves(self) -> tuple[MemoryItem, ...]:
+        processes = MemoryItem("processes", "host", HOST_RUNTIME_BYTES, "interpreters and libraries (reserve)")
+        if self.device == "cpu":
+            return (processes,)
+        graphs = len({min(size, self.max_running) for size in self.graph_batch_sizes})
+        return (
+            processes,
+            self._item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),
+            self._item("CUDA graphs", graphs * CUDA_GRAPH_BYTES, f"{graphs} batch sizes (reserve)"),
+        )
+
+    def _item(self, name: str, num_bytes: int, note: str) -> MemoryItem:
+        return MemoryItem(name, self.place, num_bytes, note)
