@@ -15,9 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rapidfuzz import fuzz
-from rapidfuzz.distance import Levenshtein
-
 Metric = Callable[[str, Sequence[str], dict[str, Any]], float]
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -126,6 +123,8 @@ def rouge_l_sum(prediction: str, answer: str) -> float:
 
 def code_similarity(prediction: str, answer: str) -> float:
     """LongBench's code metric: edit similarity, in whole per cents, of the first line that is no comment or fence."""
+    from rapidfuzz import fuzz
+
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in CODE_COMMENTS)), "")
     return round(fuzz.ratio(line, answer)) / 100 if line and answer else 0.0
@@ -182,6 +181,8 @@ def lines(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> floa
 
 def words_edit(prediction: str, answer: str) -> float:
     """1 - the Levenshtein distance of the words over the answer's length; what follows that length is not judged."""
+    from rapidfuzz.distance import Levenshtein
+
     wanted = answer.split()
     return Levenshtein.normalized_similarity(prediction.split()[: len(wanted)], wanted) if prediction.strip() else 0.0
 

@@ -1,6 +1,10 @@
 """Runs of cells: shared prompts, failures that count, resuming, rows with their noise, and the order of baselines."""
 
+import json
 import math
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from evals.methods.registry import parse_method
 from evals.results import cells_of, describe_run, estimate_seconds, read_runs, render_run, replace_between_markers
 from evals.rows import summarize
 from evals.run import AGREEMENT, load_tokenizer, make_prompts
-from evals.session import run_in_process
+from evals.session import run_in_process, run_on_server
 from evals.store import Record
 
 MODEL = Path("deploy/models/reference")
@@ -132,3 +136,36 @@ def test_files_of_two_sets_are_not_put_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="full, quick"):
         read_runs([tmp_path / "quick", tmp_path / "full"])
     assert read_runs([tmp_path / "quick", tmp_path / "quick"])["seconds"] == 2
+
+
+class ProfileServer(BaseHTTPRequestHandler):
+    """Answers completions with the prompt's last number under the profile `exact`, and with an error under `broken`."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        broken = body.get("attention_profile") == "broken"
+        number = re.findall(r"is (\d{7})\.", body["prompt"])[-1]
+        payload = {"error": {"message": "no such profile"}} if broken else {"choices": [{"text": number}]}
+        data = json.dumps(payload).encode()
+        self.send_response(400 if broken else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Keeps the test's output clean."""
+
+
+def test_a_server_is_scored_by_its_profiles_and_its_refusals_are_failures(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ProfileServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    cells = [Cell("needle", 256, 3, ("exact", "broken"), 0)]
+    records = run_on_server(cells, SETTINGS, url, "reference", None, 2, tmp_path)
+    again = run_on_server(cells, SETTINGS, url, "reference", None, 2, tmp_path)
+    server.shutdown()
+    server.server_close()
+    full, broken = summarize(records)
+    assert (full["method"], full["score"], full["failures"], full["head_fraction"]) == ("full", 100.0, 0, None)
+    assert (broken["method"], broken["score"], broken["failures"]) == ("broken", 0.0, 3)
+    assert {one.key for one in again} == {one.key for one in records}
