@@ -1,9 +1,9 @@
-"""Matrix times a few tokens: the projections of a decode step, with RMSNorm, SwiGLU and the residual fused in.
+"""Projections of a decode step, with RMSNorm, SwiGLU and the residual fused in where one token is decoded.
 
-For 1 to MAX_GEMV_TOKENS tokens of a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel
-streams them; anything else goes to the vendor's matrix product. It refuses to know what is projected. Invariant: a
-program owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: the weight once;
-each program reads its tokens (and the norm's weight) again, from L1 and L2.
+For one token of a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel streams them; more
+tokens go to the vendor's matrix product, which is faster from two on (docs/LAB.md). It refuses to know what is
+projected. Invariant: a program owns whole output rows, so a result does not depend on how programs are scheduled. Bytes
+moved: the weight once; each program reads the token (and the norm's weight) again, from L1 and L2.
 """
 
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor
 from gpu.kernels.arguments import check, runs_on_triton
 from gpu.kernels.rms_norm import rms_norm, rms_norm_reference
 from gpu.kernels.swiglu import swiglu, swiglu_reference
-
-MAX_GEMV_TOKENS = 4
 
 # Shape class: block_rows, block_inner, num_warps, num_stages, unroll. `gated` programs read two rows for each output.
 CONFIGS = {
@@ -31,8 +29,8 @@ VOCABULARY_ROWS = 32_000
 
 def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     """Plain torch: `x @ weight.T (+ residual)`."""
-    out = F.linear(x.to(weight.dtype), weight)
-    return out if residual is None else out.add_(residual)
+    x = x.to(weight.dtype)
+    return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
 
 
 def norm_linear_reference(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -52,73 +50,34 @@ def norm_gate_up_swiglu_reference(x: Tensor, norm_weight: Tensor, eps: float, ga
 
 @triton.jit
 def _gemv_kernel(
-    x, weight, norm_weight, residual, out, eps, num_rows, x_stride,
-    TOKENS: tl.constexpr, INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
+    x, weight, norm_weight, residual, out, eps, num_rows,
+    INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     source_row = tl.minimum(row, num_rows - 1).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK_INNER)[None, :]
-    sums_0 = tl.zeros([BLOCK_ROWS, BLOCK_INNER], tl.float32)
-    sums_1, sums_2, sums_3 = sums_0, sums_0, sums_0
-    ups_0, ups_1, ups_2, ups_3 = sums_0, sums_0, sums_0, sums_0
-    squares_0 = tl.zeros([1, BLOCK_INNER], tl.float32)
-    squares_1, squares_2, squares_3 = squares_0, squares_0, squares_0
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_INNER], tl.float32)
+    up_sums = sums
+    squares = tl.zeros([1, BLOCK_INNER], tl.float32)
     for begin in tl.range(0, INNER, BLOCK_INNER, num_stages=STAGES, loop_unroll_factor=UNROLL):
         inner = begin + column
         inside = (inner < INNER) if not EVEN else None
+        other = 0.0 if not EVEN else None
         address = weight + source_row * INNER + inner
-        rows = tl.load(address, mask=inside, other=0.0 if not EVEN else None, eviction_policy="evict_first")
-        rows = rows.to(tl.float32)
+        rows = tl.load(address, mask=inside, other=other, eviction_policy="evict_first").to(tl.float32)
         ups = rows
         if GATES:
             address += num_rows.to(tl.int64) * INNER
-            ups = tl.load(address, mask=inside, other=0.0 if not EVEN else None, eviction_policy="evict_first")
-            ups = ups.to(tl.float32)
-        gain = 1.0
+            ups = tl.load(address, mask=inside, other=other, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(x + inner, mask=inside, other=other).to(tl.float32)
         if NORMS:
-            gain = tl.load(norm_weight + inner, mask=inside, other=0.0 if not EVEN else None).to(tl.float32)
-        sums_0, ups_0, squares_0 = _accumulate(x, inner, inside, rows, ups, gain, sums_0, ups_0, squares_0,
-                                               NORMS, GATES, EVEN)  # fmt: skip
-        if TOKENS > 1:
-            sums_1, ups_1, squares_1 = _accumulate(x + x_stride, inner, inside, rows, ups, gain, sums_1, ups_1,
-                                                   squares_1, NORMS, GATES, EVEN)  # fmt: skip
-        if TOKENS > 2:
-            sums_2, ups_2, squares_2 = _accumulate(x + 2 * x_stride, inner, inside, rows, ups, gain, sums_2, ups_2,
-                                                   squares_2, NORMS, GATES, EVEN)  # fmt: skip
-        if TOKENS > 3:
-            sums_3, ups_3, squares_3 = _accumulate(x + 3 * x_stride, inner, inside, rows, ups, gain, sums_3, ups_3,
-                                                   squares_3, NORMS, GATES, EVEN)  # fmt: skip
-    _finish(out, residual, row, num_rows, 0, sums_0, ups_0, squares_0, eps, INNER, NORMS, GATES, ADDS_RESIDUAL)
-    if TOKENS > 1:
-        _finish(out, residual, row, num_rows, 1, sums_1, ups_1, squares_1, eps, INNER, NORMS, GATES, ADDS_RESIDUAL)
-    if TOKENS > 2:
-        _finish(out, residual, row, num_rows, 2, sums_2, ups_2, squares_2, eps, INNER, NORMS, GATES, ADDS_RESIDUAL)
-    if TOKENS > 3:
-        _finish(out, residual, row, num_rows, 3, sums_3, ups_3, squares_3, eps, INNER, NORMS, GATES, ADDS_RESIDUAL)
-
-
-@triton.jit
-def _accumulate(
-    x, inner, inside, rows, ups, gain, sums, up_sums, squares,
-    NORMS: tl.constexpr, GATES: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    values = tl.load(x + inner, mask=inside, other=0.0 if not EVEN else None).to(tl.float32)
-    if NORMS:
-        squares += values * values
-        values *= gain
-    sums += rows * values
-    if GATES:
-        up_sums += ups * values
-    return sums, up_sums, squares
-
-
-@triton.jit
-def _finish(
-    out, residual, row, num_rows, token, sums, up_sums, squares, eps,
-    INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
+            squares += values * values
+            values *= tl.load(norm_weight + inner, mask=inside, other=other).to(tl.float32)
+        sums += rows * values
+        if GATES:
+            up_sums += ups * values
     result = tl.sum(sums, 1)
     scale = 1.0
     if NORMS:
@@ -126,10 +85,9 @@ def _finish(
         result *= scale
     if GATES:
         result = result * tl.sigmoid(result) * (tl.sum(up_sums, 1) * scale)
-    address = token * num_rows + row
     if ADDS_RESIDUAL:
-        result += tl.load(residual + address, mask=row < num_rows, other=0.0).to(tl.float32)
-    tl.store(out + address, result.to(out.dtype.element_ty), mask=row < num_rows)
+        result += tl.load(residual + row, mask=row < num_rows, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_rows)
 
 
 def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -188,7 +146,7 @@ def _check_inner(op: str, x: Tensor, weight: Tensor) -> None:
 
 
 def _is_gemv(x: Tensor, weight: Tensor) -> bool:
-    if not runs_on_triton(x) or not 1 <= x.shape[0] <= MAX_GEMV_TOKENS or weight.dtype != torch.bfloat16:
+    if not runs_on_triton(x) or x.shape[0] != 1 or weight.dtype != torch.bfloat16:
         return False
     return x.dtype in (torch.bfloat16, torch.float32) and x.stride(1) == 1 and weight.is_contiguous()
 
@@ -205,15 +163,12 @@ def shape_class(num_rows: int, inner: int, gated: bool) -> str:
 def _launch(
     x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, residual: Tensor | None, gated: bool
 ) -> Tensor:
-    (tokens, inner), num_rows = x.shape, weight.shape[0] // (2 if gated else 1)
+    inner, num_rows = x.shape[1], weight.shape[0] // (2 if gated else 1)
     block_rows, block_inner, num_warps, num_stages, unroll = CONFIGS[shape_class(num_rows, inner, gated)]
-    if tokens > 1:  # each token has its own accumulators
-        block_rows = max(1, block_rows // 2)
-    out = torch.empty(tokens, num_rows, dtype=weight.dtype, device=weight.device)
+    out = torch.empty(1, num_rows, dtype=weight.dtype, device=weight.device)
     _gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
         x, weight, weight if norm_weight is None else norm_weight, out if residual is None else residual.contiguous(),
-        out, eps, num_rows, x.stride(0), TOKENS=tokens, INNER=inner, NORMS=norm_weight is not None, GATES=gated,
-        ADDS_RESIDUAL=residual is not None, BLOCK_ROWS=block_rows, BLOCK_INNER=block_inner, STAGES=num_stages,
-        UNROLL=unroll, num_warps=num_warps,
+        out, eps, num_rows, INNER=inner, NORMS=norm_weight is not None, GATES=gated, ADDS_RESIDUAL=residual is not None,
+        BLOCK_ROWS=block_rows, BLOCK_INNER=block_inner, STAGES=num_stages, UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out

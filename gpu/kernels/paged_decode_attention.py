@@ -160,6 +160,8 @@ def _split_kernel(
     context = tl.where(slot >= 0, context, 0)
     split_tokens = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_TOKENS) * BLOCK_TOKENS
     begin = split * split_tokens
+    if begin >= context:  # short contexts leave splits empty; the reduction knows which
+        return
     end = tl.minimum(begin + split_tokens, context)
 
     member = tl.arange(0, BLOCK_GROUP)
@@ -197,13 +199,17 @@ def _split_kernel(
 
 @triton.jit
 def _reduce_kernel(
-    split_out, split_lse, out, lse, num_splits, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr
-):
+    split_out, split_lse, out, lse, slots, context_lens, num_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
+    split_tokens = tl.maximum(tl.cdiv(tl.cdiv(context, num_splits), BLOCK_TOKENS) * BLOCK_TOKENS, 1)
+    used_splits = tl.cdiv(context, split_tokens)
     split = tl.arange(0, BLOCK_SPLITS)
     column = tl.arange(0, DIM)
     row = (request * num_splits + split) * HEADS + head
-    lse2 = tl.load(split_lse + row, mask=split < num_splits, other=float("-inf"))
+    lse2 = tl.load(split_lse + row, mask=split < used_splits, other=float("-inf"))
     top = tl.max(lse2, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(lse2 - top)
@@ -270,7 +276,7 @@ def paged_decode_attention(
     out = torch.empty(requests, heads, dim, dtype=torch.float32, device=device)
     lse = torch.empty(requests, heads, dtype=torch.float32, device=device)
     _reduce_kernel[(requests, heads)](
-        workspace.out, workspace.lse, out, lse, splits,
-        HEADS=heads, DIM=dim, BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=4,
+        workspace.out, workspace.lse, out, lse, slots, context_lens, splits,
+        HEADS=heads, DIM=dim, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_TOKENS=block_tokens, num_warps=4,
     )  # fmt: skip
     return Partial(out, lse)
