@@ -14,7 +14,7 @@ CHAIN_TOLERANCE = {torch.float32: KERNEL_FLOAT32, torch.bfloat16: KERNEL_CHAIN_B
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
     pytest.mark.parametrize("dtype", DTYPES),
-    pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5]),
+    pytest.mark.parametrize("tokens", [1, 2, 5]),
     pytest.mark.parametrize(("rows", "inner"), [(50, 1056), (64, 1024), (6, 72)]),
 ]
 
@@ -46,8 +46,8 @@ def test_linear_takes_float32_tokens(rows, inner, tokens, dtype, device):
 def test_norm_linear_equals_the_product_of_the_norm(rows, inner, tokens, dtype, device):
     x, weight, gain, _ = _arguments(tokens, rows, inner, dtype, device)
     wanted = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ wide(weight).T
-    assert distance(norm_linear(x, gain, NORM_EPS, weight), wanted) < KERNEL_TOLERANCE[dtype]
-    assert distance(norm_linear(x, gain * 1.1, NORM_EPS, weight), wanted) > KERNEL_TOLERANCE[dtype]
+    assert distance(norm_linear(x, gain, NORM_EPS, weight), wanted) < CHAIN_TOLERANCE[dtype]
+    assert distance(norm_linear(x, gain * 1.1, NORM_EPS, weight), wanted) > CHAIN_TOLERANCE[dtype]
 
 
 def test_gate_and_up_meet_in_swiglu(rows, inner, tokens, dtype, device):
