@@ -111,16 +111,16 @@ def row_for(name: str, shape: str, config: str, us: float, moved_bytes: int, byt
     return row
 
 
-def gemv_rows(tokens: int, bytes_per_s: float, quick: bool) -> Iterator[Row]:
+def gemv_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
     """Every GEMV configuration on every shape, and cuBLAS (with separate norm, SwiGLU and residual) as the peer."""
     for name, (rows, inner, norms, gated, adds) in GEMV_SHAPES.items():
         copies = max(1, -(-COLD_BYTES // (2 * rows * inner)))
         weights = [torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5 for _ in range(copies)]
-        x = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(1, inner, device="cuda", dtype=torch.bfloat16)
         gain = torch.rand(inner, device="cuda", dtype=torch.bfloat16) + 0.5
         out_rows = rows // 2 if gated else rows
-        residual = torch.randn(tokens, out_rows, device="cuda", dtype=torch.bfloat16) if adds else None
-        wide, shape = x.double(), f"[{tokens}, {inner}] x {rows}"
+        residual = torch.randn(1, out_rows, device="cuda", dtype=torch.bfloat16) if adds else None
+        wide, shape = x.double(), f"[1, {inner}] x {rows}"
         if norms:
             wide = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
         wanted = torch.cat([wide @ part.double().T for part in weights[0].split(8192)], 1)
@@ -246,7 +246,6 @@ def best_rows(rows: list[Row]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the configurations in use")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1], help="tokens of the GEMV, 1 to 4")
     parser.add_argument("--json", default=None, help="write the rows to this file as well")
     asked = parser.parse_args()
     torch.manual_seed(0)
@@ -254,7 +253,7 @@ def main() -> None:
     bytes_per_s = measured_bytes_per_s()
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     print(f"{machine}; reads at {bytes_per_s / 1e9:.0f} GB/s, the floor of every row below", flush=True)
-    rows = [row for tokens in asked.tokens for row in gemv_rows(tokens, bytes_per_s, asked.quick)]
+    rows = list(gemv_rows(bytes_per_s, asked.quick))
     rows += attention_rows(bytes_per_s, asked.quick)
     for tokens in (1, 16, 4096):
         rows += small_rows(tokens, bytes_per_s)
