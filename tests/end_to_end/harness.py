@@ -1,0 +1,136 @@
+"""A third party's harness, `lm_eval`, as its user runs it: a folder of tasks, its command line, its result files.
+
+It knows the harness's files and options, and no server but a URL. The tasks are the reference model's own forms over
+generated prose, so nothing is fetched: the hub and data sets are offline, the tokenizer is the model's folder.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from evals.samples import Sample
+from evals.tasks import TextSource, generate
+from evals.tasks.reference import user_turn
+
+REPOSITORY = Path(__file__).parents[2]
+MODEL_FOLDER = REPOSITORY / "deploy/models/reference"
+MAX_LENGTH = 1024  # the harness's limit: longer texts are scored window by window
+RUN_SECONDS = 120
+SEED = 1
+PROMPT_TOKENS = 512
+GENERATED = {"many_needles": 5, "facts_one_hop": 3, "facts_two_hops": 4}
+NUM_CHOSEN = 3  # samples of each kind with choices
+NUM_CHOICES = 4
+CHOICES = {
+    "many_needles": re.compile(r"The special magic number for \S+ is (\d{7})\."),
+    "facts_two_hops": re.compile(r"The mayor of [^.]+ is ([^.]+)\."),
+}
+TEXT_WORDS = (60, 200, 1100)
+
+
+@dataclass(frozen=True)
+class HarnessRun:
+    """What the harness wrote. results: task to metrics. samples: task to its samples in the order of the documents."""
+
+    results: dict[str, dict[str, Any]]
+    samples: dict[str, list[dict[str, Any]]]
+
+
+def asked_samples(tokenizer: Any) -> list[Sample]:
+    """Questions that the model mostly answers, and questions of two hops, which it mostly does not."""
+    return [
+        sample
+        for task, num_samples in GENERATED.items()
+        for sample in generate(task, tokenizer, PROMPT_TOKENS, num_samples, SEED, "reference", None)
+    ]
+
+
+def generation_documents(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The raw prompt, and the turn that the chat template makes the same prompt of."""
+    return [
+        {"prompt": sample.prompt, "turn": user_turn(sample.prompt), "answer": sample.answers[0]} for sample in samples
+    ]
+
+
+def choice_documents(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The answer among others of its kind from the same document, in alphabetical order."""
+    documents = []
+    for task, pattern in CHOICES.items():
+        for sample in [sample for sample in samples if sample.task == task][:NUM_CHOSEN]:
+            answer = sample.answers[0]
+            others = [text for text in pattern.findall(sample.prompt) if text != answer]
+            choices = sorted([answer, *others[: NUM_CHOICES - 1]])
+            documents.append({"prompt": sample.prompt, "choices": choices, "gold": choices.index(answer)})
+    return documents
+
+
+def text_documents() -> list[dict[str, Any]]:
+    """Prose; the last text is longer than MAX_LENGTH tokens."""
+    return [{"text": " ".join(TextSource().sentences(seed, num_words))} for seed, num_words in enumerate(TEXT_WORDS)]
+
+
+def write_tasks(folder: Path, samples: Sequence[Sample]) -> None:
+    """A YAML and a JSONL file each: tandem_completion, tandem_chat, tandem_choice and tandem_text."""
+    answered = {
+        "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["<|end|>"], "max_gen_toks": 16, "do_sample": False, "temperature": 0.0},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    chosen = {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "gold",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    read = {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    }
+    asked = generation_documents(samples)
+    write_task(folder, "tandem_completion", answered | {"doc_to_text": "{{prompt}}"}, asked)
+    write_task(folder, "tandem_chat", answered | {"doc_to_text": "{{turn}}"}, asked)
+    write_task(folder, "tandem_choice", chosen, choice_documents(samples))
+    write_task(folder, "tandem_text", read, text_documents())
+
+
+def write_task(folder: Path, name: str, settings: dict[str, Any], documents: Sequence[dict[str, Any]]) -> None:
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **source, **settings}))
+
+
+def run_harness(folder: Path, model: str, arguments: dict[str, Any], tasks: Sequence[str], *options: str) -> HarnessRun:
+    """`lm_eval run` over tasks of the folder in a process of its own. Fails with the end of its output."""
+    output = folder / f"out_{model}"
+    command = [
+        *(sys.executable, "-m", "lm_eval", "run", "--model", model),
+        *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
+        *("--tasks", ",".join(str(folder / f"{task}.yaml") for task in tasks)),
+        *("--output_path", str(output), "--log_samples", *options),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "NO_PROXY": "*"}
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **offline}, capture_output=True, text=True, timeout=RUN_SECONDS
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    (results,) = output.rglob("results_*.json")
+    samples = {}
+    for task in tasks:
+        (logged,) = output.rglob(f"samples_{task}_*.jsonl")
+        lines = [json.loads(line) for line in logged.read_text().splitlines()]
+        samples[task] = sorted(lines, key=lambda sample: sample["doc_id"])
+    return HarnessRun(json.loads(results.read_text())["results"], samples)
