@@ -17,7 +17,7 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """RoPE frequencies: `kind` is one of ROPE_TYPES, `settings` the remaining keys of the config, as they stand there."""
+    """RoPE frequencies: `kind` is one of ROPE_TYPES, `settings` the remaining keys of the config as they are."""
 
     kind: str
     theta: float

@@ -35,8 +35,8 @@ LOAD_MS = 1e-6
 LOAD_RATE_SIGMAS = 4.0
 # Least p of a Kolmogorov-Smirnov test on 20,000 seeded gaps; the seeds are fixed, so it does not flicker.
 LOAD_ARRIVAL_P = 1e-3
-# Latency against a scripted delay, in seconds: loop timers of both sides and a busy machine; never early but by a timer's
-# resolution.
+# Latency against a scripted delay, in seconds: loop timers of both sides and a busy machine; never early but by a
+# timer's resolution.
 LOAD_LATE_S = 0.25
 LOAD_EARLY_S = 0.005
 # Tokens of a prompt cut by the tokenizer, and of the prefix two prompts share: a token at each seam may merge.
