@@ -79,7 +79,7 @@ def running_server(folder: Path, changes: dict) -> Iterator[ServerProcess]:
         process = subprocess.Popen(
             [sys.executable, "-c", "from server.cli import main; main()", "serve", str(config)],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

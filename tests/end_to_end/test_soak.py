@@ -115,10 +115,10 @@ def check_soak(server: ServerProcess, flip_logit_gap: float, sampled_flips_per_t
             greedy_flips += 1
         else:
             sampled_flips += 1
-    growth = memory[-1] - memory[len(memory) // 3]
+    growth = memory[-1] - memory[2 * len(memory) // 3]
     print(
         f"\nsoak: {SOAK_SECONDS:.0f} s, {len(finished)} streams, {num_tokens} tokens, flips: {greedy_flips} greedy, "
-        f"{sampled_flips} sampled; memory {growth / 2**20:+.1f} MiB over the last two thirds"
+        f"{sampled_flips} sampled; memory {growth / 2**20:+.1f} MiB over the last third"
     )
     assert sampled_flips <= max(1.0, sampled_flips_per_token * num_tokens)
     assert growth <= SOAK_GROWTH_BYTES
