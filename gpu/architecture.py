@@ -12,7 +12,7 @@ ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn")
 
 
 class ModelError(Exception):
-    """A model folder or shape that cannot be served; the message names the file, the key, what it was and was wanted."""
+    """A model folder or shape that cannot be served; the message names file, key, value and what was wanted."""
 
 
 @dataclass(frozen=True, slots=True)
