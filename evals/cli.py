@@ -100,7 +100,7 @@ def tasks(
                 parse_method(label)
             on = resolve_device(device)
             configuration["device"] = on
-            records = run_in_process(cells, settings, on, batch, count_workers(len(cells), on), resume)
+            records = run_in_process(cells, settings, on, batch, count_workers(len(cells), on), resume, None)
         leave_results(records, Outputs(json_path, html, resume), configuration, seed)
 
 
@@ -213,11 +213,18 @@ def run_set(
           f"on {'two cores' if name == 'quick' else 'one H200'}; running on {on}", flush=True)  # fmt: skip
     begin = time.monotonic()
     settings = PromptSettings(model, "reference", seed, text)
-    records = run_in_process(cells, settings, on, None, count_workers(len(cells), on), resume)
-    seconds = time.monotonic() - begin
-    command = f"tandem eval results --{name}"
-    run = sets.describe_run(name, command, seed, seconds, sets.machine_name(on), summarize(records))
-    write_document(out, run)
+    machine = sets.machine_name(on)
+
+    def leave(records: list, finished: int) -> dict:
+        """Write what is finished, so that a run that is stopped leaves it."""
+        seconds = time.monotonic() - begin
+        run = sets.describe_run(name, f"tandem eval results --{name}", seed, seconds, machine, summarize(records))
+        run |= {"cells": len(cells), "cells_finished": finished}
+        write_document(out, run)
+        return run
+
+    workers = count_workers(len(cells), on)
+    run = leave(run_in_process(cells, settings, on, None, workers, resume, leave), len(cells))
     failures = sum(row["failures"] for row in run["rows"])
-    print(json.dumps({"set": name, "seconds": round(seconds, 1), "estimate": round(estimate, 1), 
+    print(json.dumps({"set": name, "seconds": run["seconds"], "estimate": round(estimate, 1), 
                       "rows": len(run["rows"]), "failures": failures, "json": str(out)}))  # fmt: skip

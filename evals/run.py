@@ -7,7 +7,7 @@ a sample that the store already has is not run again.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -85,8 +85,10 @@ def run_cells(
     batch_tokens: int,
     found: Callable[[str], None],
     keep: Callable[[Record], None],
+    finished: Callable[[Cell], None],
 ) -> None:
-    """Run what `done` (keys of records) does not hold yet. `found` gets the keys that it holds, `keep` new records.
+    """Run what `done` (keys of records) does not hold yet. `found` gets the keys that it holds, `keep` new records,
+    `finished` each cell when its last record is made.
 
     batch_tokens: prompts that go together have at most so many tokens (one prompt always goes).
     """
@@ -102,6 +104,7 @@ def run_cells(
             for record in run_batch(decoder, tokenizer, cell, missing[begin : begin + size], keys):
                 if record.key not in done:
                     keep(record)
+        finished(cell)
 
 
 @dataclass(frozen=True)
@@ -142,20 +145,29 @@ class _Keys:
 def run_batch(
     decoder: ReferenceDecoder, tokenizer: Any, cell: Cell, prompts: Sequence[Prompt], keys: _Keys
 ) -> Iterator[Record]:
-    """Records of a batch under every method of the cell. Out of memory: halves of it; a prompt alone: a failure."""
+    """Records of a batch under every method of the cell.
+
+    What does not fit in memory is halved, prompts first; what fails otherwise is tried method by method, then prompt by
+    prompt. A prompt that fails alone under one method is a failure. A device that is lost is raised.
+    """
     try:
         yield from list(_run_together(decoder, tokenizer, cell, prompts, keys))
-    except (torch.OutOfMemoryError, MethodError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    else:
         return
-    if len(prompts) > 1:
+    except torch.AcceleratorError:
+        raise
+    except (RuntimeError, MethodError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        crowded = isinstance(error, (torch.OutOfMemoryError, MethodError))
+    torch.cuda.empty_cache()
+    if len(prompts) > 1 and (crowded or len(cell.methods) == 1):
         middle = len(prompts) // 2
         yield from run_batch(decoder, tokenizer, cell, prompts[:middle], keys)
         yield from run_batch(decoder, tokenizer, cell, prompts[middle:], keys)
-        return
-    for label in cell.methods:
-        yield keys.record(label, prompts[0].sample, "", 0.0, None, reason)
+    elif len(cell.methods) > 1:
+        for label in cell.methods:
+            yield from run_batch(decoder, tokenizer, replace(cell, methods=(label,)), prompts, keys)
+    else:
+        yield keys.record(cell.methods[0], prompts[0].sample, "", 0.0, None, reason)
 
 
 def _run_together(

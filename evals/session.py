@@ -6,7 +6,9 @@ from the store's records, so a run that was stopped and resumed leaves the same 
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evals.cells import Cell, PromptSettings
 from evals.report.document import make_document, write_document, write_text
-from evals.report.page import render_page
 from evals.report.table import print_table
 from evals.rows import Row, summarize
 from evals.store import Record, Store
@@ -68,10 +69,35 @@ def resolve_device(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
+class Pace:
+    """Prints a line on stderr as each cell ends, and hands on the records so far: what a stopped run leaves."""
+
+    def __init__(self, num_cells: int, leave: Callable[[list[Record], int], None] | None) -> None:
+        self._num_cells, self._leave, self._done, self._begin = num_cells, leave, 0, time.monotonic()
+        self._last = self._begin
+
+    def __call__(self, cell: Cell, records: Sequence[Record]) -> None:
+        now = time.monotonic()
+        self._done += 1
+        own = [one for one in records if (one.cell["task"], one.cell["length"]) == (cell.task, cell.length_tokens)]
+        print(f"cell {self._done}/{self._num_cells}: task={cell.task} length={cell.length_tokens} "
+              f"methods={len(cell.methods)} samples={cell.num_samples} "
+              f"failures={sum(one.failure is not None for one in own)} "
+              f"seconds={now - self._last:.1f} elapsed={now - self._begin:.1f}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        self._last = now
+        if self._leave is not None:
+            self._leave(list(records), self._done)
+
+
 def run_in_process(
-    cells: Sequence[Cell], settings: PromptSettings, device: str, batch: int | None, workers: int, resume: Path | None
-) -> list[Record]:
-    """Run cells in the reference decoder and return their records, those of earlier runs of the folder included."""
+    cells: Sequence[Cell], settings: PromptSettings, device: str, batch: int | None, workers: int, resume: Path | None,
+    leave: Callable[[list[Record], int], None] | None,
+) -> list[Record]:  # fmt: skip
+    """Run cells in the reference decoder and return their records, those of earlier runs of the folder included.
+
+    `leave` gets the records so far and the number of finished cells after each cell.
+    """
     import torch
 
     from evals.forward import load_decoder
@@ -98,7 +124,12 @@ def run_in_process(
             advance()
 
         prompts = prompts_of(cells, settings, workers)
-        run_cells(decoder, tokenizer, prompts, settings.seed, store, batch_tokens, found, keep)
+        pace = Pace(len(cells), leave)
+
+        def finished(cell: Cell) -> None:
+            pace(cell, list(records.values()))
+
+        run_cells(decoder, tokenizer, prompts, settings.seed, store, batch_tokens, found, keep, finished)
     return list(records.values())
 
 
@@ -165,6 +196,8 @@ def leave_results(records: Sequence[Record], outputs: Outputs, configuration: di
     if outputs.json is not None:
         write_document(outputs.json, make_document(rows, configuration, {"prompts": seed}))
     if outputs.html is not None:
+        from evals.report.page import render_page
+
         flat = [{**record.cell, **asdict(record), **record.measured} for record in records]
         write_text(outputs.html, render_page("Quality against what is read", rows, flat, [], configuration,
                                              {"prompts": seed}))  # fmt: skip

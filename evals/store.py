@@ -9,12 +9,15 @@ short is dropped, never trusted.
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evals.samples import Sample
+
+SYNC_EVERY_S = 1.0
 
 
 def key_of(parts: dict[str, Any]) -> str:
@@ -73,6 +76,7 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._load()
         self._file = path.open("a", encoding="utf-8")
+        self._synced = 0.0
 
     def __enter__(self) -> "Store":
         return self
@@ -93,10 +97,13 @@ class Store:
         return iter(self.records.values())
 
     def add(self, record: Record) -> None:
-        """Writes a record through to the disk; a record with the same key is superseded."""
+        """Writes a record to the file, where it outlives the process, and every second to the disk, where it outlives
+        the machine; a record with the same key is superseded."""
         self._file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if time.monotonic() - self._synced > SYNC_EVERY_S:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
         self.records[record.key] = record
 
     def missing(self, keys: Iterable[str], retry_failures: bool) -> list[str]:

@@ -4,6 +4,8 @@ Plain torch, batched over requests and heads; masses and outputs in float32. Not
 reaches a result, NaN included: logits there are masked, values there are replaced or never gathered.
 """
 
+from functools import cache
+
 import torch
 
 from evals.methods.method import PromptLayer, Step, StepResult
@@ -14,11 +16,20 @@ MAX_BLOCK_LOGITS = 1 << 28
 
 def matmul_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`left @ right` of 3-D operands, summed and returned in float32."""
-    if left.dtype == torch.float32:
-        return torch.bmm(left, right)
-    if left.is_cuda:
+    if left.dtype != torch.float32 and left.is_cuda and widens_in_matmul(left.device, left.dtype):
         return torch.bmm(left, right, out_dtype=torch.float32)
     return torch.bmm(left.float(), right.float())
+
+
+@cache
+def widens_in_matmul(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch and GPU return float32 of a 16-bit product; asked once, of a small one with a known answer."""
+    ones = torch.ones(2, 3, 8, device=device, dtype=dtype)
+    try:
+        product = torch.bmm(ones, ones.transpose(1, 2), out_dtype=torch.float32)
+    except (TypeError, RuntimeError):
+        return False
+    return product.dtype == torch.float32 and bool((product == 8).all())
 
 
 def score_keys(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

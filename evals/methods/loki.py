@@ -36,7 +36,7 @@ class Loki(DecodeMethod):
             count = prompt.lengths[:, None, None].float()
             mean = keys.sum(2) / count
             second = keys.transpose(2, 3) @ keys / count[..., None]
-            return torch.linalg.eigh(second - mean[..., :, None] * mean[..., None, :]).eigenvectors
+            return principal_components(second - mean[..., :, None] * mean[..., None, :])
 
         leading = prompt.once("principal_components", components)[..., -self.rank :]  # ascending: the last are largest
         return leading @ leading.transpose(-1, -2)
@@ -49,3 +49,15 @@ class Loki(DecodeMethod):
         result = attend_best(step, scores, self.budget, self.sink, self.window)
         index_read = step.lengths.float()[:, None] * (self.rank / step.query.shape[-1] / 2)
         return StepResult(result.out, result.lse, result.keys_scored, result.rows_read + index_read)
+
+
+def principal_components(covariance: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors of `[..., dim, dim]` by rising eigenvalue; in float64 on the host where the device's solver gives up
+    or returns what is no number."""
+    try:
+        found = torch.linalg.eigh(covariance).eigenvectors
+    except torch.linalg.LinAlgError:
+        found = torch.full_like(covariance, torch.nan)
+    if found.isfinite().all():
+        return found
+    return torch.linalg.eigh(covariance.double().cpu()).eigenvectors.to(covariance)

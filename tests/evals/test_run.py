@@ -46,15 +46,15 @@ def test_rows_pair_with_full_attention_and_count_failures() -> None:
 
 def test_a_run_goes_on_where_it_stopped_and_leaves_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [Cell("needle", 256, 3, ("full", "streaming:budget=0.1"), 0)]
-    whole = run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "whole")
-    first = run_in_process([Cell("needle", 256, 1, ("full",), 0)], SETTINGS, "cpu", 2, 0, tmp_path / "parts")
+    whole = run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "whole", None)
+    first = run_in_process([Cell("needle", 256, 1, ("full",), 0)], SETTINGS, "cpu", 2, 0, tmp_path / "parts", None)
     assert [(one.key, one.score) for one in first] == [(whole[0].key, whole[0].score)]
-    resumed = run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "parts")
+    resumed = run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "parts", None)
     by_key = {one.key: one for one in whole}
     assert {one.key for one in resumed} == set(by_key)
     assert all(one.prediction == by_key[one.key].prediction for one in resumed)
     monkeypatch.setattr(evals.run, "run_batch", lambda *_: pytest.fail("ran a batch that was there"))
-    assert len(run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "parts")) == 6
+    assert len(run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "parts", None)) == 6
 
 
 def test_a_sample_that_does_not_fit_is_a_failure_and_its_neighbours_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +69,14 @@ def test_a_sample_that_does_not_fit_is_a_failure_and_its_neighbours_are_not(monk
     parities = [int(prompt.token_ids.sum()) % 2 for prompt in make_prompts(cell, SETTINGS)]
     parity = parities[0]
     monkeypatch.setattr(evals.run, "prefill_batch", refuse)
-    records = run_in_process([cell], SETTINGS, "cpu", 3, 0, None)
+    records = run_in_process([cell], SETTINGS, "cpu", 3, 0, None, None)
     assert [one.failure is not None for one in records] == [own == parity for own in parities]
     assert all(one.score == 0 and "no room" in str(one.failure) for one in records if one.failure)
 
 
 def test_forced_cells_score_agreement_with_full_attention() -> None:
     methods = ("full", "streaming:budget=8", "vertical_slash:vertical=1.0,slash=1.0")
-    records = run_in_process([Cell("list", 1024, 1, methods, 6)], SETTINGS, "cpu", 1, 0, None)
+    records = run_in_process([Cell("list", 1024, 1, methods, 6)], SETTINGS, "cpu", 1, 0, None, None)
     assert [one.cell["metric"] for one in records] == [AGREEMENT] * 3
     full, streaming, whole = records
     assert full.score == whole.score == 1.0
