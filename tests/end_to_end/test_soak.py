@@ -26,6 +26,7 @@ SOAK_SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "20"))
 NUM_STREAMS = 64
 NUM_PROMPTS = 12
 NUM_TOKENS = 40
+STATS_SECONDS = 1.0  # the engine reports its gauges four times a second
 
 OPENINGS = (
     "The harbour was quiet when the ferry came in,",
@@ -122,6 +123,7 @@ def check_soak(server: ServerProcess, flip_logit_gap: float, sampled_flips_per_t
     )
     assert sampled_flips <= max(1.0, sampled_flips_per_token * num_tokens)
     assert growth <= SOAK_GROWTH_BYTES
+    time.sleep(STATS_SECONDS)
     for name in ("tandem_requests_running", "tandem_requests_waiting", "tandem_pages_used"):
         assert server.metric(name) == 0.0
 
