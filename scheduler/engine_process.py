@@ -1,7 +1,8 @@
-"""The engine process: an engine behind two ZeroMQ sockets. `python -m scheduler.engine_process REQUESTS REPLIES`.
+"""The engine process: an engine behind two sockets. `python -m scheduler.engine_process REQUESTS REPLIES PARENT_ID`.
 
 The deployment comes as JSON on standard input (its `server` part is the other process's business). While there is work
-it never waits; without work it sleeps until a message comes. It ends on Shutdown, and with the process that started it.
+it never waits; without work it sleeps until a message comes. Invariant: it ends on Shutdown, and never outlives process
+PARENT_ID, which started it: not while it loads, and not if a step hangs.
 """
 
 import json
@@ -9,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -82,14 +84,12 @@ class Loop:
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine
         self._connection = connection
-        self._parent = os.getppid()
         self._stats_due = 0.0
         self._progress_due = 0.0
-        self._parent_due = 0.0
 
     def run(self) -> None:
-        """Until Shutdown comes, or the process that started this one is gone."""
-        while self._parent_lives():
+        """Until Shutdown comes."""
+        while True:
             wait = 0.0 if self._engine.has_work else _STATS_SECONDS
             for message in self._connection.receive(wait):
                 if isinstance(message, Shutdown):
@@ -123,15 +123,9 @@ class Loop:
         if deltas or progress or stats:
             self._connection.send(Outputs(deltas, progress, stats))
 
-    def _parent_lives(self) -> bool:
-        now = time.monotonic()
-        if now < self._parent_due:
-            return True
-        self._parent_due = now + _PARENT_SECONDS
-        return os.getppid() == self._parent
 
-
-def main(requests: str, replies: str) -> int:
+def main(requests: str, replies: str, parent_id: str) -> int:
+    threading.Thread(target=_end_with_parent, args=(int(parent_id),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
     connection = Connection(requests, replies)
     try:
@@ -146,6 +140,13 @@ def main(requests: str, replies: str) -> int:
     Loop(engine, connection).run()
     connection.close()
     return 0
+
+
+def _end_with_parent(parent_id: int) -> None:
+    """End this process, whatever its other threads do, once `parent_id` is not its parent any more."""
+    while os.getppid() == parent_id:
+        time.sleep(_PARENT_SECONDS)
+    os._exit(1)
 
 
 def _read_config(text: str) -> EngineConfig:

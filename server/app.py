@@ -42,8 +42,8 @@ def create_app(
 ) -> FastAPI:
     """The API of a deployment; its lifespan starts and ends the engine process.
 
-    `engine_command` is called with two socket addresses. `app.state.service` holds what the routes share. Raises
-    ConfigError if the tokenizer, the chat template or the keys cannot be read.
+    `engine_command` is called with two socket addresses and this process's id. `app.state.service` holds what the
+    routes share. Raises ConfigError if the tokenizer, the chat template or the keys cannot be read.
     """
     service = build_service(deployment, engine_command, on_loading)
 

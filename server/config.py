@@ -25,6 +25,9 @@ class ServerConfig(Settings):
     retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")
     drain_seconds: float = Field(60.0, ge=0, description="on SIGTERM, wait this long for open requests")
     restart_engine: bool = Field(True, description="start a new engine process when one dies")
+    engine_silence_seconds: float = Field(
+        120.0, gt=0, description="an engine that says nothing for so long hangs, and is replaced; longer than any step"
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
 
 

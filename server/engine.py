@@ -41,7 +41,7 @@ class EngineProcess:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.bind(address)
-        self._command = [*command, *self._addresses]
+        self._command = [*command, *self._addresses, str(os.getpid())]
         self._deployment_json = deployment_json
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -71,10 +71,6 @@ class Generation:
     async def submit(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> None:
         """Returns once the engine has accepted. Raises ApiError; then nothing is left behind."""
         requests = self._requests(num_logprobs, num_prompt_logprobs)
-        scheduler = self._service.deployment.scheduler
-        most = scheduler.max_queue + scheduler.max_running
-        if len(requests) > most:
-            raise invalid(param, f"{len(requests)} sequences in one request (prompts times n), at most {most} fit")
         try:
             await self._service.supervisor.submit(requests, self.mailbox, param)
         except BaseException:
@@ -94,6 +90,7 @@ class Generation:
                 if self.choices[index].finish_reason is None:
                     found.append(self._advance(index, item, now))
             elif isinstance(item, EngineLost):
+                self._drop("lost")
                 raise unavailable(item.message, item.code, self._service.settings.retry_after_seconds)
             elif isinstance(item, ClientGone):
                 raise Disconnected
@@ -103,11 +100,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancels what the engine still works on. May be called more than once."""
-        if self._open:
-            self._service.metrics.finished.labels("cancelled").inc(len(self._open))
-            self._service.supervisor.forget(list(self._open), cancel=True)
-            self._open.clear()
-            logs.info("cancelled", id=self.id, generated_tokens=self.num_generated_tokens)
+        self._drop("cancelled")
 
     # --- usage --------------------------------------------------------------------------------------------------------
 
@@ -175,6 +168,13 @@ class Generation:
                 )
             )
         return requests
+
+    def _drop(self, reason: str) -> None:
+        if self._open:
+            self._service.metrics.finished.labels(reason).inc(len(self._open))
+            self._service.supervisor.forget(list(self._open), cancel=True)
+            self._open.clear()
+            logs.info(reason, id=self.id, generated_tokens=self.num_generated_tokens)
 
     def _advance(self, index: int, delta: Delta, now: float) -> Update:
         choice = self.choices[index]

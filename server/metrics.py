@@ -33,7 +33,7 @@ class Metrics:
         self.engine_restarts = self._counter("tandem_engine_restarts", "engine processes started after the first")
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
-        )  # stop, length, error, cancelled, refused
+        )  # stop, length, error, cancelled, lost (with the engine, or to a drain), refused
         self.first_token_s = self._histogram(
             "tandem_time_to_first_token_seconds", "from arrival to the first token", _LONG_S
         )

@@ -1,6 +1,7 @@
 """Keeps an engine process alive and carries requests to it and their output back. Knows no HTTP and no text.
 
-States: loading -> ready -> dead -> loading -> ...; `failed` (the first start did not succeed) ends the program.
+States: loading -> ready -> dead -> loading -> ...; `failed` (the first start did not succeed) ends the program. An
+engine that is ready speaks several times a second, also when idle: one that falls silent hangs, and is killed.
 Invariant: every open mailbox gets either its requests' last deltas or one EngineLost.
 """
 
@@ -36,6 +37,7 @@ _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_AFTER_S = 60.0  # a life this long resets the backoff
 _SHUTDOWN_WAIT_S = 5.0
+_SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
 _LOST = "the engine process died while it worked on this request; try again"
 
 
@@ -56,6 +58,7 @@ class Supervisor:
         self._submit_ids = itertools.count()
         self._stopping = False
         self._lives = 0
+        self._has_spoken = False
         self.state = "loading"
         self.loading = Loading(stage="starting", fraction=0.0)
         self.limits: Ready | None = None
@@ -123,10 +126,12 @@ class Supervisor:
         self._lives += 1
         engine = self._engine = EngineProcess(self._context, self._command, self._deployment_json)
         failed: str | None = None
+        watch = asyncio.create_task(self._end_silence(engine))
         try:
             await engine.start()
             logs.info("engine_started", pid=engine.pid, life=self._lives)
             async for message in engine.messages():
+                self._has_spoken = True
                 match message:
                     case Outputs():
                         self._deliver(message)
@@ -146,6 +151,7 @@ class Supervisor:
         except (OSError, msgspec.DecodeError) as error:
             ended = f"could not be run ({' '.join(str(error).split())})"
         finally:
+            watch.cancel()
             self._engine = None
             engine.kill()
             engine.close()
@@ -154,6 +160,16 @@ class Supervisor:
         if not self._stopping:
             logs.warning("engine_ended", reason=reason, life=self._lives)
         return reason
+
+    async def _end_silence(self, engine: EngineProcess) -> None:
+        """Kill an engine that serves and has said nothing in all of `engine_silence_seconds`."""
+        num_silent = 0
+        while num_silent < _SILENCE_CHECKS:
+            self._has_spoken = False
+            await asyncio.sleep(self._settings.engine_silence_seconds / _SILENCE_CHECKS)
+            num_silent = 0 if self._has_spoken or self.state != "ready" else num_silent + 1
+        logs.warning("engine_silent", pid=engine.pid, seconds=self._settings.engine_silence_seconds)
+        engine.kill()
 
     def _become_ready(self, ready: Ready) -> None:
         self.limits = ready

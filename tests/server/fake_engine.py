@@ -1,5 +1,6 @@
-"""An engine process without a model: the real protocol, scripted tokens. `fake_engine.py SETTINGS REQUESTS REPLIES`.
+"""An engine process without a model: the real protocol, scripted tokens.
 
+`fake_engine.py SETTINGS REQUESTS REPLIES PARENT_ID`.
 It repeats the prompt: output token i is prompt token i (shifted by the seed if the temperature is not 0), then the end
 token if that is asked for. The attention profile of a request chooses what goes wrong with it.
 """
@@ -179,4 +180,4 @@ class FakeEngine:
 
 
 if __name__ == "__main__":
-    FakeEngine(json.loads(sys.argv[1]), *sys.argv[2:]).run()
+    FakeEngine(json.loads(sys.argv[1]), *sys.argv[2:4]).run()

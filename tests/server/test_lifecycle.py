@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import httpx
 import psutil
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from tests.server.live_server import FAKE_ENGINE, REFERENCE, ROOT, fake_command, make_deployment, running_server
-from tests.tolerances import CANCEL_S, KEEPALIVE_COMMENTS, PROGRESS_REPORTS
+from tests.tolerances import CANCEL_S, KEEPALIVE_COMMENTS, ORPHAN_S, PROGRESS_REPORTS
 
 COMPLETION = "/v1/completions"
 SLOW = {"prompt": "one two three", "attention_profile": "slow", "max_tokens": 2000, "ignore_eos": True}
@@ -126,10 +127,25 @@ async def test_a_killed_engine_ends_streams_with_an_error_and_a_new_one_serves(l
     assert json.loads(events[-1][6:])["error"]["code"] == "engine_dead"
     assert "data: [DONE]" not in events
     await live.until_ready()
+    assert 'tandem_requests_finished_total{reason="lost"} 2.0' in (await live.http.get("/metrics")).text
     assert live.service.supervisor.engine_pid != first_pid
     done = await live.http.post(COMPLETION, json={"prompt": "one two", "temperature": 0})
     assert done.json()["choices"][0]["text"] == "one two"
     assert await live.metric("tandem_engine_restarts_total") == 1
+
+
+async def test_an_engine_that_hangs_is_replaced_and_one_that_idles_is_not():
+    async with running_server(make_deployment(engine_silence_seconds=0.8), fake_command()) as live:
+        first_pid = live.service.supervisor.engine_pid
+        await asyncio.sleep(1.6)
+        assert live.service.supervisor.engine_pid == first_pid
+        stream = asyncio.create_task(live.http.post(COMPLETION, json=SLOW | {"stream": True}))
+        await live.until(lambda: is_busy(live))
+        os.kill(first_pid, signal.SIGSTOP)
+        events = [line for line in (await stream).text.splitlines() if line]
+        assert json.loads(events[-1][6:])["error"]["code"] == "engine_dead"
+        await live.until_ready()
+        assert live.service.supervisor.engine_pid != first_pid
 
 
 async def test_counters_only_grow_when_the_engine_is_replaced(live):
@@ -235,6 +251,13 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
 def engine_pids(parent: int) -> list[int]:
     return [child.pid for child in psutil.Process(parent).children()]
 
@@ -290,6 +313,31 @@ async def test_a_second_signal_ends_the_program_at_once():
     await asyncio.sleep(0.1)
     assert engines
     assert not any(is_alive(pid) for pid in engines)
+
+
+def test_an_engine_process_never_outlives_its_parent_even_while_it_loads(tmp_path):
+    """`scheduler.engine_process` itself, stuck before it is ready, under a parent that is killed."""
+    started = tmp_path / "started"
+    stuck = (
+        "import pathlib, sys, time; from scheduler import engine_process\n"
+        f"engine_process._read_config = lambda text: pathlib.Path({str(started)!r}).touch() or time.sleep(60)\n"
+        "engine_process.main(*sys.argv[1:])"
+    )
+    starts_it = (
+        "import os, subprocess, sys\n"
+        "command = [sys.executable, '-c', sys.argv[1], 'ipc://requests', 'ipc://replies', str(os.getpid())]\n"
+        "child = subprocess.Popen(command, stdin=subprocess.DEVNULL); print(child.pid, flush=True); child.wait()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", starts_it, stuck], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    pid = int(parent.stdout.readline())
+    wait_until(started.exists, 60)
+    assert is_alive(pid)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_alive(pid), ORPHAN_S)
 
 
 @pytest.mark.parametrize(
