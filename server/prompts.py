@@ -30,6 +30,8 @@ class Prompt:
 
 async def completion_prompts(service: Service, body: CompletionBody, limits: Ready) -> list[Prompt]:
     """One Prompt for each of the body's. Raises ApiError 400."""
+    is_many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
+    check_num_sequences(service, "prompt", (len(body.prompt) if is_many else 1) * (body.n or 1))
     prompts: list[Prompt] = []
     for name, given in _split(body.prompt):
         if isinstance(given, str):
@@ -68,6 +70,13 @@ def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:
 async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:
     token_ids = await off_loop(len(text), tokenizer.encode, text, True)
     return Prompt(token_ids, text, tokenizer.num_leading_specials(text, token_ids))
+
+
+def check_num_sequences(service: Service, field: str, num_sequences: int) -> None:
+    """Raises ApiError 400 for more than can ever wait and run, before any work is done for them."""
+    most = service.deployment.scheduler.max_queue + service.deployment.scheduler.max_running
+    if num_sequences > most:
+        raise invalid(field, f"{num_sequences} sequences in one request (prompts times n), at most {most} fit")
 
 
 def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:

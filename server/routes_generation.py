@@ -7,7 +7,14 @@ from fastapi import APIRouter, Request, Response
 from server import logs
 from server.bodies import ChatBody, CompletionBody, check_chat, check_completion, read_body
 from server.generation import Disconnected, Generation, Job, collect
-from server.prompts import chat_max_tokens, chat_prompt, completion_max_tokens, completion_prompts, off_loop
+from server.prompts import (
+    chat_max_tokens,
+    chat_prompt,
+    check_num_sequences,
+    completion_max_tokens,
+    completion_prompts,
+    off_loop,
+)
 from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
 from server.sse import EventStream, watch_disconnect
@@ -38,6 +45,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, service.settings.max_body_mib)
     service.check_model(body.model)
     check_chat(body)
+    check_num_sequences(service, "n", body.n or 1)
     limits = service.supervisor.ready()
     prompt = await chat_prompt(service, body.messages)
     jobs = [Job(prompt, chat_max_tokens(body, prompt, limits))]

@@ -297,6 +297,19 @@ async def test_a_long_text_is_tokenised_without_stopping_the_others(live, tokeni
     assert loop.time() - began_s > LOOP_STALL_S, "this text would be noticed"
 
 
+async def test_too_many_sequences_are_refused_before_anything_is_tokenised(live, monkeypatch):
+    encoded = []
+    encode = live.service.tokenizer.encode
+    monkeypatch.setattr(live.service.tokenizer, "encode", lambda *given: encoded.append(given) or encode(*given))
+    for prompt in (["a few words"] * 300_000, [[7]] * 200):
+        answer = await live.http.post(COMPLETION, json={"prompt": prompt, "n": 2})
+        message = error_of(answer)["message"]
+        assert message.startswith(f"prompt: {2 * len(prompt)} sequences in one request (prompts times n), at most ")
+    assert encoded == []
+    assert (await live.http.post(COMPLETION, json={"prompt": ["a"] * 3, "n": 2})).status_code == 200
+    assert len(encoded) == 3
+
+
 async def test_tokenize_and_detokenize_are_inverse(live, tokenizer):
     text = "naïve 東京 <|end|>"
     tokens = (await live.http.post("/tokenize", json={"prompt": text})).json()
