@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+SENT_AS = ("auto", "chat", "completion")
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -21,9 +23,22 @@ class Cell:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How prompts are made. form: `reference` or `ruler`. text_files: haystacks; none: generated prose."""
+    """How prompts are made.
+
+    form: `reference` or `ruler`. text_files: haystacks; none: generated prose. question_files: of RULER's `qa_1` and
+    `qa_2`. datasets: published benchmarks by name (`evals.datasets`), which then count as tasks. sent_as: `chat` or
+    `completion`; `auto` sends what holds a model's own special tokens as it is, and all else as chat where the
+    tokenizer has a template.
+    """
 
     model: Path
     form: str
     seed: int
     text_files: tuple[Path, ...]
+    question_files: tuple[tuple[str, Path], ...] = ()
+    datasets: tuple[tuple[str, Path], ...] = ()
+    sent_as: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.sent_as not in SENT_AS:
+            raise ValueError(f"prompts sent as {self.sent_as!r}: unknown; wanted one of {', '.join(SENT_AS)}")

@@ -171,6 +171,8 @@ def pool_rows(batches: Sequence[list[Row]], key: tuple[str, ...], weight: str) -
 def spread_grid(label: str) -> list[str]:
     """`quest:budget=0.02|0.05,page=16|32` -> the four methods of its grid."""
     name, _, rest = label.partition(":")
+    if "=" not in rest:
+        return [label]
     parts = [part.partition("=") for part in filter(None, rest.split(","))]
     choices = [[f"{key}={value}" for value in values.split("|")] for key, _, values in parts]
     return [name + (":" + ",".join(chosen) if chosen else "") for chosen in product(*choices)]

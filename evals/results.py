@@ -13,7 +13,7 @@ from typing import Any
 
 from evals.cells import Cell
 from evals.report.document import finite
-from evals.rows import Row
+from evals.rows import BASELINES, Row
 
 DECODE = (
     "topk",
@@ -34,6 +34,9 @@ FORCED_TOKENS = 16
 LENGTHS = (4096, 8192, 16384)
 SETS = ("quick", "full")
 MARKERS = ("<!-- {name}: begin -->", "<!-- {name}: end -->")
+
+FIDELITY = {"quick": (4, 16, 2), "full": (16, 64, 16)}
+"""Texts a length, tokens compared and texts that go together, of each set's comparison with full attention."""
 
 QUICK_SECONDS_A_TOKEN = 5e-3
 FULL_SECONDS_A_TOKEN = 5.5e-6
@@ -162,7 +165,7 @@ def _percent(rows: Any, field: str) -> str:
 
 def _cell(row: Row) -> str:
     text = f"{row['score']:.1f}"
-    if row["method"] != "full" and row["difference"] is not None:
+    if row["method"] not in BASELINES and row["difference"] is not None:
         half = (row["difference_high"] - row["difference_low"]) / 2
         text += f" ({row['difference']:+.1f} ± {half:.1f})"
     return text

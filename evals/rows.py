@@ -14,7 +14,9 @@ from evals.paired import FEWEST_PROMPTS, Paired, mean_interval, normal_interval
 from evals.store import Record
 
 FRACTIONS = ("head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers")
-FULL = "full"
+BASELINES = ("full", "profile:exact")
+"""What rows are paired with: full attention in the reference decoder or, where that did not run, the engine's."""
+NUM_DEPTHS = 10
 
 Row = dict[str, Any]
 
@@ -29,11 +31,12 @@ def summarize(records: Iterable[Record]) -> list[Row]:
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[json.dumps(record.cell, sort_keys=True)].append(record)
-    exact = {
-        _place(members[0].cell): {record.sample_id: record.score for record in members}
-        for members in groups.values()
-        if members[0].cell["method"] == FULL
-    }
+    exact: dict[str, dict[str, float]] = {}
+    for baseline in BASELINES:
+        for members in groups.values():
+            if members[0].cell["method"] == baseline:
+                scores = {record.sample_id: record.score for record in members}
+                exact.setdefault(_place(members[0].cell), scores)
     return [_row(members, exact.get(_place(members[0].cell), {})) for members in groups.values()]
 
 
@@ -61,6 +64,24 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
         "difference_high": gap.high if gap else None,
         **{name: mean_known([record.measured.get(name) for record in members]) for name in FRACTIONS},
     }
+
+
+def depth_rows(records: Iterable[Record]) -> list[Row]:
+    """`method, task, length, depth, samples, score` (points) by tenths of the context; depth is the tenth's middle.
+
+    Samples without a depth are left out, failures count with score 0.
+    """
+    places: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for record in records:
+        if record.depth is not None:
+            tenth = min(int(record.depth * NUM_DEPTHS), NUM_DEPTHS - 1)
+            cell = record.cell
+            places[cell["method"], cell["task"], cell["length"], tenth].append(record.score)
+    return [
+        {"method": method, "task": task, "length": length, "depth": (tenth + 0.5) / NUM_DEPTHS,
+         "samples": len(scores), "score": 100 * sum(scores) / len(scores)}
+        for (method, task, length, tenth), scores in sorted(places.items())
+    ]  # fmt: skip
 
 
 def mean_known(values: Sequence[float | None]) -> float | None:

@@ -5,7 +5,7 @@ cell see the same prompts and share one prefill of each; a sample that fails is 
 a sample that the store already has is not run again.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,6 +18,8 @@ import torch
 
 from evals import metrics
 from evals.cells import Cell, PromptSettings
+from evals.datasets import read as read_dataset
+from evals.datasets import shorten
 from evals.decode import Decoded, PrefilledBatch, decode_forced, decode_greedy, prefill_batch
 from evals.forward import ReferenceDecoder
 from evals.meter import Fractions
@@ -25,12 +27,17 @@ from evals.methods.full import Full
 from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
 from evals.methods.registry import parse_method
 from evals.samples import Sample
-from evals.store import Record, sample_key
+from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION, TASKS
-from evals.tasks.haystack import TextSource
+from evals.tasks.fitting import count_chat_tokens
+from evals.tasks.haystack import text_source
+from evals.tasks.reference import user_turn
 
 AGREEMENT = "agreement"
 """Metric of forced cells: the share of full attention's own answer tokens that the method would have chosen too."""
+
+SPECIAL_TOKENS = 2
+"""Room in a completion for what a tokenizer puts around a text."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +54,37 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:
-    """The prompts of a cell, tokenized. Runs in a process of its own when there are several cells."""
+    """The prompts of a cell, tokenized. Runs in a process of its own when there are several cells.
+
+    A dataset's prompts are shortened to the cell's length; it has as many as its file holds, if that is fewer.
+    """
     tokenizer = load_tokenizer(settings.model)
-    source = TextSource(settings.text_files) if settings.text_files else None
-    samples = TASKS[cell.task](tokenizer, cell.length_tokens, cell.num_samples, settings.seed, settings.form, source)
-    return [Prompt(sample, encode(sample, tokenizer)) for sample in samples]
+    files = dict(settings.datasets)
+    if cell.task in files:
+        as_chat = is_chat(settings.sent_as, False, tokenizer)
+        room = cell.length_tokens - (count_chat_tokens(tokenizer) if as_chat else SPECIAL_TOKENS)
+        rows = read_dataset(cell.task, files[cell.task], cell.num_samples)
+        samples = [shorten(sample, tokenizer, room) for sample in rows]
+    else:
+        source = text_source(settings.text_files, dict(settings.question_files))
+        make = TASKS[cell.task]
+        samples = make(tokenizer, cell.length_tokens, cell.num_samples, settings.seed, settings.form, source)
+    return [Prompt(sample, encode(sample, tokenizer, settings.sent_as)) for sample in samples]
 
 
-def encode(sample: Sample, tokenizer: Any) -> np.ndarray:
-    """Token ids int32 of a prompt: as it stands if it is raw, else as the user's turn of the chat template."""
-    if sample.meta.get("raw"):
-        return np.asarray(tokenizer.encode(sample.prompt, add_special_tokens=False), dtype=np.int32)
+def is_chat(sent_as: str, is_raw: bool, tokenizer: Any) -> bool:
+    """Whether a prompt goes as a chat turn."""
+    return sent_as == "chat" or (sent_as == "auto" and not is_raw and bool(getattr(tokenizer, "chat_template", None)))
+
+
+def encode(sample: Sample, tokenizer: Any, sent_as: str) -> np.ndarray:
+    """Token ids int32 of a prompt: as a completion, or as the user's turn of the chat template."""
+    is_raw = bool(sample.meta.get("raw"))
+    if not is_chat(sent_as, is_raw, tokenizer):
+        return np.asarray(tokenizer.encode(sample.prompt, add_special_tokens=not is_raw), dtype=np.int32)
     prefix = sample.meta.get("answer_prefix", "")
-    turns = [{"role": "user", "content": sample.prompt.removesuffix(prefix) if prefix else sample.prompt}]
+    content = user_turn(sample.prompt) if is_raw else sample.prompt.removesuffix(prefix)
+    turns = [{"role": "user", "content": content}]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) + prefix.lstrip()
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
@@ -80,31 +105,27 @@ def run_cells(
     decoder: ReferenceDecoder,
     tokenizer: Any,
     prompts: Iterable[tuple[Cell, list[Prompt]]],
-    seed: int,
-    done: Container[str],
+    settings: PromptSettings,
     batch_tokens: int,
-    found: Callable[[str], None],
-    keep: Callable[[Record], None],
-    finished: Callable[[Cell], None],
+    ledger: Ledger,
 ) -> None:
-    """Run what `done` (keys of records) does not hold yet. `found` gets the keys that it holds, `keep` new records,
-    `finished` each cell when its last record is made.
+    """Run what the ledger does not hold yet.
 
     batch_tokens: prompts that go together have at most so many tokens (one prompt always goes).
     """
     for cell, made in prompts:
-        keys = _Keys(cell, seed, decoder.architecture.name)
+        keys = _Keys(cell, settings, decoder.architecture.name)
         wanted = {prompt.sample.sample_id: [keys.of(label, prompt.sample) for label in cell.methods] for prompt in made}
         for key in chain.from_iterable(wanted.values()):
-            if key in done:
-                found(key)
-        missing = [prompt for prompt in made if any(key not in done for key in wanted[prompt.sample.sample_id])]
+            if key in ledger.done:
+                ledger.found(key)
+        missing = [prompt for prompt in made if any(key not in ledger.done for key in wanted[prompt.sample.sample_id])]
         size = max(1, batch_tokens // cell.length_tokens)
         for begin in range(0, len(missing), size):
             for record in run_batch(decoder, tokenizer, cell, missing[begin : begin + size], keys):
-                if record.key not in done:
-                    keep(record)
-        finished(cell)
+                if record.key not in ledger.done:
+                    ledger.keep(record)
+        ledger.finished(cell)
 
 
 @dataclass(frozen=True)
@@ -112,7 +133,7 @@ class _Keys:
     """The keys and cells of a cell's records; `known` remembers keys, since each hashes a whole prompt."""
 
     cell: Cell
-    seed: int
+    prompts: PromptSettings
     model: str
     known: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -124,8 +145,7 @@ class _Keys:
 
     def _make(self, label: str, sample: Sample) -> str:
         settings = {**parse_method(label).settings, "forced_tokens": self.cell.forced_tokens}
-        length = self.cell.length_tokens
-        return sample_key(label, settings, sample, length, self.seed, self.model, CODE_VERSION)
+        return sample_key(label, settings, sample, self.cell.length_tokens, self.prompts, self.model, CODE_VERSION)
 
     def record(
         self, label: str, sample: Sample, text: str, score: float, reads: Fractions | None, failure: str | None

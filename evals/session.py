@@ -4,24 +4,27 @@ It ties the runner to files and the terminal and knows no method and no metric. 
 from the store's records, so a run that was stopped and resumed leaves the same as one that was not.
 """
 
-import asyncio
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from evals.cells import Cell, PromptSettings
-from evals.report.document import make_document, write_document, write_text
-from evals.report.table import print_table
-from evals.rows import Row, summarize
-from evals.store import Record, Store
+from evals.report.document import finite, make_document, write_document, write_text
+from evals.report.table import open_console, print_table
+from evals.rows import Row, depth_rows, summarize
+from evals.serving import profile_of
+from evals.store import Ledger, Record, Store
+
+if TYPE_CHECKING:
+    from evals.served import Server
 
 BATCH_TOKENS = {"cuda": 1 << 20, "cpu": 1 << 14}
 STORE_FILE = "records.jsonl"
@@ -90,29 +93,61 @@ class Pace:
             self._leave(list(records), self._done)
 
 
-def run_in_process(
-    cells: Sequence[Cell], settings: PromptSettings, device: str, batch: int | None, workers: int, resume: Path | None,
-    leave: Callable[[list[Record], int], None] | None,
-) -> list[Record]:  # fmt: skip
-    """Run cells in the reference decoder and return their records, those of earlier runs of the folder included.
+@dataclass(frozen=True)
+class InProcess:
+    """How cells run in this process. batch: prompts of the longest length that go together; None: by the device.
 
+    workers: processes that make prompts. resume: the folder of the store; None: nothing is kept.
+    """
+
+    device: str
+    batch: int | None
+    workers: int
+    resume: Path | None
+
+
+def run(
+    cells: Sequence[Cell],
+    settings: PromptSettings,
+    how: InProcess,
+    leave: Callable[[list[Record], int], None] | None,
+) -> list[Record]:
+    """Run cells and return their records, those of earlier runs of the folder included.
+
+    Methods run in the reference decoder, then serving profiles in the engine; only one of the two is loaded at a time.
     `leave` gets the records so far and the number of finished cells after each cell.
     """
-    import torch
+    parts = [
+        (run_part, [replace(cell, methods=own) for cell in cells if (own := tuple(filter(wanted, cell.methods)))])
+        for run_part, wanted in ((_run_methods, lambda one: not profile_of(one)), (_run_profiles, profile_of))
+    ]
+    with open_ledger(cells, sum(len(own) for _, own in parts), how.resume, leave) as (ledger, records):
+        for run_part, own in parts:
+            if own:
+                run_part(own, settings, how, ledger)
+    return list(records.values())
 
-    from evals.forward import load_decoder
-    from evals.run import load_tokenizer, prompts_of, run_cells
 
-    on_cuda = device.startswith("cuda")
-    dtype = torch.bfloat16 if on_cuda else torch.float32
-    decoder = load_decoder(settings.model, torch.device(device), dtype)
-    tokenizer = load_tokenizer(settings.model)
-    batch_tokens = BATCH_TOKENS["cuda" if on_cuda else "cpu"]
-    if batch is not None:
-        batch_tokens = batch * max(cell.length_tokens for cell in cells)
+def run_remotely(
+    cells: Sequence[Cell], settings: PromptSettings, server: "Server", resume: Path | None
+) -> list[Record]:
+    """Run cells on a server and return their records."""
+    from evals.served import run_on_server
+
+    with open_ledger(cells, len(cells), resume, None) as (ledger, records):
+        run_on_server(cells, settings, server, ledger)
+    return list(records.values())
+
+
+@contextmanager
+def open_ledger(
+    cells: Sequence[Cell], num_parts: int, resume: Path | None, leave: Callable[[list[Record], int], None] | None
+) -> Iterator[tuple[Ledger, dict[str, Record]]]:
+    """A ledger over the store of a folder, and the run's records by key as they come."""
     records: dict[str, Record] = {}
     total = sum(cell.num_samples * len(cell.methods) for cell in cells)
     with open_store(resume) as store, progress_bar(total, "samples") as advance:
+        pace = Pace(num_parts, leave)
 
         def keep(record: Record) -> None:
             store.add(record)
@@ -123,78 +158,43 @@ def run_in_process(
             records[key] = store[key]
             advance()
 
-        prompts = prompts_of(cells, settings, workers)
-        pace = Pace(len(cells), leave)
-
-        def finished(cell: Cell) -> None:
-            pace(cell, list(records.values()))
-
-        run_cells(decoder, tokenizer, prompts, settings.seed, store, batch_tokens, found, keep, finished)
-    return list(records.values())
+        yield Ledger(store, found, keep, lambda cell: pace(cell, list(records.values()))), records
 
 
-def run_on_server(
-    cells: Sequence[Cell], settings: PromptSettings, url: str, model: str | None, api_key: str | None,
-    concurrency: int, resume: Path | None,
-) -> list[Record]:  # fmt: skip
-    """Run cells on an OpenAI-compatible server. The methods of a cell are names of its attention profiles.
+def _run_methods(cells: Sequence[Cell], settings: PromptSettings, how: InProcess, ledger: Ledger) -> None:
+    import torch
 
-    `default` asks for none. What the server reads is not known here, so fractions are missing.
-    """
-    from evals.clients import Endpoint, ask_all
-    from evals.metrics import score
-    from evals.run import prompts_of
-    from evals.store import sample_key
-    from evals.tasks import CODE_VERSION
+    from evals.forward import load_decoder
+    from evals.run import load_tokenizer, prompts_of, run_cells
 
-    records: list[Record] = []
-    name = model or settings.model.resolve().name
-    total = sum(cell.num_samples * len(cell.methods) for cell in cells)
+    on_cuda = how.device.startswith("cuda")
+    decoder = load_decoder(settings.model, torch.device(how.device), torch.bfloat16 if on_cuda else torch.float32)
+    batch_tokens = BATCH_TOKENS["cuda" if on_cuda else "cpu"]
+    if how.batch is not None:
+        batch_tokens = how.batch * max(cell.length_tokens for cell in cells)
+    prompts = prompts_of(cells, settings, how.workers)
+    run_cells(decoder, load_tokenizer(settings.model), prompts, settings, batch_tokens, ledger)
 
-    async def ask_cell(cell: Cell, samples: list[Any], store: Store | Forgetful, advance: Any) -> None:
-        for profile in cell.methods:
-            extra = {} if profile == "default" else {"attention_profile": profile}
-            keys = {
-                sample.sample_id: sample_key(
-                    profile, {"url": url, **extra}, sample, cell.length_tokens, settings.seed, name, CODE_VERSION
-                )
-                for sample in samples
-            }
-            for sample in samples:
-                if keys[sample.sample_id] in store:
-                    records.append(store[keys[sample.sample_id]])
-                    advance()
-            missing = [sample for sample in samples if keys[sample.sample_id] not in store]
-            endpoint = Endpoint(url, name, "completions" if settings.form == "reference" else "chat", api_key,
-                                concurrency, 4, 600.0, extra)  # fmt: skip
-            async for reply in ask_all(endpoint, missing, None):
-                sample = reply.sample
-                value = 0.0 if reply.failure else score(sample.metric, reply.text, sample.answers, sample.meta)
-                identity = {
-                    "method": "full" if profile in ("default", "exact") else profile,
-                    "settings": {"url": url, "attention_profile": profile},
-                    "task": cell.task,
-                    "length": cell.length_tokens,
-                    "metric": sample.metric,
-                }
-                key = keys[sample.sample_id]
-                record = Record(key, identity, sample.sample_id, value, reply.text, reply.failure, sample.depth, {})
-                store.add(record)
-                records.append(record)
-                advance()
 
-    with open_store(resume) as store, progress_bar(total, "samples") as advance:
-        for cell, prompts in prompts_of(cells, settings, 0):
-            asyncio.run(ask_cell(cell, [prompt.sample for prompt in prompts], store, advance))
-    return records
+def _run_profiles(cells: Sequence[Cell], settings: PromptSettings, how: InProcess, ledger: Ledger) -> None:
+    from evals.run import load_tokenizer, prompts_of
+    from evals.served import run_profiles
+    from evals.serving import load_serving_engine
+    from gpu.architecture import read_architecture
+
+    engine = load_serving_engine(settings.model, how.device, max(cell.length_tokens for cell in cells))
+    prompts = prompts_of(cells, settings, how.workers)
+    shape = read_architecture(settings.model)
+    run_profiles(engine, load_tokenizer(settings.model), shape, prompts, settings, ledger)
 
 
 def leave_results(records: Sequence[Record], outputs: Outputs, configuration: dict[str, Any], seed: int) -> list[Row]:
     """Print the table, write JSON and HTML where asked, and return the rows."""
     rows = summarize(records)
-    print_table(rows, Console())
+    print_table(rows, open_console())
     if outputs.json is not None:
-        write_document(outputs.json, make_document(rows, configuration, {"prompts": seed}))
+        depths = finite(depth_rows(records))
+        write_document(outputs.json, make_document(rows, configuration, {"prompts": seed}, depths=depths))
     if outputs.html is not None:
         from evals.report.page import render_page
 

@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evals.cells import Cell, PromptSettings
 from evals.samples import Sample
 
 SYNC_EVERY_S = 1.0
@@ -26,7 +27,13 @@ def key_of(parts: dict[str, Any]) -> str:
 
 
 def sample_key(
-    method: str, settings: dict[str, Any], sample: Sample, length: int, seed: int, model: str, code_version: str
+    method: str,
+    settings: dict[str, Any],
+    sample: Sample,
+    length: int,
+    prompts: PromptSettings,
+    model: str,
+    code_version: str,
 ) -> str:
     """The key of one sample under one method: all that its prediction depends on, the prompt's text included."""
     return key_of(
@@ -35,7 +42,8 @@ def sample_key(
             "settings": settings,
             "task": sample.task,
             "length": length,
-            "seed": seed,
+            "seed": prompts.seed,
+            "sent_as": prompts.sent_as,
             "sample_id": sample.sample_id,
             "prompt": hashlib.sha256(sample.prompt.encode()).hexdigest(),
             "model": model,
@@ -65,6 +73,20 @@ class Record:
             raise ValueError(f"record {self.sample_id}: score {self.score}, wanted a number in [0, 1]")
         if self.failure is not None and self.score != 0.0:
             raise ValueError(f"record {self.sample_id}: a failure scores 0, got {self.score}")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a runner asks before a sample and tells after it.
+
+    done: keys that need not run. `found` gets those of them that the run wants, `keep` new records, `finished` each
+    cell when its last record is made.
+    """
+
+    done: Container[str]
+    found: Callable[[str], None]
+    keep: Callable[[Record], None]
+    finished: Callable[[Cell], None]
 
 
 class Store:

@@ -27,10 +27,18 @@ DATASETS: dict[str, Reader] = {
 
 def read(name: str, path: Path, num_samples: int | None) -> list[Sample]:
     """The first num_samples samples of a file (None: all). Raises KeyError for an unknown name, ValueError for rows
-    without the fields that the format has."""
+    without the fields that the format has. Ids that come twice are numbered."""
     if name not in DATASETS:
         raise KeyError(f"dataset {name!r}: unknown; have {', '.join(DATASETS)}")
-    return list(islice(DATASETS[name](path), num_samples))
+    samples = list(islice(DATASETS[name](path), num_samples))
+    if not samples:
+        raise ValueError(f"{path}: holds no rows; wanted one object a line")
+    seen: set[str] = set()
+    for number, sample in enumerate(samples):
+        if sample.sample_id in seen:
+            samples[number] = replace(sample, sample_id=f"{sample.sample_id}#{number}")
+        seen.add(samples[number].sample_id)
+    return samples
 
 
 def shorten(sample: Sample, tokenizer: Any, limit_tokens: int) -> Sample:

@@ -17,6 +17,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from evals.rows import BASELINES
+
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7b61c4", "#b8860b", "#56b4e9", "#8c564b", "#4d4d4d", "#e0488b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 INK, MUTED, GRID, HATCH = "#1c1e21", "#6b7178", "#e4e6e9", "#c9ccd1"
@@ -24,7 +26,6 @@ SCORE_COLORS = LinearSegmentedColormap.from_list("score", ["#fbe9d9", "#f2b880",
 NUM_DEPTH_BINS = 10
 PANEL_WIDTH, PANEL_HEIGHT = 3.1, 2.25
 HEAT_COLUMNS, HEAT_WIDTH, HEAT_HEIGHT = 7, 1.3, 1.55
-FULL = "full"
 STYLE = {
     "font.size": 8.5, "axes.edgecolor": MUTED, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
     "text.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7,
@@ -36,13 +37,13 @@ Row = Mapping[str, Any]
 
 
 def family(method: str) -> str:
-    """The method's name without its settings."""
-    return method.split(":")[0]
+    """The method's name without its settings; a serving profile is a family of its own."""
+    return method if method.startswith("profile:") else method.split(":")[0]
 
 
 def styles_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
     """(colour, marker) of each method family but full attention, in the order of their names."""
-    families = sorted({family(row["method"]) for row in rows} - {FULL})
+    families = sorted({family(row["method"]) for row in rows} - set(BASELINES))
     return {
         name: (COLORS[place % len(COLORS)], MARKERS[(place + place // len(COLORS)) % len(MARKERS)])
         for place, name in enumerate(families)
@@ -74,7 +75,7 @@ def quality_figure(rows: Sequence[Row], read: str) -> str:
 
     Full attention is the dashed line with its 95 % band. Rows without the fraction are left out.
     """
-    known = [row for row in rows if row.get(read) and family(row["method"]) != FULL]
+    known = [row for row in rows if row.get(read) and family(row["method"]) not in BASELINES]
     tasks, lengths = sorted({row["task"] for row in rows}), sorted({row["length"] for row in rows})
     styles = styles_of(rows)
     with mpl.rc_context(STYLE):
@@ -84,7 +85,7 @@ def quality_figure(rows: Sequence[Row], read: str) -> str:
         ):
             panel = axes[down, across]
             here = [row for row in known if row["task"] == task and row["length"] == length]
-            exact = [r for r in rows if r["task"] == task and r["length"] == length and r["method"] == FULL]
+            exact = [r for r in rows if r["task"] == task and r["length"] == length and r["method"] in BASELINES]
             quality_panel(panel, here, exact, styles, read)
             panel.set_title(f"{task} · {length:,}")
             panel.set_xlabel("share read" if down == len(tasks) - 1 else "")
@@ -149,7 +150,7 @@ def depth_figure(records: Sequence[Row], task: str) -> str | None:
     placed = [record for record in records if record["task"] == task and record.get("depth") is not None]
     if not placed:
         return None
-    methods = sorted({record["method"] for record in placed}, key=lambda method: (method != FULL, method))
+    methods = sorted({record["method"] for record in placed}, key=lambda method: (method not in BASELINES, method))
     lengths = sorted({record["length"] for record in placed})
     columns = min(HEAT_COLUMNS, len(methods))
     with mpl.rc_context(STYLE):
@@ -202,7 +203,7 @@ def wrapped(method: str) -> str:
     return name + "".join(f"\n{part}" for part in settings.split(",") if part)
 
 
-def layer_figure(layers: Sequence[Row]) -> str | None:
+def layer_figure(layers: Sequence[Row], name: str) -> str | None:
     """Relative error of attention outputs a layer (log axis), one line a method; None without rows.
 
     layers: `method, layer, error`; errors above 0.
@@ -229,4 +230,4 @@ def layer_figure(layers: Sequence[Row]) -> str | None:
         panel.set_xlabel("layer")
         panel.set_ylabel("relative error of attention output")
         panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
-        return to_svg(figure, "layers")
+        return to_svg(figure, name)

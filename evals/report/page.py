@@ -15,8 +15,10 @@ from evals.paired import ADVISED_PROMPTS
 from evals.report.document import finite
 from evals.report.figures import depth_figure, layer_figure, quality_figure
 from evals.report.table import percent, points_lost, row_order, with_range
+from evals.rows import BASELINES
 
 TEMPLATE = "page.html.j2"
+PARTS = ("rows", "depths", "layers", "fidelity")
 
 
 def render_page(
@@ -26,22 +28,25 @@ def render_page(
     layers: Sequence[Mapping[str, Any]],
     configuration: Mapping[str, Any],
     seeds: Mapping[str, int],
+    fidelity: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The page as HTML.
 
-    rows: of `evals.rows.summarize`. records: samples, for the heat maps; may be empty. layers: `method, layer, error`;
-    may be empty. Raises ValueError without rows.
+    rows: of `evals.rows.summarize`. records: samples or their means by depth (score 0 to 1), for the heat maps. layers:
+    `length, method, layer, error`. fidelity: rows of methods beside full attention. All but one may be empty; raises
+    ValueError if rows and fidelity both are.
     """
-    if not rows:
+    if not rows and not fidelity:
         raise ValueError("report: no rows; run at least one task")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters.update(percent=percent, points=points_text)
+    environment.filters.update(percent=percent, points=points_text, number=number_text)
     ordered = sorted((dict(row) for row in rows), key=row_order)
     tasks = sorted({row["task"] for row in rows})
-    fewest = min(row["samples"] for row in rows)
+    fewest = min((row["samples"] for row in rows), default=ADVISED_PROMPTS)
+    sizes = sorted({row.get("length", 0) for row in layers})
     return environment.get_template(TEMPLATE).render(
         title=title,
         rows=[shown_row(row, before) for row, before in zip(ordered, [None, *ordered], strict=False)],
@@ -59,10 +64,33 @@ def render_page(
         if any(row.get("head_fraction") for row in rows)
         else [],
         depths=[(task, svg) for task in tasks if (svg := depth_figure(records, task))],
-        layers=layer_figure(layers),
+        layers=[
+            (f"{length:,} tokens" if length else "", svg)
+            for length in sizes
+            if (svg := layer_figure([row for row in layers if row.get("length", 0) == length], f"layers-{length}"))
+        ],
+        fidelity=[dict(row) for row in fidelity],
         configuration=json.dumps(finite(configuration), indent=2, ensure_ascii=False),
         seeds=", ".join(f"{name} {seed}" for name, seed in seeds.items()),
     )
+
+
+def page_of_documents(title: str, documents: Sequence[Mapping[str, Any]]) -> str:
+    """One page of what several runs left as JSON: of tasks, of fidelity, of named sets."""
+    parts = {name: [row for document in documents for row in document.get(name, [])] for name in PARTS}
+    tables: dict[bool, list[Any]] = {True: [], False: parts["fidelity"]}
+    for row in parts["rows"]:
+        tables["task" in row].append(row)
+    seeds = {name: seed for document in documents for name, seed in seeds_of(document).items()}
+    told = [{name: value for name, value in document.items() if name not in PARTS} for document in documents]
+    depths = [{**row, "score": row["score"] / 100} for row in parts["depths"]]
+    configuration = told[0] if len(told) == 1 else {f"run {place}": one for place, one in enumerate(told, start=1)}
+    return render_page(title, tables[True], depths, parts["layers"], configuration, seeds, tables[False])
+
+
+def seeds_of(document: Mapping[str, Any]) -> dict[str, int]:
+    """The seeds of a run's JSON."""
+    return dict(document["seeds"]) if "seeds" in document else {"prompts": document["seed"]}
 
 
 def points_text(row: Mapping[str, Any]) -> str:
@@ -80,5 +108,10 @@ def shown_row(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, A
         "score_text": with_range(row["score"], row.get("low"), row.get("high"), ""),
         "difference_text": with_range(row.get("difference"), row.get("difference_low"), high, "+"),
         "worse": high is not None and high < 0,
-        "full": row["method"] == "full",
+        "full": row["method"] in BASELINES,
     }
+
+
+def number_text(value: float | None, digits: int) -> str:
+    """The number, or `-` where it is not known."""
+    return "-" if value is None else f"{value:.{digits}f}"

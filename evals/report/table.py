@@ -11,11 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from evals.paired import SLACK_POINTS
+from evals.rows import BASELINES
+
+METHOD_COLUMNS = 14
+PIPED_COLUMNS = 150
 
 
 def row_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Task, length, then full attention first and others by what they read."""
-    return row["task"], row["length"], row["method"] != "full", row.get("head_fraction") or 0.0, row["method"]
+    return row["task"], row["length"], row["method"] not in BASELINES, row.get("head_fraction") or 0.0, row["method"]
 
 
 def percent(fraction: float | None) -> str:
@@ -36,6 +40,12 @@ def points_lost(row: Mapping[str, Any]) -> float | None:
     return None if low is None else max(0.0, -low - SLACK_POINTS)
 
 
+def open_console() -> Console:
+    """The terminal; what is no terminal gets lines long enough for a whole table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_COLUMNS)
+
+
 def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Prints rows (`evals.rows.summarize`) to the console."""
     table = Table(title="score in points [95 % interval]; difference to full attention, paired", title_style="dim")
@@ -43,7 +53,8 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         ("task", "left"), ("length", "right"), ("method", "left"), ("samples", "right"), ("failed", "right"),
         ("score", "right"), ("difference", "right"), ("heads read", "right"), ("bytes read", "right"),
     ):  # fmt: skip
-        table.add_column(name, justify=justify, no_wrap=name != "method")  # type: ignore[arg-type]
+        fewest = METHOD_COLUMNS if name == "method" else None
+        table.add_column(name, justify=justify, no_wrap=name != "method", min_width=fewest, overflow="fold")  # type: ignore[arg-type]
     for (task, length), group in groupby(sorted(rows, key=row_order), key=lambda row: (row["task"], row["length"])):
         for number, row in enumerate(group):
             failures = row["failures"]

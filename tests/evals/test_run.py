@@ -18,7 +18,8 @@ from evals.methods.registry import parse_method
 from evals.results import cells_of, describe_run, estimate_seconds, read_runs, render_run, replace_between_markers
 from evals.rows import summarize
 from evals.run import AGREEMENT, load_tokenizer, make_prompts
-from evals.session import run_in_process, run_on_server
+from evals.served import Server, named_methods
+from evals.session import InProcess, run, run_remotely
 from evals.store import Record
 
 MODEL = Path("deploy/models/reference")
@@ -46,15 +47,15 @@ def test_rows_pair_with_full_attention_and_count_failures() -> None:
 
 def test_a_run_goes_on_where_it_stopped_and_leaves_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [Cell("needle", 256, 3, ("full", "streaming:budget=0.1"), 0)]
-    whole = run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "whole", None)
-    first = run_in_process([Cell("needle", 256, 1, ("full",), 0)], SETTINGS, "cpu", 2, 0, tmp_path / "parts", None)
+    whole = run(cells, SETTINGS, InProcess("cpu", 2, 0, tmp_path / "whole"), None)
+    first = run([Cell("needle", 256, 1, ("full",), 0)], SETTINGS, InProcess("cpu", 2, 0, tmp_path / "parts"), None)
     assert [(one.key, one.score) for one in first] == [(whole[0].key, whole[0].score)]
-    resumed = run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "parts", None)
+    resumed = run(cells, SETTINGS, InProcess("cpu", 2, 0, tmp_path / "parts"), None)
     by_key = {one.key: one for one in whole}
     assert {one.key for one in resumed} == set(by_key)
     assert all(one.prediction == by_key[one.key].prediction for one in resumed)
     monkeypatch.setattr(evals.run, "run_batch", lambda *_: pytest.fail("ran a batch that was there"))
-    assert len(run_in_process(cells, SETTINGS, "cpu", 2, 0, tmp_path / "parts", None)) == 6
+    assert len(run(cells, SETTINGS, InProcess("cpu", 2, 0, tmp_path / "parts"), None)) == 6
 
 
 def test_a_sample_that_does_not_fit_is_a_failure_and_its_neighbours_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +70,14 @@ def test_a_sample_that_does_not_fit_is_a_failure_and_its_neighbours_are_not(monk
     parities = [int(prompt.token_ids.sum()) % 2 for prompt in make_prompts(cell, SETTINGS)]
     parity = parities[0]
     monkeypatch.setattr(evals.run, "prefill_batch", refuse)
-    records = run_in_process([cell], SETTINGS, "cpu", 3, 0, None, None)
+    records = run([cell], SETTINGS, InProcess("cpu", 3, 0, None), None)
     assert [one.failure is not None for one in records] == [own == parity for own in parities]
     assert all(one.score == 0 and "no room" in str(one.failure) for one in records if one.failure)
 
 
 def test_forced_cells_score_agreement_with_full_attention() -> None:
     methods = ("full", "streaming:budget=8", "vertical_slash:vertical=1.0,slash=1.0")
-    records = run_in_process([Cell("list", 1024, 1, methods, 6)], SETTINGS, "cpu", 1, 0, None, None)
+    records = run([Cell("list", 1024, 1, methods, 6)], SETTINGS, InProcess("cpu", 1, 0, None), None)
     assert [one.cell["metric"] for one in records] == [AGREEMENT] * 3
     full, streaming, whole = records
     assert full.score == whole.score == 1.0
@@ -117,8 +118,8 @@ def test_the_full_set_holds_every_baseline_budget_and_length() -> None:
 
 def test_tables_replace_what_stands_between_their_markers_only(tmp_path: Path) -> None:
     rows = summarize([record("full", 0, 1.0), record("full", 1, 1.0), record("topk", 0, 1.0), record("topk", 1, 0.0)])
-    run = describe_run("quick", "tandem eval results --quick", 0, 90.0, "a machine", rows)
-    text = render_run(run)
+    made = describe_run("quick", "tandem eval results --quick", 0, 90.0, "a machine", rows)
+    text = render_run(made)
     assert "| `topk` | 50.0 % |" in text
     assert "50.0 (-50.0 ±" in text
     page = "before\n<!-- quick: begin -->\nold\n<!-- quick: end -->\nafter <!-- full: begin --> x <!-- full: end -->"
@@ -160,12 +161,13 @@ def test_a_server_is_scored_by_its_profiles_and_its_refusals_are_failures(tmp_pa
     server = ThreadingHTTPServer(("127.0.0.1", 0), ProfileServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    cells = [Cell("needle", 256, 3, ("exact", "broken"), 0)]
-    records = run_on_server(cells, SETTINGS, url, "reference", None, 2, tmp_path)
-    again = run_on_server(cells, SETTINGS, url, "reference", None, 2, tmp_path)
+    cells = [Cell("needle", 256, 3, named_methods(["exact", "profile:exact", "broken"]), 0)]
+    asked = Server(url, "reference", None, 2, 0, 60.0)
+    records = run_remotely(cells, SETTINGS, asked, tmp_path)
+    again = run_remotely(cells, SETTINGS, asked, tmp_path)
     server.shutdown()
     server.server_close()
     full, broken = summarize(records)
-    assert (full["method"], full["score"], full["failures"], full["head_fraction"]) == ("full", 100.0, 0, None)
-    assert (broken["method"], broken["score"], broken["failures"]) == ("broken", 0.0, 3)
+    assert (full["method"], full["score"], full["failures"], full["head_fraction"]) == ("profile:exact", 100.0, 0, None)
+    assert (broken["method"], broken["score"], broken["failures"]) == ("profile:broken", 0.0, 3)
     assert {one.key for one in again} == {one.key for one in records}

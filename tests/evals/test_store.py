@@ -1,12 +1,16 @@
 """Results survive a kill at any byte, failures stay, and one changed setting is another key."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from evals.cells import PromptSettings
 from evals.samples import Sample
 from evals.store import Record, Store, key_of, sample_key
+
+PROMPTS = PromptSettings(Path("model"), "reference", 0, ())
 
 
 def make_sample(prompt: str) -> Sample:
@@ -71,11 +75,12 @@ def test_failures_score_zero_and_scores_are_fractions() -> None:
 
 def test_every_part_of_a_key_changes_it() -> None:
     base = {
-        "method": "topk", "settings": {"budget": 0.05}, "sample": make_sample("p"), "length": 4096, "seed": 0,
-        "model": "m", "code_version": "1",
+        "method": "topk", "settings": {"budget": 0.05}, "sample": make_sample("p"), "length": 4096,
+        "prompts": PROMPTS, "model": "m", "code_version": "1",
     }  # fmt: skip
     changes = [
-        {"method": "quest"}, {"settings": {"budget": 0.1}}, {"sample": make_sample("q")}, {"length": 8192}, {"seed": 1},
+        {"method": "quest"}, {"settings": {"budget": 0.1}}, {"sample": make_sample("q")}, {"length": 8192},
+        {"prompts": replace(PROMPTS, seed=1)}, {"prompts": replace(PROMPTS, sent_as="chat")},
         {"model": "n"}, {"code_version": "2"},
     ]  # fmt: skip
     keys = [sample_key(**(base | change)) for change in [{}, *changes]]

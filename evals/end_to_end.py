@@ -1,0 +1,179 @@
+"""A serving profile beside full attention on the same tokens, seen from outside: its logprobs, nothing of its layers.
+
+Two stretches are compared. The end of a given text is computed by the profile's prefill; the tokens that the profile
+then chooses itself come from its decode steps, which is where most methods work. Full attention is the reference
+decoder, fed the same tokens. Invariant: a text that fails is counted, and its tokens count as not agreeing.
+
+The KL is over the profile's most likely tokens and all others as one, so it is a lower bound. What no one outside can
+see is not reported: errors a layer, attention mass kept, what was read.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from evals.decode import decode_forced, prefill_batch
+from evals.forward import ReferenceDecoder
+from evals.methods.full import Full
+from evals.rows import FRACTIONS, Row
+from evals.served import DEFAULT, Server
+from evals.serving import PREFIX, Ask, ServingEngine
+from server.tokenizer import Tokenizer
+
+NUM_TOP = 20
+LEAST_MASS = 1e-9
+"""Floor of the mass that a profile leaves to tokens that it did not list: logprobs carry no more digits."""
+
+Logprobs = list[tuple[float, dict[int, float]]]
+"""For each token its logprob and those of the most likely tokens by id, natural logarithm."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a profile said of one text: logprobs of the text's last tokens, then the tokens that it chose and theirs."""
+
+    end: Logprobs
+    chosen: list[int]
+    chosen_logprobs: Logprobs
+    failure: str | None
+
+
+Speaker = Callable[[Sequence[list[int]], int], list[Said]]
+"""Texts and the number of last tokens (and of tokens to choose) to what is said of each."""
+
+
+def engine_speaker(engine: ServingEngine, method: str) -> Speaker:
+    """Asks the engine of this process."""
+
+    def ask(texts: Sequence[list[int]], count: int) -> list[Said]:
+        asks = [Ask(str(number), list(text), count, [], NUM_TOP) for number, text in enumerate(texts)]
+        said: dict[int, Said] = {}
+        for answer in engine.answer(asks, method.removeprefix(PREFIX)):
+            end, chosen = ([(one.logprob, dict(one.top)) for one in part]
+                           for part in (answer.prompt_logprobs[-count:], answer.logprobs))  # fmt: skip
+            said[int(answer.key)] = Said(end, answer.token_ids, chosen, answer.failure)
+        return [said[number] for number in range(len(texts))]
+
+    return ask
+
+
+def server_speaker(server: Server, method: str, model: Path) -> Speaker:
+    """Asks a URL by completions with `echo` and `logprobs`; tokens are known by their texts there."""
+    ids = ids_of_texts(model)
+    extra = {} if method == DEFAULT else {"attention_profile": method.removeprefix(PREFIX)}
+    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+
+    def ask(texts: Sequence[list[int]], count: int) -> list[Said]:
+        with httpx.Client(headers=headers, timeout=server.timeout_s) as client:
+            return [ask_one(client, text, count) for text in texts]
+
+    def ask_one(client: httpx.Client, text: list[int], count: int) -> Said:
+        body = {"model": server.model, "prompt": text, "temperature": 0, "max_tokens": count, "echo": True,
+                "logprobs": NUM_TOP, **extra}  # fmt: skip
+        try:
+            response = client.post(f"{server.url.rstrip('/')}/completions", json=body)
+        except httpx.TransportError as error:
+            return Said([], [], [], f"{type(error).__name__}: {error}")
+        if response.status_code != httpx.codes.OK:
+            return Said([], [], [], f"status {response.status_code}: {response.text[:300]}")
+        found = response.json()["choices"][0]["logprobs"]
+        if not found or len(found["tokens"]) < len(text):
+            return Said([], [], [], "no logprobs of the prompt; the server must echo them")
+        logprobs = [
+            (one, {ids[name]: value for name, value in (top or {}).items() if name in ids})
+            for one, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True)
+        ]
+        names = found["tokens"][len(text) :]
+        known = next((place for place, name in enumerate(names) if name not in ids), len(names))
+        chosen = [ids[name] for name in names[:known]]
+        return Said(logprobs[len(text) - count : len(text)], chosen, logprobs[len(text) :][:known], None)
+
+    return ask
+
+
+def ids_of_texts(model: Path) -> dict[str, int]:
+    """Token ids by the texts that logprobs name them by; texts of several tokens are left out."""
+    tokenizer = Tokenizer(model, None)
+    ids: dict[str, int] = {}
+    twice: set[str] = set()
+    for token_id in range(tokenizer.vocabulary.get_vocab_size()):
+        text = tokenizer.token_text(token_id)
+        if text in ids:
+            twice.add(text)
+        ids[text] = token_id
+    return {text: token_id for text, token_id in ids.items() if text not in twice}
+
+
+def compare_profile(
+    decoder: ReferenceDecoder, texts: Sequence[list[int]], method: str, settings: dict[str, Any], speak: Speaker,
+    count: int, advance: Callable[[], None],
+) -> Row:  # fmt: skip
+    """One row: `count` tokens at the end of each text, and as many that the profile chooses after it."""
+    sums = {name: [0, 0.0, 0.0, 0.0] for name in ("end", "generated")}  # tokens, agreeing, KL, nll
+    failures = 0
+    for text, said in zip(texts, speak(texts, count), strict=True):
+        failures += said.failure is not None
+        if said.failure is not None:
+            sums["end"][0] += count
+            sums["generated"][0] += count
+        else:
+            exact = full_logprobs(decoder, text, said.chosen, count)
+            for name, part, tokens, wanted in (
+                ("end", exact[:count], text[-count:], said.end),
+                ("generated", exact[count:], said.chosen, said.chosen_logprobs),
+            ):
+                add_stretch(sums[name], part, tokens, wanted)
+        advance()
+    answered = count * (len(texts) - failures)
+    end, generated = sums["end"], sums["generated"]
+    nll = end[3] / answered if answered else math.nan
+    return {
+        "method": method,
+        "settings": settings,
+        "prompts": len(texts),
+        "failures": failures,
+        "tokens": count,
+        "agreement": end[1] / end[0],
+        "kl": end[2] / answered if answered else math.nan,
+        "nll": nll,
+        "perplexity": math.exp(nll),
+        "tokens_generated": generated[0],
+        "agreement_generated": generated[1] / generated[0] if generated[0] else None,
+        "kl_generated": generated[2] / made if (made := generated[0] - count * failures) else None,
+        "kl_over": f"the {NUM_TOP} most likely and the rest as one",
+        **dict.fromkeys(FRACTIONS),
+    }
+
+
+def full_logprobs(decoder: ReferenceDecoder, text: list[int], chosen: list[int], count: int) -> torch.Tensor:
+    """Full attention's log probabilities for the text's last `count` tokens and those chosen: float64 `[tokens, vocab]`
+    on the host."""
+    batch = prefill_batch(decoder, [text[:-count]], count + len(chosen), [Full()], None)
+    kept: list[torch.Tensor] = []
+    decode_forced(
+        batch, 0, [text[-count:] + chosen], None, lambda _, logits: kept.append(logits[0].double().log_softmax(-1))
+    )
+    return torch.stack(kept).cpu()
+
+
+def add_stretch(sums: list[Any], exact: torch.Tensor, tokens: Sequence[int], said: Logprobs) -> None:
+    """Add tokens, agreeing ones, KL and negative log likelihood of one stretch of one text."""
+    for row, _, (logprob, top) in zip(exact, tokens, said, strict=True):
+        sums[0] += 1
+        sums[1] += bool(top) and max(top, key=top.__getitem__) == int(row.argmax())
+        sums[2] += divergence(row, top)
+        sums[3] -= logprob
+
+
+def divergence(exact: torch.Tensor, top: dict[int, float]) -> float:
+    """KL(full || profile) in nats over the listed tokens and all others as one."""
+    listed = exact[list(top)].tolist()
+    total = sum(math.exp(full) * (full - mine) for full, mine in zip(listed, top.values(), strict=True))
+    full_rest = max(1 - sum(map(math.exp, listed)), 0.0)
+    rest = max(1 - sum(map(math.exp, top.values())), LEAST_MASS)
+    return total + (full_rest * (math.log(max(full_rest, LEAST_MASS)) - math.log(rest)) if full_rest else 0.0)

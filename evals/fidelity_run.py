@@ -1,0 +1,83 @@
+"""One run of comparisons with full attention: methods in the reference decoder, profiles in the engine or on a URL.
+
+It ties `evals.fidelity` and `evals.end_to_end` to a model folder and a progress bar, and knows no measure.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from evals.fidelity import run_fidelity, text_prompts
+from evals.forward import ReferenceDecoder, load_decoder
+from evals.rows import Row
+from evals.run import load_tokenizer
+from evals.serving import PREFIX, load_serving_engine, profile_of
+from evals.session import progress_bar
+from evals.tasks.haystack import text_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from evals.served import Server
+
+
+@dataclass(frozen=True)
+class FidelityRun:
+    """What is compared. server: where the labels are profiles of a server; None: in this process."""
+
+    model: Path
+    labels: list[str]
+    lengths: list[int]
+    samples: int
+    forced: int
+    text: tuple[Path, ...]
+    seed: int
+    device: str
+    batch: int
+    server: "Server | None"
+
+
+def run_comparisons(run: FidelityRun) -> dict[str, list[Row]]:
+    """`rows` of methods and profiles and `layers` of methods, each with its length."""
+    dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
+    decoder = load_decoder(run.model, torch.device(run.device), dtype)
+    tokenizer = load_tokenizer(run.model)
+    profiles = [label for label in run.labels if run.server is not None or profile_of(label)]
+    methods = [label for label in run.labels if label not in profiles]
+    found: dict[str, list[Row]] = {"rows": [], "layers": []}
+    steps = -(-run.samples // run.batch) + run.samples * len(profiles)
+    with progress_bar(len(run.lengths) * steps, "steps") as advance:
+        for length in run.lengths:
+            texts = text_prompts(tokenizer, text_source(run.text, {}), length, run.samples, run.seed)
+            pair = run_fidelity(decoder, texts, methods, run.forced, run.batch, advance)
+            for part, rows in zip(found, pair, strict=True):
+                found[part] += [{"length": length, **row} for row in rows]
+            rows = _compare_profiles(run, decoder, texts, profiles, advance)
+            found["rows"] += [{"length": length, **row} for row in rows]
+    return found
+
+
+def _compare_profiles(
+    run: FidelityRun,
+    decoder: ReferenceDecoder,
+    texts: list[list[int]],
+    profiles: list[str],
+    advance: "Callable[[], None]",
+) -> list[Row]:
+    from evals.end_to_end import compare_profile, engine_speaker, server_speaker
+
+    if not profiles:
+        return []
+    if run.server is None:
+        engine = load_serving_engine(run.model, run.device, max(run.lengths) + run.forced)
+    rows = []
+    for label in profiles:
+        told = {"attention_profile": label.removeprefix(PREFIX)}
+        if run.server is None:
+            speak = engine_speaker(engine, label)
+        else:
+            speak, told = server_speaker(run.server, label, run.model), told | {"url": run.server.url}
+        rows.append(compare_profile(decoder, texts, label, told, speak, run.forced, advance))
+    return rows

@@ -1,0 +1,74 @@
+"""Options that the `tandem eval` commands share, the values they stand for, and errors as one line. No torch."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelFolder = Annotated[Path, typer.Option("--model", help="Hugging Face folder of the model")]
+Methods = Annotated[list[str], typer.Option("--method", help="NAME[:key=value,...], or profile:NAME for a serving "
+                                            "profile end to end; repeat to compare")]  # fmt: skip
+Lengths = Annotated[str, typer.Option("--lengths", help="tokens of prompt and answer, commas between")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N")]
+Json = Annotated[Path | None, typer.Option("--json", help="write rows, configuration and seeds here")]
+Html = Annotated[Path | None, typer.Option("--html", help="write one self-contained page here")]
+Seed = Annotated[int, typer.Option("--seed", help="of prompts")]
+Text = Annotated[list[Path], typer.Option("--text", help="UTF-8 text around the needles; default: generated prose")]
+Batch = Annotated[int | None, typer.Option("--batch", help="prompts of the longest length that go together")]
+Resume = Annotated[Path | None, typer.Option("--resume", help="folder that keeps finished samples")]
+Url = Annotated[str | None, typer.Option("--url", help="ask this OpenAI-compatible server (with /v1) for profile:NAME, "
+                                         "or for `default`, which names no profile")]  # fmt: skip
+ServedModel = Annotated[str | None, typer.Option("--served-model", help="the server's model id")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", help="bearer key of the server")]
+Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="requests under way at once")]
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """The world's errors as one line on stderr and status 1."""
+    from evals.methods.method import MethodError
+    from gpu.architecture import ModelError
+    from gpu.memory_plan import PlanError
+
+    try:
+        yield
+    except (MethodError, ModelError, PlanError, OSError, ValueError, KeyError) as error:
+        text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`4096,16384` -> [4096, 16384]. Raises ValueError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"--lengths: got {text!r}; wanted token counts with commas between, such as 4096,16384")
+    return [int(part) for part in parts]
+
+
+def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Path]:
+    """`NAME=FILE` texts by name. Raises ValueError for another form, KeyError for an unknown name, or OSError."""
+    files: dict[str, Path] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if not equals or not file:
+            raise ValueError(f"{option}: got {text!r}; wanted NAME=FILE")
+        if name not in known:
+            raise KeyError(f"{option}: unknown {name!r}; known: {', '.join(known)}")
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"{option} {name}: no file {file}")
+        files[name] = Path(file)
+    return files
+
+
+def check_methods(labels: list[str]) -> None:
+    """Raises MethodError or ProfileError for a method that is neither one of the evals' nor a serving profile."""
+    from evals.methods.registry import parse_method
+    from evals.serving import profile_of
+
+    for label in labels:
+        if profile_of(label) is None:
+            parse_method(label)

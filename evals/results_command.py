@@ -1,0 +1,97 @@
+"""`tandem eval results`: run a named set, or render runs that were made elsewhere. What a set holds is not known here.
+
+Invariant: a run that is stopped leaves the JSON of the cells that it finished.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evals.options import Device, Html, Lengths, ModelFolder, Resume, Seed, Text, one_line_errors, parse_lengths
+
+
+def results(
+    quick: Annotated[bool, typer.Option("--quick", help="the set for two CPU cores, under an hour")] = False,
+    full: Annotated[bool, typer.Option("--full", help="the set for one large GPU, 400 prompts a task")] = False,
+    files: Annotated[list[Path], typer.Option("--from", help="render these runs instead of running")] = [],  # noqa: B006
+    page: Annotated[Path, typer.Option("--page", help="Markdown page with the markers")] = Path("docs/RESULTS.md"),
+    json_path: Annotated[Path, typer.Option("--json", help="where a run is written")] = Path("results.json"),
+    html: Html = None,
+    model: ModelFolder = Path("deploy/models/reference"),
+    lengths: Lengths = "4096,8192,16384",
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="fewer or more prompts than the set")] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    text: Text = [],  # noqa: B006
+    resume: Resume = None,
+) -> None:  # fmt: skip
+    """Make the tables of docs/RESULTS.md again: run a named set, or render runs that were made elsewhere."""
+    with one_line_errors():
+        from evals import results as sets
+
+        if quick + full + bool(files) != 1:
+            raise ValueError("results: give one of --quick, --full and --from FILE")
+        if not files:
+            name = "quick" if quick else "full"
+            cells = sets.cells_of(name, parse_lengths(lengths), samples)
+            run_set(name, cells, model, seed, device, tuple(text), resume, json_path)
+            files = [json_path]
+        if page.exists():
+            sets.write_tables(page, sets.read_runs(files))
+            print(f"tables: {page}")
+        else:
+            print(f"tables: {page} is not here; render them with `tandem eval results --from {files[0]}`")
+        if html is not None:
+            from evals.report.document import write_text
+            from evals.report.page import page_of_documents
+
+            documents = [json.loads(file.read_text()) for file in files]
+            write_text(html, page_of_documents("Results", documents))
+            print(f"page: {html}")
+
+
+def run_set(
+    name: str, cells: list[Any], model: Path, seed: int, device: str, text: tuple[Path, ...], resume: Path | None,
+    out: Path,
+) -> None:  # fmt: skip
+    """Run a named set, print its estimate before and its time after, and write its JSON as it goes."""
+    from evals import results as sets
+    from evals.cells import PromptSettings
+    from evals.fidelity_run import FidelityRun, run_comparisons
+    from evals.report.document import finite, write_document
+    from evals.rows import depth_rows, summarize
+    from evals.session import InProcess, count_workers, resolve_device
+    from evals.session import run as run_cells
+    from evals.store import Record
+
+    on = resolve_device(device)
+    estimate = sets.estimate_seconds(name, cells)
+    num = sum(cell.num_samples * len(cell.methods) for cell in cells)
+    print(f"{name}: {len(cells)} tasks and lengths, {num} scored samples, about {estimate / 60:.0f} minutes "
+          f"on {'two cores' if name == 'quick' else 'one H200'}; running on {on}", flush=True)  # fmt: skip
+    begin, machine = time.monotonic(), sets.machine_name(on)
+
+    def leave(records: list[Record], finished: int) -> dict[str, Any]:
+        """Write what is finished, so that a run that is stopped leaves it."""
+        seconds = time.monotonic() - begin
+        run = sets.describe_run(name, f"tandem eval results --{name}", seed, seconds, machine, summarize(records))
+        run |= {"cells": len(cells), "cells_finished": finished, "depths": finite(depth_rows(records))}
+        write_document(out, run)
+        return run
+
+    settings = PromptSettings(model, "reference", seed, text)
+    how = InProcess(on, None, count_workers(len(cells), on), resume)
+    run = leave(run_cells(cells, settings, how, leave), len(cells))
+    labels = [label for label in cells[0].methods if label != "full"]
+    texts, forced, batch = sets.FIDELITY[name]
+    compared = FidelityRun(model, labels, sorted({cell.length_tokens for cell in cells}), texts, forced, text, seed, on,
+                           batch, None)  # fmt: skip
+    found = finite(run_comparisons(compared))
+    run |= {"layers": found["layers"], "fidelity": found["rows"], "seconds": round(time.monotonic() - begin, 1)}
+    write_document(out, run)
+    failures = sum(row["failures"] for row in run["rows"])
+    print(json.dumps({"set": name, "seconds": run["seconds"], "estimate": round(estimate, 1), 
+                      "rows": len(run["rows"]), "failures": failures, "json": str(out)}))  # fmt: skip
