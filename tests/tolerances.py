@@ -12,6 +12,9 @@ CHI_SQUARE_POWER_P = 1e-9
 # sequential float32 sum rounds each of 128K equal steps the same way, and ends up off by more than FLOAT32_CDF_ERROR.
 DRAW_CDF = 1e-7
 FLOAT32_CDF_ERROR = 1e-4
+# Flips between races of the same clocks under two distributions: below 2 / (1 + TV) of their total variation distance
+# TV, by theory. An inverse CDF over V tokens with independent roundings flips about sqrt(V) times TV.
+FLIPS_PER_TOTAL_VARIATION = 2.0
 # log_softmax in float32 of logits around 10: two roundings of a difference of size 16 or less, and the sum's.
 LOGPROB_FLOAT32 = 1e-5
 
@@ -69,6 +72,14 @@ SAMPLED_FLIPS_PER_TOKEN = 1e-4
 BF16_FLIP_LOGIT_GAP = 0.5
 # A first flip ends the comparison, so at most one a stream of 40 tokens; bf16 moves some percent of the mass.
 BF16_SAMPLED_FLIPS_PER_TOKEN = 1 / 40
+# Seconds between a stream's tokens while a 16K-token prompt is prefilled on one thread: what the server is asked to aim
+# for; the mean keeps to it. A single step may take more (its cost is predicted), most of all on a machine that others
+# load as well; without interleaving it would be the whole prefill.
+GAP_TARGET_S = 0.4
+GAP_BOUND_S = 1.5
+# Share of a 16K-token prefill that may pass while a prompt of 500 tokens gets its first token: two units are 1/40 (of
+# 8 chunks in 10 layers), and progress is told twice a second. Served in order of arrival, all of it would pass.
+PASSED_SHARE = 0.1
 # Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
 # would be more.
 SOAK_GROWTH_BYTES = 24 * 2**20
@@ -91,6 +102,8 @@ KERNEL_BFLOAT16 = 7e-3
 KERNEL_CHAIN_BFLOAT16 = 1.5e-2
 # The same of a reference run in float64.
 KERNEL_FLOAT64 = 1e-12
+# Logits: float32 sums of a thousand products on tensor cores, which truncate; rounded to bf16 they are off by 1.7e-3.
+LOGITS_FLOAT32 = 3e-5
 # Natural-log lse, absolute: float32 logits of a few units.
 LSE_FLOAT32 = 5e-6
 # The same from bf16 queries and keys through torch's CPU attention, which scales the query in bf16 steps.
