@@ -93,16 +93,12 @@ class PagePool:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
-    def retract(self, pages: list[int]) -> None:
-        """Take back what is published of these held pages: their content turned out to be wrong."""
-        for page in pages:
-            digest = self._hash_of.pop(page, None)
-            if digest is not None:
-                del self._page_of[digest]
-
-    def forget_idle(self) -> None:
-        """Drop every cached prefix that no sequence holds."""
-        for page in self._idle:
-            del self._page_of[self._hash_of.pop(page)]
+    def retract(self, digest: bytes) -> None:
+        """Take back what is published by this hash, if anything: the page's content turned out to be wrong."""
+        page = self._page_of.pop(digest, None)
+        if page is None:
+            return
+        del self._hash_of[page]
+        if page in self._idle:
+            del self._idle[page]
             self._blank.append(page)
-        self._idle.clear()

@@ -65,6 +65,11 @@ class PrefixCache:
             self._pages.publish(sequence.hashes[block], sequence.pages[block])
         sequence.num_published = end
 
+    def retract(self, sequence: Sequence) -> None:
+        """Its context gave no finite logits: none of its blocks is found any more, whether it still holds them or not."""
+        for digest in sequence.hashes:
+            self._pages.retract(digest)
+
     def _extend(self, sequence: Sequence) -> None:
         seed = self._seeds[sequence.request.attention_profile]
         extend_hashes(sequence.hashes, sequence.tokens, self._page_tokens, seed)

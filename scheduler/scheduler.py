@@ -335,9 +335,9 @@ class Scheduler:
         return delta
 
     def _end(self, sequence: Sequence, reason: str) -> None:
+        if reason == "error":
+            self.prefixes.retract(sequence)
         if sequence.state is State.RUNNING:
-            if reason == "error":
-                self.pages.retract(sequence.pages)
             self._running.remove(sequence)
             self._vacate(sequence)
         else:

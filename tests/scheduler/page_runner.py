@@ -7,7 +7,7 @@ changes the text. It checks the contract of `gpu.step` as it goes: units in orde
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from gpu.step import PrefillJob, SampledToken, StepPlan, StepResult
+from gpu.step import PrefillJob, SampledToken, StepPlan, StepResult, TokenLogprob
 
 VOCAB = 50
 
@@ -34,7 +34,7 @@ class _Job:
 
 
 class PageRunner:
-    """`clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on, twice that)."""
+    """`broken` holds slots whose next draws are not finite. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on, twice that)."""
 
     def __init__(
         self, num_layers: int, page_tokens: int, unit_seconds: float = 0.0, decode_seconds: float = 0.0
@@ -50,9 +50,12 @@ class PageRunner:
         self.last: dict[int, int] = {}
         self.jobs: dict[int, _Job] = {}
         self.plans: list[StepPlan] = []
+        self.broken: set[int] = set()
+        self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
 
     def launch(self, plan: StepPlan) -> "Done":
         self.plans.append(plan)
+        self.prompt_logprobs = {}
         for slot in plan.released_slots:
             self.tables.pop(slot)
             self.profiles.pop(slot, None)
@@ -77,7 +80,7 @@ class PageRunner:
                 assert sample >= 1
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
-        return Done(StepResult(tokens, {}, unit_seconds, decode_seconds))
+        return Done(StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds))
 
     def _start(self, job: PrefillJob) -> None:
         self.jobs[job.job_id] = _Job(job)
@@ -107,6 +110,10 @@ class PageRunner:
             for position in range(prompt.begin, len(prompt.token_ids)):
                 self._write(prompt.slot, position, int(prompt.token_ids[position]))
             tokens.append(self._draw(prompt.slot, len(prompt.token_ids)))
+            if prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0:
+                assert prompt.begin == 0, "prompt logprobs need every prompt token computed"
+                scored = prompt.token_ids[1 : prompt.num_prompt_tokens].tolist()
+                self.prompt_logprobs[prompt.slot] = [TokenLogprob(-float(token), []) for token in scored]
         return tokens
 
     def _seconds(self, unit) -> float:
@@ -116,7 +123,7 @@ class PageRunner:
         tokens = [self._read(slot, position) for position in range(context)]
         assert None not in tokens, "a context is read before it is written"
         self.last[slot] = next_token(tokens, self.profiles[slot])
-        return SampledToken(slot, self.last[slot], None)
+        return SampledToken(slot, -1 if slot in self.broken else self.last[slot], None)
 
     def _write(self, slot: int, position: int, token: int) -> None:
         page, offset = divmod(position, self.page_tokens)

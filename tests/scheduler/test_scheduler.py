@@ -95,7 +95,10 @@ def check_output(request: EngineRequest, deltas: list[Delta]) -> None:
     )
     assert text(deltas) == expected
     assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
-    assert deltas[-1].finish_reason == ("stop" if expected[-1] in request.stop_token_ids else "length")
+    assert deltas[-1].finish_reason == ("stop" if expected and expected[-1] in request.stop_token_ids else "length")
+    scored = [] if request.sampling.num_prompt_logprobs is None else request.prompt_token_ids[1:]
+    assert [-entry.logprob for entry in deltas[0].prompt_logprobs or []] == scored
+    assert all(delta.prompt_logprobs is None for delta in deltas[1:])
 
 
 def check_empty(engine: Engine) -> None:
@@ -125,7 +128,8 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
         request = make_request(
             f"r{index}",
             shared + own,
-            max_tokens=draw(st.integers(1, 40)),
+            max_tokens=draw(st.integers(0, 40)),
+            num_prompt_logprobs=draw(st.sampled_from([None, None, 0])),
             stop=draw(st.lists(st.integers(0, 49), max_size=3)),
             profile=draw(st.sampled_from(sorted(PROFILES))),
         )
@@ -330,6 +334,45 @@ def test_prompt_logprobs_read_no_cached_prefix() -> None:
     drain(engine)
     engine.submit([make_request("b", prompt_of(64), num_prompt_logprobs=0)])
     assert drain(engine)["b"][0].num_cached_tokens == 0
+
+
+def check_broken(engine: Engine, request: EngineRequest, deltas: list[Delta]) -> None:
+    """It ended with an error, and a request with the same prompt is computed anew, and right."""
+    assert deltas[-1].finish_reason == "error"
+    assert "not finite" in deltas[-1].error
+    again = make_request("again", request.prompt_token_ids)
+    engine.submit([again])
+    deltas = drain(engine)["again"]
+    assert deltas[0].num_cached_tokens == 0
+    check_output(again, deltas)
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_what_gave_no_finite_logits_is_found_by_nobody(is_pipelined: bool) -> None:
+    engine, runner = make_engine(is_pipelined=is_pipelined)
+    request = make_request("a", prompt_of(70), max_tokens=30)
+    engine.submit([request])
+    deltas = [delta for _ in range(6) for delta in engine.step()]
+    assert deltas
+    runner.broken.add(engine.scheduler._running[0].slot)
+    deltas += drain(engine)["a"]
+    runner.broken.clear()
+    check_broken(engine, request, deltas)
+
+
+def test_what_gave_no_finite_logits_is_found_by_nobody_though_it_was_preempted_meanwhile() -> None:
+    engine, runner = make_engine(num_pages=40)
+    request = make_request("a", prompt_of(70), max_tokens=30)
+    engine.submit([request])
+    deltas = [delta for _ in range(6) for delta in engine.step()]
+    runner.broken.add(engine.scheduler._running[0].slot)
+    engine.step()
+    engine.scheduler._preempt_youngest()
+    assert engine.stats().num_waiting == 1
+    deltas += drain(engine)["a"]
+    runner.broken.clear()
+    check_broken(engine, request, deltas)
 
 
 def test_a_prefill_waits_for_hidden_states_and_short_prompts_pass_it() -> None:
