@@ -3,7 +3,8 @@
 It refuses to decide sizes: the memory plan does. The invariant: what cannot be served stops here with one line.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -49,17 +50,32 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
     def weights_progress(fraction: float) -> None:
         on_progress("weights", fraction)
 
-    if model.path is not None:
-        weights = load_weights(model.path, architecture, dtype, device, weights_progress)
-    else:
-        weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress)
-    runner = Runner(
-        architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens, max_running=max_running,
-        max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype, device=device,
-    )  # fmt: skip
-    runner.warm_up(chunk_tokens)
-    runner.capture(gpu.graph_batch_sizes, lambda fraction: on_progress("graphs", fraction))
+    with shortage_in_one_line():
+        if model.path is not None:
+            weights = load_weights(model.path, architecture, dtype, device, weights_progress)
+        else:
+            weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress)
+        runner = Runner(
+            architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens, max_running=max_running,
+            max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype, device=device,
+        )  # fmt: skip
+        runner.warm_up(chunk_tokens)
+        runner.capture(gpu.graph_batch_sizes, lambda fraction: on_progress("graphs", fraction))
     return runner
+
+
+@contextmanager
+def shortage_in_one_line() -> Iterator[None]:
+    """Torch's ways of saying that memory has run out become a ModelError: another program may hold what was planned."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise ModelError(
+            "gpu.memory_limit_gib: memory ran out while loading, though the plan keeps to the limit; end what else holds "
+            f"memory, or lower the limit ({str(error).splitlines()[0]})"
+        ) from None
 
 
 def _resolve_device(gpu: GpuConfig) -> str:
