@@ -66,7 +66,7 @@ class PrefixCache:
         sequence.num_published = end
 
     def retract(self, sequence: Sequence) -> None:
-        """Its context gave no finite logits: none of its blocks is found any more, whether it still holds them or not."""
+        """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
         for digest in sequence.hashes:
             self._pages.retract(digest)
 

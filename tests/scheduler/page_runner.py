@@ -34,7 +34,10 @@ class _Job:
 
 
 class PageRunner:
-    """`broken` holds slots whose next draws are not finite. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on, twice that)."""
+    """`broken` holds slots whose draws come out as not finite.
+
+    `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on, twice that).
+    """
 
     def __init__(
         self, num_layers: int, page_tokens: int, unit_seconds: float = 0.0, decode_seconds: float = 0.0
