@@ -73,8 +73,8 @@ def shortage_in_one_line() -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise ModelError(
-            "gpu.memory_limit_gib: memory ran out while loading, though the plan keeps to the limit; end what else holds "
-            f"memory, or lower the limit ({str(error).splitlines()[0]})"
+            "gpu.memory_limit_gib: memory ran out while loading, though the plan keeps to the limit; end what else "
+            f"holds memory, or lower the limit ({str(error).splitlines()[0]})"
         ) from None
 
 
