@@ -1,0 +1,130 @@
+"""Decode steps of small batches on the CPU, compiled: the exact profile's `run` without a torch operation in it.
+
+It refuses to know requests, sampling and other attention than exact. Invariant: logits of a row are the same to the
+last bit in every batch up to MAX_ROWS and on any number of threads. Weights and KV are used where they lie.
+"""
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.architecture import Architecture
+from gpu.decoder import Decoder
+from gpu.kernels.cpu_paged_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
+from gpu.kernels.cpu_product import ROWS
+from gpu.kernels.cpu_step import STAGES_A_LAYER, Buffers, Model, Rows, step_alone, step_together
+from gpu.kernels.cpu_team import COUNTER_INT64, new_counters
+from gpu.kernels.cpu_vectors import HAS_VECTORS, LINE_BYTES
+
+MAX_ROWS = 16  # of a batch; larger ones gain more from a library's blocked products than from fewer calls
+_KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+_PADDING = 16  # columns between rows: widths that are powers of two would all share a few sets of the cache
+
+
+def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the compiled step computes this model here: whole lines of weights, whole blocks of a head."""
+    if device.type != "cpu" or dtype not in _KINDS or not HAS_VECTORS:
+        return False
+    line = LINE_BYTES // dtype.itemsize
+    inner = (architecture.hidden, architecture.intermediate, architecture.num_heads * architecture.dim)
+    return architecture.dim % COLUMN_BLOCK == 0 and architecture.vocab_size >= ROWS and not any(n % line for n in inner)
+
+
+class CpuStep:
+    """The compiled step over a decoder's weights and pool. Threads: torch's at the time of a step."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder  # owns the memory that the model's addresses point to
+        self._model = _model(decoder)
+        a = decoder.architecture
+        self._shape = Shape(a.num_heads, a.num_kv_heads, a.dim, decoder.pool.page_tokens, np.float32(decoder.scale))
+        self._buffers: dict[int, Buffers] = {}  # by number of threads
+        self._parts = _parts(a, 1)
+
+    def run(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> Tensor:
+        """Logits float32 `[rows, vocab]`, overwritten by the next step.
+
+        slots int32 `[rows]`, -1 for a row of padding; positions, token_ids int64 `[rows]`; at most MAX_ROWS.
+        """
+        context_lens = np.where(slots >= 0, positions + 1, 0).astype(np.int32)
+        rows = Rows(token_ids, positions, slots, context_lens)
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        buffers = self._buffers_for(threads)
+        parts = self._parts_for(int(context_lens.max()))
+        buffers.counters.fill(0)
+        if threads == 1:
+            step_alone(self._model, self._shape, rows, buffers, parts)
+        else:
+            with_threads = numba.get_num_threads()
+            numba.set_num_threads(threads)
+            step_together(threads, self._model, self._shape, rows, buffers, parts)
+            numba.set_num_threads(with_threads)
+        return torch.from_numpy(buffers.logits[: len(slots)])
+
+    def _buffers_for(self, threads: int) -> Buffers:
+        if threads not in self._buffers:
+            self._buffers[threads] = _buffers(self._decoder.architecture, threads)
+        return self._buffers[threads]
+
+    def _parts_for(self, context: int) -> Parts:
+        if self._parts.top.shape[2] * PART_TOKENS < context:
+            self._parts = _parts(self._decoder.architecture, -(-context // PART_TOKENS))
+        return self._parts
+
+
+def _address(tensor: Tensor) -> int:
+    assert tensor.is_contiguous(), "the compiled step reads whole, contiguous tensors"
+    return tensor.data_ptr()
+
+
+def _model(decoder: Decoder) -> Model:
+    a, weights, pool = decoder.architecture, decoder.weights, decoder.pool
+    matrices = [
+        [_address(m) for m in (layer.qkv, layer.output, layer.gate_up, layer.down, keys, values)]
+        for layer, keys, values in zip(weights.layers, pool.key_pages, pool.value_pages, strict=True)
+    ]
+    norms = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
+    return Model(
+        kind=_KINDS[weights.logits.dtype](0),
+        hidden=a.hidden,
+        intermediate=a.intermediate,
+        vocab=a.vocab_size,
+        eps=np.float32(a.rms_norm_eps),
+        matrices=np.array(matrices, np.int64),
+        norms=torch.stack([*norms, weights.final_norm]).float().numpy(),
+        embedding=_address(weights.embedding),
+        logits=_address(weights.logits),
+        cos=decoder.cos.numpy(),
+        sin=decoder.sin.numpy(),
+        page_table=pool.page_table.numpy(),
+    )
+
+
+def _buffers(a: Architecture, threads: int) -> Buffers:
+    query_width = a.num_heads * a.dim
+    return Buffers(
+        hidden=_floats(MAX_ROWS, a.hidden + _PADDING),
+        qkv=_floats(MAX_ROWS, query_width + 2 * a.num_kv_heads * a.dim + _PADDING),
+        attended=_floats(MAX_ROWS, query_width + _PADDING),
+        gated=_floats(MAX_ROWS, a.intermediate + _PADDING),
+        logits=_floats(MAX_ROWS, a.vocab_size),
+        normed=_floats(threads, MAX_ROWS, a.hidden + _PADDING),
+        tiles=_floats(threads, 2, MAX_ROWS, ROWS),
+        query=_floats(threads, a.group, a.dim),
+        scores=_floats(threads, a.group, PART_TOKENS),
+        counters=new_counters(a.num_layers * STAGES_A_LAYER + 1, threads),
+    )
+
+
+def _parts(a: Architecture, parts: int) -> Parts:
+    return Parts(
+        out=_floats(MAX_ROWS, a.num_heads, parts, a.dim),
+        top=_floats(MAX_ROWS, a.num_heads, parts),
+        mass=_floats(MAX_ROWS, a.num_heads, parts),
+        arrivals=np.zeros((MAX_ROWS * a.num_kv_heads, COUNTER_INT64), np.int64),
+    )
+
+
+def _floats(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)

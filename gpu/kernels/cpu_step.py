@@ -1,0 +1,155 @@
+"""The compiled decode step: all layers and the logits of a few tokens in one parallel region.
+
+Five stages a layer: norm and QKV; RoPE, KV write and attention; output projection and residual; norm, gate and up with
+SwiGLU; down projection and residual. It refuses to know tensors: weights and pages are addresses that the caller keeps
+alive. Invariant: a token's logits depend on its own row alone, to the last bit: neither on the rest of the batch nor
+on the number of threads. Bytes moved: every matrix and every context's keys and values, once a step.
+"""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from gpu.kernels import cpu_exp, cpu_paged_attention, cpu_product, cpu_team, cpu_vectors
+from gpu.kernels.cpu_paged_attention import attend
+from gpu.kernels.cpu_product import normalise, project, project_and_add, project_gated
+from gpu.kernels.cpu_team import Team
+from gpu.kernels.cpu_vectors import load
+
+STAGES_A_LAYER = 5
+QKV, OUTPUT, GATE_UP, DOWN, KEYS, VALUES = range(6)  # columns of the table of addresses
+
+
+class Model(NamedTuple):
+    """kind: a float32, or a uint16 for bf16, as a type; matrices: int64 `[layers, 6]` addresses; norms: float32
+    `[2 * layers + 1, hidden]`, the attention's and the MLP's of each layer, then the final one; embedding, logits:
+    addresses of `[vocab, hidden]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots, pages]`.
+    """
+
+    kind: np.float32 | np.uint16
+    hidden: int
+    intermediate: int
+    vocab: int
+    eps: np.float32
+    matrices: np.ndarray
+    norms: np.ndarray
+    embedding: int
+    logits: int
+    cos: np.ndarray
+    sin: np.ndarray
+    page_table: np.ndarray
+
+
+class Rows(NamedTuple):
+    """One a token: token_ids, positions int64 `[rows]`; slots, context_lens int32 `[rows]`."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    context_lens: np.ndarray
+
+
+class Buffers(NamedTuple):
+    """Float32 `[rows, width]` of a step: hidden, qkv, attended, gated, logits; of each thread: normed
+    `[threads, rows, hidden]`, tiles `[threads, 2, rows, 4]`, query `[threads, group, dim]`, scores `[threads, group,
+    PART_TOKENS]`. Widths may exceed what is used. counters: of `cpu_team`, zero at the start.
+    """
+
+    hidden: np.ndarray
+    qkv: np.ndarray
+    attended: np.ndarray
+    gated: np.ndarray
+    logits: np.ndarray
+    normed: np.ndarray
+    tiles: np.ndarray
+    query: np.ndarray
+    scores: np.ndarray
+    counters: np.ndarray
+
+
+@numba.njit(nogil=True)
+def _embed(model, rows, buffers):
+    for row in range(len(rows.slots)):
+        begin = rows.token_ids[row] * model.hidden
+        for i in range(model.hidden):
+            buffers.hidden[row, i] = load(model.kind, model.embedding, begin + i)
+
+
+@numba.njit(nogil=True)
+def _attention(team, layer, model, shape, rows, buffers, parts):
+    """Stages one to three of a layer: attention, added to the hidden states."""
+    kind, at, tokens = model.kind, model.matrices[layer], len(rows.slots)
+    stage, normed = layer * STAGES_A_LAYER, buffers.normed[team.me]
+    query_width, width = shape.heads * shape.dim, (shape.heads + 2 * shape.kv_heads) * shape.dim
+    normalise(buffers.hidden, model.norms[2 * layer], model.eps, tokens, normed)
+    project(team, stage, kind, at[QKV], width, model.hidden, normed, tokens, buffers.qkv)
+    attend(
+        team, stage + 1, kind, shape, at[KEYS], at[VALUES], buffers.qkv, model.cos, model.sin, rows, model.page_table,
+        parts, buffers.query[team.me], buffers.scores[team.me], buffers.attended,
+    )  # fmt: skip
+    project_and_add(
+        team, stage + 2, kind, at[OUTPUT], model.hidden, query_width, buffers.attended, tokens, buffers.tiles[team.me],
+        buffers.hidden,
+    )  # fmt: skip
+
+
+@numba.njit(nogil=True)
+def _mlp(team, layer, model, tokens, buffers):
+    """Stages four and five of a layer: the MLP, added to the hidden states."""
+    kind, at, stage = model.kind, model.matrices[layer], layer * STAGES_A_LAYER + 3
+    normed, tile = buffers.normed[team.me], buffers.tiles[team.me]
+    normalise(buffers.hidden, model.norms[2 * layer + 1], model.eps, tokens, normed)
+    project_gated(
+        team, stage, kind, at[GATE_UP], model.intermediate, model.hidden, normed, tokens, tile, buffers.gated
+    )  # fmt: skip
+    project_and_add(
+        team, stage + 1, kind, at[DOWN], model.hidden, model.intermediate, buffers.gated, tokens, tile, buffers.hidden
+    )  # fmt: skip
+
+
+@numba.njit(nogil=True)
+def _work(me, threads, model, shape, rows, buffers, parts):
+    """What one thread of the region does."""
+    team, layers, tokens = Team(buffers.counters, me, threads), len(model.matrices), len(rows.slots)
+    for layer in range(layers):
+        _attention(team, layer, model, shape, rows, buffers, parts)
+        _mlp(team, layer, model, tokens, buffers)
+    normed = buffers.normed[me]
+    normalise(buffers.hidden, model.norms[2 * layers], model.eps, tokens, normed)
+    project(
+        team, layers * STAGES_A_LAYER, model.kind, model.logits, model.vocab, model.hidden, normed, tokens,
+        buffers.logits,
+    )  # fmt: skip
+
+
+def _compile(version: int):  # type: ignore[no-untyped-def]
+    """The step on one thread and on several. numba's file cache looks at one source file and at variables that a
+    function closes over; `version` stands for the sources of all that the step calls. A parallel region takes tuples
+    of arrays, but no tuples in tuples."""
+
+    @numba.njit(nogil=True, cache=True)
+    def alone(model, shape, rows, buffers, parts):  # type: ignore[no-untyped-def]
+        if version >= 0:
+            _embed(model, rows, buffers)
+            _work(0, 1, model, shape, rows, buffers, parts)
+
+    @numba.njit(nogil=True, cache=True, parallel=True)
+    def together(threads, model, shape, rows, buffers, parts):  # type: ignore[no-untyped-def]
+        if version >= 0:
+            _embed(model, rows, buffers)
+        for me in numba.prange(threads):
+            _work(me, threads, model, shape, rows, buffers, parts)
+
+    return alone, together
+
+
+def _version() -> int:
+    sources = (cpu_exp, cpu_paged_attention, cpu_product, cpu_team, cpu_vectors)
+    text = b"".join(Path(str(module.__file__)).read_bytes() for module in sources)
+    return int.from_bytes(sha256(text).digest()[:4])
+
+
+step_alone, step_together = _compile(_version())
