@@ -53,7 +53,7 @@ class DecodeInputs:
 class _CapturedStep:
     inputs: DecodeInputs
     segments: list[torch.cuda.CUDAGraph]
-    logits: Tensor  # [rows, vocab]
+    logits: Tensor  # float32 [rows, vocab]
 
 
 class DecodeSteps:
@@ -67,7 +67,7 @@ class DecodeSteps:
         self._captured: dict[int, _CapturedStep] = {}
 
     def run(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits `[rows, vocab]` after one token a slot; asynchronous. Overwritten by the next step."""
+        """Logits, float32 `[rows, vocab]`, after one token a slot; asynchronous. Overwritten by the next step."""
         size = min((size for size in self._captured if size >= len(slots)), default=len(slots))
         packed = DecodeInputs.pack(slots, positions, size, len(self.last_tokens) - 1)
         captured = self._captured.get(size)

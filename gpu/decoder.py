@@ -54,5 +54,5 @@ class Decoder:
         return self.projections.mlp(index, self.projections.output(index, attended, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits `[tokens, vocab]`, in the weights' dtype, of the last layer's `[tokens, hidden]`."""
+        """Next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""
         return self.projections.logits(hidden)

@@ -1,10 +1,10 @@
-"""Draw tokens from filtered distributions: top-k, top-p, min-p and the inverse CDF, for all rows of a batch at once.
+"""Filter distributions to draw from: temperature, top-k, top-p and min-p, for all rows of a batch at once.
 
-Knows logits and numbers, nothing of requests. Invariant: the result of a row depends on that row alone, on any device:
-weights are **integers**, so that sums are exact and the same in any order. A float32 cumulative sum over 128K tokens is
-off by up to 3e-3 of the mass, and one of float64 on a GPU may rise at a token without mass; integers do neither.
-Weights are `exp(-distance)` in units of `2**-(62 - bits of the vocabulary)` of the most likely token's: 2**-45 for 128K
-tokens; what is less likely than that is never drawn.
+Knows logits and numbers, nothing of requests. A distribution is how far each token is below the best one, in nats: 0
+for the best, `inf` for what may not be drawn; `gpu.kernels.race` draws from it. Invariant: the result of a row depends
+on that row alone, on any device: the masses of top-p are **integers**, so that sums are exact and the same in any
+order. A float32 cumulative sum over 128K tokens is off by up to 3e-3 of the mass. Masses are `exp(-distance)` in units
+of `2**-(62 - bits of the vocabulary)` of the most likely token's: 2**-45 for 128K tokens.
 
 Nothing is sorted: a threshold is found digit by digit (a radix select over the bits of the distance, by mass), in
 three passes that each read 12 bytes a token. Ties at a threshold go to the lower token id.
@@ -39,12 +39,11 @@ def keep_top_k(distance: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 def keep_top_p(distance: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Mask `[rows, vocab]` of the fewest nearest tokens that hold `top_p` (float64 `[rows]`) of the sum of `weights`.
 
-    At least one token is kept. With `top_p` 1 every token that has weight is.
+    At least one token is kept. With `top_p` 1 every token is, those too that are too unlikely for a weight.
     """
     total = weights.sum(1)
-    target = torch.ceil(top_p * total.double()).long()
-    target = torch.where(top_p >= 1.0, total, torch.minimum(target, total)).clamp_(min=1)
-    return _keep_nearest(distance, weights, target)
+    target = torch.minimum(torch.ceil(top_p * total.double()).long(), total).clamp_(min=1)
+    return _keep_nearest(distance, weights, target) | (top_p >= 1.0)[:, None]
 
 
 def _keep_nearest(distance: torch.Tensor, mass: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -65,15 +64,3 @@ def _keep_nearest(distance: torch.Tensor, mass: torch.Tensor, target: torch.Tens
         threshold = threshold | (found[:, 0] << shift)
         alive = torch.where(digit == found, alive, 0)
     return (key < threshold[:, None]) | ((alive > 0) & ((alive.cumsum(1) - alive) < target[:, None]))
-
-
-def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The inverse CDF in vocabulary order: token ids, int64 `[rows]`.
-
-    `weights` int64 `[rows, vocab]`, each row with a positive sum below 2**62; `uniform` float64 `[rows]` in `[0, 1]`.
-    The token found always has a positive weight.
-    """
-    reached = weights.cumsum(1)
-    total = reached[:, -1]
-    point = torch.minimum((uniform * total.double()).long(), total - 1)
-    return torch.searchsorted(reached, point[:, None], right=True)[:, 0]

@@ -127,7 +127,8 @@ class Demand:
     def _workspaces(self) -> tuple[MemoryItem, ...]:
         shape, running = self.shape, self.max_running
         rows = max(MAX_LOGITS_ROWS, running)
-        logits = rows * shape.vocab_size * self.dtype_bytes
+        narrow = self.dtype_bytes if self.device == "cpu" and self.dtype_bytes < 4 else 0  # before it is widened
+        logits = rows * shape.vocab_size * (4 + narrow)
         drawing = max(min(LOGPROB_BYTES, 30 * rows * shape.vocab_size), running * shape.vocab_size * DRAW_ENTRY_BYTES)
         penalty_rows = 1 << (running - 1).bit_length()
         split_kv = self.split_rows * shape.num_heads * (shape.dim + 1) * 4 if self.device == "cuda" else 0
@@ -142,7 +143,7 @@ class Demand:
                 self.activation_bytes(running) + split_kv,
                 f"activations of {running} sequences, partials of split contexts",
             ),
-            self._item("logits", logits + drawing, f"{rows} rows of {shape.vocab_size:,}, and drawing from them"),
+            self._item("logits", logits + drawing, f"{rows} rows of {shape.vocab_size:,} in float32, and drawing"),
             self._item(
                 "penalties", penalty_rows * shape.vocab_size * PENALTY_ENTRY_BYTES, f"tokens counted for {running}"
             ),

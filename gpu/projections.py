@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.architecture import Architecture
-from gpu.kernels.linear import linear, norm_gate_up_swiglu, norm_linear
+from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.rms_norm import rms_norm
 from gpu.kernels.swiglu import swiglu
 from gpu.weights import LayerWeights, Weights
@@ -34,7 +34,7 @@ class Projections(Protocol):
         """Norm and MLP, added to `hidden`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and logits `[tokens, vocab]`, in the weights' dtype."""
+        """Final norm and logits, float32 `[tokens, vocab]`."""
 
 
 def projections_for(architecture: Architecture, weights: Weights) -> Projections:
@@ -65,7 +65,7 @@ class FusedProjections:
         return linear(norm_gate_up_swiglu(hidden, weights.mlp_norm, self.eps, weights.gate_up), weights.down, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return linear(rms_norm(hidden, self.weights.final_norm, self.eps), self.weights.logits)
+        return logits_linear(rms_norm(hidden, self.weights.final_norm, self.eps), self.weights.logits)
 
 
 class _PackedMatrix:

@@ -2,9 +2,10 @@
 
 It knows slots and their options, and neither models nor pages. Order of the options: logit bias and penalties on the
 raw logits; temperature; top-k, top-p, min-p. Invariants: a sequence's draw is a function of its logits, its seed and
-the number of the draw, whatever else is in the batch and across preemption; nothing here syncs, so the host may run
-ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn row the integer
-weights and their sum (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.draw`.
+the number of the draw, whatever else is in the batch and across preemption, and logits that differ by rounding draw
+the same token but for about the probability mass that the rounding moves; nothing here syncs, so the host may run
+ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn row its distances
+and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.draw`.
 """
 
 import math
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gpu.draw import distances, draw, keep_top_k, keep_top_p, weigh
+from gpu.draw import distances, keep_top_k, keep_top_p, weigh
+from gpu.kernels.race import race
 from gpu.logprobs import Logprobs, gather_logprobs, to_pinned
 from gpu.penalties import PenaltyTable
 from gpu.sampling_params import SamplingParams
@@ -22,23 +24,24 @@ from gpu.upload import upload
 
 __all__ = ["Sampled", "Sampler", "gather_logprobs"]
 
-_UNIFORMS_KEPT = 64  # a multiple of 4, the numbers that Philox makes at once
+_KEYS_KEPT = 64  # a multiple of 4, the numbers that Philox makes at once
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 
-class UniformStream:
-    """The uniform numbers of one seed: number n is the n-th of numpy's Philox generator with that key, in `[0, 1)`."""
+class KeyStream:
+    """The keys of one seed's draws: number n is the n-th of numpy's Philox generator with that key, 64 random bits."""
 
     def __init__(self, seed: int) -> None:
         self._key = seed % 2**64
         self._chunk = -1
-        self._numbers: list[float] = []
+        self._numbers: list[int] = []
 
-    def __getitem__(self, number: int) -> float:
-        chunk, offset = divmod(number, _UNIFORMS_KEPT)
+    def __getitem__(self, number: int) -> int:
+        """As int64 has it, in `[-2**63, 2**63)`."""
+        chunk, offset = divmod(number, _KEYS_KEPT)
         if chunk != self._chunk:
-            generator = np.random.Generator(np.random.Philox(key=self._key, counter=chunk * _UNIFORMS_KEPT // 4))
-            self._numbers = generator.random(_UNIFORMS_KEPT).tolist()
+            philox = np.random.Philox(key=self._key, counter=chunk * _KEYS_KEPT // 4)
+            self._numbers = philox.random_raw(_KEYS_KEPT).view(np.int64).tolist()
             self._chunk = chunk
         return self._numbers[offset]
 
@@ -46,7 +49,7 @@ class UniformStream:
 @dataclass(slots=True)
 class _Slot:
     params: SamplingParams
-    uniforms: UniformStream
+    keys: KeyStream
     penalty_row: int | None
     bias: tuple[torch.Tensor, torch.Tensor] | None  # ids int64 and values float32, on the device
 
@@ -111,7 +114,7 @@ class Sampler:
             values = np.fromiter(params.logit_bias.values(), np.float32)
             bias = upload(ids, self.device), upload(values, self.device)
         row = self._penalties.add(prompt_ids, output_ids) if params.has_penalties else None
-        self._slots[slot] = _Slot(params, UniformStream(params.seed), row, bias)
+        self._slots[slot] = _Slot(params, KeyStream(params.seed), row, bias)
 
     def release(self, slot: int) -> None:
         """Forget the sequence in `slot`; nothing happens if there is none."""
@@ -154,7 +157,7 @@ class Sampler:
                 scores[: len(drawn)],
                 best[: len(drawn)],
                 [states[row].params for row in drawn],
-                [states[row].uniforms[samples[row]] for row in drawn],
+                [states[row].keys[samples[row]] for row in drawn],
             )
         valid = best.isfinite()
         if len(others) < len(states):
@@ -183,31 +186,27 @@ class Sampler:
         scores.index_copy_(0, rows[0], edited)
 
     def _draw(
-        self, scores: torch.Tensor, best: torch.Tensor, params: list[SamplingParams], uniforms: list[float]
+        self, scores: torch.Tensor, best: torch.Tensor, params: list[SamplingParams], keys: list[int]
     ) -> torch.Tensor:
         vocab = scores.shape[1]
-        table = upload(
-            np.array(
-                [
-                    [max(p.temperature, _FLOAT32_TINY) for p in params],
-                    [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params],
-                    [p.top_p for p in params],
-                    [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params],
-                    uniforms,
-                ]
-            ),
-            self.device,
-        )  # float64 [5, rows]
-        temperature, top_k, top_p, min_p_distance, uniform = table
+        table = np.array(
+            [
+                [max(p.temperature, _FLOAT32_TINY) for p in params],
+                [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params],
+                [p.top_p for p in params],
+                [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params],
+            ]
+        )  # float64 [4, rows]
+        uploaded = upload(np.concatenate([table.view(np.int64), np.array([keys], np.int64)]), self.device)
+        temperature, top_k, top_p, min_p_distance = uploaded[:4].view(torch.float64)
         distance = distances(scores, best, temperature.float())
-        weights = weigh(distance)
         if any(0 < p.top_k < vocab for p in params):
-            weights = weights * keep_top_k(distance, top_k.long())
+            distance.masked_fill_(~keep_top_k(distance, top_k.long()), math.inf)
         if any(p.top_p < 1 for p in params):
-            weights = weights * keep_top_p(distance, weights, top_p)
+            distance.masked_fill_(~keep_top_p(distance, weigh(distance), top_p), math.inf)
         if any(p.min_p > 0 for p in params):
-            weights = weights * (distance <= min_p_distance.float()[:, None])
-        return draw(weights, uniform)
+            distance.masked_fill_(distance > min_p_distance.float()[:, None], math.inf)
+        return race(distance, uploaded[4])
 
     def _count(self, states: list[_Slot], tokens: torch.Tensor) -> None:
         penalised = [(row, state.penalty_row) for row, state in enumerate(states) if state.penalty_row is not None]

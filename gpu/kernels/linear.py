@@ -101,7 +101,22 @@ def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         check("linear", "residual", residual, (x.shape[0], weight.shape[0]), weight.dtype, weight.device)
     if not _is_gemv(x, weight):
         return linear_reference(x, weight, residual)
-    return _launch(x, weight, None, 0.0, residual, False)
+    return _launch(x, weight, None, 0.0, residual, False, weight.dtype)
+
+
+def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` in float32: x `[tokens, in]` and weight `[vocab, in]` of one dtype -> `[tokens, vocab]`.
+
+    On CUDA sums are never rounded to bf16: spacing 2**-4 at a logit of 16 would tie and reorder tokens. On the CPU bf16
+    products have no float32 output and are widened after it. Raises ValueError for another shape, dtype or device.
+    """
+    _check_inner("logits_linear", x, weight)
+    check("logits_linear", "x", x, tuple(x.shape), weight.dtype, weight.device)
+    if _is_gemv(x, weight):
+        return _launch(x, weight, None, 0.0, None, False, torch.float32)
+    if weight.is_cuda and weight.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -113,7 +128,7 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> T
     check("norm_linear", "norm_weight", norm_weight, (x.shape[1],), weight.dtype, weight.device)
     if not _is_gemv(x, weight):
         return F.linear(rms_norm(x, norm_weight, eps), weight)
-    return _launch(x, weight, norm_weight, eps, None, False)
+    return _launch(x, weight, norm_weight, eps, None, False, weight.dtype)
 
 
 def gate_up_swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
@@ -124,7 +139,7 @@ def gate_up_swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     _check_inner("gate_up_swiglu", x, gate_up_weight)
     if not _is_gemv(x, gate_up_weight):
         return swiglu(F.linear(x, gate_up_weight))
-    return _launch(x, gate_up_weight, None, 0.0, None, True)
+    return _launch(x, gate_up_weight, None, 0.0, None, True, gate_up_weight.dtype)
 
 
 def norm_gate_up_swiglu(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
@@ -136,7 +151,7 @@ def norm_gate_up_swiglu(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weig
     check("norm_gate_up_swiglu", "norm_weight", norm_weight, (x.shape[1],), gate_up_weight.dtype, x.device)
     if not _is_gemv(x, gate_up_weight):
         return swiglu(F.linear(rms_norm(x, norm_weight, eps), gate_up_weight))
-    return _launch(x, gate_up_weight, norm_weight, eps, None, True)
+    return _launch(x, gate_up_weight, norm_weight, eps, None, True, gate_up_weight.dtype)
 
 
 def _check_inner(op: str, x: Tensor, weight: Tensor) -> None:
@@ -161,11 +176,17 @@ def shape_class(num_rows: int, inner: int, gated: bool) -> str:
 
 
 def _launch(
-    x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, residual: Tensor | None, gated: bool
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    gated: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     inner, num_rows = x.shape[1], weight.shape[0] // (2 if gated else 1)
     block_rows, block_inner, num_warps, num_stages, unroll = CONFIGS[shape_class(num_rows, inner, gated)]
-    out = torch.empty(1, num_rows, dtype=weight.dtype, device=weight.device)
+    out = torch.empty(1, num_rows, dtype=dtype, device=weight.device)
     _gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
         x, weight, weight if norm_weight is None else norm_weight, out if residual is None else residual.contiguous(),
         out, eps, num_rows, INNER=inner, NORMS=norm_weight is not None, GATES=gated, ADDS_RESIDUAL=residual is not None,

@@ -21,8 +21,9 @@ from triton.runtime.jit import JITFunction
 import gpu.kernels
 import transfer.merge
 from gpu.architecture import NAMED_SHAPES, Architecture
-from gpu.kernels.linear import gate_up_swiglu, linear, norm_gate_up_swiglu, norm_linear
+from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.paged_decode_attention import paged_decode_attention, workspace_for
+from gpu.kernels.race import race
 from gpu.kernels.rms_norm import add_rms_norm, rms_norm
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.swiglu import swiglu
@@ -91,7 +92,12 @@ def _projections(shape: Architecture, dtype: torch.dtype) -> None:
         gate_up_swiglu(x, weight(2 * shape.intermediate, shape.hidden))
         middle = torch.empty(tokens, shape.intermediate, dtype=dtype, device="cuda")
         linear(middle, weight(shape.hidden, shape.intermediate), x)
-        linear(x, weight(shape.vocab_size, shape.hidden))
+        if tokens == 1:  # more go to cuBLAS
+            logits_linear(x, weight(shape.vocab_size, shape.hidden))
+
+
+def _race(shape: Architecture, dtype: torch.dtype) -> None:
+    race(torch.empty(2, shape.vocab_size, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda"))
 
 
 def _merge(shape: Architecture, dtype: torch.dtype) -> None:
@@ -109,6 +115,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
     "_gemv_kernel": _projections,
+    "_race_kernel": _race,
     "_merge_kernel": _merge,
 }
 

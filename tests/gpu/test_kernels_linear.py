@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.linear import gate_up_swiglu, linear, norm_gate_up_swiglu, norm_linear
+from gpu.kernels.arguments import INTERPRETED
+from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
-from tests.tolerances import KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32
+from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32, LOGITS_FLOAT32
 
 CHAIN_TOLERANCE = {torch.float32: KERNEL_FLOAT32, torch.bfloat16: KERNEL_CHAIN_BFLOAT16}
 
@@ -43,6 +44,15 @@ def test_linear_takes_float32_tokens(rows, inner, tokens, dtype, device):
     assert distance(got, wide(x) @ wide(weight).T) < KERNEL_TOLERANCE[dtype]
 
 
+def test_logits_are_float32_and_not_rounded_where_a_kernel_can_store_them(rows, inner, tokens, dtype, device):
+    x, weight, _, _ = _arguments(tokens, rows, inner, dtype, device)
+    got, product = logits_linear(x, weight), wide(x) @ wide(weight).T
+    assert got.dtype == torch.float32
+    is_rounded = dtype == torch.bfloat16 and device == "cpu" and not (INTERPRETED and tokens == 1)
+    assert distance(got, product) < (KERNEL_BFLOAT16 if is_rounded else LOGITS_FLOAT32)
+    assert distance(got.bfloat16(), product) > LOGITS_FLOAT32
+
+
 def test_norm_linear_equals_the_product_of_the_norm(rows, inner, tokens, dtype, device):
     x, weight, gain, _ = _arguments(tokens, rows, inner, dtype, device)
     wanted = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ wide(weight).T
@@ -65,6 +75,10 @@ def test_shapes_that_do_not_meet_are_named(rows, inner, tokens, dtype, device):
     x, weight, gain, residual = _arguments(tokens, rows, inner, dtype, device)
     with pytest.raises(ValueError, match=r"linear: got x .*wanted \[tokens, in\] and \[out, in\]"):
         linear(x[:, 1:], weight)
+    with pytest.raises(ValueError, match=r"logits_linear: got x .*wanted \[tokens, in\] and \[out, in\]"):
+        logits_linear(x[:, 1:], weight)
+    with pytest.raises(ValueError, match="logits_linear: x is"):
+        logits_linear(x.double(), weight)
     with pytest.raises(ValueError, match="linear: residual is"):
         linear(x, weight, residual[:, 1:])
     with pytest.raises(ValueError, match="norm_linear: norm_weight is"):

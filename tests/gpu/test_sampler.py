@@ -1,4 +1,4 @@
-"""The sampler against a float64 oracle that sorts, sums and walks the CDF one row at a time."""
+"""The sampler against a float64 oracle that sorts, sums and races one row at a time."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gpu.sampler import Sampler, UniformStream
+from gpu.sampler import KeyStream, Sampler
 from gpu.sampling_params import SamplingParams
 from gpu.step import SampledToken
-from tests.gpu.sampler_oracle import distribution, edit_scores, inverse_cdf, uniform_number
+from tests.gpu.sampler_oracle import distribution, draw_key, edit_scores, race_winner
 from tests.tolerances import CHI_SQUARE_P, CHI_SQUARE_POWER_P
 
 NOTHING = np.zeros(0, np.int32)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTION_ROWS = 160  # one draw each: enough that every option changes one, though few change by design
 OPTIONS = {
     "temperature": SamplingParams(temperature=0.7),
     "hot": SamplingParams(temperature=3.0),
@@ -68,7 +69,7 @@ def draw_once(logits: torch.Tensor, params: list[SamplingParams], samples: list[
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", OPTIONS.values(), ids=OPTIONS.keys())
 def test_every_option_draws_what_its_definition_draws(params: SamplingParams, device: str) -> None:
-    rows, vocab = 40, 80
+    rows, vocab = OPTION_ROWS, 80
     logits = make_logits(rows, vocab, seed=11)
     prompt, output = [3, 4, 9, 9, 70], [9, 9, 9, 21, 3]
     sampler = Sampler(rows, vocab, torch.device(device))
@@ -80,13 +81,13 @@ def test_every_option_draws_what_its_definition_draws(params: SamplingParams, de
         if params.is_greedy:
             expected = int(scores.argmax())
         else:
-            expected = inverse_cdf(distribution(scores, params), uniform_number(slot, 5))
+            expected = race_winner(distribution(scores, params), draw_key(slot, 5))
         assert drawn[slot].token_id == expected
 
 
 def test_the_oracle_comparison_sees_each_option() -> None:
     """Power: leaving any one option out changes what is drawn from the same logits and seeds."""
-    rows, vocab = 40, 80
+    rows, vocab = OPTION_ROWS, 80
     logits = make_logits(rows, vocab, seed=11)
     plain = SamplingParams()
     for name, params in OPTIONS.items():
@@ -146,10 +147,10 @@ def test_the_distribution_test_sees_a_wrong_setting(params: SamplingParams, clai
 
 
 def test_number_n_of_a_stream_is_the_nth_philox_number_in_any_order() -> None:
-    stream = UniformStream(123)
+    stream = KeyStream(123)
     for number in (0, 1, 63, 64, 65, 500, 2, 127, 128):
-        assert stream[number] == uniform_number(123, number)
-    assert UniformStream(-1)[0] == uniform_number(2**64 - 1, 0)
+        assert stream[number] % 2**64 == draw_key(123, number)
+    assert KeyStream(-1)[0] % 2**64 == draw_key(2**64 - 1, 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -192,7 +193,7 @@ def test_penalties_across_steps_equal_a_recomputation(device: str) -> None:
             if params[slot].is_greedy:
                 expected = int(scores.argmax())
             else:
-                expected = inverse_cdf(distribution(scores, params[slot]), uniform_number(9, step))
+                expected = race_winner(distribution(scores, params[slot]), draw_key(9, step))
             assert outputs[slot][step] == expected
     assert len(set(outputs[0])) > 1  # power: without penalties the same logits give one token forever
     assert len(set(outputs[1])) == 1
