@@ -65,8 +65,8 @@ PROGRESS_REPORTS = range(3, 7)
 # float32 logits of one context differ by batch shape in their last bits; only where the two best are this close may the
 # greedy choice differ from the lone run's.
 FLIP_LOGIT_GAP = 1e-3
-# A draw flips when its uniform number falls within float32 rounding (1e-6 of the mass) of a border between two tokens,
-# some hundred borders a draw at most: 1e-4 a token.
+# A draw flips with less than twice the probability mass that float32 rounding moves (some 1e-6); top-p may move a token
+# across its border: 1e-4 a token.
 SAMPLED_FLIPS_PER_TOKEN = 1e-4
 # Logits of 20 in bf16 are 1/8 apart and carry the rounding of ten layers: a few of those.
 BF16_FLIP_LOGIT_GAP = 0.5
