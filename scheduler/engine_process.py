@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -125,7 +127,7 @@ class Loop:
 
 
 def main(requests: str, replies: str, parent_id: str) -> int:
-    threading.Thread(target=_end_with_parent, args=(int(parent_id),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(int(parent_id), [requests, replies]), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
     connection = Connection(requests, replies)
     try:
@@ -142,10 +144,17 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     return 0
 
 
-def _end_with_parent(parent_id: int) -> None:
-    """End this process, whatever its other threads do, once `parent_id` is not its parent any more."""
+def _end_with_parent(parent_id: int, addresses: list[str]) -> None:
+    """End this process, whatever its other threads do, once `parent_id` is not its parent any more.
+
+    Takes the sockets with it, and their folder if that is empty then: who made them cannot.
+    """
     while os.getppid() == parent_id:
         time.sleep(_PARENT_SECONDS)
+    with suppress(OSError):
+        for address in addresses:
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        Path(addresses[0].removeprefix("ipc://")).parent.rmdir()
     os._exit(1)
 
 

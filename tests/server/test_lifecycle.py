@@ -325,19 +325,23 @@ def test_an_engine_process_never_outlives_its_parent_even_while_it_loads(tmp_pat
     )
     starts_it = (
         "import os, subprocess, sys\n"
-        "command = [sys.executable, '-c', sys.argv[1], 'ipc://requests', 'ipc://replies', str(os.getpid())]\n"
+        "addresses = ['ipc://' + sys.argv[2] + name for name in ('/requests', '/replies')]\n"
+        "command = [sys.executable, '-c', sys.argv[1], *addresses, str(os.getpid())]\n"
         "child = subprocess.Popen(command, stdin=subprocess.DEVNULL); print(child.pid, flush=True); child.wait()"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", starts_it, stuck], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    (folder / "requests").touch()
+    (folder / "replies").touch()
+    command = [sys.executable, "-c", starts_it, stuck, str(folder)]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
     wait_until(started.exists, 60)
     assert is_alive(pid)
     parent.kill()
     parent.wait()
     wait_until(lambda: not is_alive(pid), ORPHAN_S)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
