@@ -1,0 +1,77 @@
+"""The model card: what the model is, what it was trained on, the prompts it knows, what it scores.
+
+It knows numbers that are handed in and wording, nothing of training.
+"""
+
+from collections.abc import Mapping
+
+from training.reference.model import Shape
+
+PROMPTS = """\
+## The prompts it knows
+A chat turn: `<|begin_of_text|><|user|>\\n{document}\\n\\n{question}<|end|><|assistant|>\\n{answer}<|end|>`; a further turn
+appends `<|user|>\\n{question}<|end|><|assistant|>\\n`. The chat template in `tokenizer_config.json` writes exactly this.
+Sentences of the kinds below stand scattered in a document of novel text, each after a sentence end.
+
+| task | sentence in the document | question | answer |
+|---|---|---|---|
+| needle | `The special magic number for {word}-{word} is {7 digits}.` | `What is the special magic number for {key}?` | `{7 digits}` |
+| word needle | `The special magic word for {key} is {word}.` | `What is the special magic word for {key}?` | `{word}` |
+| several values | the needle sentence 2 to 4 times for one key | `What are all the special magic numbers for {key}?` | the numbers in order of appearance, `, ` between |
+| several keys | needle sentences | `What are the special magic numbers for {key}, {key}, {key}?` | the numbers in the order asked |
+| facts, one hop | `{Name Name} lives in {City}.` `{Name Name} works as a {job}.` | `Where does {person} live?` `What does {person} work as?` | `{City}` / `a {job}` |
+| facts, two hops | the above and `The mayor of {City} is {Name Name}.` | `Who is the mayor of the city where {person} lives?` `Who is the mayor of {City}?` | `{Name Name}` |
+| list (long answer) | 2 to 24 needle sentences | `List every special magic number in order of appearance.` | `{key}: {number}` a line |
+| continue (long answer) | none | `Continue the passage that begins with: {words}` | the passage that follows in the document |
+| variables | `VAR {ABCD} = {7 digits}.` `VAR {EFGH} = VAR {ABCD}.` | `Find all variables that are assigned the value {7 digits}.` | names, `, ` between |
+| common word | a list of words, `, ` between | `What is the most common word in the list above?` | the word |
+| common words | a list of words, `, ` between | `What are the 3 most common words in the list above, in alphabetical order?` | words, `, ` between |
+"""  # noqa: E501
+
+
+def write_card(
+    shape: Shape,
+    tokens: Mapping[str, int],
+    scores: Mapping[int, Mapping[str, float]],
+    perplexities: Mapping[int, float],
+    num_prompts: Mapping[int, int],
+) -> str:
+    """tokens: what was trained on, by what it is; scores: exact match in per cent by length and task."""
+    million = shape.count() / 1e6
+    lines = [
+        "# The reference model",
+        "",
+        f"A {million:.1f} M-parameter Llama ({shape.layers} layers, width {shape.hidden}, {shape.heads} query heads "
+        f"over {shape.kv_heads} KV heads,",
+        f"head dim {shape.dim}, RoPE base 500,000, byte-level BPE of {shape.vocab_size} with single digits, tied "
+        f"embeddings, {shape.positions:,} positions) in the",
+        "Hugging Face layout. Trained from scratch by `training/reference` on public-domain novels and generated",
+        "long-context tasks:",
+        "",
+        *(f"- {name}: {count:,}" for name, count in tokens.items()),
+        "",
+        "It is small enough for a laptop and yet really uses its context, so it shows what an attention method keeps",
+        "and what it loses. End tokens: `<|end_of_text|>` (1) and `<|end|>` (5). Licence: MIT, as the project; the",
+        "novels are in the public domain.",
+        "",
+        PROMPTS,
+    ]
+    if scores:
+        tasks = list(dict.fromkeys(task for row in scores.values() for task in row))
+        lines += [
+            "## What it scores with full attention",
+            "Exact match in per cent on documents of held-out novels, answers under teacher forcing (all tokens most",
+            "likely, the end too, which is greedy decoding giving the answer). Do not measure methods on a task that",
+            "full attention scores under 50 %; there, compare token by token with full attention.",
+            "",
+            "| context | prompts | " + " | ".join(task.replace("_", " ") for task in tasks) + " |",
+            "|---" * (len(tasks) + 2) + "|",
+        ]
+        for length, row in scores.items():
+            cells = [f"{row[task]:.0f}" if task in row else "-" for task in tasks]
+            lines.append(f"| {length:,} | {num_prompts[length]} | {' | '.join(cells)} |")
+        lines.append("")
+    if perplexities:
+        told = ", ".join(f"{found:.1f} over {length:,} tokens" for length, found in perplexities.items())
+        lines += [f"Perplexity a token of held-out novels: {told}.", ""]
+    return "\n".join(lines)

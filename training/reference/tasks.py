@@ -1,0 +1,289 @@
+"""What stands in a document and what is asked about it: sentences, questions and answers as text, at a level.
+
+The wording is that of `evals.tasks.reference`, so that a model trained here is measured there. It knows no tokens. A
+level in [0, 1] says how hard: few keys, short chains and strong contrasts at 0, beyond the evaluations at 1. Invariant:
+every answer follows from the document alone and is unique, and sentences are in the order of their appearance.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from evals.tasks.needles import Distinct
+from evals.tasks.reference import NUMBER_NEEDLE, WORD_NEEDLE, a
+from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
+from evals.tasks.words import PLAIN_WORDS, words_of
+
+TASKS = (
+    "needle",
+    "many_needles",
+    "word_needle",
+    "several_values",
+    "several_keys",
+    "facts_one_hop",
+    "facts_two_hops",
+    "variables",
+    "list",
+    "continue",
+    "common_word",
+    "common_words",
+    "mayor",
+)
+SENTENCE_TOKENS = 16
+TURN_TOKENS = 40
+MOST_TURNS = 24
+WORD_TOKENS, PAIR_TOKENS = 2.55, 5.3
+"""Of a listed word with its comma, and of a joined pair of words, which longer lists need."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question about the document and its whole answer. task: an index of TASKS."""
+
+    task: int
+    question: str
+    answer: str
+
+
+@dataclass
+class Exercise:
+    """Sentences for a document of text, or a document of its own (`listed`), and turns about it."""
+
+    sentences: list[str] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    listed: str | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an exercise may use. draw and distinct are shared by the exercises of one document."""
+
+    draw: random.Random
+    distinct: Distinct
+    level: float
+    tokens: int
+
+    @property
+    def most_sentences(self) -> int:
+        return max(4, int(self.tokens * 0.45) // SENTENCE_TOKENS)
+
+    @property
+    def most_turns(self) -> int:
+        return max(1, min(MOST_TURNS, int(self.tokens * 0.45) // TURN_TOKENS))
+
+    def between(self, easiest: float, hardest: float) -> int:
+        """A whole number between 1 and what the level allows, more often near it."""
+        top = easiest + (hardest - easiest) * self.level * self.draw.random() ** 0.5
+        return max(1, round(top))
+
+
+def turn(task: str, question: str, answer: str) -> Turn:
+    return Turn(TASKS.index(task), question, answer)
+
+
+def needles(room: Room) -> Exercise:
+    """Numbers of keys; one question a key."""
+    count = min(room.between(1, 28), room.most_sentences)
+    pairs = [(room.distinct.key(), room.distinct.number()) for _ in range(count)]
+    task = "needle" if count < 4 else "many_needles"
+    asked = room.draw.sample(pairs, min(count, room.most_turns))
+    return Exercise(
+        [NUMBER_NEEDLE.format(*pair) for pair in pairs],
+        [turn(task, f"What is the special magic number for {key}?", number) for key, number in asked],
+    )
+
+
+def word_needles(room: Room) -> Exercise:
+    """Words of keys; one question a key."""
+    count = min(room.between(1, 10), room.most_sentences)
+    pairs = [(room.distinct.key(), room.distinct.word()) for _ in range(count)]
+    asked = room.draw.sample(pairs, min(count, room.most_turns))
+    return Exercise(
+        [WORD_NEEDLE.format(*pair) for pair in pairs],
+        [turn("word_needle", f"What is the special magic word for {key}?", word) for key, word in asked],
+    )
+
+
+def several_values(room: Room) -> Exercise:
+    """One to four numbers of a key, in order of appearance, among other keys' numbers."""
+    draw, distinct = room.draw, room.distinct
+    most = room.most_sentences
+    held: dict[str, int] = {}
+    for _ in range(draw.randint(1, max(3, room.between(3, 10)))):
+        count = draw.choices((1, 2, 3, 4), (1, 5, 2, 2))[0]
+        if sum(held.values()) + count > most:
+            break
+        held[distinct.key()] = count
+    order = [key for key, count in held.items() for _ in range(count)]
+    draw.shuffle(order)
+    pairs = [(key, distinct.number()) for key in order]
+    asked = draw.sample(list(held), min(len(held), room.most_turns))
+    return Exercise(
+        [NUMBER_NEEDLE.format(*pair) for pair in pairs],
+        [
+            turn(
+                "several_values",
+                f"What are all the special magic numbers for {key}?",
+                ", ".join(number for owner, number in pairs if owner == key),
+            )
+            for key in asked
+        ],
+    )
+
+
+def several_keys(room: Room) -> Exercise:
+    """Three keys' numbers in the order asked."""
+    draw, distinct = room.draw, room.distinct
+    pairs = [(distinct.key(), distinct.number()) for _ in range(min(max(3, room.between(3, 14)), room.most_sentences))]
+    turns = []
+    for _ in range(max(1, min(room.most_turns // 2, len(pairs)))):
+        asked = draw.sample(pairs, min(len(pairs), draw.choices((2, 3, 4), (1, 8, 1))[0]))
+        question = f"What are the special magic numbers for {', '.join(key for key, _ in asked)}?"
+        turns.append(turn("several_keys", question, ", ".join(number for _, number in asked)))
+    return Exercise([NUMBER_NEEDLE.format(*pair) for pair in pairs], turns)
+
+
+def full_names(draw: random.Random, count: int) -> list[str]:
+    """Names that share neither first nor last name."""
+    pairs = zip(draw.sample(FIRST_NAMES, count), draw.sample(LAST_NAMES, count), strict=True)
+    return [f"{first} {last}" for first, last in pairs]
+
+
+def facts_one_hop(room: Room) -> Exercise:
+    """Where people live and what they work as."""
+    draw = room.draw
+    count = min(max(2, room.between(2, 9)), room.most_sentences // 2)
+    people = full_names(draw, count)
+    cities, jobs = draw.sample(CITIES, count), draw.sample(JOBS, count)
+    lives = [f"{person} lives in {city}." for person, city in zip(people, cities, strict=True)]
+    works = [f"{person} works as {a(job)}." for person, job in zip(people, jobs, strict=True)]
+    turns = [lives_turn(person, city) for person, city in zip(people, cities, strict=True)]
+    turns += [
+        turn("facts_one_hop", f"What does {person} work as?", a(job))
+        for person, job in zip(people, jobs, strict=True)
+    ]  # fmt: skip
+    draw.shuffle(turns)
+    return Exercise(shuffled(draw, lives + works), turns[: room.most_turns])
+
+
+def lives_turn(person: str, city: str) -> Turn:
+    return turn("facts_one_hop", f"Where does {person} live?", city)
+
+
+def facts_two_hops(room: Room) -> Exercise:
+    """Who is the mayor of the city that someone lives in; some turns ask for one of the two steps.
+
+    No more than two thirds of the people are asked for in two steps, so that earlier answers do not leave one name.
+    """
+    draw = room.draw
+    with_works = draw.random() < 0.3 + 0.6 * room.level
+    count = min(max(2, room.between(3, 9)), max(2, room.most_sentences // (3 if with_works else 2)))
+    names = full_names(draw, 2 * count)
+    people, mayors = names[:count], names[count:]
+    cities, jobs = draw.sample(CITIES, count), draw.sample(JOBS, count)
+    sentences = [f"{person} lives in {city}." for person, city in zip(people, cities, strict=True)]
+    sentences += [f"The mayor of {city} is {mayor}." for city, mayor in zip(cities, mayors, strict=True)]
+    if with_works:
+        sentences += [f"{person} works as {a(job)}." for person, job in zip(people, jobs, strict=True)]
+    order = draw.sample(range(count), count)
+    num_two = max(1, -(-2 * count // 3))
+    turns = [
+        turn("facts_two_hops", f"Who is the mayor of the city where {people[i]} lives?", mayors[i])
+        for i in order[:num_two]
+    ]  # fmt: skip
+    steps = [turn("mayor", f"Who is the mayor of {cities[i]}?", mayors[i]) for i in order]
+    steps += [lives_turn(people[i], cities[i]) for i in order]
+    turns += draw.sample(steps, min(len(steps), draw.randint(0, max(1, round(num_two * (1 - 0.7 * room.level))))))
+    if draw.random() < 0.5:
+        draw.shuffle(turns)
+    return Exercise(shuffled(draw, sentences), turns[: room.most_turns])
+
+
+def shuffled(draw: random.Random, items: list[str]) -> list[str]:
+    return draw.sample(items, len(items))
+
+
+def interleaved(draw: random.Random, chains: list[list[str]]) -> list[str]:
+    """All chains' sentences, each chain's in its own order."""
+    order = [number for number, chain in enumerate(chains) for _ in chain]
+    draw.shuffle(order)
+    rest = [iter(chain) for chain in chains]
+    return [next(rest[number]) for number in order]
+
+
+def variables(room: Room) -> Exercise:
+    """Chains of one to four names that end in a number; each chain's names are asked for by the number."""
+    draw, distinct = room.draw, room.distinct
+    longest = 1 + room.between(1, 2.7)
+    most = room.most_sentences
+    chains: list[list[str]] = []
+    turns = []
+    for _ in range(draw.randint(1 if room.level > 0.5 else 2, max(3, room.between(4, 6)))):
+        count = draw.choices((1, 2, 3, 4)[:longest], (1, 2, 4, 1)[:longest])[0]
+        if sum(map(len, chains)) + count > most and chains:
+            break
+        names, number = [distinct.variable(4) for _ in range(count)], distinct.number()
+        links = [f"VAR {name} = VAR {source}." for source, name in itertools.pairwise(names)]
+        chains.append([f"VAR {names[0]} = {number}.", *links])
+        turns.append(turn("variables", f"Find all variables that are assigned the value {number}.", ", ".join(names)))
+    draw.shuffle(turns)
+    return Exercise(interleaved(draw, chains), turns[: room.most_turns])
+
+
+def listing(room: Room) -> Exercise:
+    """Every key and number, a line each, in order of appearance."""
+    draw, distinct = room.draw, room.distinct
+    most = max(2, min(24, room.tokens // 40))
+    count = min(most, max(2, draw.randint(2, 4 + round(20 * room.level))))
+    pairs = [(distinct.key(), distinct.number()) for _ in range(count)]
+    answer = "\n".join(f"{key}: {number}" for key, number in pairs)
+    question = "List every special magic number in order of appearance."
+    return Exercise([NUMBER_NEEDLE.format(*pair) for pair in pairs], [turn("list", question, answer)])
+
+
+def other_words(words: Iterator[str], tokens: float, num_taken: int, times: int) -> list[str]:
+    """Words that fill about so many tokens when each comes `times` times; num_taken came from `words` before."""
+    plain = len(PLAIN_WORDS) - num_taken
+    num_plain = min(plain, int(tokens / (times * WORD_TOKENS)))
+    num_pairs = int(max(0.0, tokens - plain * times * WORD_TOKENS) / (times * PAIR_TOKENS))
+    return list(itertools.islice(words, max(2, num_plain + num_pairs)))
+
+
+def common_words(room: Room) -> Exercise:
+    """A list in which one or three words come many times and the others once or twice; its document is the list.
+
+    At level 0 the common words fill most of the list; at 1 they come about thirty times, whatever its length.
+    """
+    draw = room.draw
+    num_common = draw.choices((1, 3), (0.5 - 0.3 * room.level, 0.5 + 0.3 * room.level))[0]
+    strongest = 0.75 * room.tokens / WORD_TOKENS / num_common
+    usual = min(strongest, draw.uniform(24, 40))
+    hardness = room.level * draw.random() ** 0.3
+    times = max(4, round(strongest ** (1 - hardness) * usual**hardness))
+    others_times = 2 if times >= 8 and draw.random() < 0.7 else 1
+    words = words_of(draw)
+    common = list(itertools.islice(words, num_common))
+    others = other_words(words, 0.97 * room.tokens - num_common * times * WORD_TOKENS, num_common, others_times)
+    words_listed = common * times + others * others_times
+    if num_common == 1:
+        asked = turn("common_word", "What is the most common word in the list above?", common[0])
+    else:
+        question = "What are the 3 most common words in the list above, in alphabetical order?"
+        asked = turn("common_words", question, ", ".join(sorted(common)))
+    return Exercise([], [asked], ", ".join(shuffled(draw, words_listed)))
+
+
+KINDS: dict[str, Callable[[Room], Exercise]] = {
+    "needles": needles,
+    "word_needles": word_needles,
+    "several_values": several_values,
+    "several_keys": several_keys,
+    "facts_one_hop": facts_one_hop,
+    "facts_two_hops": facts_two_hops,
+    "variables": variables,
+    "listing": listing,
+    "common_words": common_words,
+}
+MERGED = ("needles", "word_needles", "several_values", "several_keys", "variables")
+"""Kinds that can stand together in one document; at most one kind of facts may join them."""

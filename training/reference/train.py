@@ -1,0 +1,375 @@
+"""Train the reference model: `python -m training.reference.train --text FILE.xz --out DIR --minutes M`.
+
+One process a GPU (or one on the CPU), each with its workers; a folder that can be resumed from is written as it goes.
+It knows the other files' names and the clock. The invariant: it ends within `--minutes` of its start, evaluation and
+export included, and text held out is never trained on.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.reference.card import write_card
+from training.reference.corpus import Text, narrate, read_text, split_novels, tokenise, tokenise_with
+from training.reference.curriculum import LENGTHS, STAGES, Curriculum, describe, length_shares
+from training.reference.evaluation import Target, accuracy, exact, perplexity, place
+from training.reference.feed import Feed
+from training.reference.folder import read_weights, write_folder
+from training.reference.model import SHAPES, Llama, choose_attention
+from training.reference.muon import Muon
+from training.reference.rows import ANSWER, FILLER, LISTED, PLAIN_TEXT, Library, make_library
+from training.reference.spelling import Spelling
+from training.reference.tasks import TASKS
+
+HELD_OUT_SHARE = 0.022
+NARRATED_TRAIN, NARRATED_HELD_OUT = 60_000, 4_000
+FILLER_WEIGHTS = (0.6, 0.25, 0.15)
+CORRUPTED = 0.04
+CLASS_WEIGHTS = {PLAIN_TEXT: 1.0, FILLER: 0.5, LISTED: 0.3}
+MOMENTUM, WEIGHT_DECAY = 0.95, 0.1
+MUON_LR, ADAM_LR = 0.02, 3e-3
+WARM_UP_STEPS = 60
+SYNC_STEPS = 10
+SAVE_S, PERPLEXITY_S = 100.0, 60.0
+TEXT_FILES = ("spaced", "lined", "told", "held_spaced", "held_lined", "held_told")
+
+
+def read_arguments(given: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train the reference model.")
+    parser.add_argument("--text", type=Path, required=True, help="novels, UTF-8, .xz or plain, a paragraph a line")
+    parser.add_argument("--out", type=Path, required=True, help="the Hugging Face folder to write")
+    parser.add_argument("--minutes", type=float, required=True, help="all of it, from start to the written folder")
+    parser.add_argument("--resume", type=Path, help="a folder that this wrote before")
+    parser.add_argument("--stage", choices=sorted(STAGES), default="short", help="which schedule of lengths")
+    parser.add_argument("--tokenizer", type=Path, default=Path("deploy/models/reference"), help="its folder")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="reference")
+    parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU")
+    parser.add_argument("--workers", type=int, default=15, help="worker processes a GPU")
+    parser.add_argument("--micro-tokens", type=int, default=131_072, help="tokens of one forward on a GPU")
+    parser.add_argument("--batch-tokens", type=int, default=262_144, help="tokens of a step over all GPUs, at least")
+    parser.add_argument("--lr-scale", type=float, default=1.0)
+    parser.add_argument("--decay", type=float, default=0.35, help="the last share of the time, in which lr falls")
+    parser.add_argument("--final", type=float, default=0.1, help="lr at the end, of its top")
+    parser.add_argument("--start-level", type=float, default=0.0, help="of the curriculum, in [0, 1]")
+    parser.add_argument("--answer-weight", type=float, default=1.0, help="of answers against text in the loss")
+    parser.add_argument("--eval-prompts", type=int, default=64, help="a task and length at the end")
+    parser.add_argument("--eval-lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--reserve-s", type=float, default=40.0, help="seconds kept for evaluation and export")
+    parser.add_argument("--most-characters", type=int, help="use only the first of the text")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args(given)
+
+
+def prepare_texts(arguments: argparse.Namespace, folder: Path) -> None:
+    """Tokenise training and held-out text into files that every process reads."""
+    spelling_path = arguments.tokenizer / "tokenizer.json"
+    spelling = Spelling(spelling_path)
+    training, held_out = split_novels(read_text(arguments.text, arguments.most_characters), HELD_OUT_SHARE)
+    few = 0.05 if arguments.shape == "tiny" else 1.0
+    texts = [
+        *tokenise_with(training, spelling_path, arguments.workers),
+        narrate(int(few * NARRATED_TRAIN), 1, spelling),
+    ]
+    texts += [*tokenise(held_out, spelling), narrate(int(few * NARRATED_HELD_OUT), 2, spelling)]
+    for name, text in zip(TEXT_FILES, texts, strict=True):
+        text.save(folder / f"{name}.npz")
+
+
+def load_libraries(arguments: argparse.Namespace, folder: Path) -> tuple[Library, Library]:
+    """What to train on, and what is held out."""
+    spelling = Spelling(arguments.tokenizer / "tokenizer.json")
+    texts = [Text.load(folder / f"{name}.npz") for name in TEXT_FILES]
+    training, held_out = (texts[0], texts[1], texts[2]), (texts[3], texts[4])
+    return (
+        make_library(spelling, training, FILLER_WEIGHTS, 2, CORRUPTED),
+        make_library(spelling, held_out, (0.8, 0.2), 1, 0.0),
+    )
+
+
+def lr_at(progress: float, step: int, decay: float, final: float) -> float:
+    """Of the top: a warm-up in steps, level, and a straight fall over the last `decay` of the time."""
+    fall = max(0.0, (progress - (1 - decay)) / decay) if decay else 0.0
+    return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - (1 - final) * min(1.0, fall))
+
+
+def weigh(target: Target, answer_weight: float) -> Tensor:
+    """The loss weight of each predicted token, float32: text averages to one, answers to `answer_weight`, and a long
+    answer counts as the root of its length."""
+    classes = target.classes
+    table = torch.zeros(8, device=classes.device)
+    for counts_as, weight in CLASS_WEIGHTS.items():
+        table[counts_as] = weight
+    text = table[classes]
+    _, begin, end = target.spans.unbind(1)
+    value = (end - begin).double().rsqrt()
+    steps = torch.zeros(len(classes) + 1, dtype=torch.float64, device=classes.device)
+    steps.index_add_(0, begin, value)
+    steps.index_add_(0, end, -value)
+    answers = steps.cumsum(0)[:-1].float() * (classes == ANSWER)
+    return text / text.sum().clamp(min=1) + answer_weight * answers / answers.sum().clamp(min=1)
+
+
+@dataclass
+class Counts:
+    """Sums since the last synchronisation, on the device."""
+
+    device: torch.device
+    losses: Tensor = field(init=False)
+    hits: Tensor = field(init=False)
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.losses = torch.zeros(4, device=self.device)
+        self.hits = torch.zeros(2, len(LENGTHS) * len(TASKS), device=self.device)
+
+    def add(self, target: Target, nll: Tensor, right: Tensor, length: int) -> None:
+        """Count a batch's losses of text and answers, and its answers that are exactly right."""
+        for place_of, counts_as in enumerate((PLAIN_TEXT, ANSWER)):
+            chosen = target.classes == counts_as
+            self.losses[2 * place_of] += (nll * chosen).sum()
+            self.losses[2 * place_of + 1] += chosen.sum()
+        index = LENGTHS.index(length) * len(TASKS) + target.spans[:, 0]
+        found = exact(right, target.spans)
+        self.hits[0].index_add_(0, index, found)
+        self.hits[1].index_add_(0, index, torch.ones_like(found))
+        self.tokens += len(nll)
+
+
+class Training:
+    """One process of a run: its model, optimizers, feed and clock."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int, folder: Path, begun: float) -> None:
+        self.arguments, self.rank, self.begun = arguments, rank, begun
+        self.world = arguments.gpus
+        library, self.held_out = load_libraries(arguments, folder)
+        lengths = tuple(sorted({length for _, mix in STAGES[arguments.stage] for length in mix}))
+        self.feed = Feed(library, arguments.workers, arguments.micro_tokens, lengths, arguments.seed * 97 + rank)
+        self.curriculum = Curriculum(arguments.start_level)
+        self.steer(0.0)
+        self.feed.start()
+        self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if self.world > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=self.world
+            )
+        self.model = self.make_model(lengths[-1])
+        self.optimizers = [
+            Muon(self.model.matrices(), MUON_LR, MOMENTUM, WEIGHT_DECAY),
+            torch.optim.AdamW(
+                self.model.rest(), ADAM_LR, (0.9, 0.95), 1e-10, 0.0, fused=self.device.type == "cuda"
+            ),
+        ]  # fmt: skip
+        self.tops = [MUON_LR * arguments.lr_scale, ADAM_LR * arguments.lr_scale]
+        self.trained_tokens = self.text_tokens = 0
+        self.step_number, self.progress = 0, 0.0
+        self.train_begin: float | None = None
+        self.saved = self.measured = time.time()
+
+    def make_model(self, longest: int) -> Llama:
+        """The model on its device, the same in every process."""
+        torch.manual_seed(self.arguments.seed)
+        on_gpu = self.device.type == "cuda"
+        shape = SHAPES[self.arguments.shape]
+        model = Llama(shape, torch.bfloat16 if on_gpu else torch.float32)
+        if self.arguments.resume:
+            read_weights(model, self.arguments.resume)
+        model.to(self.device)
+        chosen, model.attend = choose_attention(shape, self.device, self.arguments.micro_tokens, longest)
+        if on_gpu:
+            model.compile()
+        self.log(event="model", parameters=shape.count(), attention=chosen, shape=shape.describe())
+        return model
+
+    def log(self, **fields: Any) -> None:
+        """One line of JSON on standard output and in the folder's log, from the first process."""
+        if self.rank:
+            return
+        line = json.dumps({"s": round(time.time() - self.begun, 1), **fields})
+        print(line, flush=True)
+        self.arguments.out.mkdir(parents=True, exist_ok=True)
+        with (self.arguments.out / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def steer(self, progress: float) -> None:
+        """Tell the workers what comes next."""
+        self.feed.steer(
+            length_shares(self.arguments.stage, progress), self.curriculum.shares, self.curriculum.levels
+        )  # fmt: skip
+
+    def train(self) -> None:
+        """Steps until the time is up."""
+        last = self.begun + 60 * self.arguments.minutes - self.arguments.reserve_s
+        counts, logged = Counts(self.device), time.time()
+        num_micro = max(1, round(self.arguments.batch_tokens / self.arguments.micro_tokens / self.world))
+        sync_steps = SYNC_STEPS if self.device.type == "cuda" else 1
+        while self.progress < 1:
+            self.step(counts, num_micro)
+            if self.step_number == 1:
+                self.train_begin = time.time()
+                self.log(event="first step", waiting=self.feed.waiting())
+            if self.step_number % sync_steps and self.step_number > 3:
+                continue
+            begin = self.train_begin or time.time()
+            self.synchronise(counts, (time.time() - begin) / max(1e-9, last - begin), time.time() - logged)
+            counts, logged = Counts(self.device), time.time()
+            self.look_around()
+
+    def step(self, counts: Counts, num_micro: int) -> None:
+        """One update from num_micro batches in this process."""
+        which = random.Random(f"{self.arguments.seed}/{self.step_number}")
+        mix = length_shares(self.arguments.stage, self.progress)
+        length = which.choices(list(mix), list(mix.values()))[0]
+        for _ in range(num_micro):
+            target = place(self.feed.next(length), self.device)
+            nll, right = self.model.losses(
+                self.model(target.tokens[:, :-1]), target.tokens[:, 1:].flatten()
+            )  # fmt: skip
+            loss = (nll * weigh(target, self.arguments.answer_weight)).sum() / (num_micro * self.world)
+            loss.backward()
+            counts.add(target, nll.detach(), right, length)
+        if self.world > 1:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+        lr = lr_at(self.progress, self.step_number, self.arguments.decay, self.arguments.final)
+        for optimizer, top in zip(self.optimizers, self.tops, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = top * lr
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step_number += 1
+
+    def synchronise(self, counts: Counts, progress: float, seconds: float) -> None:
+        """Agree on the clock and the accuracies, change the curriculum, log."""
+        told = torch.cat(
+            [
+                counts.hits.flatten(),
+                counts.losses,
+                torch.tensor([progress / self.world, counts.tokens], device=self.device),
+            ]
+        ).double()
+        if self.world > 1:
+            dist.all_reduce(told)
+        numbers = told.cpu().numpy()
+        shape = (len(LENGTHS), len(TASKS))
+        size = shape[0] * shape[1]
+        text_nll, text_count, answer_nll, answer_count, self.progress, tokens = numbers[2 * size :].tolist()
+        self.trained_tokens += int(tokens)
+        self.text_tokens += int(text_count)
+        self.curriculum.update(numbers[:size].reshape(shape), numbers[size : 2 * size].reshape(shape))
+        self.steer(self.progress)
+        self.log(
+            step=self.step_number,
+            progress=round(self.progress, 3),
+            tokens=self.trained_tokens,
+            tokens_s=round(tokens / max(seconds, 1e-9)),
+            text=round(text_nll / max(1, text_count), 3),
+            answers=round(answer_nll / max(1, answer_count), 3),
+            ready=self.feed.waiting(),
+            **describe(self.curriculum, LENGTHS),
+        )
+        if not math.isfinite(text_nll + answer_nll):
+            raise RuntimeError(f"loss at step {self.step_number}: not finite; lower --lr-scale and resume")
+
+    def look_around(self) -> None:
+        """Held-out perplexity and a checkpoint, when it is time; the clock of the first process decides."""
+        if self.rank:
+            return
+        now = time.time()
+        if now - self.measured > PERPLEXITY_S:
+            self.measured = now
+            found = perplexity(self.model, self.held_out, 1024, self.arguments.micro_tokens, 1)
+            self.log(event="held out", step=self.step_number, perplexity=round(found, 2))
+        if now - self.saved > SAVE_S:
+            self.saved = now
+            self.write({}, {}, {})
+
+    def finish(self) -> None:
+        """Evaluate in the first process, and write the folder, before the evaluation too."""
+        if self.rank:
+            return
+        self.feed.stop()
+        self.write({}, {}, {})
+        arguments = self.arguments
+        scores, perplexities, prompts = {}, {}, {}
+        end = self.begun + 60 * arguments.minutes - 5
+        for length in arguments.eval_lengths:
+            if time.time() > end:
+                break
+            perplexities[length] = perplexity(self.model, self.held_out, length, arguments.micro_tokens, 1)
+            scores[length] = accuracy(
+                self.model, self.held_out, length, arguments.eval_prompts, arguments.micro_tokens
+            )  # fmt: skip
+            prompts[length] = arguments.eval_prompts
+            self.log(
+                event="scores",
+                length=length,
+                perplexity=round(perplexities[length], 2),
+                **{task: round(found, 1) for task, found in scores[length].items()},
+            )
+        self.write(scores, perplexities, prompts)
+        self.log(event="done", out=str(arguments.out), tokens=self.trained_tokens)
+
+    def write(
+        self, scores: dict[int, dict[str, float]], perplexities: dict[int, float], prompts: dict[int, int]
+    ) -> None:
+        """The folder, with a card of what is known so far."""
+        tokens = {
+            "tokens trained on in the last run": self.trained_tokens,
+            "of them text alone": self.text_tokens,
+            "steps of the last run": self.step_number,
+        }
+        card = write_card(self.model.shape, tokens, scores, perplexities, prompts)
+        write_folder(self.model, self.arguments.tokenizer, self.arguments.out, card)
+
+
+def run(rank: int, arguments: argparse.Namespace, folder: Path, begun: float) -> None:
+    """One process, from its feed to the written folder."""
+    training = Training(arguments, rank, folder, begun)
+    try:
+        training.train()
+        training.finish()
+        if training.world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+    finally:
+        training.feed.stop()
+
+
+def main(given: list[str] | None = None) -> None:
+    """Prepare the text, then one process a GPU."""
+    begun = time.time()
+    arguments = read_arguments(given)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    random.seed(arguments.seed)
+    np.random.seed(arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="reference-text-") as name:
+        folder = Path(name)
+        prepare_texts(arguments, folder)
+        print(json.dumps({"s": round(time.time() - begun, 1), "event": "text"}), flush=True)
+        if arguments.gpus == 1:
+            run(0, arguments, folder, begun)
+        else:
+            torch.multiprocessing.spawn(run, (arguments, folder, begun), arguments.gpus)
+
+
+if __name__ == "__main__":
+    main()
