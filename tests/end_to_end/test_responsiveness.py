@@ -1,4 +1,5 @@
-"""A real server on the CPU under a long prefill: running streams go on, a short prompt passes, leavers leave at once.
+"""A real server on the CPU under a long prefill: running streams go on, a short prompt passes, leavers leave at once,
+and memory keeps to the plan.
 
 Bounds are those of one thread on a busy machine; what they tell apart is stated beside them in tests/tolerances.py.
 """
@@ -11,11 +12,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.end_to_end.server_process import ServerProcess, running_server
+from tests.end_to_end.server_process import REPOSITORY, ServerProcess, running_server
 from tests.tolerances import CANCEL_S, GAP_BOUND_S, GAP_TARGET_S, PASSED_SHARE
 
 pytestmark = pytest.mark.timeout(280)
@@ -26,9 +28,14 @@ PAGE_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
     changes = {"gpu": {"kv_cache_gib": 1.0}, "scheduler": {"token_gap_target_ms": 1e3 * GAP_TARGET_S}}
-    with running_server(tmp_path_factory.mktemp("server"), changes) as started:
+    with running_server(folder, changes) as started:
         yield started
 
 
@@ -163,3 +170,29 @@ def test_requests_with_the_prefix_of_a_prefill_under_way_wait_for_it_and_share_i
         usages = list(pool.map(ask, range(4)))
     cached = sorted(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     assert cached == [0] + [SHARED_TOKENS // PAGE_TOKENS * PAGE_TOKENS] * 3
+
+
+def test_memory_keeps_to_the_plan(server: ServerProcess, folder: Path) -> None:
+    """Peaks of both processes since they began: prompt logprobs, 30 draws at once, and what the tests above did."""
+    scored = body(6_000, 10, max_tokens=1, echo=True, logprobs=5)
+    drawn = [body(300, salt, max_tokens=4, temperature=1.0, top_p=0.9, top_k=50) for salt in range(11, 41)]
+    with ThreadPoolExecutor(30) as pool:
+        answers = list(pool.map(lambda it: httpx.post(f"{server.url}/v1/completions", json=it, timeout=250), drawn))
+    answers.append(httpx.post(f"{server.url}/v1/completions", json=scored, timeout=250))
+    assert [answer.status_code for answer in answers] == [200] * 31
+    peak = sum(peak_bytes(pid) for pid in (server.process.pid, server.engine.pid))
+    planned = plan_bytes(folder / "server.yaml")
+    print(f"\nplanned {sum(planned.values()) / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB")
+    assert peak <= sum(planned.values())
+    assert peak > sum(planned.values()) - planned["KV pages"], "a plan without its pages would be noticed"
+
+
+def peak_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def plan_bytes(config: Path) -> dict[str, int]:
+    command = [sys.executable, "-c", "from server.cli import main; main()", "plan", str(config), "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return {item["name"]: item["bytes"] for item in json.loads(done.stdout)["memory"]["items"]}
