@@ -30,6 +30,7 @@ class Metrics:
         self.prefix_hits = self._counter("tandem_prefix_cache_hit_tokens", "prompt tokens found")
         self.preemptions = self._counter("tandem_preemptions", "sequences that lost their pages and began again")
         self.engine_steps = self._counter("tandem_engine_steps", "engine steps")
+        self.engine_step_s = self._counter("tandem_engine_step_seconds", "time spent in engine steps")
         self.engine_restarts = self._counter("tandem_engine_restarts", "engine processes started after the first")
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
@@ -55,6 +56,7 @@ class Metrics:
         self.prefix_hits.inc(stats.prefix_hits_tokens - (last.prefix_hits_tokens if last else 0))
         self.preemptions.inc(stats.preemptions - (last.preemptions if last else 0))
         self.engine_steps.inc(stats.steps - (last.steps if last else 0))
+        self.engine_step_s.inc(stats.step_seconds - (last.step_seconds if last else 0.0))
         self._last = stats
 
     def engine_gone(self) -> None:

@@ -386,17 +386,6 @@ def test_a_prefill_waits_for_hidden_states_and_short_prompts_pass_it() -> None:
         assert sum(job.num_tokens for job in plan.new_jobs) <= 1000
 
 
-def units_until_first_token(engine: Engine, name: str) -> int:
-    """Prefill units launched from now to the first token of `name`, whoever they belong to."""
-    runner = engine._runner
-    before = len(runner.plans)
-    while engine.has_work:
-        if any(delta.request_id == name for delta in engine.step()):
-            break
-    plans = runner.plans[before:]
-    return sum(len(plan.units) for plan in plans)
-
-
 @pytest.mark.parametrize("is_pipelined", [False, True])
 def test_a_short_prompt_during_a_long_prefill_waits_for_two_units_at_most(is_pipelined: bool) -> None:
     engine, runner = make_engine(num_pages=1100, chunk_tokens=512, max_hidden_tokens=20_000, is_pipelined=is_pipelined)

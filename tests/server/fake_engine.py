@@ -135,7 +135,7 @@ class FakeEngine:
             stats = Stats(
                 num_running=len(self.running), num_prefilling=0, num_waiting=0, pages_used=len(self.running),
                 pages_cached=2, pages_total=1024, prefix_queries_tokens=100, prefix_hits_tokens=40, preemptions=1,
-                steps=self.steps, step_seconds=0.0,
+                steps=self.steps, step_seconds=7.0,
             )  # fmt: skip
         if deltas or progress or stats:
             self.say(Outputs(deltas=deltas, progress=progress, stats=stats))

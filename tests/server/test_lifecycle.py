@@ -204,6 +204,7 @@ async def test_metrics_tell_what_happened(live, tokenizer):
     for name in ("time_to_first_token", "request", "queue"):
         assert await live.metric(f"tandem_{name}_seconds_count") == 4
     assert await live.metric("tandem_inter_token_seconds_count") == 3 * num + 1
+    assert await live.metric("tandem_engine_step_seconds_total") == 7
     assert await live.metric("tandem_pages_capacity") == 1024
     assert await live.metric("tandem_pages_cached") == 2
     assert await live.metric("tandem_engine_up") == 1
