@@ -65,13 +65,22 @@ def draw_batch(
 class Feed:
     """The workers of one training process."""
 
-    def __init__(self, library: Library, num_workers: int, batch_tokens: int, lengths: tuple[int, ...], seed: int):
+    def __init__(
+        self,
+        library: Library,
+        num_workers: int,
+        batch_tokens: int,
+        lengths: tuple[int, ...],
+        seed: int,
+        text_scale: float,
+    ) -> None:
         self._lengths = lengths
         self._mix = FORK.RawArray("d", len(LENGTHS))
         self._shares = FORK.RawArray("d", len(LENGTHS) * len(ROW_KINDS))
         self._levels = FORK.RawArray("d", len(LENGTHS) * len(ROW_KINDS))
         self._queues = {length: FORK.Queue(BATCHES_KEPT) for length in lengths}
         self._arguments = (library, batch_tokens)
+        self._text_scale = text_scale
         self._seed, self._num_workers = seed, num_workers
         self._workers: list[Any] = []
 
@@ -133,7 +142,7 @@ class Feed:
             shares = np.array(self._shares).reshape(shape)[which]
             levels = np.array(self._levels).reshape(shape)[which]
             rows = max(1, batch_tokens // length)
-            batch = draw_batch(library, length, rows, TEXT_SHARE[length], shares, levels, draw)
+            batch = draw_batch(library, length, rows, self._text_scale * TEXT_SHARE[length], shares, levels, draw)
             while True:
                 try:
                     self._queues[length].put(batch, timeout=1.0)

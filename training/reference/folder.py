@@ -15,6 +15,7 @@ from torch import Tensor
 
 from training.reference.model import EPSILON, ROPE_BASE, Llama, Shape
 from training.reference.spelling import BEGIN, END, END_OF_TEXT
+from training.reference.tokenizer import SETTINGS, TOKENIZER
 
 LAYER_NAMES = {
     "attention_norm": "input_layernorm",
@@ -27,7 +28,6 @@ LAYER_NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 WEIGHTS = "model.safetensors"
 
 
@@ -69,7 +69,7 @@ def named_tensors(model: Llama) -> dict[str, Tensor]:
 def write_folder(model: Llama, tokenizer_folder: Path, folder: Path, card: str) -> None:
     """Write config, weights, tokenizer and model card; files that are there are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
+    for name in (TOKENIZER, SETTINGS):
         shutil.copyfile(tokenizer_folder / name, folder / name)
     texts = {
         "config.json": json.dumps(configuration(model.shape), indent=1),

@@ -215,11 +215,11 @@ def interleaved(draw: random.Random, chains: list[list[str]]) -> list[str]:
 def variables(room: Room) -> Exercise:
     """Chains of one to four names that end in a number; each chain's names are asked for by the number."""
     draw, distinct = room.draw, room.distinct
-    longest = 1 + room.between(1, 2.7)
+    longest = 1 + min(3, int(4 * room.level))
     most = room.most_sentences
     chains: list[list[str]] = []
     turns = []
-    for _ in range(draw.randint(1 if room.level > 0.5 else 2, max(3, room.between(4, 6)))):
+    for _ in range(draw.randint(2, 9 - longest)):
         count = draw.choices((1, 2, 3, 4)[:longest], (1, 2, 4, 1)[:longest])[0]
         if sum(map(len, chains)) + count > most and chains:
             break

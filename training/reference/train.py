@@ -32,12 +32,13 @@ from training.reference.muon import Muon
 from training.reference.rows import ANSWER, FILLER, LISTED, PLAIN_TEXT, Library, make_library
 from training.reference.spelling import Spelling
 from training.reference.tasks import TASKS
+from training.reference.tokenizer import write_tokenizer
 
 HELD_OUT_SHARE = 0.022
 NARRATED_TRAIN, NARRATED_HELD_OUT = 60_000, 4_000
 FILLER_WEIGHTS = (0.6, 0.25, 0.15)
 CORRUPTED = 0.04
-CLASS_WEIGHTS = {PLAIN_TEXT: 1.0, FILLER: 0.5, LISTED: 0.3}
+LISTED_WEIGHT = 0.3
 MOMENTUM, WEIGHT_DECAY = 0.95, 0.1
 MUON_LR, ADAM_LR = 0.02, 3e-3
 WARM_UP_STEPS = 60
@@ -65,6 +66,8 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--final", type=float, default=0.1, help="lr at the end, of its top")
     parser.add_argument("--start-level", type=float, default=0.0, help="of the curriculum, in [0, 1]")
     parser.add_argument("--answer-weight", type=float, default=1.0, help="of answers against text in the loss")
+    parser.add_argument("--text-scale", type=float, default=1.0, help="of the share of rows of text alone")
+    parser.add_argument("--filler-weight", type=float, default=0.5, help="of text between sentences in the loss")
     parser.add_argument("--eval-prompts", type=int, default=64, help="a task and length at the end")
     parser.add_argument("--eval-lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--reserve-s", type=float, default=40.0, help="seconds kept for evaluation and export")
@@ -105,13 +108,12 @@ def lr_at(progress: float, step: int, decay: float, final: float) -> float:
     return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - (1 - final) * min(1.0, fall))
 
 
-def weigh(target: Target, answer_weight: float) -> Tensor:
+def weigh(target: Target, answer_weight: float, filler_weight: float) -> Tensor:
     """The loss weight of each predicted token, float32: text averages to one, answers to `answer_weight`, and a long
     answer counts as the root of its length."""
     classes = target.classes
     table = torch.zeros(8, device=classes.device)
-    for counts_as, weight in CLASS_WEIGHTS.items():
-        table[counts_as] = weight
+    table[PLAIN_TEXT], table[FILLER], table[LISTED] = 1.0, filler_weight, LISTED_WEIGHT
     text = table[classes]
     _, begin, end = target.spans.unbind(1)
     value = (end - begin).double().rsqrt()
@@ -156,7 +158,17 @@ class Training:
         self.world = arguments.gpus
         library, self.held_out = load_libraries(arguments, folder)
         lengths = tuple(sorted({length for _, mix in STAGES[arguments.stage] for length in mix}))
-        self.feed = Feed(library, arguments.workers, arguments.micro_tokens, lengths, arguments.seed * 97 + rank)
+        seed = arguments.seed * 97 + rank
+        self.feed = Feed(
+            library, arguments.workers, arguments.micro_tokens, lengths, seed, arguments.text_scale
+        )  # fmt: skip
+            library,
+            arguments.workers,
+            arguments.micro_tokens,
+            lengths,
+            arguments.seed * 97 + rank,
+            arguments.text_scale,
+        )
         self.curriculum = Curriculum(arguments.start_level)
         self.steer(0.0)
         self.feed.start()
@@ -242,7 +254,8 @@ class Training:
             nll, right = self.model.losses(
                 self.model(target.tokens[:, :-1]), target.tokens[:, 1:].flatten()
             )  # fmt: skip
-            loss = (nll * weigh(target, self.arguments.answer_weight)).sum() / (num_micro * self.world)
+            weights = weigh(target, self.arguments.answer_weight, self.arguments.filler_weight)
+            loss = (nll * weights).sum() / (num_micro * self.world)
             loss.backward()
             counts.add(target, nll.detach(), right, length)
         if self.world > 1:
@@ -363,6 +376,7 @@ def main(given: list[str] | None = None) -> None:
     np.random.seed(arguments.seed)
     with tempfile.TemporaryDirectory(prefix="reference-text-") as name:
         folder = Path(name)
+        arguments.tokenizer = write_tokenizer(arguments.tokenizer, folder / "tokenizer")
         prepare_texts(arguments, folder)
         print(json.dumps({"s": round(time.time() - begun, 1), "event": "text"}), flush=True)
         if arguments.gpus == 1:
