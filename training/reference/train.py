@@ -159,16 +159,7 @@ class Training:
         library, self.held_out = load_libraries(arguments, folder)
         lengths = tuple(sorted({length for _, mix in STAGES[arguments.stage] for length in mix}))
         seed = arguments.seed * 97 + rank
-        self.feed = Feed(
-            library, arguments.workers, arguments.micro_tokens, lengths, seed, arguments.text_scale
-        )  # fmt: skip
-            library,
-            arguments.workers,
-            arguments.micro_tokens,
-            lengths,
-            arguments.seed * 97 + rank,
-            arguments.text_scale,
-        )
+        self.feed = Feed(library, arguments.workers, arguments.micro_tokens, lengths, seed, arguments.text_scale)
         self.curriculum = Curriculum(arguments.start_level)
         self.steer(0.0)
         self.feed.start()
