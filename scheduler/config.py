@@ -9,6 +9,7 @@ class PrefillConfig(Settings):
     chunk_tokens: int = Field(2048, ge=16, description="most tokens of one prefill unit (one layer over one chunk)")
     max_hidden_tokens: int | None = Field(None, gt=0, description="hidden states of all prefills under way; derived")
     max_jobs: int = Field(8, ge=1, description="prefill jobs under way at once")
+    share: float = Field(0.8, gt=0, lt=1, description="of the time while streams run, within the token gap target")
     bypass_units: int = Field(64, ge=1, description="units of shorter jobs before the oldest job gets one")
 
 

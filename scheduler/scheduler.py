@@ -82,6 +82,7 @@ class Scheduler:
         self._launched: deque[_Launched] = deque()
         self._changes = _Changes()
         self._next_job_id = 0
+        self._seconds_since_decode = 0.0  # of prefill units, as estimated
         self.num_preemptions = 0
 
     # --- requests in --------------------------------------------------------------------------------------------------
@@ -134,10 +135,13 @@ class Scheduler:
         writes = self._grow_running()
         new_jobs, new_writes = self._admit()
         drawing = [sequence for sequence in self._running if sequence.wants_draw]
-        groups = self._group(drawing)
         entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
-        units, finished = self._prefill.next_units(self._prefill_seconds(bool(drawing)))
+        budget = self._prefill_seconds() - self._seconds_since_decode if drawing else None
+        units, finished = self._prefill.next_units(budget)
         contexts = [entries[unit.job_id].context_at(unit.end) for unit in units]
+        if budget is not None and self._decode_can_wait(units, contexts, budget):
+            drawing = []
+        groups = self._group(drawing)
         changes, self._changes = self._changes, _Changes()
         plan = StepPlan(
             released_slots=changes.released_slots,
@@ -356,11 +360,24 @@ class Scheduler:
             group.samples.append(sequence.num_drawn)
         return list(groups.values())
 
-    def _prefill_seconds(self, is_decoding: bool) -> float | None:
-        if not is_decoding:
-            return None
-        target = self._config.token_gap_target_ms / 1e3
-        return max(target - self._costs.decode_seconds, _LEAST_PREFILL_SHARE * target)
+    def _prefill_seconds(self) -> float:
+        """Between two decode steps: prefill's share of the time, within the token gap target."""
+        target, share = self._config.token_gap_target_ms / 1e3, self._config.prefill.share
+        decode = self._costs.decode_seconds
+        return max(min(target - decode, decode * share / (1.0 - share)), _LEAST_PREFILL_SHARE * target)
+
+    def _decode_can_wait(self, units: list[PrefillUnit], contexts: list[int], budget: float) -> bool:
+        """Whether another step of units like these fits before the next decode step must come.
+
+        A step has no more than one whole unit, so that a request that arrives never waits for more than two.
+        """
+        seconds = sum(
+            self._costs.unit_seconds(unit.end - unit.begin, context)
+            for unit, context in zip(units, contexts, strict=True)
+        )
+        waits = bool(units) and 2 * seconds <= budget
+        self._seconds_since_decode = self._seconds_since_decode + seconds if waits else 0.0
+        return waits
 
     # --- what others may know -----------------------------------------------------------------------------------------
 

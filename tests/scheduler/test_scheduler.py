@@ -442,6 +442,27 @@ def test_a_long_prefill_keeps_the_gap_between_tokens_near_its_target() -> None:
     drain(engine)
 
 
+def seconds_of_a_long_prefill(num_streams: int) -> float:
+    """Simulated time from the arrival of a 9,000-token prompt to its first token, while streams run."""
+    runner = PageRunner(SHAPE.num_layers, PAGE, unit_seconds=2e-6, decode_seconds=5e-3)
+    engine, _ = make_engine(num_pages=1200, chunk_tokens=512, max_hidden_tokens=20_000, runner=runner)
+    engine.submit([make_request("first", prompt_of(2000, salt=5), max_tokens=1)])
+    drain(engine)
+    engine.submit([make_request(f"s{i}", prompt_of(20, salt=i + 2), max_tokens=500) for i in range(num_streams)])
+    for _ in range(20):
+        engine.step()
+    began = runner.clock
+    engine.submit([make_request("long", prompt_of(9000, salt=1), max_tokens=1)])
+    while not any(delta.request_id == "long" for delta in engine.step()):
+        pass
+    return runner.clock - began
+
+
+def test_prefill_gets_its_share_of_the_time_while_streams_run() -> None:
+    """Share 0.8: a quarter longer than alone, and some rounding to whole units."""
+    assert seconds_of_a_long_prefill(3) <= 1.45 * seconds_of_a_long_prefill(0)
+
+
 def test_progress_grows_to_the_whole_prompt() -> None:
     engine, _ = make_engine(num_pages=200, chunk_tokens=64)
     engine.submit([make_request("a", prompt_of(1000), max_tokens=1)])
