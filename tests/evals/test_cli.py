@@ -64,3 +64,54 @@ def test_results_renders_a_run_that_was_made_elsewhere(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["results", "--from", str(run), "--page", str(page)])
     assert result.exit_code == 0, result.output
     assert "| `full` | 100.0 % | 100.0 % | 99.5 |" in page.read_text()
+
+
+def test_datasets_run_like_tasks_shortened_and_resumed(tmp_path: Path) -> None:
+    rows = [{"context": "word " * 900, "input": f"{n}?", "answers": ["x"], "_id": str(n)} for n in range(3)]
+    book = {"id": 0, "context": "word " * 900, "input": "Which?", "answer": ["12345"], "options": []}
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "passkey.jsonl").write_text("\n".join([json.dumps(book)] * 2))
+    files = [f"longbench/hotpotqa={tmp_path / 'qa.jsonl'}", f"infinitebench/passkey={tmp_path / 'passkey.jsonl'}"]
+    out = tmp_path / "out.json"
+    command = [
+        *RUN,
+        "--dataset",
+        files[0],
+        "--dataset",
+        files[1],
+        "--lengths",
+        "256",
+        "--samples",
+        "2",
+        "--json",
+        str(out),
+    ]
+    result = CliRunner().invoke(app, [*command, "--resume", str(tmp_path / "store")])
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())["rows"]
+    assert [(row["task"], row["samples"], row["failures"]) for row in found] == [
+        ("longbench/hotpotqa", 2, 0),
+        ("infinitebench/passkey", 2, 0),
+    ]
+    assert CliRunner().invoke(app, [*command, "--as", "completion"]).exit_code == 0
+    assert CliRunner().invoke(app, [*command, "--as", "letters"]).exit_code == 1
+    assert CliRunner().invoke(app, [*RUN, "--dataset", "gsm9k=x"]).exit_code == 1
+
+
+def test_one_page_is_made_of_several_runs(tmp_path: Path) -> None:
+    tasks, lost, page = tmp_path / "tasks.json", tmp_path / "lost.json", tmp_path / "page.html"
+    method = ["--method", "topk:budget=0.2", "--lengths", "256", "--samples", "2"]
+    assert CliRunner().invoke(app, [*RUN, "--method", "full", *method, "--json", str(tasks)]).exit_code == 0
+    fidelity = ["fidelity", *RUN[1:], *method, "--forced", "4", "--json", str(lost)]
+    assert CliRunner().invoke(app, fidelity).exit_code == 0
+    result = CliRunner().invoke(app, ["page", str(tasks), str(lost), "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    html = page.read_text()
+    for heading in (
+        "Quality against what is read",
+        "Where the needle stands",
+        "Error a layer",
+        "Beside full attention",
+    ):
+        assert f"<h2>{heading}" in html
+    assert html.count("<svg") == 4

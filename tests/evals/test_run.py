@@ -4,6 +4,7 @@ import json
 import math
 import re
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from evals.decode import decode_greedy, prefill_batch
 from evals.forward import load_decoder
 from evals.methods.registry import parse_method
 from evals.results import cells_of, describe_run, estimate_seconds, read_runs, render_run, replace_between_markers
-from evals.rows import summarize
+from evals.rows import depth_rows, summarize
 from evals.run import AGREEMENT, load_tokenizer, make_prompts
 from evals.served import Server, named_methods
 from evals.session import InProcess, run, run_remotely
@@ -171,3 +172,28 @@ def test_a_server_is_scored_by_its_profiles_and_its_refusals_are_failures(tmp_pa
     assert (full["method"], full["score"], full["failures"], full["head_fraction"]) == ("profile:exact", 100.0, 0, None)
     assert (broken["method"], broken["score"], broken["failures"]) == ("profile:broken", 0.0, 3)
     assert {one.key for one in again} == {one.key for one in records}
+
+
+def test_a_method_that_breaks_fails_alone_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("evals.methods.loki.principal_components", broken)
+    cell = Cell("needle", 256, 2, ("full", "loki:rank=16", "topk:budget=0.2"), 0)
+    full, loki, topk = summarize(run([cell], SETTINGS, InProcess("cpu", 2, 0, None), None))
+    assert (full["failures"], topk["failures"]) == (0, 0)
+    assert (loki["samples"], loki["failures"], loki["score"]) == (2, 2, 0.0)
+
+
+def test_a_stopped_run_leaves_the_cells_that_it_finished() -> None:
+    cells = [Cell(task, 256, 2, ("full",), 0) for task in ("needle", "word_needle")]
+    left: list[tuple[int, int]] = []
+    run(cells, SETTINGS, InProcess("cpu", 2, 0, None), lambda records, done: left.append((len(records), done)))
+    assert left == [(2, 1), (4, 2)]
+
+
+def test_depths_are_means_of_tenths_and_failures_count() -> None:
+    records = [replace(record("full", number, 1.0), depth=depth) for number, depth in enumerate((0.0, 0.05, 1.0))]
+    records[1] = replace(records[1], score=0.0, failure="late")
+    rows = depth_rows(records)
+    assert [(row["depth"], row["samples"], row["score"]) for row in rows] == [(0.05, 2, 50.0), (0.95, 1, 100.0)]

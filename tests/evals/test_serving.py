@@ -1,0 +1,112 @@
+"""Serving profiles end to end: through the engine in this process and a server, scored and compared with attention."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from evals.cells import Cell, PromptSettings
+from evals.cli import app
+from evals.end_to_end import Said, compare_profile, divergence, ids_of_texts
+from evals.forward import load_decoder
+from evals.rows import summarize
+from evals.serving import Ask, load_serving_engine
+from evals.session import InProcess, run
+from gpu.profiles import ProfileError
+from tests.end_to_end.server_process import running_server
+from tests.tolerances import METHOD_FLOAT32
+
+MODEL = Path("deploy/models/reference")
+SETTINGS = PromptSettings(MODEL, "reference", 0, ())
+
+
+def test_the_exact_profile_answers_as_full_attention_does(tmp_path: Path) -> None:
+    cells = [Cell("needle", 256, 4, ("full", "profile:exact"), 0)]
+    records = run(cells, SETTINGS, InProcess("cpu", 4, 0, tmp_path), None)
+    full, served = ([one.prediction for one in records if one.cell["method"] == name] for name in cells[0].methods)
+    assert sorted(full) == sorted(served)
+    rows = summarize(records)
+    assert [row["method"] for row in rows] == ["full", "profile:exact"]
+    assert rows[1]["difference"] == 0
+    assert rows[1]["head_fraction"] is None
+    assert {one.key for one in run(cells, SETTINGS, InProcess("cpu", 4, 0, tmp_path), None)} == {
+        one.key for one in records
+    }
+
+
+def test_a_prompt_that_the_engine_refuses_is_a_failure_and_its_neighbours_are_not() -> None:
+    engine = load_serving_engine(MODEL, "cpu", 64)
+    asks = [Ask("long", [7] * 20_000, 4, [], None), Ask("short", [0, 3, 9], 4, [], None)]
+    answers = {answer.key: answer for answer in engine.answer(asks, "exact")}
+    assert answers["long"].failure
+    assert answers["short"].failure is None
+    assert len(answers["short"].token_ids) == 4
+
+
+def test_unknown_profiles_are_named_with_those_that_exist() -> None:
+    result = CliRunner().invoke(app, ["tasks", "--model", str(MODEL), "--method", "profile:none", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "unknown profile 'none'; known: exact" in result.stderr
+    assert issubclass(ProfileError, ValueError)
+
+
+def test_fidelity_sees_a_profile_from_outside_in_process_and_on_a_server(tmp_path: Path) -> None:
+    out, page = tmp_path / "fidelity.json", tmp_path / "page.html"
+    command = [
+        "fidelity",
+        "--model",
+        str(MODEL),
+        "--device",
+        "cpu",
+        "--lengths",
+        "128",
+        "--samples",
+        "1",
+        "--forced",
+        "4",
+    ]
+    both = [*command, "--method", "profile:exact"]
+    inside = CliRunner().invoke(app, [*both, "--method", "topk:budget=0.2", "--json", str(out), "--html", str(page)])
+    assert inside.exit_code == 0, inside.output
+    document = json.loads(out.read_text())
+    assert [row["method"] for row in document["rows"]] == ["full", "topk:budget=0.2", "profile:exact"]
+    assert {row["method"] for row in document["layers"]} == {"topk:budget=0.2"}
+    assert "Error a layer" in page.read_text()
+    assert "Beside full attention" in page.read_text()
+    with running_server(tmp_path, {}) as server:
+        server.wait_until_healthy()
+        outside = CliRunner().invoke(app, [*both, "--url", f"{server.url}/v1", "--json", str(out)])
+    assert outside.exit_code == 0, outside.output
+    full, profile = document["rows"][0], document["rows"][2]
+    for row in (profile, json.loads(out.read_text())["rows"][1]):
+        assert (row["agreement"], row["agreement_generated"], row["failures"]) == (1.0, 1.0, 0)
+        assert row["perplexity"] == pytest.approx(full["perplexity"], rel=METHOD_FLOAT32)
+        assert abs(row["kl"]) < METHOD_FLOAT32
+        assert row["tokens_generated"] > 0
+        assert row["head_fraction"] is None
+
+
+def test_failed_texts_count_as_not_agreeing() -> None:
+    decoder = load_decoder(MODEL, torch.device("cpu"), torch.float32)
+    texts = [[0, 5, 6, 7, 8], [0, 9, 10, 11, 12]]
+    row = compare_profile(decoder, texts, "profile:x", {}, lambda *_: [Said([], [], [], "no")] * 2, 2, lambda: None)
+    assert (row["failures"], row["agreement"], row["agreement_generated"]) == (2, 0.0, 0.0)
+    assert math.isnan(row["kl"])
+
+
+def test_divergence_over_listed_tokens_bounds_the_whole_one_from_below() -> None:
+    draw = torch.Generator().manual_seed(0)
+    full, mine = (torch.randn(50, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    whole = float((full.exp() * (full - mine)).sum())
+    assert divergence(full, dict(enumerate(mine.tolist()))) == pytest.approx(whole, abs=METHOD_FLOAT32)
+    part = divergence(full, {token: float(mine[token]) for token in mine.topk(10).indices.tolist()})
+    assert 0 < part < whole
+
+
+def test_tokens_are_known_by_texts_that_only_they_have() -> None:
+    ids = ids_of_texts(MODEL)
+    assert len(ids) > 8000
+    assert len(set(ids.values())) == len(ids)
