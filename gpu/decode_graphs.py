@@ -2,7 +2,8 @@
 
 It refuses to know requests: rows are slots. Invariants: a step reads its tokens from `last_tokens` on the device, so
 the host never waits for one; rows that pad a batch to a captured size have slot -1 and context 0, and write nothing. A
-step is a list of segments, each captured by itself, so that work of the host can stand between two of them.
+step is a list of segments, each captured by itself, so that work of the host can stand between two of them. On the CPU
+a small batch with exact attention goes through the compiled step instead, which needs none of these buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.decode_attention import DecodeAttention, DecodeQuery
+from gpu.cpu_step import MAX_ROWS, CpuStep, serves
+from gpu.decode_attention import DecodeAttention, DecodeQuery, exact_decode_attention
 from gpu.decoder import Decoder
 from gpu.kernels.paged_decode_attention import Workspace
 from gpu.upload import upload
@@ -65,9 +67,13 @@ class DecodeSteps:
         self.last_tokens = last_tokens
         self.workspace = workspace
         self._captured: dict[int, _CapturedStep] = {}
+        self._compiled = _compiled_step(decoder, attention)
 
     def run(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Logits, float32 `[rows, vocab]`, after one token a slot; asynchronous. Overwritten by the next step."""
+        if self._compiled is not None and len(slots) <= MAX_ROWS:
+            rows = np.array(slots, np.int32), np.array(positions, np.int64)
+            return self._compiled.run(*rows, self.last_tokens.numpy()[rows[0]])
         size = min((size for size in self._captured if size >= len(slots)), default=len(slots))
         packed = DecodeInputs.pack(slots, positions, size, len(self.last_tokens) - 1)
         captured = self._captured.get(size)
@@ -114,3 +120,11 @@ class DecodeSteps:
             return self.attention(request)
 
         return self.decoder.layer(layer, hidden, inputs.positions, inputs.slots, attend)
+
+
+def _compiled_step(decoder: Decoder, attention: DecodeAttention) -> CpuStep | None:
+    """The compiled step where it can take the place of `compute`: it has no hook for any other attention."""
+    weights = decoder.weights.logits
+    if attention is not exact_decode_attention or not serves(decoder.architecture, weights.dtype, weights.device):
+        return None
+    return CpuStep(decoder)
