@@ -67,7 +67,7 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--start-level", type=float, default=0.0, help="of the curriculum, in [0, 1]")
     parser.add_argument("--answer-weight", type=float, default=1.0, help="of answers against text in the loss")
     parser.add_argument("--text-scale", type=float, default=1.0, help="of the share of rows of text alone")
-    parser.add_argument("--filler-weight", type=float, default=0.5, help="of text between sentences in the loss")
+    parser.add_argument("--filler-weight", type=float, default=0.2, help="of text between sentences in the loss")
     parser.add_argument("--eval-prompts", type=int, default=64, help="a task and length at the end")
     parser.add_argument("--eval-lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--reserve-s", type=float, default=40.0, help="seconds kept for evaluation and export")
