@@ -72,6 +72,13 @@ SAMPLED_FLIPS_PER_TOKEN = 1e-4
 BF16_FLIP_LOGIT_GAP = 0.5
 # A first flip ends the comparison, so at most one a stream of 40 tokens; bf16 moves some percent of the mass.
 BF16_SAMPLED_FLIPS_PER_TOKEN = 1 / 40
+# Compiled decode step, in standard deviations of the logits: float32 sums of some hundred terms through two layers.
+COMPILED_LOGITS_FLOAT32 = 3e-5
+# The same over bf16 weights and pages, with float32 between: a key or value near the middle of two bf16 numbers may
+# round the other way than float64's (2**-9 of one element of one token).
+COMPILED_LOGITS_BFLOAT16 = 4e-3
+# exp in float32, relative: two units in the last place.
+EXP_FLOAT32 = 2.4e-7
 # Seconds between a stream's tokens while a 16K-token prompt is prefilled on one thread: what the server is asked to aim
 # for; the mean keeps to it. A single step may take more (its cost is predicted), most of all on a machine that others
 # load as well; without interleaving it would be the whole prefill.
@@ -139,3 +146,9 @@ METHOD_FLOAT32 = 5e-5
 SAMPLED_MEAN_SIGMAS = 5.0
 # Logits of ten float32 layers against transformers: sums in another order, logits of some ten units.
 FORWARD_LOGIT_ATOL = 5e-4
+
+# --- training: the reference model ---
+# float32 logits of order 0.2 through two implementations of the same layers, in another order.
+TRAINING_LOGITS_ATOL = 1e-5
+# Five Newton-Schulz iterations with Muon's coefficients leave singular values between about 0.7 and 1.2; bf16 adds 1 %.
+MUON_SINGULAR_VALUES = (0.6, 1.3)

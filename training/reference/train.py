@@ -12,24 +12,23 @@ import os
 import random
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from training.reference.card import write_card
 from training.reference.corpus import Text, narrate, read_text, split_novels, tokenise, tokenise_with
 from training.reference.curriculum import LENGTHS, STAGES, Curriculum, describe, length_shares
-from training.reference.evaluation import Target, accuracy, exact, perplexity, place
+from training.reference.evaluation import accuracy, perplexity, place
 from training.reference.feed import Feed
 from training.reference.folder import read_weights, write_folder
 from training.reference.model import SHAPES, Llama, choose_attention
 from training.reference.muon import Muon
-from training.reference.rows import ANSWER, FILLER, LISTED, PLAIN_TEXT, Library, make_library
+from training.reference.objective import Counts, lr_at, weigh
+from training.reference.rows import Library, make_library
 from training.reference.spelling import Spelling
 from training.reference.tasks import TASKS
 from training.reference.tokenizer import write_tokenizer
@@ -38,10 +37,8 @@ HELD_OUT_SHARE = 0.022
 NARRATED_TRAIN, NARRATED_HELD_OUT = 60_000, 4_000
 FILLER_WEIGHTS = (0.6, 0.25, 0.15)
 CORRUPTED = 0.04
-LISTED_WEIGHT = 0.3
 MOMENTUM, WEIGHT_DECAY = 0.95, 0.1
 MUON_LR, ADAM_LR = 0.02, 3e-3
-WARM_UP_STEPS = 60
 SYNC_STEPS = 10
 SAVE_S, PERPLEXITY_S = 100.0, 60.0
 TEXT_FILES = ("spaced", "lined", "told", "held_spaced", "held_lined", "held_told")
@@ -100,54 +97,6 @@ def load_libraries(arguments: argparse.Namespace, folder: Path) -> tuple[Library
         make_library(spelling, training, FILLER_WEIGHTS, 2, CORRUPTED),
         make_library(spelling, held_out, (0.8, 0.2), 1, 0.0),
     )
-
-
-def lr_at(progress: float, step: int, decay: float, final: float) -> float:
-    """Of the top: a warm-up in steps, level, and a straight fall over the last `decay` of the time."""
-    fall = max(0.0, (progress - (1 - decay)) / decay) if decay else 0.0
-    return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - (1 - final) * min(1.0, fall))
-
-
-def weigh(target: Target, answer_weight: float, filler_weight: float) -> Tensor:
-    """The loss weight of each predicted token, float32: text averages to one, answers to `answer_weight`, and a long
-    answer counts as the root of its length."""
-    classes = target.classes
-    table = torch.zeros(8, device=classes.device)
-    table[PLAIN_TEXT], table[FILLER], table[LISTED] = 1.0, filler_weight, LISTED_WEIGHT
-    text = table[classes]
-    _, begin, end = target.spans.unbind(1)
-    value = (end - begin).double().rsqrt()
-    steps = torch.zeros(len(classes) + 1, dtype=torch.float64, device=classes.device)
-    steps.index_add_(0, begin, value)
-    steps.index_add_(0, end, -value)
-    answers = steps.cumsum(0)[:-1].float() * (classes == ANSWER)
-    return text / text.sum().clamp(min=1) + answer_weight * answers / answers.sum().clamp(min=1)
-
-
-@dataclass
-class Counts:
-    """Sums since the last synchronisation, on the device."""
-
-    device: torch.device
-    losses: Tensor = field(init=False)
-    hits: Tensor = field(init=False)
-    tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.losses = torch.zeros(4, device=self.device)
-        self.hits = torch.zeros(2, len(LENGTHS) * len(TASKS), device=self.device)
-
-    def add(self, target: Target, nll: Tensor, right: Tensor, length: int) -> None:
-        """Count a batch's losses of text and answers, and its answers that are exactly right."""
-        for place_of, counts_as in enumerate((PLAIN_TEXT, ANSWER)):
-            chosen = target.classes == counts_as
-            self.losses[2 * place_of] += (nll * chosen).sum()
-            self.losses[2 * place_of + 1] += chosen.sum()
-        index = LENGTHS.index(length) * len(TASKS) + target.spans[:, 0]
-        found = exact(right, target.spans)
-        self.hits[0].index_add_(0, index, found)
-        self.hits[1].index_add_(0, index, torch.ones_like(found))
-        self.tokens += len(nll)
 
 
 class Training:
