@@ -13,11 +13,11 @@ from gpu.architecture import Architecture
 from gpu.decoder import Decoder
 from gpu.kernels.cpu_paged_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
 from gpu.kernels.cpu_product import ROWS
-from gpu.kernels.cpu_step import STAGES_A_LAYER, Buffers, Model, Rows, step_alone, step_together
+from gpu.kernels.cpu_step import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
 from gpu.kernels.cpu_team import COUNTER_INT64, new_counters
 from gpu.kernels.cpu_vectors import HAS_VECTORS, LINE_BYTES
 
-MAX_ROWS = 16  # of a batch; larger ones gain more from a library's blocked products than from fewer calls
+MAX_ROWS = 32  # of a batch; with larger ones a library's products draw level (docs/LAB.md)
 _KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 _PADDING = 16  # columns between rows: widths that are powers of two would all share a few sets of the cache
 
@@ -40,7 +40,9 @@ class CpuStep:
         a = decoder.architecture
         self._shape = Shape(a.num_heads, a.num_kv_heads, a.dim, decoder.pool.page_tokens, np.float32(decoder.scale))
         self._buffers: dict[int, Buffers] = {}  # by number of threads
-        self._parts = _parts(a, 1)
+        self._rows = min(MAX_ROWS, decoder.pool.max_slots)
+        self._parts = _parts(a, self._rows, 1)
+        self._compiled: CompiledStep | None = None
 
     def run(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> Tensor:
         """Logits float32 `[rows, vocab]`, overwritten by the next step.
@@ -53,23 +55,20 @@ class CpuStep:
         buffers = self._buffers_for(threads)
         parts = self._parts_for(int(context_lens.max()))
         buffers.counters.fill(0)
-        if threads == 1:
-            step_alone(self._model, self._shape, rows, buffers, parts)
-        else:
-            with_threads = numba.get_num_threads()
-            numba.set_num_threads(threads)
-            step_together(threads, self._model, self._shape, rows, buffers, parts)
-            numba.set_num_threads(with_threads)
+        arguments = (self._model, self._shape, rows, buffers, parts)
+        if self._compiled is None:
+            self._compiled = CompiledStep(*arguments)
+        self._compiled.run(threads, *arguments)
         return torch.from_numpy(buffers.logits[: len(slots)])
 
     def _buffers_for(self, threads: int) -> Buffers:
         if threads not in self._buffers:
-            self._buffers[threads] = _buffers(self._decoder.architecture, threads)
+            self._buffers[threads] = _buffers(self._decoder.architecture, self._rows, threads)
         return self._buffers[threads]
 
     def _parts_for(self, context: int) -> Parts:
         if self._parts.top.shape[2] * PART_TOKENS < context:
-            self._parts = _parts(self._decoder.architecture, -(-context // PART_TOKENS))
+            self._parts = _parts(self._decoder.architecture, self._rows, -(-context // PART_TOKENS))
         return self._parts
 
 
@@ -101,28 +100,28 @@ def _model(decoder: Decoder) -> Model:
     )
 
 
-def _buffers(a: Architecture, threads: int) -> Buffers:
+def _buffers(a: Architecture, rows: int, threads: int) -> Buffers:
     query_width = a.num_heads * a.dim
     return Buffers(
-        hidden=_floats(MAX_ROWS, a.hidden + _PADDING),
-        qkv=_floats(MAX_ROWS, query_width + 2 * a.num_kv_heads * a.dim + _PADDING),
-        attended=_floats(MAX_ROWS, query_width + _PADDING),
-        gated=_floats(MAX_ROWS, a.intermediate + _PADDING),
-        logits=_floats(MAX_ROWS, a.vocab_size),
-        normed=_floats(threads, MAX_ROWS, a.hidden + _PADDING),
-        tiles=_floats(threads, 2, MAX_ROWS, ROWS),
+        hidden=_floats(rows, a.hidden + _PADDING),
+        qkv=_floats(rows, query_width + 2 * a.num_kv_heads * a.dim + _PADDING),
+        attended=_floats(rows, query_width + _PADDING),
+        gated=_floats(rows, a.intermediate + _PADDING),
+        logits=_floats(rows, a.vocab_size),
+        normed=_floats(threads, rows, a.hidden + _PADDING),
+        tiles=_floats(threads, 2, rows, ROWS),
         query=_floats(threads, a.group, a.dim),
         scores=_floats(threads, a.group, PART_TOKENS),
-        counters=new_counters(a.num_layers * STAGES_A_LAYER + 1, threads),
+        counters=new_counters(a.num_layers * STAGES_A_LAYER + OTHER_STAGES, threads),
     )
 
 
-def _parts(a: Architecture, parts: int) -> Parts:
+def _parts(a: Architecture, rows: int, parts: int) -> Parts:
     return Parts(
-        out=_floats(MAX_ROWS, a.num_heads, parts, a.dim),
-        top=_floats(MAX_ROWS, a.num_heads, parts),
-        mass=_floats(MAX_ROWS, a.num_heads, parts),
-        arrivals=np.zeros((MAX_ROWS * a.num_kv_heads, COUNTER_INT64), np.int64),
+        out=_floats(rows, a.num_heads, parts, a.dim),
+        top=_floats(rows, a.num_heads, parts),
+        mass=_floats(rows, a.num_heads, parts),
+        arrivals=np.zeros((rows * a.num_kv_heads, COUNTER_INT64), np.int64),
     )
 
 

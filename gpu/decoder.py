@@ -12,7 +12,7 @@ from gpu.architecture import Architecture
 from gpu.kernels.cpu_attention import applies, rope_kv_write_cpu
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kv_pool import KvPool
-from gpu.projections import projections_for
+from gpu.projections import Projections
 from gpu.rope import rope_tables
 from gpu.weights import Weights
 from transfer.partial import Partial
@@ -28,7 +28,7 @@ class Decoder:
         self.architecture = architecture
         self.weights = weights
         self.pool = pool
-        self.projections = projections_for(architecture, weights)
+        self.projections = Projections(weights, architecture.rms_norm_eps)
         self.scale = architecture.dim**-0.5
         self.cos, self.sin = rope_tables(architecture, max_context_tokens, pool.device)
         self._rope_kv_write = rope_kv_write_cpu if applies(pool.key_pages[0]) else rope_kv_write

@@ -15,7 +15,8 @@ MIB = 2**20
 CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, and what the allocator cannot reuse
 CUDA_GRAPH_BYTES = 48 * MIB  # one batch size: the graphs of all layers with their private pools
 HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries
-PACKED_BYTES_LIMIT = 2**30  # float32 models up to this get a second, packed copy of their matrices on the CPU
+CPU_STEP_ROWS = 32  # most rows of the CPU's compiled decode step ...
+CPU_PART_TOKENS = 1024  # ... which cuts a context into parts of so many tokens
 MAX_LOGITS_ROWS = 256  # rows of logits at once: decode, and blocks of prompt logprobs
 LOGPROB_BYTES = 30 * 2**23  # of logprobs: float32 and int64 copies of as many logits as are taken at once
 DRAW_ENTRY_BYTES = 44  # of a drawn row with all filters, a vocabulary entry: scores, distances, weights, digits
@@ -117,12 +118,15 @@ class Demand:
 
     def _weights(self) -> tuple[MemoryItem, ...]:
         shape = self.shape
-        weights = self._item("weights", shape.num_weights * self.dtype_bytes, f"{shape.num_weights / 1e9:.2f} billion")
-        is_packed = self.device == "cpu" and self.dtype_bytes == 4 and weights.bytes <= PACKED_BYTES_LIMIT
-        if not is_packed:
-            return (weights,)
-        packed = shape.num_weights_read_per_token * 4
-        return weights, self._item("packed weights", packed, "the matrices once more, in the layout for batches")
+        return (self._item("weights", shape.num_weights * self.dtype_bytes, f"{shape.num_weights / 1e9:.2f} billion"),)
+
+    def _decode_partials(self) -> int:
+        """Bytes of the partials of split contexts, and of the compiled step's float32 logits."""
+        shape = self.shape
+        if self.device == "cuda":
+            return self.split_rows * shape.num_heads * (shape.dim + 1) * 4
+        rows, parts = min(self.max_running, CPU_STEP_ROWS), -(-shape.max_context_tokens // CPU_PART_TOKENS)
+        return rows * (shape.num_heads * parts * (shape.dim + 2) + shape.vocab_size) * 4
 
     def _workspaces(self) -> tuple[MemoryItem, ...]:
         shape, running = self.shape, self.max_running
@@ -131,7 +135,6 @@ class Demand:
         logits = rows * shape.vocab_size * (4 + narrow)
         drawing = max(min(LOGPROB_BYTES, 30 * rows * shape.vocab_size), running * shape.vocab_size * DRAW_ENTRY_BYTES)
         penalty_rows = 1 << (running - 1).bit_length()
-        split_kv = self.split_rows * shape.num_heads * (shape.dim + 1) * 4 if self.device == "cuda" else 0
         return (
             self._item(
                 "prefill activations",
@@ -140,7 +143,7 @@ class Demand:
             ),
             self._item(
                 "decode workspace",
-                self.activation_bytes(running) + split_kv,
+                self.activation_bytes(running) + self._decode_partials(),
                 f"activations of {running} sequences, partials of split contexts",
             ),
             self._item("logits", logits + drawing, f"{rows} rows of {shape.vocab_size:,} in float32, and drawing"),

@@ -12,14 +12,17 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
+from numba import types
+from numba.core.types.function_type import CompileResultWAP
 
 from gpu.kernels import cpu_exp, cpu_paged_attention, cpu_product, cpu_team, cpu_vectors
 from gpu.kernels.cpu_paged_attention import attend
 from gpu.kernels.cpu_product import normalise, project, project_and_add, project_gated
-from gpu.kernels.cpu_team import Team
+from gpu.kernels.cpu_team import Team, claim, end_stage
 from gpu.kernels.cpu_vectors import load
 
 STAGES_A_LAYER = 5
+OTHER_STAGES = 2  # the embedding and the logits
 QKV, OUTPUT, GATE_UP, DOWN, KEYS, VALUES = range(6)  # columns of the table of addresses
 
 
@@ -71,11 +74,16 @@ class Buffers(NamedTuple):
 
 
 @numba.njit(nogil=True)
-def _embed(model, rows, buffers):
-    for row in range(len(rows.slots)):
+def _embed(team, stage, model, rows, buffers):
+    items, done = len(rows.slots), 0
+    row = claim(team, stage, items)
+    while row >= 0:
         begin = rows.token_ids[row] * model.hidden
         for i in range(model.hidden):
             buffers.hidden[row, i] = load(model.kind, model.embedding, begin + i)
+        done += 1
+        row = claim(team, stage, items)
+    end_stage(team, stage, items, done)
 
 
 @numba.njit(nogil=True)
@@ -110,40 +118,31 @@ def _mlp(team, layer, model, tokens, buffers):
     )  # fmt: skip
 
 
-@numba.njit(nogil=True)
-def _work(me, threads, model, shape, rows, buffers, parts):
-    """What one thread of the region does."""
-    team, layers, tokens = Team(buffers.counters, me, threads), len(model.matrices), len(rows.slots)
-    for layer in range(layers):
-        _attention(team, layer, model, shape, rows, buffers, parts)
-        _mlp(team, layer, model, tokens, buffers)
-    normed = buffers.normed[me]
-    normalise(buffers.hidden, model.norms[2 * layers], model.eps, tokens, normed)
-    project(
-        team, layers * STAGES_A_LAYER, model.kind, model.logits, model.vocab, model.hidden, normed, tokens,
-        buffers.logits,
-    )  # fmt: skip
-
-
 def _compile(version: int):  # type: ignore[no-untyped-def]
-    """The step on one thread and on several. numba's file cache looks at one source file and at variables that a
-    function closes over; `version` stands for the sources of all that the step calls. A parallel region takes tuples
-    of arrays, but no tuples in tuples."""
+    """What one thread does of a step. numba's file cache looks at one source file and at the variables that a function
+    closes over; `version` stands for the sources of all that the step calls."""
 
     @numba.njit(nogil=True, cache=True)
-    def alone(model, shape, rows, buffers, parts):  # type: ignore[no-untyped-def]
-        if version >= 0:
-            _embed(model, rows, buffers)
-            _work(0, 1, model, shape, rows, buffers, parts)
+    def work(me, threads, model, shape, rows, buffers, parts):  # type: ignore[no-untyped-def]
+        if version < 0:
+            return
+        team, layers, tokens = Team(buffers.counters, me, threads), len(model.matrices), len(rows.slots)
+        last = layers * STAGES_A_LAYER
+        _embed(team, last + 1, model, rows, buffers)
+        for layer in range(layers):
+            _attention(team, layer, model, shape, rows, buffers, parts)
+            _mlp(team, layer, model, tokens, buffers)
+        normed = buffers.normed[me]
+        normalise(buffers.hidden, model.norms[2 * layers], model.eps, tokens, normed)
+        project(team, last, model.kind, model.logits, model.vocab, model.hidden, normed, tokens, buffers.logits)
 
-    @numba.njit(nogil=True, cache=True, parallel=True)
-    def together(threads, model, shape, rows, buffers, parts):  # type: ignore[no-untyped-def]
-        if version >= 0:
-            _embed(model, rows, buffers)
-        for me in numba.prange(threads):
-            _work(me, threads, model, shape, rows, buffers, parts)
+    return work
 
-    return alone, together
+
+@numba.njit(nogil=True, cache=True, parallel=True)
+def _together(work, threads, model, shape, rows, buffers, parts):
+    for me in numba.prange(threads):
+        work(np.int64(me), threads, model, shape, rows, buffers, parts)
 
 
 def _version() -> int:
@@ -152,4 +151,27 @@ def _version() -> int:
     return int.from_bytes(sha256(text).digest()[:4])
 
 
-step_alone, step_together = _compile(_version())
+_work = _compile(_version())
+
+
+class CompiledStep:
+    """The step for the types of one model; compiled here, or read from numba's cache.
+
+    The parallel region calls it by its address: numba would optimise a function that is linked into a region thrice.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        """`arguments`: a model, shape, rows, buffers and parts like those of the steps to come."""
+        signature = (types.int64, types.int64, *(numba.typeof(argument) for argument in arguments))
+        _work.compile(signature)
+        self._work = CompileResultWAP(_work.overloads[signature])
+
+    def run(self, threads: int, *arguments: object) -> None:
+        """One step on so many threads; `buffers.counters` are zero."""
+        if threads == 1:
+            _work(0, 1, *arguments)
+            return
+        with_threads = numba.get_num_threads()
+        numba.set_num_threads(threads)
+        _together(self._work, threads, *arguments)
+        numba.set_num_threads(with_threads)

@@ -3,17 +3,20 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu import logprobs, memory_demand
 from gpu.architecture import NAMED_SHAPES, Architecture, named_shape
 from gpu.config import GpuConfig
+from gpu.cpu_step import MAX_ROWS, CpuStep
+from gpu.kernels.cpu_paged_attention import PART_TOKENS
 from gpu.kernels.paged_decode_attention import num_splits
 from gpu.memory_demand import Demand
 from gpu.memory_plan import MemoryPlan, PlanError, plan_memory
 from gpu.prefill import LOGITS_BLOCK_ROWS
-from gpu.projections import PACKED_BYTES_LIMIT
+from tests.gpu.cpu_decoder import cpu_decoder
 from transfer.machine import GIB, MachineProfile, load_machine
 
 MACHINES = {
@@ -175,15 +178,13 @@ def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, runn
         assert rows <= demand.split_rows
 
 
-def test_a_small_float32_model_on_the_cpu_is_planned_with_its_packed_copy() -> None:
-    assert PACKED_BYTES_LIMIT == memory_demand.PACKED_BYTES_LIMIT
-    small = make_plan(SHAPE_TINY, "laptop", GpuConfig())
-    assert 0 < find_bytes(small, "packed weights") <= find_bytes(small, "weights")
-    for plan in (
-        make_plan(SHAPE_TINY, "laptop", GpuConfig(dtype="bfloat16")),
-        make_plan(SHAPE_TINY, "rtx4090", GpuConfig(dtype="float32")),
-    ):
-        assert "packed weights" not in {item.name for item in plan.items}
+def test_the_compiled_step_on_the_cpu_is_planned_with_its_own_rows_and_parts() -> None:
+    assert (memory_demand.CPU_STEP_ROWS, memory_demand.CPU_PART_TOKENS) == (MAX_ROWS, PART_TOKENS)
+    demand = Demand(SHAPE_TINY, "cpu", 4, 4, 2048, 16, (1,))
+    step = CpuStep(cpu_decoder(SHAPE_TINY, torch.float32, num_pages=4, max_slots=4, max_pages=4))
+    parts = step._parts_for(SHAPE_TINY.max_context_tokens)
+    logits = step._buffers_for(1).logits
+    assert parts.out.nbytes + parts.top.nbytes + parts.mass.nbytes + logits.nbytes == demand._decode_partials()
 
 
 def test_rows_of_logits_are_those_of_the_prefill_and_their_copies_those_of_logprobs() -> None:

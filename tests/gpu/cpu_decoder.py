@@ -1,0 +1,65 @@
+"""A decoder with random weights on the CPU for tests of the compiled step: pages of NaN, and its plain oracle."""
+
+import numpy as np
+import torch
+
+from gpu.architecture import Architecture
+from gpu.decoder import Decoder
+from gpu.kernels.paged_decode_attention import paged_decode_attention_reference
+from gpu.kernels.rms_norm import rms_norm_reference
+from gpu.kernels.rope_kv_write import rope_kv_write_reference
+from gpu.kernels.swiglu import swiglu_reference
+from gpu.kv_pool import KvPool
+from gpu.weights import random_weights
+
+CPU = torch.device("cpu")
+PAGE_TOKENS = 16
+
+
+def cpu_decoder(shape: Architecture, dtype: torch.dtype, num_pages: int, max_slots: int, max_pages: int) -> Decoder:
+    """Slots share no page; all pages are NaN. `num_pages` is at least `max_slots * max_pages`, or tables stay zero."""
+    weights = random_weights(shape, 3, dtype, CPU, lambda fraction: None)
+    for layer in weights.layers:
+        layer.attention_norm.uniform_(0.5, 1.5)
+        layer.mlp_norm.uniform_(0.5, 1.5)
+    pool = KvPool(shape, num_pages, PAGE_TOKENS, max_slots, max_pages * PAGE_TOKENS, dtype, CPU)
+    pool.poison()
+    if num_pages >= max_slots * max_pages:
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))
+        pool.page_table.copy_(order[: max_slots * max_pages].view(max_slots, max_pages))
+    return Decoder(shape, weights, pool, max_pages * PAGE_TOKENS)
+
+
+def fill_contexts(decoder: Decoder, slots: np.ndarray, positions: np.ndarray) -> None:
+    """Random keys and values before each row's position."""
+    pool, generator = decoder.pool, torch.Generator().manual_seed(9)
+    for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+        for token in range(position if slot >= 0 else 0):
+            page, offset = int(pool.page_table[slot, token // PAGE_TOKENS]), token % PAGE_TOKENS
+            for pages in (*pool.key_pages, *pool.value_pages):
+                drawn = torch.randn(pages.shape[1], pages.shape[3], generator=generator)
+                pages[page, :, offset] = drawn.to(pages.dtype)
+
+
+def reference_logits(decoder: Decoder, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> torch.Tensor:
+    """The step in plain torch, float64, on copies of the pages that have the pages' rounding: `[rows, vocab]`."""
+    shape, weights, pool = decoder.architecture, decoder.weights, decoder.pool
+    slots_there, positions_there = torch.from_numpy(slots), torch.from_numpy(positions)
+    lens = torch.where(slots_there >= 0, positions_there + 1, 0).to(torch.int32)
+    hidden = weights.embedding.double()[torch.from_numpy(token_ids)]
+    for index, layer in enumerate(weights.layers):
+        qkv = rms_norm_reference(hidden, layer.attention_norm.double(), shape.rms_norm_eps) @ layer.qkv.double().t()
+        keys, values = pool.key_pages[index].double(), pool.value_pages[index].double()
+        query = rope_kv_write_reference(
+            qkv, decoder.cos.double(), decoder.sin.double(), positions_there, slots_there, pool.page_table,
+            keys, values, shape.num_heads,
+        )  # fmt: skip
+        keys, values = (pages.to(weights.logits.dtype).double() for pages in (keys, values))
+        attended = paged_decode_attention_reference(
+            query, keys, values, pool.page_table, slots_there, lens, decoder.scale
+        ).out.view(len(slots), -1)
+        hidden = hidden + attended @ layer.output.double().t()
+        normed = rms_norm_reference(hidden, layer.mlp_norm.double(), shape.rms_norm_eps)
+        hidden = hidden + swiglu_reference(normed @ layer.gate_up.double().t()) @ layer.down.double().t()
+    normed = rms_norm_reference(hidden, weights.final_norm.double(), shape.rms_norm_eps)
+    return normed @ weights.logits.double().t()

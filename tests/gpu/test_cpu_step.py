@@ -1,0 +1,160 @@
+"""The compiled decode step against plain torch in float64, and the same bits whatever the batch and the threads."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.architecture import named_shape
+from gpu.cpu_step import MAX_ROWS, CpuStep, serves
+from gpu.decode_attention import exact_decode_attention
+from gpu.decode_graphs import DecodeSteps
+from gpu.decoder import Decoder
+from gpu.kernels.cpu_exp import exp
+from gpu.kernels.cpu_paged_attention import PART_TOKENS
+from gpu.kernels.paged_decode_attention import workspace_for
+from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
+from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
+
+TINY = replace(named_shape("tiny"), num_layers=2)
+SHAPES = [
+    TINY,
+    replace(TINY, hidden=384, intermediate=320, num_heads=5, num_kv_heads=1, dim=128, vocab_size=1030),
+    replace(TINY, num_heads=4, num_kv_heads=4, tied_embeddings=True),
+]
+LONG = PART_TOKENS + 300
+RAGGED = [0, 1, 15, 16, 17, 200, LONG, 31, 5, 0, 63, 64, 100, 2, 3, 47]
+MAX_PAGES = LONG // 16 + 1
+TOLERANCES = {torch.float32: COMPILED_LOGITS_FLOAT32, torch.bfloat16: COMPILED_LOGITS_BFLOAT16}
+
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_batch(rows: int, vocab: int) -> Batch:
+    """Slots in another order than rows, positions, token ids."""
+    slots = np.arange(rows, dtype=np.int32)[::-1].copy()
+    return slots, np.array((RAGGED * 2)[:rows]), np.random.default_rng(1).integers(0, vocab, rows)
+
+
+def filled(shape=TINY, dtype: torch.dtype = torch.float32, rows: int = len(RAGGED)) -> tuple[Decoder, Batch]:
+    decoder = cpu_decoder(shape, dtype, num_pages=rows * MAX_PAGES + 1, max_slots=rows, max_pages=MAX_PAGES)
+    batch = make_batch(rows, shape.vocab_size)
+    fill_contexts(decoder, batch[0], batch[1])
+    return decoder, batch
+
+
+def spread(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over the standard deviation of the logits."""
+    return float((got.double() - wanted).abs().max() / wanted.std())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_the_plain_step_in_float64(shape, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    decoder, batch = filled(shape, dtype)
+    wanted = reference_logits(decoder, *batch)
+    assert spread(CpuStep(decoder).run(*batch), wanted) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 12, 13, MAX_ROWS])
+def test_every_batch_size_equals_the_plain_step(rows: int) -> None:
+    decoder, batch = filled(rows=rows)
+    assert spread(CpuStep(decoder).run(*batch), reference_logits(decoder, *batch)) < COMPILED_LOGITS_FLOAT32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_comparison_sees_one_lost_token_and_one_shifted_position(dtype: torch.dtype) -> None:
+    decoder, (slots, positions, token_ids) = filled(dtype=dtype)
+    rows = slice(5, 6)  # a context of 200
+    wanted = reference_logits(decoder, slots[rows], positions[rows], token_ids[rows])
+    for position in (199, 198):
+        got = CpuStep(decoder).run(slots[rows], np.array([position]), token_ids[rows])
+        assert spread(got, wanted) > TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_to_the_bit_in_every_batch_and_on_every_number_of_threads(dtype: torch.dtype) -> None:
+    decoder, (slots, positions, token_ids) = filled(dtype=dtype)
+    step = CpuStep(decoder)
+    together = step.run(slots, positions, token_ids).clone()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for first, last in ((0, 1), (6, 7), (3, 8), (2, 15), (0, 16)):
+            part = slice(first, last)
+            assert torch.equal(step.run(slots[part], positions[part], token_ids[part]), together[part])
+
+
+def test_a_padding_row_writes_nothing_and_changes_no_other() -> None:
+    decoder, (slots, positions, token_ids) = filled(rows=4)
+    step = CpuStep(decoder)
+    clean = step.run(slots, positions, token_ids).clone()
+    pages = [pages.clone() for pages in (*decoder.pool.key_pages, *decoder.pool.value_pages)]
+    slots[2] = -1
+    padded = step.run(slots, positions, token_ids)
+    assert torch.equal(padded[[0, 1, 3]], clean[[0, 1, 3]])
+    assert padded[2].isfinite().all()
+    for before, after in zip(pages, (*decoder.pool.key_pages, *decoder.pool.value_pages), strict=True):
+        assert torch.equal(before.view(torch.int32), after.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_rows_own_tokens_are_written(dtype: torch.dtype) -> None:
+    decoder, (slots, positions, token_ids) = filled(dtype=dtype)
+    finite = [pages.isfinite().sum() for pages in decoder.pool.key_pages]
+    CpuStep(decoder).run(slots, positions, token_ids)
+    written = decoder.pool.key_pages[0][0].numel() // 16 * len(slots)
+    assert [pages.isfinite().sum() - before for pages, before in zip(decoder.pool.key_pages, finite, strict=True)] == [
+        written
+    ] * len(finite)
+
+
+def test_a_nan_in_one_context_stays_in_its_row() -> None:
+    decoder, (slots, positions, token_ids) = filled()
+    step = CpuStep(decoder)
+    clean = step.run(slots, positions, token_ids).clone()
+    decoder.pool.key_pages[1][decoder.pool.page_table[slots[5], 3], 0, 2, 7] = torch.nan
+    broken = step.run(slots, positions, token_ids)
+    assert broken[5].isnan().all()
+    others = [row for row in range(len(slots)) if row != 5]
+    assert torch.equal(broken[others], clean[others])
+
+
+def test_torch_and_the_step_take_turns_on_the_same_threads() -> None:
+    torch.set_num_threads(2)
+    decoder, batch = filled()
+    step, matrix = CpuStep(decoder), torch.randn(600, 600, dtype=torch.float64)
+    wanted, product = step.run(*batch).clone(), matrix @ matrix
+    for _ in range(20):
+        assert torch.equal(matrix @ matrix, product)
+        assert torch.equal(step.run(*batch), wanted)
+
+
+def test_only_exact_attention_on_a_served_shape_goes_through_the_compiled_step() -> None:
+    decoder, _ = filled(rows=2)
+    workspace = workspace_for(2, TINY.num_heads, TINY.num_kv_heads, TINY.dim, MAX_PAGES * 16, CPU)
+    last_tokens = torch.zeros(3, dtype=torch.int64)
+    assert DecodeSteps(decoder, exact_decode_attention, last_tokens, workspace)._compiled is not None
+    assert DecodeSteps(decoder, lambda query: None, last_tokens, workspace)._compiled is None
+    assert not serves(TINY, torch.float32, torch.device("cuda"))
+    assert not serves(TINY, torch.float16, CPU)
+    assert not serves(replace(TINY, dim=80), torch.float32, CPU)
+    assert not serves(replace(TINY, intermediate=500), torch.float32, CPU)
+
+
+def test_exp_is_right_to_some_units_in_the_last_place() -> None:
+    arguments = np.linspace(-86, 87, 4001, dtype=np.float32)
+    got = np.array([exp(argument) for argument in arguments], np.float64)
+    np.testing.assert_allclose(got, np.exp(arguments.astype(np.float64)), rtol=EXP_FLOAT32, atol=0)
+    assert exp(np.float32(0)) == 1
+    assert np.isnan(exp(np.float32(np.nan)))
+    assert exp(np.float32(3 * (1 + 4 * EXP_FLOAT32))) / np.exp(3.0) > 1 + EXP_FLOAT32
