@@ -12,6 +12,7 @@ from training.reference.corpus import Text, narrate, split_novels, tokenise, tok
 from training.reference.curriculum import (
     FEWEST_ANSWERS,
     LENGTHS,
+    SETTLE_S,
     SHARES,
     STAGES,
     Curriculum,
@@ -188,13 +189,15 @@ def test_a_kind_hardens_when_it_is_answered_and_eases_when_it_is_not() -> None:
     kind = ROW_KINDS.index("variables")
     asked = np.zeros((len(LENGTHS), len(TASKS)))
     asked[0, TASKS.index("variables")] = FEWEST_ANSWERS
-    curriculum.update(asked * 0.95, asked)
+    curriculum.update(asked * 0.95, asked, 0.0)
     assert curriculum.levels[0, kind] > 0.5
     before = curriculum.levels[0, kind]
-    curriculum.update(asked * 0.1, asked)
+    curriculum.update(asked * 0.1, asked, SETTLE_S / 2)
+    assert curriculum.levels[0, kind] == before
+    curriculum.update(asked * 0.1, asked, SETTLE_S)
     assert curriculum.levels[0, kind] < before
-    for _ in range(20):
-        curriculum.update(asked, asked)
+    for number in range(2, 20):
+        curriculum.update(asked, asked, number * SETTLE_S)
     assert curriculum.levels[0, kind] == 1.0
     assert 0 < curriculum.shares[0, kind] < SHARES["variables"]
     assert 0.5 <= curriculum.levels[1, kind] < 1.0

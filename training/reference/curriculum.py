@@ -59,7 +59,9 @@ SCORED_BY = {
 """The tasks by whose accuracy a kind is hardened, where they are not those of its name."""
 
 HARDEN_FROM, EASE_BELOW = 0.9, 0.6
-STEP_UP, STEP_DOWN = 0.1, 0.05
+STEP_UP, STEP_DOWN = 0.125, 0.05
+SETTLE_S = 5.0
+"""Seconds after a change of level in which answers do not count: rows of the old level are still queued."""
 FEWEST_ANSWERS = 150
 LEARNT_SHARE, PLATEAU_SHARE = 0.3, 2.0
 INHERITED = 0.8
@@ -90,6 +92,7 @@ class Curriculum:
     asked: np.ndarray = field(init=False)
     seen: np.ndarray = field(init=False)
     accuracy: np.ndarray = field(init=False)
+    settled_s: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         shape = (len(LENGTHS), len(ROW_KINDS))
@@ -99,13 +102,17 @@ class Curriculum:
         self.asked = np.zeros_like(self.hits)
         self.seen = np.zeros(shape, bool)
         self.accuracy = np.zeros(shape)
+        self.settled_s = np.zeros(shape)
 
-    def update(self, hits: np.ndarray, asked: np.ndarray) -> None:
-        """Count answers `[lengths, tasks]` and move each level and share that has enough of them."""
+    def update(self, hits: np.ndarray, asked: np.ndarray, now_s: float) -> None:
+        """Count answers `[lengths, tasks]` at a time, and move each level and share that has enough of them."""
         self.hits += hits
         self.asked += asked
         for length, kind in np.ndindex(*self.levels.shape):
             tasks = [TASKS.index(name) for name in scored_by(ROW_KINDS[kind])]
+            if now_s < self.settled_s[length, kind]:
+                self.hits[length, tasks] = self.asked[length, tasks] = 0
+                continue
             num_asked = self.asked[length, tasks].sum()
             if num_asked < FEWEST_ANSWERS:
                 if not self.seen[length, kind] and length:
@@ -116,6 +123,8 @@ class Curriculum:
             self.seen[length, kind] = True
             self.accuracy[length, kind] = accuracy
             move = STEP_UP if accuracy > HARDEN_FROM else -STEP_DOWN if accuracy < EASE_BELOW else 0.0
+            if move:
+                self.settled_s[length, kind] = now_s + SETTLE_S
             self.levels[length, kind] = min(1.0, max(0.0, self.levels[length, kind] + move))
             self.shares[length, kind] = SHARES[ROW_KINDS[kind]] * self.keenness(accuracy, self.levels[length, kind])
 

@@ -16,7 +16,7 @@ import numpy as np
 from training.reference.curriculum import LENGTHS, TEXT_SHARE
 from training.reference.rows import ROW_KINDS, Library, draw_row, text_row
 
-BATCHES_KEPT = 16
+BATCHES_KEPT = 8
 PATIENCE_S = 120.0
 FORK = multiprocessing.get_context("fork")
 

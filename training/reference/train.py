@@ -40,7 +40,7 @@ CORRUPTED = 0.04
 MOMENTUM, WEIGHT_DECAY = 0.95, 0.1
 MUON_LR, ADAM_LR = 0.02, 3e-3
 SYNC_STEPS = 10
-SAVE_S, PERPLEXITY_S = 100.0, 60.0
+SAVE_S, PERPLEXITY_S, LOG_S = 100.0, 60.0, 4.0
 TEXT_FILES = ("spaced", "lined", "told", "held_spaced", "held_lined", "held_told")
 
 
@@ -122,7 +122,7 @@ class Training:
             dist.init_process_group(
                 backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=self.world
             )
-        self.model = self.make_model(lengths[-1])
+        self.model = self.make_model(lengths)
         self.optimizers = [
             Muon(self.model.matrices(), MUON_LR, MOMENTUM, WEIGHT_DECAY),
             torch.optim.AdamW(
@@ -134,8 +134,9 @@ class Training:
         self.step_number, self.progress = 0, 0.0
         self.train_begin: float | None = None
         self.saved = self.measured = time.time()
+        self.told = 0.0
 
-    def make_model(self, longest: int) -> Llama:
+    def make_model(self, lengths: tuple[int, ...]) -> Llama:
         """The model on its device, the same in every process."""
         torch.manual_seed(self.arguments.seed)
         on_gpu = self.device.type == "cuda"
@@ -144,7 +145,7 @@ class Training:
         if self.arguments.resume:
             read_weights(model, self.arguments.resume)
         model.to(self.device)
-        chosen, model.attend = choose_attention(shape, self.device, self.arguments.micro_tokens, longest)
+        chosen, model.attend = choose_attention(shape, self.device, self.arguments.micro_tokens, lengths)
         if on_gpu:
             model.compile()
         self.log(event="model", parameters=shape.count(), attention=chosen, shape=shape.describe())
@@ -226,8 +227,13 @@ class Training:
         text_nll, text_count, answer_nll, answer_count, self.progress, tokens = numbers[2 * size :].tolist()
         self.trained_tokens += int(tokens)
         self.text_tokens += int(text_count)
-        self.curriculum.update(numbers[:size].reshape(shape), numbers[size : 2 * size].reshape(shape))
+        self.curriculum.update(numbers[:size].reshape(shape), numbers[size : 2 * size].reshape(shape), time.monotonic())
         self.steer(self.progress)
+        if not math.isfinite(text_nll + answer_nll):
+            raise RuntimeError(f"loss at step {self.step_number}: not finite; lower --lr-scale and resume")
+        if time.time() - self.told < LOG_S and self.progress < 1:
+            return
+        self.told = time.time()
         self.log(
             step=self.step_number,
             progress=round(self.progress, 3),
@@ -238,8 +244,6 @@ class Training:
             ready=self.feed.waiting(),
             **describe(self.curriculum, LENGTHS),
         )
-        if not math.isfinite(text_nll + answer_nll):
-            raise RuntimeError(f"loss at step {self.step_number}: not finite; lower --lr-scale and resume")
 
     def look_around(self) -> None:
         """Held-out perplexity and a checkpoint, when it is time; the clock of the first process decides."""
