@@ -119,7 +119,8 @@ LSE_BFLOAT16 = 5e-4
 LSE_CHECKSUM = 4e-6
 # The same through torch's bf16 CPU attention, whose exp is approximate: masses come out 5.3e-5 low.
 LSE_CHECKSUM_BFLOAT16 = 1e-4
-# Float32 merges in another order or grouping, absolute for outputs and lse of a few units.
+# Float32 merges in another order or grouping: absolute for lse, and for outputs a unit of |lse|. A mass is exp(lse), so
+# the half ulp that its lse is rounded by (6e-8 |lse|) moves an output of a few units, at each of up to seven merges.
 MERGE_FLOAT32 = 5e-6
 
 # --- benchmarks ---

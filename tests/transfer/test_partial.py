@@ -40,7 +40,9 @@ def softmax_partial(logits: np.ndarray, values: np.ndarray, device: str) -> Part
 
 
 def assert_same(got: Partial, wanted: Partial) -> None:
-    torch.testing.assert_close(got.out, wanted.out, rtol=0, atol=MERGE_FLOAT32)
+    """Outputs may differ by the rounding of the masses they are weighted with, which grows with lse."""
+    allowed = MERGE_FLOAT32 * wanted.lse.abs().clamp(min=1.0)[..., None]
+    assert ((got.out - wanted.out).abs() <= allowed).all()
     torch.testing.assert_close(got.lse, wanted.lse, rtol=MERGE_FLOAT32, atol=MERGE_FLOAT32)
     assert torch.equal(got.covered, wanted.covered)
 
@@ -66,6 +68,16 @@ def test_merge_is_invariant_to_partition_order_and_grouping(device, seed, contex
         index = int(generator.integers(len(partials) - 1))
         partials[index : index + 2] = [merge(partials[index], partials[index + 1])]
     assert_same(partials[0], whole)
+
+
+@on_devices
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_the_comparison_of_merges_sees_one_token_weighted_wrongly(device, spread):
+    logits, values = context_of(3, 60, spread)
+    whole = softmax_partial(logits, values, device)
+    logits[..., logits.mean(axis=(0, 1)).argmax()] += 0.01
+    with pytest.raises(AssertionError):
+        assert_same(softmax_partial(logits, values, device), whole)
 
 
 @on_devices
