@@ -7,6 +7,7 @@ smaller one on purpose (weights that stay in the cache are read at the cache's r
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numba
@@ -29,6 +30,27 @@ def _sum_stream(values: np.ndarray) -> int:
         for index in range(block * _BLOCK, (block + 1) * _BLOCK):
             part += values[index]
         total += part
+    return total
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)
+def _sum_eight_streams(values: np.ndarray) -> int:
+    """The same sum, each block read at eight places at once: more lines on their way, which a cache rewards."""
+    total = 0
+    part = _BLOCK // 8
+    for block in numba.prange(len(values) // _BLOCK):
+        first = block * _BLOCK
+        a = b = c = d = e = f = g = h = 0
+        for index in range(first, first + part):
+            a += values[index]
+            b += values[index + part]
+            c += values[index + 2 * part]
+            d += values[index + 3 * part]
+            e += values[index + 4 * part]
+            f += values[index + 5 * part]
+            g += values[index + 6 * part]
+            h += values[index + 7 * part]
+        total += a + b + c + d + e + f + g + h
     return total
 
 
@@ -71,7 +93,7 @@ def measure_host_rates(threads: int, *, gib: float | None = None) -> dict[str, f
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     try:
         return {
-            "host_stream_gb_s": _best_rate(lambda: _sum_stream(buffer), buffer.nbytes, _REPEATS),
+            "host_stream_gb_s": _stream_rate(buffer, _REPEATS),
             "host_random_rows_gb_s": _best_rate(lambda: _sum_rows(rows, order), buffer.nbytes, _REPEATS),
         }
     finally:
@@ -85,7 +107,7 @@ def measure_read_rate(threads: int, num_bytes: int) -> float:
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     try:
         repeats = max(_REPEATS, min(200, GIB // buffer.nbytes))
-        return _best_rate(lambda: _sum_stream(buffer), buffer.nbytes, repeats)
+        return _stream_rate(buffer, repeats)
     finally:
         numba.set_num_threads(with_threads)
 
@@ -94,6 +116,12 @@ def _touched_buffer(num_bytes: int) -> np.ndarray:
     """int64, rounded up to whole blocks, every page written: pages never written are all one page of zeros."""
     block_bytes = _BLOCK * _INT64_BYTES
     return np.ones(-(-num_bytes // block_bytes) * _BLOCK, np.int64)
+
+
+def _stream_rate(buffer: np.ndarray, repeats: int) -> float:
+    """Of the better of two ways to read it: memory likes one stream a core, a cache many."""
+    ways = (_sum_stream, _sum_eight_streams)
+    return max(_best_rate(partial(way, buffer), buffer.nbytes, repeats) for way in ways)
 
 
 def _best_rate(read: Callable[[], int], num_bytes: int, repeats: int) -> float:
