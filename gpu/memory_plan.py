@@ -110,7 +110,10 @@ def _resolve_device(gpu: GpuConfig, machine: MachineProfile) -> Literal["cuda", 
     if gpu.device == "auto":
         return "cpu" if machine.gpu is None else "cuda"
     if gpu.device == "cuda" and machine.gpu is None:
-        raise PlanError(f"gpu.device: asked cuda, machine {machine.name!r} has no usable NVIDIA GPU; use auto or cpu")
+        raise PlanError(
+            f"gpu.device: asked cuda, machine {machine.name!r} has no usable NVIDIA GPU; use auto or cpu, or "
+            "plan for another machine with --machine"
+        )
     return gpu.device
 
 

@@ -13,7 +13,7 @@ from gpu.architecture import Architecture
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_architecture, load_runner
 from gpu.memory_plan import MemoryPlan, plan_memory
-from gpu.profiles import PROFILES, get_profile
+from gpu.profiles import PROFILES, ProfileError, get_profile
 from gpu.runner import InFlight, Runner
 from scheduler.capacity import Capacity
 from scheduler.config import EngineConfig
@@ -90,7 +90,10 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
     a default profile that does not exist.
     """
     began = time.monotonic()
-    get_profile(config.scheduler.default_profile)
+    try:
+        get_profile(config.scheduler.default_profile)
+    except ProfileError as error:
+        raise ProfileError(f"scheduler.default_profile: {error}") from None
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture)
     gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})

@@ -46,6 +46,7 @@ log = logging.getLogger("engine")
 
 _STATS_SECONDS = 0.25
 _PROGRESS_SECONDS = 0.1
+_LOADING_STEP = 0.1
 _PARENT_SECONDS = 1.0
 
 
@@ -166,7 +167,15 @@ def _read_config(text: str) -> EngineConfig:
 
 
 def _loading(connection: Connection) -> Callable[[str, float], None]:
-    return lambda stage, fraction: connection.send(Loading(stage, fraction))
+    """Reports each stage's begin and end, and every step of a tenth between."""
+    reported: dict[str, float] = {}
+
+    def report(stage: str, fraction: float) -> None:
+        if stage not in reported or fraction >= 1.0 or fraction - reported[stage] >= _LOADING_STEP:
+            reported[stage] = fraction
+            connection.send(Loading(stage, fraction))
+
+    return report
 
 
 if __name__ == "__main__":

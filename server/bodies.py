@@ -191,7 +191,7 @@ def check_generation(body: GenerationBody) -> None:
 def check_completion(body: CompletionBody) -> None:
     check_generation(body)
     if body.suffix:
-        raise invalid("suffix", "this model cannot fill in the middle; leave suffix out")
+        raise invalid("suffix", "text is only ever continued, never filled in; leave suffix out")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", f"got {body.best_of}, wanted n ({body.n or 1}); ranking of candidates is not offered")
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
