@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from transfer.settings import Settings
 
 
 class ModelConfig(Settings):

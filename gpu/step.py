@@ -22,11 +22,28 @@ class PageWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPrompt:
+    """The part of a prompt that goes to host memory: a context there holds tokens `[sink, end)` once prefill ends.
+
+    sink: tokens that stay on the device in front, whole pages; end: the deposited run's end, on a page border; between
+    `end` and the prompt's end lies the window. Tokens `[sink, prompt.begin)` are down already (`prompt.begin` is 0 or a
+    page border above the sink), shared with `source_id` if that is not None.
+    """
+
+    context_id: int
+    source_id: int | None
+    sink: int
+    end: int
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPrompt:
     """One sequence of a prefill job: tokens `[begin, len(token_ids))` are computed, `[0, begin)` are in its pages.
 
     `token_ids` is int32 `[context]`: the prompt, and after a preemption the output so far as well (`num_prompt_tokens`
     tells them apart). `samples` is the number of output tokens drawn before: the next draw is number `samples`.
+    `host`: what of it goes down, or None. Its page table then has, for `[sink, end)`, pages of dense layers alone.
     """
 
     slot: int
@@ -35,6 +52,7 @@ class PrefillPrompt:
     num_prompt_tokens: int
     sampling: SamplingParams
     profile: str
+    host: HostPrompt | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -71,17 +89,37 @@ class PrefillUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class Deposit:
+    """Tokens `[begin, end)` of a running slot go down to its host context, whole pages of the window's old end.
+
+    `page_ids` hold them now; `dense_page_ids` take their place in the page table, and the dense layers' rows are copied
+    there. `opens`: the context is new (`begin` is then the sink's end).
+    """
+
+    slot: int
+    context_id: int
+    begin: int
+    end: int
+    page_ids: list[int]
+    dense_page_ids: list[int]
+    opens: bool
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Sequences of one attention profile that decode one token each.
 
     The input token of a slot is the one last sampled for it (on the device), at position `positions[i]`; its key and
     value are written there, so the context afterwards is `positions[i] + 1` tokens. `samples[i]` numbers the draw.
+    `context_ids`: their host contexts, or None where every row is on the device (a group is all of one kind).
     """
 
     profile: str
     slots: list[int]
     positions: list[int]
     samples: list[int]
+    context_ids: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +128,23 @@ class StepPlan:
 
     released_slots: list[int] = field(default_factory=list)
     dropped_jobs: list[int] = field(default_factory=list)
+    closed_contexts: list[int] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
+    deposits: list[Deposit] = field(default_factory=list)
     new_jobs: list[PrefillJob] = field(default_factory=list)
     units: list[PrefillUnit] = field(default_factory=list)
     decode: list[DecodeGroup] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.released_slots or self.dropped_jobs or self.units or self.decode)
+        return not (
+            self.released_slots
+            or self.dropped_jobs
+            or self.closed_contexts
+            or self.deposits
+            or self.units
+            or self.decode
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +169,11 @@ class StepResult:
     """What a step produced. `prompt_logprobs[slot][i]` belongs to prompt token `i + 1`.
 
     `unit_seconds` (device time of all units) and `decode_seconds` feed the scheduler's cost model; 0.0 if none ran.
+    `failures[slot]`: why a slot could not go on (the host refused memory); its token is -1 from then on.
     """
 
     tokens: list[SampledToken]
     prompt_logprobs: dict[int, list[TokenLogprob]]
     unit_seconds: float
     decode_seconds: float
+    failures: dict[int, str] = field(default_factory=dict)

@@ -2,7 +2,9 @@
 
 from pydantic import Field
 
-from gpu.config import GpuConfig, ModelConfig, Settings
+from gpu.config import GpuConfig, ModelConfig
+from transfer.config import HostConfig
+from transfer.settings import Settings
 
 
 class PrefillConfig(Settings):
@@ -28,4 +30,5 @@ class EngineConfig(Settings):
 
     model: ModelConfig
     gpu: GpuConfig = GpuConfig()
+    host: HostConfig | None = None
     scheduler: SchedulerConfig = SchedulerConfig()

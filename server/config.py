@@ -6,8 +6,10 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
-from gpu.config import GpuConfig, ModelConfig, Settings
+from gpu.config import GpuConfig, ModelConfig
 from scheduler.config import SchedulerConfig
+from transfer.config import HostConfig
+from transfer.settings import Settings
 
 
 class ConfigError(Exception):
@@ -36,6 +38,7 @@ class Deployment(Settings):
 
     model: ModelConfig
     gpu: GpuConfig = GpuConfig()
+    host: HostConfig | None = None
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
 

@@ -1,0 +1,34 @@
+"""Settings of the host tier: where deposited KV lives, what stays on the device, and how the CPU samples.
+
+Both sides of the tier read them: the device keeps sink, window and dense layers, the CPU holds the rest.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from transfer.settings import Settings
+
+MAX_BITS_PER_TABLE = 16  # codes are uint16
+
+
+class SampledConfig(Settings):
+    """LSH sampling, MagicPIG section 4; paper: K = bits_per_table, L = num_tables."""
+
+    bits_per_table: int = Field(10, ge=1, le=MAX_BITS_PER_TABLE, description="bits of a SimHash code (the paper's K)")
+    num_tables: int = Field(150, ge=2, le=512, description="hash tables a KV head (the paper's L)")
+
+
+class HostConfig(Settings):
+    """KV in host memory. A deployment without this section keeps every context on its device."""
+
+    memory_limit_gib: float | None = Field(None, gt=0, description="deposited KV and tables; default: half of the host")
+    threads: int | None = Field(None, gt=0, description="CPU threads of attention; default: physical cores")
+    rows: Literal["bfloat16", "int8"] = Field("bfloat16", description="how deposited keys and values are kept")
+    sink_tokens: int = Field(4, ge=1, description="first tokens, kept on the device; rounded up to whole pages")
+    window_tokens: int = Field(64, ge=1, description="last tokens, kept on the device; rounded up to whole pages")
+    dense_layers: tuple[int, ...] | None = Field(
+        None, description="layers whose KV stays on the device, whole; default: 0 and half the depth"
+    )
+    resident_tokens: int = Field(8192, ge=0, description="a context up to this stays on the device and is exact")
+    sampled: SampledConfig = SampledConfig()

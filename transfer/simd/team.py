@@ -1,0 +1,115 @@
+"""Threads that go through the stages of one parallel region together: claims of work, and the wait at a stage's end.
+
+It refuses to know the work. Items of a stage are dealt out in even, contiguous runs, one a thread, so that memory is
+read in order; who is done helps the others. Invariant: a stage ends when all its *items* are done, however many of the
+threads have come; one thread alone would finish the region, so no start that the system delays or denies can block it.
+A thread that waits spins for some microseconds and then yields its core at each look: a busy machine does not stall.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from transfer.simd.vectors import address_of
+
+COUNTER_INT64 = 8  # a counter has a cache line to itself
+SPINS = 400  # looks before a thread yields its core at each: some 20 microseconds
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+
+class Team(NamedTuple):
+    """`counters`: int64 `[stages, threads + 1, COUNTER_INT64]`, zero at a region's start; the last is of items done."""
+
+    counters: np.ndarray
+    me: int
+    threads: int
+
+
+def new_counters(stages: int, threads: int) -> np.ndarray:
+    return np.zeros((stages, threads + 1, COUNTER_INT64), np.int64)
+
+
+@intrinsic
+def atomic_add(typing_context, address, value):  # type: ignore[no-untyped-def]
+    """Add to the int64 at `address`; returns what it was."""
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(arguments[0], _I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def atomic_load(typing_context, address):  # type: ignore[no-untyped-def]
+    """The int64 at `address`, read anew each time."""
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(builder.inttoptr(arguments[0], _I64.as_pointer()), "acquire", 8, typ=_I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def _pause(typing_context):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        function_type = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def _yield_core(typing_context):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@numba.njit(nogil=True)
+def _counter(team, stage, index):
+    return address_of(team.counters) + 8 * COUNTER_INT64 * (stage * (team.threads + 1) + index)
+
+
+@numba.njit(nogil=True)
+def claim(team, stage, items):
+    """The next item of `[0, items)` that is this thread's to do, or -1 if all are taken."""
+    for turn in range(team.threads):
+        owner = (team.me + turn) % team.threads
+        begin, end = items * owner // team.threads, items * (owner + 1) // team.threads
+        counter = _counter(team, stage, owner)
+        if begin + atomic_load(counter) < end:
+            item = begin + atomic_add(counter, 1)
+            if item < end:
+                return item
+    return -1
+
+
+@numba.njit(nogil=True)
+def is_over(team, stage, items):
+    """Whether all items of a stage are done, for a thread that comes late."""
+    return atomic_load(_counter(team, stage, team.threads)) == items
+
+
+@numba.njit(nogil=True)
+def end_stage(team, stage, items, done):
+    """Report `done` items and wait until all are."""
+    counter = _counter(team, stage, team.threads)
+    if done > 0:
+        atomic_add(counter, done)
+    looks = 0
+    while atomic_load(counter) < items:
+        looks += 1
+        if looks < SPINS:
+            _pause()
+        else:
+            _yield_core()

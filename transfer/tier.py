@@ -1,0 +1,109 @@
+"""What the device asks of the host tier: room for rows, rows back, and attention over them.
+
+The device side (`gpu`) speaks to this protocol and never imports `cpu`, which implements it. Layers are named by their
+place among the layers that go down (`layer` 0 is the first of `TierShape.layers`). Tokens of a context that are down
+are a run that begins after the sink; `begin, end` below count within that run. Invariants: rows are centred, `stored =
+row - centre`, per segment and KV head; keys are rotated; a row is final once it is filled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from transfer.exchange import ExchangeSlot
+
+
+class HostMemoryError(Exception):
+    """The host has no room, or refuses to pin; the message says what was asked, what there is, and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierShape:
+    """What goes down: `layers` are indices of the model; rows are kept as `rows`; codes as the sampler wants them.
+
+    paper: K = bits_per_table, L = num_tables. `num_tables` 0: nothing is sampled, so there are no codes and no tables.
+    """
+
+    layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    rows: Literal["bfloat16", "int8"]
+    bits_per_table: int
+    num_tables: int
+
+
+class Filled(Protocol):
+    """Says when copies into host memory have landed: a CUDA event, or nothing to wait for on the CPU."""
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Host memory of one layer of a run of tokens, pinned where the device is CUDA. Views: writes go to the store.
+
+    keys, values: bfloat16 or int8 `[kv_heads, tokens, dim]`, the last dimension contiguous; codes: uint16 `[kv_heads,
+    tables, tokens]` or None; centre: float32 `[kv_heads, dim]`; key_scale: float32 `[kv_heads]`; value_scale: float32
+    `[kv_heads, dim]` (scales: int8 rows only, else None; row = scale * stored, plus the centre for keys).
+    """
+
+    keys: Tensor
+    values: Tensor
+    codes: Tensor | None
+    centre: Tensor
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+
+class Reservation(Protocol):
+    """Room for tokens `[begin, end)` of a context's run, in every layer.
+
+    `has_centre`: centre and scales stand in `layer(...)` already and must be used (these rows join others); otherwise
+    the device computes them, over exactly these tokens, and writes them down with the rows.
+    """
+
+    begin: int
+    end: int
+    has_centre: bool
+
+    def layer(self, layer: int) -> LayerRows: ...
+
+
+class Attention(Protocol):
+    """A decode step's rows against their deposited contexts. Made once a step, used once a layer, in layer order."""
+
+    def run(self, layer: int, slot: ExchangeSlot) -> None:
+        """Wait for the layer's queries in `slot`, attend, and leave out and lse there.
+
+        The lse is natural, over all that the context has down, the centre's term given back.
+        """
+
+
+class HostTier(Protocol):
+    """Deposited contexts, by id. All methods are called from one thread; none waits for a device but `attention`."""
+
+    shape: TierShape
+
+    def open(self, context_id: int, is_sampled: bool) -> None:
+        """A new, empty context. `is_sampled`: attention over it samples; else it reads all of it."""
+
+    def fork(self, source_id: int, context_id: int, num_tokens: int, is_sampled: bool) -> None:
+        """A new context that shares the first `num_tokens` of another's run."""
+
+    def close(self, context_id: int) -> None:
+        """Forget a context; memory that no other shares is free once copies under way have landed. Unknown: ignored."""
+
+    def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
+        """Room for so many tokens more, in order. Raises HostMemoryError, and then nothing has changed."""
+
+    def fill(self, reservation: Reservation, layers: Sequence[int], done: Filled) -> None:
+        """These layers' rows (and codes, centre, scales) are on their way, and there when `done` says so."""
+
+    def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
+        """The first `num_tokens` of the run, in order, to be read back. Waits for copies under way."""
+
+    def attention(self, context_ids: Sequence[int]) -> Attention:
+        """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand."""
