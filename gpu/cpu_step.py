@@ -14,8 +14,9 @@ from gpu.decoder import Decoder
 from gpu.kernels.cpu_paged_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
 from gpu.kernels.cpu_product import ROWS
 from gpu.kernels.cpu_step import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
-from gpu.kernels.cpu_team import COUNTER_INT64, new_counters
-from gpu.kernels.cpu_vectors import HAS_VECTORS, LINE_BYTES
+from transfer.simd.features import HAS_VECTORS
+from transfer.simd.team import COUNTER_INT64, new_counters
+from transfer.simd.vectors import LINE_BYTES
 
 MAX_ROWS = 32  # of a batch; with larger ones a library's products draw level (docs/LAB.md)
 _KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}

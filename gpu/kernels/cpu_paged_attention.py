@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from gpu.kernels.cpu_exp import exp
 from gpu.kernels.cpu_product import FINITE_OR_NOT, ROWS, product
-from gpu.kernels.cpu_team import COUNTER_INT64, atomic_add, claim, end_stage
-from gpu.kernels.cpu_vectors import LANES, address_of, size_of, store, weighted_sum
+from transfer.simd.exp import exp
+from transfer.simd.features import LANES
+from transfer.simd.team import COUNTER_INT64, atomic_add, claim, end_stage
+from transfer.simd.vectors import address_of, size_of, store, weighted_sum
 
 PART_TOKENS = 1024
 _COLUMNS = 4 if LANES == 16 else 2  # vectors of a value row that a block sums for four query heads

@@ -8,9 +8,10 @@ the number of threads. Bytes moved: a matrix once for all tokens; four of its ro
 import numba
 import numpy as np
 
-from gpu.kernels.cpu_exp import exp
-from gpu.kernels.cpu_team import claim, end_stage
-from gpu.kernels.cpu_vectors import LANES, address_of, dot_block, size_of
+from transfer.simd.exp import exp
+from transfer.simd.features import LANES
+from transfer.simd.team import claim, end_stage
+from transfer.simd.vectors import address_of, dot_block, size_of
 
 ROWS = 4  # of a matrix, taken together
 ITEM_BYTES = 32_768  # of a matrix, a thread's claim

@@ -6,20 +6,18 @@ alive. Invariant: a token's logits depend on its own row alone, to the last bit:
 on the number of threads. Bytes moved: every matrix and every context's keys and values, once a step.
 """
 
-from hashlib import sha256
-from pathlib import Path
 from typing import NamedTuple
 
 import numba
 import numpy as np
-from numba import types
-from numba.core.types.function_type import CompileResultWAP
 
-from gpu.kernels import cpu_exp, cpu_paged_attention, cpu_product, cpu_team, cpu_vectors
+from gpu.kernels import cpu_paged_attention, cpu_product
 from gpu.kernels.cpu_paged_attention import attend
 from gpu.kernels.cpu_product import normalise, project, project_and_add, project_gated
-from gpu.kernels.cpu_team import Team, claim, end_stage
-from gpu.kernels.cpu_vectors import load
+from transfer.simd import emission, exp, team, vectors
+from transfer.simd.region import Region, version
+from transfer.simd.team import Team, claim, end_stage
+from transfer.simd.vectors import load
 
 STAGES_A_LAYER = 5
 OTHER_STAGES = 2  # the embedding and the logits
@@ -58,7 +56,7 @@ class Rows(NamedTuple):
 class Buffers(NamedTuple):
     """Float32 `[rows, width]` of a step: hidden, qkv, attended, gated, logits; of each thread: normed
     `[threads, rows, hidden]`, tiles `[threads, 2, rows, 4]`, query `[threads, group, dim]`, scores `[threads, group,
-    PART_TOKENS]`. Widths may exceed what is used. counters: of `cpu_team`, zero at the start.
+    PART_TOKENS]`. Widths may exceed what is used. counters: of `team`, zero at the start.
     """
 
     hidden: np.ndarray
@@ -145,33 +143,12 @@ def _together(work, threads, model, shape, rows, buffers, parts):
         work(np.int64(me), threads, model, shape, rows, buffers, parts)
 
 
-def _version() -> int:
-    sources = (cpu_exp, cpu_paged_attention, cpu_product, cpu_team, cpu_vectors)
-    text = b"".join(Path(str(module.__file__)).read_bytes() for module in sources)
-    return int.from_bytes(sha256(text).digest()[:4])
+_work = _compile(version(cpu_paged_attention, cpu_product, emission, exp, team, vectors))
 
 
-_work = _compile(_version())
-
-
-class CompiledStep:
-    """The step for the types of one model; compiled here, or read from numba's cache.
-
-    The parallel region calls it by its address: numba would optimise a function that is linked into a region thrice.
-    """
+class CompiledStep(Region):
+    """The step for the types of one model. A run's `buffers.counters` are zero."""
 
     def __init__(self, *arguments: object) -> None:
         """`arguments`: a model, shape, rows, buffers and parts like those of the steps to come."""
-        signature = (types.int64, types.int64, *(numba.typeof(argument) for argument in arguments))
-        _work.compile(signature)
-        self._work = CompileResultWAP(_work.overloads[signature])
-
-    def run(self, threads: int, *arguments: object) -> None:
-        """One step on so many threads; `buffers.counters` are zero."""
-        if threads == 1:
-            _work(0, 1, *arguments)
-            return
-        with_threads = numba.get_num_threads()
-        numba.set_num_threads(threads)
-        _together(self._work, threads, *arguments)
-        numba.set_num_threads(with_threads)
+        super().__init__(_work, _together, *arguments)

@@ -11,11 +11,11 @@ from gpu.cpu_step import MAX_ROWS, CpuStep, serves
 from gpu.decode_attention import exact_decode_attention
 from gpu.decode_graphs import DecodeSteps
 from gpu.decoder import Decoder
-from gpu.kernels.cpu_exp import exp
 from gpu.kernels.cpu_paged_attention import PART_TOKENS
 from gpu.kernels.paged_decode_attention import workspace_for
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
+from transfer.simd.exp import exp
 
 TINY = replace(named_shape("tiny"), num_layers=2)
 SHAPES = [

@@ -1,0 +1,46 @@
+"""Which vector instructions this process uses: AVX-512 where the processor has it, else AVX2, or as TANDEM_SIMD says.
+
+It refuses to know kernels. Invariant: one choice a process, made on import. With TANDEM_SIMD=avx2 on a wider processor
+numba compiles for a processor that has no more, so that both paths can be tested and timed on one machine.
+"""
+
+import os
+
+import llvmlite.binding as llvm
+from numba import config
+
+NEEDED = {"avx2": ("avx2", "fma"), "avx512": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
+_NO_WIDER = "haswell"  # the first processor with AVX2 and FMA
+
+
+def missing_features(name: str) -> list[str]:
+    """What this processor lacks of "avx2" or "avx512"."""
+    host = llvm.get_host_cpu_features()
+    return [feature for feature in NEEDED[name] if not host.get(feature)]
+
+
+def _choose() -> str:
+    asked = os.environ.get("TANDEM_SIMD")
+    if asked is None:
+        return "avx2" if missing_features("avx512") else "avx512"
+    if asked not in NEEDED:
+        raise ValueError(f"TANDEM_SIMD: asked {asked!r}, have {', '.join(NEEDED)}; set one of these or none")
+    if asked == "avx512" and missing_features(asked):
+        raise ValueError(
+            f"TANDEM_SIMD: asked avx512, the processor lacks {', '.join(missing_features(asked))}; unset it"
+        )
+    if asked == "avx2" and not missing_features("avx512"):
+        config.CPU_NAME, config.CPU_FEATURES = _NO_WIDER, None
+    return asked
+
+
+SIMD = _choose()
+LANES = {"avx2": 8, "avx512": 16}[SIMD]  # float32 in a vector
+HAS_VECTORS = not missing_features(SIMD)
+
+
+def require_vectors() -> None:
+    """Raises RuntimeError where the processor lacks what the kernels are made of."""
+    if not HAS_VECTORS:
+        lacking = ", ".join(missing_features(SIMD))
+        raise RuntimeError(f"processor: lacks {lacking}; attention on the host needs an x86-64 with AVX2 and FMA")

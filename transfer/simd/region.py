@@ -1,0 +1,49 @@
+"""One parallel region: a compiled function run by so many threads at once, each told its number.
+
+It refuses to know the work. Invariant: code in numba's cache on disk is of the sources and the vector width that it was
+made from: `version` stands for both. The work must go on whatever number of its threads has come (`team`).
+"""
+
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numba
+from numba import types
+from numba.core.types.function_type import CompileResultWAP
+
+from transfer.simd.features import SIMD
+
+
+def version(*modules: ModuleType) -> int:
+    """A number that stands for the sources of modules, which numba's cache does not look at, and for the vectors."""
+    text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    return int.from_bytes(sha256(text + SIMD.encode()).digest()[:4])
+
+
+class Region:
+    """A numba function `work(me, threads, *arguments)` for the types of given arguments; compiled here, or cached.
+
+    The parallel region calls it by its address: numba would optimise a function that is linked into a region thrice.
+    """
+
+    def __init__(self, work: Any, together: Any, *arguments: object) -> None:
+        """`together(work, threads, *arguments)`: the region, a loop over `numba.prange(threads)` that calls the work;
+        numba takes apart tuples of arrays in it, but not tuples of tuples, so each work has its own.
+        `arguments`: like those of the runs to come.
+        """
+        signature = (types.int64, types.int64, *(numba.typeof(argument) for argument in arguments))
+        work.compile(signature)
+        self._alone, self._together = work, together
+        self._work = CompileResultWAP(work.overloads[signature])
+
+    def run(self, threads: int, *arguments: object) -> None:
+        """Once, on so many threads of numba's; one of them is the caller's."""
+        if threads == 1:
+            self._alone(0, 1, *arguments)
+            return
+        with_threads = numba.get_num_threads()
+        numba.set_num_threads(threads)
+        self._together(self._work, threads, *arguments)
+        numba.set_num_threads(with_threads)
