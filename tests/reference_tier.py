@@ -1,0 +1,242 @@
+"""A host tier for tests of the device side: stored rows in plain tensors, exact attention over them in float64.
+
+It refuses to know tables and threads: a sampled context is read whole as well. Invariants: fresh rows are NaN (codes
+65535, int8 rows -128) until the device writes them, and rows that nobody filled are never read: that is an error.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from transfer.exchange import ExchangeSlot
+from transfer.tier import Filled, HostMemoryError, LayerRows, Reservation, TierShape
+
+SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
+UNWRITTEN_CODE = 65_535
+
+
+class Landed:
+    """Copies that had landed before anyone asked."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Rows of one reservation, `layers[i]` each; `done[i]` once the device has filled them."""
+
+    layers: list[LayerRows]
+    num_tokens: int
+    done: dict[int, Filled] = field(default_factory=dict)
+
+    def read(self, layer: int) -> LayerRows:
+        assert layer in self.done, f"reference tier: rows of layer {layer} are read before they were filled"
+        self.done[layer].synchronize()
+        return self.layers[layer]
+
+
+@dataclass
+class Piece:
+    """Tokens `[begin, end)` of a chunk, in a context's order."""
+
+    chunk: Chunk
+    begin: int
+    end: int
+
+
+@dataclass
+class ReferenceReservation:
+    begin: int
+    end: int
+    has_centre: bool
+    chunk: Chunk
+    joined: Chunk | None
+
+    def layer(self, layer: int) -> LayerRows:
+        if self.joined is not None:
+            self.joined.read(layer)  # the centre that these rows share stands there
+        return self.chunk.layers[layer]
+
+
+class ReferenceTier:
+    """transfer.tier.HostTier. A reservation of `bulk_tokens` or more is split evenly into chunks of at most
+    `max_chunk_tokens`, each with a centre of its own; a smaller one takes the last chunk's centre, if there is one.
+
+    `capacity_tokens`: of all contexts together; HostMemoryError beyond.
+    """
+
+    def __init__(self, shape: TierShape, capacity_tokens: int, bulk_tokens: int, max_chunk_tokens: int) -> None:
+        self.shape = shape
+        self.capacity_tokens = capacity_tokens
+        self.bulk_tokens = bulk_tokens
+        self.max_chunk_tokens = max_chunk_tokens
+        self.contexts: dict[int, list[Piece]] = {}
+        self.is_sampled: dict[int, bool] = {}
+
+    def open(self, context_id: int, is_sampled: bool) -> None:
+        assert context_id not in self.contexts, f"reference tier: context {context_id} is open already"
+        self.contexts[context_id] = []
+        self.is_sampled[context_id] = is_sampled
+
+    def fork(self, source_id: int, context_id: int, num_tokens: int, is_sampled: bool) -> None:
+        source = self.contexts[source_id]
+        assert num_tokens <= self.num_tokens(source_id), "reference tier: a fork of more tokens than there are"
+        self.open(context_id, is_sampled)
+        self.contexts[context_id] = _first(source, num_tokens)
+
+    def close(self, context_id: int) -> None:
+        self.contexts.pop(context_id, None)
+        self.is_sampled.pop(context_id, None)
+
+    def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
+        pieces = self.contexts[context_id]
+        if num_tokens > self.capacity_tokens - self.used_tokens:
+            raise HostMemoryError(
+                f"host memory: asked {num_tokens:,} tokens, have {self.capacity_tokens - self.used_tokens:,}"
+            )
+        last = pieces[-1].chunk if pieces else None
+        is_bulk = num_tokens >= self.bulk_tokens
+        joined = None if is_bulk else last
+        count = -(-num_tokens // self.max_chunk_tokens) if is_bulk else 1
+        begin, reservations = self.num_tokens(context_id), []
+        for index in range(count):
+            size = num_tokens * (index + 1) // count - num_tokens * index // count
+            chunk = Chunk([self._fresh(layer, size, joined) for layer in range(len(self.shape.layers))], size)
+            reservations.append(ReferenceReservation(begin, begin + size, joined is not None, chunk, joined))
+            pieces.append(Piece(chunk, 0, size))
+            begin += size
+        return list(reservations)
+
+    def fill(self, reservation: Reservation, layers: Sequence[int], done: Filled) -> None:
+        assert isinstance(reservation, ReferenceReservation), "reference tier: a reservation of another tier"
+        for layer in layers:
+            assert layer not in reservation.chunk.done, f"reference tier: layer {layer} is filled twice"
+            reservation.chunk.done[layer] = done
+
+    def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
+        return [
+            _cut(piece.chunk.read(layer), piece.begin, piece.end)
+            for piece in _first(self.contexts[context_id], num_tokens)
+        ]
+
+    def attention(self, context_ids: Sequence[int]) -> "ReferenceAttention":
+        return ReferenceAttention(self, list(context_ids))
+
+    # --- what tests ask -----------------------------------------------------------------------------------------
+
+    def num_tokens(self, context_id: int) -> int:
+        return sum(piece.end - piece.begin for piece in self.contexts[context_id])
+
+    @property
+    def used_tokens(self) -> int:
+        chunks = {piece.chunk for pieces in self.contexts.values() for piece in pieces}
+        return sum(chunk.num_tokens for chunk in chunks)
+
+    def stored(self, context_id: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a whole run, float64 `[kv_heads, tokens, dim]`, the centre given back."""
+        parts = [_restore(rows) for rows in self.rows(context_id, layer, self.num_tokens(context_id))]
+        none = torch.empty(self.shape.num_kv_heads, 0, self.shape.dim, dtype=torch.float64)
+        return torch.cat([none, *(keys for keys, _ in parts)], 1), torch.cat([none, *(v for _, v in parts)], 1)
+
+    def put(self, context_id: int, keys: Tensor, values: Tensor) -> None:
+        """Deposit rows `[layers, kv_heads, tokens, dim]` (rotated, not centred) by hand; bfloat16 tiers only."""
+        assert self.shape.rows == "bfloat16", "reference tier: put writes bfloat16 rows alone"
+        for reservation in self.reserve(context_id, keys.shape[2]):
+            offset = reservation.begin - (self.num_tokens(context_id) - keys.shape[2])
+            tokens = slice(offset, offset + reservation.end - reservation.begin)
+            for layer in range(len(self.shape.layers)):
+                rows = reservation.layer(layer)
+                if not reservation.has_centre:
+                    rows.centre.copy_(keys[layer, :, tokens].double().mean(1))
+                rows.keys.copy_(keys[layer, :, tokens] - rows.centre[:, None])
+                rows.values.copy_(values[layer, :, tokens])
+            self.fill(reservation, range(len(self.shape.layers)), Landed())
+
+    def _fresh(self, layer: int, tokens: int, joined: Chunk | None) -> LayerRows:
+        shape = self.shape
+        heads, dim = shape.num_kv_heads, shape.dim
+        dtype = torch.bfloat16 if shape.rows == "bfloat16" else torch.int8
+        unwritten = float("nan") if shape.rows == "bfloat16" else -128
+        codes = torch.from_numpy(np.full((heads, shape.num_tables, tokens), UNWRITTEN_CODE, np.uint16))
+        is_int8 = shape.rows == "int8"
+        own = joined.layers[layer] if joined is not None else None
+        return LayerRows(
+            keys=torch.full((heads, tokens, dim), unwritten, dtype=dtype),
+            values=torch.full((heads, tokens, dim), unwritten, dtype=dtype),
+            codes=codes if shape.num_tables else None,
+            centre=own.centre if own else torch.full((heads, dim), float("nan")),
+            key_scale=(own.key_scale if own else torch.full((heads,), float("nan"))) if is_int8 else None,
+            value_scale=(own.value_scale if own else torch.full((heads, dim), float("nan"))) if is_int8 else None,
+        )
+
+
+class ReferenceAttention:
+    """transfer.tier.Attention: softmax over a context's whole run, float64 inside."""
+
+    def __init__(self, tier: ReferenceTier, context_ids: list[int]) -> None:
+        self.tier = tier
+        self.context_ids = context_ids
+        self.next_layer = 0
+
+    def run(self, layer: int, slot: ExchangeSlot) -> None:
+        assert layer == self.next_layer, f"reference tier: layer {layer} asked, {self.next_layer} comes next"
+        assert slot.rows == len(self.context_ids), "reference tier: as many rows as contexts"
+        self.next_layer += 1
+        self._wait(slot)
+        for row, context_id in enumerate(self.context_ids):
+            keys, values = self.tier.stored(context_id, layer)
+            out, lse = attend(slot.queries[row], keys, values)
+            slot.out[row] = out.float()
+            slot.lse[row] = lse.float()
+
+    @staticmethod
+    def _wait(slot: ExchangeSlot) -> None:
+        deadline = time.monotonic() + SECONDS_TO_WAIT_FOR_A_QUERY
+        while not bool((slot.flags[: slot.rows] == slot.stamp).all()):
+            assert time.monotonic() < deadline, (
+                f"reference tier: flags {slot.flags[: slot.rows].tolist()}, wanted stamp {slot.stamp} in all"
+            )
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """One query `[heads, dim]` over `[kv_heads, tokens, dim]`: out float64 `[heads, dim]`, natural lse `[heads]`."""
+    kv_heads, tokens, dim = keys.shape
+    if tokens == 0:
+        return torch.zeros(query.shape, dtype=torch.float64), torch.full((len(query),), -torch.inf).double()
+    grouped = query.double().view(kv_heads, -1, dim)
+    logits = grouped @ keys.double().transpose(1, 2) / dim**0.5  # [kv_heads, group, tokens]
+    lse = logits.logsumexp(-1)
+    out = (logits - lse[..., None]).exp() @ values.double()
+    return out.view(-1, dim), lse.flatten()
+
+
+def _first(pieces: list[Piece], num_tokens: int) -> list[Piece]:
+    taken, left = [], num_tokens
+    for piece in pieces:
+        if left > 0:
+            taken.append(Piece(piece.chunk, piece.begin, min(piece.end, piece.begin + left)))
+            left -= piece.end - piece.begin
+    return taken
+
+
+def _cut(rows: LayerRows, begin: int, end: int) -> LayerRows:
+    return LayerRows(
+        rows.keys[:, begin:end],
+        rows.values[:, begin:end],
+        None if rows.codes is None else rows.codes[..., begin:end],
+        rows.centre,
+        rows.key_scale,
+        rows.value_scale,
+    )
+
+
+def _restore(rows: LayerRows) -> tuple[Tensor, Tensor]:
+    keys, values = rows.keys.double(), rows.values.double()
+    if rows.key_scale is not None and rows.value_scale is not None:
+        keys, values = keys * rows.key_scale[:, None, None], values * rows.value_scale[:, None]
+    return keys + rows.centre[:, None].double(), values
