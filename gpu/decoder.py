@@ -1,7 +1,8 @@
 """The layers of a Llama-family decoder, as functions over tensors.
 
-It refuses to know requests, batching and sampling: attention is handed in. Invariant: each hidden state depends on its
-own row and on what attention returns for that row, so padding rows and packed neighbours change nothing.
+It refuses to know requests, batching and sampling: attention is handed in, or stands between the two halves of a layer.
+Invariant: each hidden state depends on its own row and on what attention returns for that row, so padding rows and
+packed neighbours change nothing.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,10 @@ from transfer.partial import Partial
 
 # (query, pre_rope_query), both [tokens, heads, dim], to the partial over what the caller covers.
 Attend = Callable[[Tensor, Tensor], Partial]
+
+# Where a layer's keys and values are written: key_pages, value_pages `[num_pages, kv_heads, page_tokens, dim]`, and
+# page_table int32 `[max_slots, max_pages]`. A buffer `[kv_heads, tokens, dim]` is one page of `tokens` tokens.
+Pages = tuple[Tensor, Tensor, Tensor]
 
 
 class Decoder:
@@ -38,20 +43,35 @@ class Decoder:
         """Hidden states `[tokens, hidden]` of token ids, int64 `[tokens]`."""
         return self.weights.embedding.index_select(0, token_ids)
 
-    def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
+    def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
+              pages: Pages | None = None) -> Tensor:  # fmt: skip
         """One layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots' pages.
 
-        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows. The KV that `attend` sees has these
-        tokens.
+        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; pages: None for the pool's. The KV
+        that `attend` sees has these tokens.
         """
+        query, pre_rope_query = self.enter(index, hidden, positions, slots, pages)
+        return self.leave(index, hidden, attend(query, pre_rope_query))
+
+    def enter(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor,
+              pages: Pages | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The part of a layer before attention: keys and values are written, `(query, pre_rope_query)` come back.
+
+        See `layer`. Both queries are `[tokens, heads, dim]`, of the weights' dtype.
+        """
+        key_pages, value_pages, page_table = pages or (
+            self.pool.key_pages[index], self.pool.value_pages[index], self.pool.page_table,
+        )  # fmt: skip
         qkv = self.projections.qkv(index, hidden)
         query = self._rope_kv_write(
-            qkv, self.cos, self.sin, positions, slots, self.pool.page_table,
-            self.pool.key_pages[index], self.pool.value_pages[index], self.architecture.num_heads,
-        )  # fmt: skip
-        pre_rope_query = qkv[:, : self.query_columns].view(query.shape)
-        attended = attend(query, pre_rope_query).out.view(-1, self.query_columns)
-        return self.projections.mlp(index, self.projections.output(index, attended, hidden))
+            qkv, self.cos, self.sin, positions, slots, page_table, key_pages, value_pages, self.architecture.num_heads
+        )
+        return query, qkv[:, : self.query_columns].view(query.shape)
+
+    def leave(self, index: int, hidden: Tensor, attended: Partial) -> Tensor:
+        """The part of a layer after attention: its output projected, added to `hidden`, and the MLP."""
+        rows = attended.out.view(-1, self.query_columns)
+        return self.projections.mlp(index, self.projections.output(index, rows, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""
