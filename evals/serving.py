@@ -49,7 +49,7 @@ class Answer:
 
 def profile_of(method: str) -> str | None:
     """The profile that a method names, or None if it is no serving profile. Raises ProfileError for an unknown one."""
-    return get_profile(method.removeprefix(PREFIX)).name if method.startswith(PREFIX) else None
+    return get_profile(method.removeprefix(PREFIX), None).name if method.startswith(PREFIX) else None
 
 
 class ServingEngine:

@@ -130,7 +130,7 @@ class Runner:
 
     def decode_steps(self, profile: str) -> DecodeSteps:
         """The decode steps of an attention profile. Raises ProfileError for an unknown one."""
-        return self._decode_steps[get_profile(profile).name]
+        return self._decode_steps[get_profile(profile, None).name]
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:

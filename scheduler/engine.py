@@ -13,7 +13,7 @@ from gpu.architecture import Architecture
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_architecture, load_runner
 from gpu.memory_plan import MemoryPlan, plan_memory
-from gpu.profiles import PROFILES, ProfileError, get_profile
+from gpu.profiles import ProfileError, get_profile, profiles_for
 from gpu.runner import InFlight, Runner
 from scheduler.capacity import Capacity
 from scheduler.config import EngineConfig
@@ -91,7 +91,7 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
     """
     began = time.monotonic()
     try:
-        get_profile(config.scheduler.default_profile)
+        get_profile(config.scheduler.default_profile, config.host)
     except ProfileError as error:
         raise ProfileError(f"scheduler.default_profile: {error}") from None
     architecture = load_architecture(config.model)
@@ -108,12 +108,13 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
         on_progress=on_progress,
     )
     capacity = Capacity(plan.num_pages, plan.page_tokens, plan.max_context_tokens, plan.max_hidden_tokens)
-    kv_keys = {name: profile.kv_key for name, profile in PROFILES.items()}
+    profiles = profiles_for(config.host)
+    kv_keys = {name: profile.kv_key for name, profile in profiles.items()}
     scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), kv_keys)
     ready = Ready(
         vocab_size=architecture.vocab_size,
         max_context_tokens=capacity.longest_tokens,
-        profiles=list(PROFILES),
+        profiles=list(profiles),
         default_profile=config.scheduler.default_profile,
         num_pages=plan.num_pages,
         page_tokens=plan.page_tokens,
