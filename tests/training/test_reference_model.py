@@ -21,7 +21,7 @@ from training.reference.feed import Batch, draw_batch
 from training.reference.folder import read_shape, read_weights, write_folder
 from training.reference.model import REFERENCE, TINY, Llama, Shape, attend_by
 from training.reference.muon import Muon, orthogonal
-from training.reference.objective import lr_at, weigh
+from training.reference.objective import lr_at, weigh, weigh_hints
 from training.reference.rows import ROW_KINDS, Library, make_library
 from training.reference.spelling import Spelling
 from training.reference.tokenizer import write_tokenizer
@@ -128,6 +128,26 @@ def test_weights_of_the_loss_sum_to_one_each_for_text_and_answers(batch: Batch) 
     sizes = [(end - begin, only_answers[begin].item()) for _, begin, end in target.spans.tolist()]
     (short, light), (long, heavy) = min(sizes), max(sizes)
     assert light / heavy == pytest.approx((long / short) ** 0.5, rel=1e-4)
+
+
+def test_weights_of_hints_sum_to_one_and_unused_ones_weigh_nothing() -> None:
+    weights = weigh_hints(torch.tensor([[0, 5, 7], [1, 6, 7], [2, 6, 7], [-1, 0, 0]]))
+    assert weights.sum().item() == pytest.approx(1.0)
+    assert weights[:3].min() > 0
+    assert weights[3] == 0
+    assert weigh_hints(torch.tensor([[-1, 0, 0]])).sum() == 0
+
+
+def test_hints_are_read_from_the_middle_layer(batch: Batch) -> None:
+    model = make_model()
+    target = place(batch, torch.device("cpu"))
+    final, middle = model.states(target.tokens[:, :-1])
+    torch.testing.assert_close(final, model(target.tokens[:, :-1]))
+    nll, _ = model.hint_losses(middle, target.hints[:, 1], target.hints[:, 2])
+    (nll * weigh_hints(target.hints)).sum().backward()
+    moved = model.query.grad.abs().amax(dim=(1, 2))
+    assert moved[: TINY.layers // 2].min() > 0
+    assert moved[TINY.layers // 2 :].max() == 0
 
 
 def test_an_answer_counts_only_whole() -> None:

@@ -1,6 +1,8 @@
 """Rows and text: exact lengths, whole answers, the evaluations' wording, no held-out text in training."""
 
 import random
+import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,19 @@ from training.reference.curriculum import (
     scored_by,
 )
 from training.reference.evaluation import draw_evaluation
-from training.reference.feed import draw_batch
-from training.reference.rows import ANSWER, NOTHING, ROW_KINDS, Library, draw_row, make_library, text_row
+from training.reference.feed import count_hints, draw_batch, mixed_levels
+from training.reference.rows import (
+    ANSWER,
+    HINTS,
+    LEADER_LEAD,
+    LEADER_TIMES,
+    NOTHING,
+    ROW_KINDS,
+    Library,
+    draw_row,
+    make_library,
+    text_row,
+)
 from training.reference.spelling import BEGIN, END, Spelling
 from training.reference.tasks import TASKS
 from training.reference.tokenizer import split_capitals, write_tokenizer
@@ -172,6 +185,59 @@ def test_batches_number_answers_across_rows(library: Library) -> None:
     for _, begin, end in batch.spans:
         covered[begin:end] = True
     assert np.array_equal(flat, covered)
+    used = batch.hints[batch.hints[:, 0] >= 0]
+    assert len(batch.hints) == count_hints(8, 512)
+    assert 0 < len(used) < len(batch.hints)
+    assert used[:, 1].max() < 8 * 512
+
+
+def test_levels_of_a_row_are_the_curriculums_or_easier_or_the_hardest() -> None:
+    draw, levels = random.Random(0), np.full(len(ROW_KINDS), 0.4)
+    found = [mixed_levels(levels, draw)["listing"] for _ in range(1000)]
+    assert 0.4 < np.mean(np.array(found) == 0.4) < 0.6
+    assert 0.2 < np.mean(np.array(found) == 1.0) < 0.3
+    assert all(level <= 0.4 for level in found if level != 1.0)
+
+
+def hints_of(library: Library, kind: str, length: int) -> list[tuple[str, str, str]]:
+    """Subject, text up to the hinted position with it, token, of a row's hints."""
+    row = draw_row(library, kind, FULL_LEVEL, length, random.Random(5))
+    text = library.spelling.text
+    return [
+        (HINTS[about], text(row.tokens[: position + 1].tolist()), text([token])) for about, position, token in row.hints
+    ]
+
+
+def test_a_two_hop_question_hints_at_the_city(library: Library) -> None:
+    hints = hints_of(library, "facts_two_hops", 512)
+    ends = [(text, token) for _, text, token in hints if text.endswith(TURN_END) and "where" in text[-150:]]
+    assert ends
+    for text, token in ends:
+        person = re.findall(r"(?:where|does) (\w+ \w+) lives?\?", text)[-1]
+        (city,) = re.findall(rf"{person} lives in ([\w ]+)\.", text)
+        assert f" {city}".startswith(token)
+
+
+def test_a_sentences_end_hints_at_the_variable_that_it_assigns(library: Library) -> None:
+    hints = [(text, token) for about, text, token in hints_of(library, "variables", 512) if about == "assigned"]
+    ends = [(text, token) for text, token in hints if text.endswith(".")]
+    assert ends
+    assert len(hints) == 4 * len(ends)
+    for text, token in ends:
+        name = re.findall(r"VAR (\w{4}) = ", text)[-1]
+        assert token == f" {name[0]}"
+
+
+def test_a_list_hints_at_the_word_that_leads_so_far(library: Library) -> None:
+    hints = [(text, token) for about, text, token in hints_of(library, "common_words", 1024) if about == "leader"]
+    assert hints
+    for text, token in hints:
+        words = text.rpartition("<|user|>\n")[2].rstrip(",").split(", ")
+        (leader, most), (_, next_most) = Counter(words).most_common(2)
+        assert text.endswith(",")
+        assert f" {leader}".startswith(token)
+        assert most >= LEADER_TIMES
+        assert most - next_most >= LEADER_LEAD
 
 
 def test_shares_of_lengths_sum_to_one_at_any_progress() -> None:
@@ -181,7 +247,7 @@ def test_shares_of_lengths_sum_to_one_at_any_progress() -> None:
             assert sum(shares.values()) == pytest.approx(1.0)
             assert set(shares) <= set(LENGTHS)
     assert set(SHARES) == set(ROW_KINDS)
-    assert {task for kind in ROW_KINDS for task in scored_by(kind)} == set(TASKS) - {"mayor"}
+    assert {task for kind in ROW_KINDS for task in scored_by(kind)} == set(TASKS) - {"mayor", "common_words"}
 
 
 def test_a_kind_hardens_when_it_is_answered_and_eases_when_it_is_not() -> None:

@@ -1,11 +1,12 @@
 """What to train on next: lengths by progress, the level and the share of each kind of task by its accuracy.
 
 It knows names and numbers, no tokens. Small models fail at two-hop facts, chains and counting because the second step
-has no gradient before the first works, so a kind starts easy and dense and hardens as it is answered. The invariant:
-levels stay in [0, 1], every kind keeps a share, and shares of lengths sum to one.
+has no gradient before the first works, so a kind starts easy and dense and hardens as it is answered, always mixed with
+easier rows and some of the hardest (`feed`). The invariant: levels stay in [0, 1], every kind keeps a share, and shares
+of lengths sum to one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,52 +19,48 @@ TEXT_SHARE = {256: 0.25, 512: 0.35, 1024: 0.45, 4096: 0.3, 16384: 0.15}
 """The share of rows of text alone; long documents are mostly text themselves."""
 
 STAGES: dict[str, tuple[tuple[float, dict[int, float]], ...]] = {
-    "short": (
-        (0.2, {256: 0.4, 512: 0.35, 1024: 0.25}),
-        (0.45, {256: 0.15, 512: 0.4, 1024: 0.45}),
-        (0.75, {512: 0.2, 1024: 0.4, 4096: 0.4}),
-        (1.0, {1024: 0.25, 4096: 0.5, 16384: 0.25}),
+    "full": (
+        (0.3, {256: 0.35, 512: 0.45, 1024: 0.2}),
+        (0.55, {256: 0.1, 512: 0.4, 1024: 0.5}),
+        (0.8, {512: 0.2, 1024: 0.4, 4096: 0.4}),
+        (1.0, {512: 0.1, 1024: 0.2, 4096: 0.4, 16384: 0.3}),
     ),
     "long": (
-        (0.3, {512: 0.1, 1024: 0.2, 4096: 0.7}),
-        (1.0, {1024: 0.12, 4096: 0.4, 16384: 0.48}),
-    ),
-    "full": (
-        (0.15, {256: 0.4, 512: 0.35, 1024: 0.25}),
-        (0.35, {256: 0.1, 512: 0.35, 1024: 0.55}),
-        (0.65, {512: 0.1, 1024: 0.3, 4096: 0.6}),
-        (1.0, {1024: 0.2, 4096: 0.4, 16384: 0.4}),
+        (0.35, {512: 0.3, 1024: 0.4, 4096: 0.3}),
+        (0.7, {512: 0.1, 1024: 0.3, 4096: 0.4, 16384: 0.2}),
+        (1.0, {512: 0.05, 1024: 0.2, 4096: 0.4, 16384: 0.35}),
     ),
     "tiny": ((1.0, {256: 1.0}),),
 }
 """Until a share of the time is over, the share of tokens by length."""
 
 SHARES = {
-    "needles": 0.08,
-    "word_needles": 0.04,
-    "several_values": 0.12,
+    "needles": 0.06,
+    "word_needles": 0.03,
+    "several_values": 0.08,
     "several_keys": 0.05,
     "facts_one_hop": 0.06,
-    "facts_two_hops": 0.2,
+    "facts_two_hops": 0.22,
     "variables": 0.22,
-    "listing": 0.07,
-    "continue": 0.03,
-    "common_words": 0.13,
+    "listing": 0.12,
+    "continue": 0.02,
+    "common_words": 0.14,
 }
 SCORED_BY = {
     "needles": ("needle", "many_needles"),
     "word_needles": ("word_needle",),
     "listing": ("list",),
-    "common_words": ("common_word", "common_words"),
+    "common_words": ("common_word",),
 }
 """The tasks by whose accuracy a kind is hardened, where they are not those of its name."""
 
-HARDEN_FROM, EASE_BELOW = 0.9, 0.6
-STEP_UP, STEP_DOWN = 0.125, 0.05
-SETTLE_S = 5.0
+HARDEN_FROM, EASE_BELOW = 0.65, 0.25
+"""Accuracy over all of a kind's rows, of which a quarter are as hard as can be whatever the level."""
+STEP_UP, STEP_DOWN = 0.2, 0.05
+SETTLE_S = 2.0
 """Seconds after a change of level in which answers do not count: rows of the old level are still queued."""
 FEWEST_ANSWERS = 150
-LEARNT_SHARE, PLATEAU_SHARE = 0.3, 2.0
+LEARNT_SHARE, LEFT_SHARE, PLATEAU_SHARE = 0.1, 2.0, 1.5
 INHERITED = 0.8
 
 
@@ -130,20 +127,32 @@ class Curriculum:
 
     @staticmethod
     def keenness(accuracy: float, level: float) -> float:
-        """How much of its usual share a kind gets: twice while it is being learnt, little when it is done."""
+        """How much of its usual share a kind gets: more while it is being learnt, a tenth when it is done."""
         left = 1 - accuracy * level
-        return min(PLATEAU_SHARE, LEARNT_SHARE + 2.5 * left)
+        return min(PLATEAU_SHARE, LEARNT_SHARE + LEFT_SHARE * left)
 
 
-def describe(curriculum: Curriculum, lengths: Sequence[int]) -> Mapping[str, str]:
-    """For the log: by kind, accuracy in per cent at level, one entry a length that was seen."""
+def describe_levels(curriculum: Curriculum) -> Mapping[str, str]:
+    """For the log: by kind, level and share of rows at each length that was seen."""
     rows = {}
     for kind, name in enumerate(ROW_KINDS):
         cells = [
-            f"{100 * curriculum.accuracy[i, kind]:.0f}@{curriculum.levels[i, kind]:.2f}"
+            f"{length}:{curriculum.levels[i, kind]:.2f}x{curriculum.shares[i, kind]:.2f}"
             for i, length in enumerate(LENGTHS)
-            if length in lengths and curriculum.seen[i, kind]
+            if curriculum.seen[i, kind]
         ]
         if cells:
-            rows[name] = "/".join(cells)
+            rows[name] = " ".join(cells)
+    return rows
+
+
+def describe_answers(hits: np.ndarray, asked: np.ndarray) -> Mapping[str, str]:
+    """For the log: by task, accuracy in per cent at each length that was asked; `[lengths, tasks]`."""
+    rows = {}
+    for task, name in enumerate(TASKS):
+        cells = [
+            f"{length}:{100 * hits[i, task] / asked[i, task]:.0f}" for i, length in enumerate(LENGTHS) if asked[i, task]
+        ]
+        if cells:
+            rows[name] = " ".join(cells)
     return rows

@@ -27,11 +27,12 @@ EVALUATED = (*PLANS, "common_word", "common_words", CONTINUE)
 @dataclass(frozen=True)
 class Target:
     """What a batch is scored by, on the model's device: tokens int64 `[rows, length + 1]`, classes int64 `[rows *
-    length]`, spans int64 `[answers, 3]`."""
+    length]`, spans int64 `[answers, 3]`, hints int64 `[hints, 3]`."""
 
     tokens: Tensor
     classes: Tensor
     spans: Tensor
+    hints: Tensor
 
 
 def place(batch: Batch, device: torch.device) -> Target:
@@ -42,7 +43,10 @@ def place(batch: Batch, device: torch.device) -> Target:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     return Target(
-        move(batch.tokens, np.int32).long(), move(batch.classes, np.uint8).flatten().long(), move(batch.spans, np.int64)
+        move(batch.tokens, np.int32).long(),
+        move(batch.classes, np.uint8).flatten().long(),
+        move(batch.spans, np.int64),
+        move(batch.hints, np.int64),
     )
 
 
@@ -72,7 +76,7 @@ def evaluation_row(library: Library, task: str, length: int, draw: random.Random
     if task == CONTINUE:
         return draw_row(library, CONTINUE, {}, length, draw)
     if task in COMMON:
-        return list_row(library, [common_exercise(COMMON[task], length, draw)], length)
+        return list_row(library, [common_exercise(COMMON[task], length, draw)], length, draw)
     inserts, question, answers, _, _ = PLANS[task](draw, library.words, None)
     sentences = [sentence for _, sentence in sorted(inserts, key=lambda insert: insert[0])]
     name = task if task in TASKS else "needle"
@@ -113,6 +117,7 @@ def batches_of(rows: list[Row], num_rows: int) -> list[Batch]:
                 np.stack([row.tokens for row in part]),
                 np.stack([row.classes for row in part]),
                 np.array(spans, np.int64).reshape(-1, 3),
+                np.empty((0, 3), np.int64),
             )
         )
     return batches

@@ -18,17 +18,22 @@ from training.reference.rows import ROW_KINDS, Library, draw_row, text_row
 
 BATCHES_KEPT = 8
 PATIENCE_S = 120.0
+TOKENS_A_HINT = 16
+NO_HINT = (-1, 0, 0)
+AT_LEVEL, AT_HARDEST = 0.5, 0.25
 FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
 class Batch:
     """tokens: uint16 `[rows, length + 1]`; classes: uint8 `[rows, length]`; spans: int64 `[answers, 3]` of task, begin
-    and end in the flattened predicted tokens."""
+    and end in the flattened predicted tokens; hints: int64 `[rows * length // TOKENS_A_HINT, 3]` of subject, position
+    in the flattened inputs and token, the unused ones with subject -1."""
 
     tokens: np.ndarray
     classes: np.ndarray
     spans: np.ndarray
+    hints: np.ndarray
 
     @property
     def length(self) -> int:
@@ -44,22 +49,39 @@ def draw_batch(
     levels: np.ndarray,
     draw: random.Random,
 ) -> Batch:
-    """Rows of text alone and of each kind. shares, levels: float64 `[kinds]`."""
+    """Rows of text alone and of each kind. shares, levels: float64 `[kinds]`; a row is at its kind's level, below it or
+    as hard as can be, so that no kind is ever seen at one level only."""
     tokens = np.empty((num_rows, length + 1), np.uint16)
     classes = np.empty((num_rows, length), np.uint8)
     spans: list[tuple[int, int, int]] = []
+    hints: list[tuple[int, int, int]] = []
     numbers = np.random.default_rng(draw.getrandbits(63))
-    by_kind = dict(zip(ROW_KINDS, levels.tolist(), strict=True))
     num_text = int(num_rows * text_share + draw.random())
     kinds = draw.choices(ROW_KINDS, shares.tolist(), k=num_rows)
     for number in range(num_rows):
         if number < num_text:
             row = text_row(library, length, draw, numbers)
         else:
-            row = draw_row(library, kinds[number], by_kind, length, draw)
+            row = draw_row(library, kinds[number], mixed_levels(levels, draw), length, draw)
         tokens[number], classes[number] = row.tokens, row.classes
         spans += [(task, number * length + begin, number * length + end) for task, begin, end in row.spans]
-    return Batch(tokens, classes, np.array(spans, np.int64).reshape(-1, 3))
+        hints += [(about, number * length + position, token) for about, position, token in row.hints]
+    most = count_hints(num_rows, length)
+    hints = draw.sample(hints, most) if len(hints) > most else hints + [NO_HINT] * (most - len(hints))
+    return Batch(tokens, classes, np.array(spans, np.int64).reshape(-1, 3), np.array(hints, np.int64).reshape(-1, 3))
+
+
+def count_hints(num_rows: int, length: int) -> int:
+    """How many hints a batch holds, used and unused."""
+    return num_rows * length // TOKENS_A_HINT
+
+
+def mixed_levels(levels: np.ndarray, draw: random.Random) -> dict[str, float]:
+    """The levels of one row: those of the curriculum, easier ones, or the hardest."""
+    at = draw.random()
+    scale = 1.0 if at < AT_LEVEL else draw.random()
+    mixed = np.ones_like(levels) if at > 1 - AT_HARDEST else scale * levels
+    return dict(zip(ROW_KINDS, mixed.tolist(), strict=True))
 
 
 class Feed:

@@ -2,7 +2,8 @@
 
 It knows tensors, no tasks and no devices' names but to choose attention. Tokens are flat everywhere but in attention,
 so the compiled pieces see one shape whatever the rows' length. The invariant: exported weights give the same logits in
-any implementation of Llama, but for bf16 rounding.
+any implementation of Llama, but for bf16 rounding. The states after the middle layer can be read through the final
+norm and the embedding, as those of the last layer are; only training looks there.
 """
 
 import math
@@ -102,19 +103,32 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: int64 `[rows, length]`. Returns normed final states `[rows * length, hidden]` in `compute`."""
+        return self.states(tokens)[0]
+
+    def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens: int64 `[rows, length]`. Returns normed final states and states after the middle layer, both
+        `[rows * length, hidden]` in `compute`."""
         rows, length = tokens.shape
         shape = self.shape
         cos, sin = self.cos[:length].repeat(rows, 1), self.sin[:length].repeat(rows, 1)  # [tokens, dim / 2]
         hidden = functional.embedding(tokens.flatten(), self.embedding.to(self.compute))  # [tokens, hidden]
         stacked = [self.attention_norm, self.query, self.key, self.value, self.output]
         stacked += [self.mlp_norm, self.gate, self.up, self.down]
-        for layer in zip(*(weights.to(self.compute).unbind(0) for weights in stacked), strict=True):
+        middle = hidden
+        for number, layer in enumerate(zip(*(weights.to(self.compute).unbind(0) for weights in stacked), strict=True)):
             norm, query, key, value, output, mlp_norm, gate, up, down = layer
             q, k, v = self.before(hidden, norm, query, key, value, cos, sin, shape.dim)
             q, k, v = (rows_of.view(rows, length, -1, shape.dim).transpose(1, 2) for rows_of in (q, k, v))
             out = self.attend(q, k, v).transpose(1, 2).reshape(rows * length, -1)
             hidden = self.after(hidden, out, output, mlp_norm, gate, up, down)
-        return rms_norm(hidden, self.final_norm.to(self.compute))
+            if 2 * (number + 1) == shape.layers:
+                middle = hidden
+        return rms_norm(hidden, self.final_norm.to(self.compute)), middle
+
+    def hint_losses(self, middle: Tensor, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`losses` of the middle states `[tokens, hidden]` at some positions; positions, targets: int64 `[hints]`."""
+        states = rms_norm(middle[positions], self.final_norm.to(self.compute))
+        return self.score(states, self.embedding.to(self.compute), targets)
 
     def losses(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """states `[tokens, hidden]`, targets int64 `[tokens]`. Returns the negative log likelihood of each token,

@@ -1,7 +1,7 @@
 """What a step minimises, how fast it moves, and what is counted on the way.
 
-It knows classes of tokens and spans of answers, no model and no clock. The invariant: text and answers weigh the same
-whatever their share of the batch, so a long document's few answers are not drowned by its text.
+It knows classes of tokens, spans of answers and hints, no model and no clock. The invariant: text, answers and hints
+weigh the same whatever their share of the batch, so a long document's few answers are not drowned by its text.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from training.reference.curriculum import LENGTHS
 from training.reference.evaluation import Target, exact
-from training.reference.rows import ANSWER, FILLER, LISTED, PLAIN_TEXT
+from training.reference.rows import ANSWER, FILLER, HINTS, LISTED, PLAIN_TEXT
 from training.reference.tasks import TASKS
 
-LISTED_WEIGHT = 0.3
+LISTED_WEIGHT = 0.02
+HINT_WEIGHTS = (1.0, 0.3, 0.5)
+"""Of a hint by its subject: a few stand for an answer, some dozens for a list."""
 WARM_UP_STEPS = 60
 
 
@@ -40,6 +42,15 @@ def weigh(target: Target, answer_weight: float, filler_weight: float) -> Tensor:
     return text / text.sum().clamp(min=1) + answer_weight * answers / answers.sum().clamp(min=1)
 
 
+def weigh_hints(hints: Tensor) -> Tensor:
+    """The loss weight of each hint `[hints, 3]`, float32, summing to one; an unused one weighs nothing."""
+    table = torch.zeros(len(HINT_WEIGHTS) + 1, device=hints.device)
+    for about, weight in enumerate(HINT_WEIGHTS):
+        table[about] = weight
+    weights = table[hints[:, 0]]
+    return weights / weights.sum().clamp(min=1)
+
+
 @dataclass
 class Counts:
     """Sums since the last synchronisation, on the device."""
@@ -47,11 +58,18 @@ class Counts:
     device: torch.device
     losses: Tensor = field(init=False)
     hits: Tensor = field(init=False)
+    hints: Tensor = field(init=False)
     tokens: int = 0
 
     def __post_init__(self) -> None:
         self.losses = torch.zeros(4, device=self.device)
+        self.hints = torch.zeros(2, len(HINTS) + 1, device=self.device)
         self.hits = torch.zeros(2, len(LENGTHS) * len(TASKS), device=self.device)
+
+    def add_hints(self, hints: Tensor, right: Tensor) -> None:
+        """Count hints `[hints, 3]`, and those that are right, by subject."""
+        for number, counted in enumerate((right.float(), torch.ones_like(right, dtype=torch.float32))):
+            self.hints[number].index_add_(0, hints[:, 0] % (len(HINTS) + 1), counted)
 
     def add(self, target: Target, nll: Tensor, right: Tensor, length: int) -> None:
         """Count a batch's losses of text and answers, and its answers that are exactly right."""

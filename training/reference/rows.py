@@ -2,10 +2,12 @@
 
 It knows tasks as text and novels as tokens, no model. The invariant: a row has exactly `length + 1` tokens, the prompt
 up to the first answer is what `evals.tasks.reference` would write for the same sentences and question, and a span
-covers each whole answer with its end token.
+covers each whole answer with its end token. A hint says what the middle of the model should know at a position, to be
+taught there on its own: it changes no token.
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +30,14 @@ LISTS_A_ROW, LIST_TURN_TOKENS = 4, 44
 DEPTHS = 40
 
 
+HINTS = ("through", "assigned", "leader")
+"""What a hint is about: what an answer is found by, at a question's end; the variable that a sentence gives a value to,
+at its end; the most common word so far, in a list."""
+QUESTION_END_TOKENS = 4
+LEADER_HINTS, LEADER_TIMES, LEADER_LEAD = 40, 3, 2
+"""Hints a list, and how often and how far ahead of the next a word must have come to be its leader."""
+
+
 class RowError(Exception):
     """The drawn exercise leaves no room in the row."""
 
@@ -35,11 +45,13 @@ class RowError(Exception):
 @dataclass(frozen=True)
 class Row:
     """tokens: uint16 `[length + 1]`; classes: uint8 `[length]`, of the predicted tokens `tokens[1:]`; spans: (task,
-    begin, end) of answers among the predicted tokens."""
+    begin, end) of answers among the predicted tokens; hints: (of HINTS, position among the inputs `tokens[:-1]`, token
+    to be known there)."""
 
     tokens: np.ndarray
     classes: np.ndarray
     spans: list[tuple[int, int, int]]
+    hints: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,10 @@ class Tape:
         self.tokens: list[int] = []
         self.counted: list[tuple[int, int]] = []
         self.spans: list[tuple[int, int, int]] = []
+        self.hints: list[tuple[int, int, int]] = []
+
+    def hint(self, about: str, position: int, token: int) -> None:
+        self.hints.append((HINTS.index(about), position, token))
 
     def add(self, tokens: list[int], counts_as: int) -> None:
         self.tokens += tokens
@@ -80,7 +96,8 @@ class Tape:
             self.add([END_OF_TEXT] * missing, NOTHING)
         classes = np.repeat([c for c, _ in self.counted], [n for _, n in self.counted]).astype(np.uint8)
         spans = [(task, begin - 1, end - 1) for task, begin, end in self.spans if end <= length + 1]
-        return Row(np.array(self.tokens[: length + 1], np.uint16), classes[1 : length + 1], spans)
+        hints = [hint for hint in self.hints if hint[1] < length]
+        return Row(np.array(self.tokens[: length + 1], np.uint16), classes[1 : length + 1], spans, hints)
 
 
 def text_row(library: Library, length: int, draw: random.Random, numbers: np.random.Generator) -> Row:
@@ -94,7 +111,7 @@ def text_row(library: Library, length: int, draw: random.Random, numbers: np.ran
         wrong = np.flatnonzero(numbers.random(length) < library.corrupted)
         tokens[wrong + 1] = numbers.choice(text.tokens, len(wrong))
         classes[wrong] = NOTHING
-    return Row(tokens, classes, [])
+    return Row(tokens, classes, [], [])
 
 
 def task_row(library: Library, kind: str, levels: dict[str, float], length: int, draw: random.Random) -> Row:
@@ -102,7 +119,7 @@ def task_row(library: Library, kind: str, levels: dict[str, float], length: int,
     if kind == CONTINUE:
         return continue_row(library, length, draw)
     if kind == "common_words":
-        return list_row(library, draw_lists(library, levels[kind], length, draw), length)
+        return list_row(library, draw_lists(library, levels[kind], length, draw), length, draw)
     return document_row(library, draw_exercise(library, kind, levels, length, draw), length, draw)
 
 
@@ -123,9 +140,9 @@ def document_row(library: Library, exercise: Exercise, length: int, draw: random
     text = draw.choices(library.texts, library.weights)[0]
     tape = Tape()
     tape.add([BEGIN, USER, *spelling.ids("\n")], NOTHING)
-    lay_document(tape, text, sentences, exercise.sentences, length + 1 - fixed, spelling, draw)
+    lay_document(tape, text, sentences, exercise, length + 1 - fixed, spelling, draw)
     for (question, answer), turn in zip(turns[:kept], exercise.turns, strict=False):
-        lay_turn(tape, question, answer, turn.task)
+        lay_turn(tape, question, answer, turn, spelling)
     return tape.row(length)
 
 
@@ -145,7 +162,8 @@ def draw_exercise(library: Library, kind: str, levels: dict[str, float], length:
     rest = [iter(exercise.sentences) for exercise in drawn]
     turns = [turn for exercise in drawn for turn in exercise.turns]
     draw.shuffle(turns)
-    return Exercise([next(rest[number]) for number in order], turns)
+    assigned = {sentence: name for exercise in drawn for sentence, name in exercise.assigned.items()}
+    return Exercise([next(rest[number]) for number in order], turns, None, assigned)
 
 
 def spell_turn(spelling: Spelling, turn: Turn, first: bool) -> tuple[list[int], list[int]]:
@@ -154,18 +172,30 @@ def spell_turn(spelling: Spelling, turn: Turn, first: bool) -> tuple[list[int], 
     return [*opened, END, ASSISTANT, *spelling.ids("\n")], [*spelling.ids(turn.answer), END]
 
 
-def lay_turn(tape: Tape, question: list[int], answer: list[int], task: int) -> None:
-    """A question and its answer, and the span of the answer."""
+def lay_turn(tape: Tape, question: list[int], answer: list[int], turn: Turn, spelling: Spelling) -> None:
+    """A question and its answer, the span of the answer, and at the question's last tokens what it is found by."""
     tape.add(question, NOTHING)
-    tape.spans.append((task, len(tape.tokens), len(tape.tokens) + len(answer)))
+    if turn.through:
+        token = spelling.ids(f" {turn.through}")[0]
+        for position in range(len(tape.tokens) - QUESTION_END_TOKENS, len(tape.tokens)):
+            tape.hint("through", position, token)
+    tape.spans.append((turn.task, len(tape.tokens), len(tape.tokens) + len(answer)))
     tape.add(answer, ANSWER)
+
+
+def lay_sentence(tape: Tape, sentence: list[int], assigned: str | None, spelling: Spelling) -> None:
+    """A sentence; where it gives a variable a value, its last tokens should hold the name's, from the end backwards."""
+    tape.add(sentence, NOTHING)
+    if assigned:
+        for back, token in enumerate(spelling.ids(f" {assigned}"), start=1):
+            tape.hint("assigned", len(tape.tokens) - back, token)
 
 
 def lay_document(
     tape: Tape,
     text: Text,
     sentences: list[list[int]],
-    plain: list[str],
+    exercise: Exercise,
     num_filler: int,
     spelling: Spelling,
     draw: random.Random,
@@ -186,11 +216,14 @@ def lay_document(
             tape.add(filler[begin:slot], FILLER)
             begin = slot
         bare = number == 0 and len(tape.tokens) == 3
-        tape.add(bare_ids(spelling, plain[0], sentence, tape) if bare else sentence, NOTHING)
+        plain = exercise.sentences[number]
+        lay_sentence(
+            tape, bare_ids(spelling, plain, sentence) if bare else sentence, exercise.assigned.get(plain), spelling
+        )
     tape.add(filler[begin:], FILLER)
 
 
-def bare_ids(spelling: Spelling, plain: str, spaced: list[int], tape: Tape) -> list[int]:
+def bare_ids(spelling: Spelling, plain: str, spaced: list[int]) -> list[int]:
     """A document's first sentence, without its space where that takes as many tokens."""
     ids = spelling.ids(plain)
     return ids if len(ids) == len(spaced) else spaced
@@ -231,7 +264,28 @@ def draw_lists(library: Library, level: float, length: int, draw: random.Random)
     ]  # fmt: skip
 
 
-def list_row(library: Library, exercises: list[Exercise], length: int) -> Row:
+def lay_list(tape: Tape, words: list[str], spelling: Spelling, draw: random.Random) -> None:
+    """Words with commas between; after some of them a hint at the most common word so far, where one leads."""
+    tape.add(spelling.ids(words[0]), LISTED)
+    often = Counter(words[:1])
+    leader, most, next_most = words[0], 1, 0
+    found: list[tuple[int, str]] = []
+    for word in words[1:]:
+        if most >= LEADER_TIMES and most - next_most >= LEADER_LEAD:
+            found.append((len(tape.tokens), leader))
+        tape.add(spelling.ids(f", {word}"), LISTED)
+        often[word] = times = often[word] + 1
+        if word == leader:
+            most = times
+        elif times > most:
+            leader, most, next_most = word, times, most
+        elif times > next_most:
+            next_most = times
+    for position, word in draw.sample(found, min(LEADER_HINTS, len(found))):
+        tape.hint("leader", position, spelling.ids(f" {word}")[0])
+
+
+def list_row(library: Library, exercises: list[Exercise], length: int, draw: random.Random) -> Row:
     """Lists of words, each a user's turn with its question."""
     spelling = library.spelling
     tape = Tape()
@@ -239,8 +293,8 @@ def list_row(library: Library, exercises: list[Exercise], length: int) -> Row:
     for exercise in exercises:
         question, answer = spell_turn(spelling, exercise.turns[0], True)
         tape.add([USER, *spelling.ids("\n")], NOTHING)
-        tape.add(spelling.ids(exercise.listed or ""), LISTED)
-        lay_turn(tape, question, answer, exercise.turns[0].task)
+        lay_list(tape, (exercise.listed or "").split(", "), spelling, draw)
+        lay_turn(tape, question, answer, exercise.turns[0], spelling)
     if len(tape.tokens) > length + 1:
         raise RowError(f"common_words: {len(tape.tokens)} tokens, room for {length + 1}")
     return tape.row(length)
@@ -265,9 +319,12 @@ def continue_row(library: Library, length: int, draw: random.Random) -> Row:
         words = spelling.text(filler[begin : begin + PASSAGE_TOKENS]).split()[:-1]
         opening, passage = words[:OPENING_WORDS], words[OPENING_WORDS : OPENING_WORDS + words_asked]
         asked = Turn(
-            TASKS.index(CONTINUE), f"Continue the passage that begins with: {' '.join(opening)}", " ".join(passage)
+            TASKS.index(CONTINUE),
+            f"Continue the passage that begins with: {' '.join(opening)}",
+            " ".join(passage),
+            None,
         )
-        lay_turn(tape, *spell_turn(spelling, asked, number == 0), asked.task)
+        lay_turn(tape, *spell_turn(spelling, asked, number == 0), asked, spelling)
     if len(tape.tokens) > length + 1:
         raise RowError(f"continue: {len(tape.tokens)} tokens, room for {length + 1}")
     return tape.row(length)

@@ -1,8 +1,10 @@
 """What stands in a document and what is asked about it: sentences, questions and answers as text, at a level.
 
 The wording is that of `evals.tasks.reference`, so that a model trained here is measured there. It knows no tokens. A
-level in [0, 1] says how hard: few keys, short chains and strong contrasts at 0, beyond the evaluations at 1. Invariant:
-every answer follows from the document alone and is unique, and sentences are in the order of their appearance.
+level in [0, 1] says how hard: few keys, short chains and strong contrasts at 0, beyond the evaluations at 1. What an
+answer passes through (the city of a two-hop fact, the name that a sentence assigns, the word that leads a list so far)
+is told beside the text, so that it can be taught on its own. Invariant: every answer follows from the document alone
+and is unique, and sentences are in the order of their appearance.
 """
 
 import itertools
@@ -30,8 +32,8 @@ TASKS = (
     "common_words",
     "mayor",
 )
-SENTENCE_TOKENS = 16
-TURN_TOKENS = 40
+SENTENCE_TOKENS, TURN_TOKENS = 16, 40
+FACT_TOKENS, FACT_TURN_TOKENS = 12, 27
 MOST_TURNS = 24
 WORD_TOKENS, PAIR_TOKENS = 2.55, 5.3
 """Of a listed word with its comma, and of a joined pair of words, which longer lists need."""
@@ -39,20 +41,24 @@ WORD_TOKENS, PAIR_TOKENS = 2.55, 5.3
 
 @dataclass(frozen=True)
 class Turn:
-    """A question about the document and its whole answer. task: an index of TASKS."""
+    """A question about the document and its whole answer. task: an index of TASKS; through: what the answer is found
+    by, or for a list what is found before it is spelled."""
 
     task: int
     question: str
     answer: str
+    through: str | None
 
 
 @dataclass
 class Exercise:
-    """Sentences for a document of text, or a document of its own (`listed`), and turns about it."""
+    """Sentences for a document of text, or a document of its own (`listed`), and turns about it. assigned: the variable
+    that a sentence gives a value to, by sentence."""
 
     sentences: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     listed: str | None = None
+    assigned: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,9 +83,17 @@ class Room:
         top = easiest + (hardest - easiest) * self.level * self.draw.random() ** 0.5
         return max(1, round(top))
 
+    def most_of(self, share: float, tokens: int) -> int:
+        """How many pieces of so many tokens fill a share of the room."""
+        return int(share * self.tokens) // tokens
+
 
 def turn(task: str, question: str, answer: str) -> Turn:
-    return Turn(TASKS.index(task), question, answer)
+    return Turn(TASKS.index(task), question, answer, None)
+
+
+def turn_through(task: str, question: str, answer: str, through: str) -> Turn:
+    return Turn(TASKS.index(task), question, answer, through)
 
 
 def needles(room: Room) -> Exercise:
@@ -153,7 +167,7 @@ def full_names(draw: random.Random, count: int) -> list[str]:
 def facts_one_hop(room: Room) -> Exercise:
     """Where people live and what they work as."""
     draw = room.draw
-    count = min(max(2, room.between(2, 9)), room.most_sentences // 2)
+    count = max(2, min(room.between(3, 9), room.most_of(0.4, 2 * FACT_TOKENS)))
     people = full_names(draw, count)
     cities, jobs = draw.sample(CITIES, count), draw.sample(JOBS, count)
     lives = [f"{person} lives in {city}." for person, city in zip(people, cities, strict=True)]
@@ -164,11 +178,12 @@ def facts_one_hop(room: Room) -> Exercise:
         for person, job in zip(people, jobs, strict=True)
     ]  # fmt: skip
     draw.shuffle(turns)
-    return Exercise(shuffled(draw, lives + works), turns[: room.most_turns])
+    most = max(1, min(MOST_TURNS, room.most_of(0.6, FACT_TURN_TOKENS)))
+    return Exercise(shuffled(draw, lives + works), turns[:most])
 
 
 def lives_turn(person: str, city: str) -> Turn:
-    return turn("facts_one_hop", f"Where does {person} live?", city)
+    return turn_through("facts_one_hop", f"Where does {person} live?", city, city)
 
 
 def facts_two_hops(room: Room) -> Exercise:
@@ -177,8 +192,9 @@ def facts_two_hops(room: Room) -> Exercise:
     No more than two thirds of the people are asked for in two steps, so that earlier answers do not leave one name.
     """
     draw = room.draw
-    with_works = draw.random() < 0.3 + 0.6 * room.level
-    count = min(max(2, room.between(3, 9)), max(2, room.most_sentences // (3 if with_works else 2)))
+    with_works = draw.random() < 0.2 + 0.6 * room.level
+    kinds = 3 if with_works else 2
+    count = max(2, min(room.between(4, 10), room.most_of(0.4, kinds * FACT_TOKENS)))
     names = full_names(draw, 2 * count)
     people, mayors = names[:count], names[count:]
     cities, jobs = draw.sample(CITIES, count), draw.sample(JOBS, count)
@@ -189,7 +205,9 @@ def facts_two_hops(room: Room) -> Exercise:
     order = draw.sample(range(count), count)
     num_two = max(1, -(-2 * count // 3))
     turns = [
-        turn("facts_two_hops", f"Who is the mayor of the city where {people[i]} lives?", mayors[i])
+        turn_through(
+            "facts_two_hops", f"Who is the mayor of the city where {people[i]} lives?", mayors[i], cities[i]
+        )
         for i in order[:num_two]
     ]  # fmt: skip
     steps = [turn("mayor", f"Who is the mayor of {cities[i]}?", mayors[i]) for i in order]
@@ -197,7 +215,8 @@ def facts_two_hops(room: Room) -> Exercise:
     turns += draw.sample(steps, min(len(steps), draw.randint(0, max(1, round(num_two * (1 - 0.7 * room.level))))))
     if draw.random() < 0.5:
         draw.shuffle(turns)
-    return Exercise(shuffled(draw, sentences), turns[: room.most_turns])
+    most = max(1, min(MOST_TURNS, room.most_of(0.6, FACT_TURN_TOKENS)))
+    return Exercise(shuffled(draw, sentences), turns[:most])
 
 
 def shuffled(draw: random.Random, items: list[str]) -> list[str]:
@@ -213,29 +232,34 @@ def interleaved(draw: random.Random, chains: list[list[str]]) -> list[str]:
 
 
 def variables(room: Room) -> Exercise:
-    """Chains of one to four names that end in a number; each chain's names are asked for by the number."""
+    """Chains of one to four names that end in a number; each chain's names are asked for by the number.
+
+    Two names from the start: each further name is found as the first is, from what stands behind it in its sentence.
+    """
     draw, distinct = room.draw, room.distinct
-    longest = 1 + min(3, int(4 * room.level))
+    longest = 2 + min(2, int(3 * room.level))
     most = room.most_sentences
     chains: list[list[str]] = []
     turns = []
+    assigned: dict[str, str] = {}
     for _ in range(draw.randint(2, 9 - longest)):
-        count = draw.choices((1, 2, 3, 4)[:longest], (1, 2, 4, 1)[:longest])[0]
+        count = draw.choices((1, 2, 3, 4)[:longest], (2, 4, 8, 1)[:longest])[0]
         if sum(map(len, chains)) + count > most and chains:
             break
         names, number = [distinct.variable(4) for _ in range(count)], distinct.number()
         links = [f"VAR {name} = VAR {source}." for source, name in itertools.pairwise(names)]
         chains.append([f"VAR {names[0]} = {number}.", *links])
+        assigned.update(zip(chains[-1], names, strict=True))
         turns.append(turn("variables", f"Find all variables that are assigned the value {number}.", ", ".join(names)))
     draw.shuffle(turns)
-    return Exercise(interleaved(draw, chains), turns[: room.most_turns])
+    return Exercise(interleaved(draw, chains), turns[: room.most_turns], None, assigned)
 
 
 def listing(room: Room) -> Exercise:
     """Every key and number, a line each, in order of appearance."""
     draw, distinct = room.draw, room.distinct
     most = max(2, min(24, room.tokens // 40))
-    count = min(most, max(2, draw.randint(2, 4 + round(20 * room.level))))
+    count = max(2, min(most, draw.randint(2, 4 + round(20 * room.level))))
     pairs = [(distinct.key(), distinct.number()) for _ in range(count)]
     answer = "\n".join(f"{key}: {number}" for key, number in pairs)
     question = "List every special magic number in order of appearance."
@@ -253,21 +277,21 @@ def other_words(words: Iterator[str], tokens: float, num_taken: int, times: int)
 def common_words(room: Room) -> Exercise:
     """A list in which one or three words come many times and the others once or twice; its document is the list.
 
-    At level 0 the common words fill most of the list; at 1 they come about thirty times, whatever its length.
+    At level 0 the common words fill most of the list; at 1 it is the evaluations' list, about thirty times, and
+    sometimes fewer, so that a short list may be as thin as a long one.
     """
     draw = room.draw
-    num_common = draw.choices((1, 3), (0.5 - 0.3 * room.level, 0.5 + 0.3 * room.level))[0]
+    num_common = draw.choices((1, 3), (0.75, 0.25))[0]
     strongest = 0.75 * room.tokens / WORD_TOKENS / num_common
-    usual = min(strongest, draw.uniform(24, 40))
-    hardness = room.level * draw.random() ** 0.3
-    times = max(4, round(strongest ** (1 - hardness) * usual**hardness))
-    others_times = 2 if times >= 8 and draw.random() < 0.7 else 1
+    usual = min(strongest, draw.uniform(26 if draw.random() < 0.6 else 10, 34))
+    times = max(4, round(strongest ** (1 - room.level) * usual**room.level))
+    others_times = 2 if times >= 8 and draw.random() < 0.8 else 1
     words = words_of(draw)
     common = list(itertools.islice(words, num_common))
     others = other_words(words, 0.97 * room.tokens - num_common * times * WORD_TOKENS, num_common, others_times)
     words_listed = common * times + others * others_times
     if num_common == 1:
-        asked = turn("common_word", "What is the most common word in the list above?", common[0])
+        asked = turn_through("common_word", "What is the most common word in the list above?", common[0], common[0])
     else:
         question = "What are the 3 most common words in the list above, in alphabetical order?"
         asked = turn("common_words", question, ", ".join(sorted(common)))

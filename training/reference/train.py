@@ -21,14 +21,21 @@ import torch.distributed as dist
 
 from training.reference.card import write_card
 from training.reference.corpus import Text, narrate, read_text, split_novels, tokenise, tokenise_with
-from training.reference.curriculum import LENGTHS, STAGES, Curriculum, describe, length_shares
+from training.reference.curriculum import (
+    LENGTHS,
+    STAGES,
+    Curriculum,
+    describe_answers,
+    describe_levels,
+    length_shares,
+)
 from training.reference.evaluation import accuracy, perplexity, place
 from training.reference.feed import Feed
 from training.reference.folder import read_weights, write_folder
 from training.reference.model import SHAPES, Llama, choose_attention
 from training.reference.muon import Muon
-from training.reference.objective import Counts, lr_at, weigh
-from training.reference.rows import Library, make_library
+from training.reference.objective import Counts, lr_at, weigh, weigh_hints
+from training.reference.rows import HINTS, Library, make_library
 from training.reference.spelling import Spelling
 from training.reference.tasks import TASKS
 from training.reference.tokenizer import write_tokenizer
@@ -40,7 +47,8 @@ CORRUPTED = 0.04
 MOMENTUM, WEIGHT_DECAY = 0.95, 0.1
 MUON_LR, ADAM_LR = 0.02, 3e-3
 SYNC_STEPS = 10
-SAVE_S, PERPLEXITY_S, LOG_S = 100.0, 60.0, 4.0
+SAVE_S, MEASURE_S, LOG_S = 100.0, 60.0, 6.0
+MEASURED_TOKENS, MEASURED_PROMPTS = 1024, 32
 TEXT_FILES = ("spaced", "lined", "told", "held_spaced", "held_lined", "held_told")
 
 
@@ -51,7 +59,7 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the Hugging Face folder to write")
     parser.add_argument("--minutes", type=float, required=True, help="all of it, from start to the written folder")
     parser.add_argument("--resume", type=Path, help="a folder that this wrote before")
-    parser.add_argument("--stage", choices=sorted(STAGES), default="short", help="which schedule of lengths")
+    parser.add_argument("--stage", choices=sorted(STAGES), default="full", help="which schedule of lengths")
     parser.add_argument("--tokenizer", type=Path, default=Path("deploy/models/reference"), help="its folder")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="reference")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU")
@@ -63,6 +71,7 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--final", type=float, default=0.1, help="lr at the end, of its top")
     parser.add_argument("--start-level", type=float, default=0.0, help="of the curriculum, in [0, 1]")
     parser.add_argument("--answer-weight", type=float, default=1.0, help="of answers against text in the loss")
+    parser.add_argument("--hint-weight", type=float, default=0.5, help="of what the middle layer is taught in the loss")
     parser.add_argument("--text-scale", type=float, default=1.0, help="of the share of rows of text alone")
     parser.add_argument("--filler-weight", type=float, default=0.2, help="of text between sentences in the loss")
     parser.add_argument("--eval-prompts", type=int, default=64, help="a task and length at the end")
@@ -135,6 +144,7 @@ class Training:
         self.train_begin: float | None = None
         self.saved = self.measured = time.time()
         self.told = 0.0
+        self.since_told = np.zeros((2, len(LENGTHS), len(TASKS)))
 
     def make_model(self, lengths: tuple[int, ...]) -> Llama:
         """The model on its device, the same in every process."""
@@ -192,13 +202,15 @@ class Training:
         length = which.choices(list(mix), list(mix.values()))[0]
         for _ in range(num_micro):
             target = place(self.feed.next(length), self.device)
-            nll, right = self.model.losses(
-                self.model(target.tokens[:, :-1]), target.tokens[:, 1:].flatten()
-            )  # fmt: skip
+            final, middle = self.model.states(target.tokens[:, :-1])
+            nll, right = self.model.losses(final, target.tokens[:, 1:].flatten())
             weights = weigh(target, self.arguments.answer_weight, self.arguments.filler_weight)
-            loss = (nll * weights).sum() / (num_micro * self.world)
+            hint_nll, hint_right = self.model.hint_losses(middle, target.hints[:, 1], target.hints[:, 2])
+            hinted = self.arguments.hint_weight * (hint_nll * weigh_hints(target.hints)).sum()
+            loss = ((nll * weights).sum() + hinted) / (num_micro * self.world)
             loss.backward()
             counts.add(target, nll.detach(), right, length)
+            counts.add_hints(target.hints, hint_right)
         if self.world > 1:
             for parameter in self.model.parameters():
                 dist.all_reduce(parameter.grad)
@@ -215,6 +227,7 @@ class Training:
         told = torch.cat(
             [
                 counts.hits.flatten(),
+                counts.hints.flatten(),
                 counts.losses,
                 torch.tensor([progress / self.world, counts.tokens], device=self.device),
             ]
@@ -224,7 +237,9 @@ class Training:
         numbers = told.cpu().numpy()
         shape = (len(LENGTHS), len(TASKS))
         size = shape[0] * shape[1]
-        text_nll, text_count, answer_nll, answer_count, self.progress, tokens = numbers[2 * size :].tolist()
+        hints = numbers[2 * size : -6].reshape(2, -1)
+        text_nll, text_count, answer_nll, answer_count, self.progress, tokens = numbers[-6:].tolist()
+        self.since_told += numbers[: 2 * size].reshape(2, *shape)
         self.trained_tokens += int(tokens)
         self.text_tokens += int(text_count)
         self.curriculum.update(numbers[:size].reshape(shape), numbers[size : 2 * size].reshape(shape), time.monotonic())
@@ -242,18 +257,28 @@ class Training:
             text=round(text_nll / max(1, text_count), 3),
             answers=round(answer_nll / max(1, answer_count), 3),
             ready=self.feed.waiting(),
-            **describe(self.curriculum, LENGTHS),
+            hints={
+                name: round(100 * hit / asked, 1)
+                for name, hit, asked in zip(HINTS, hints[0, :-1], hints[1, :-1], strict=True)
+                if asked
+            },
+            unused_hints=int(hints[1, -1]),
+            right=describe_answers(*self.since_told),
+            levels=describe_levels(self.curriculum),
         )
+        self.since_told[:] = 0
 
     def look_around(self) -> None:
-        """Held-out perplexity and a checkpoint, when it is time; the clock of the first process decides."""
+        """Held-out perplexity, evaluated prompts and a checkpoint, when it is time by the first process's clock."""
         if self.rank:
             return
         now = time.time()
-        if now - self.measured > PERPLEXITY_S:
+        if now - self.measured > MEASURE_S:
             self.measured = now
-            found = perplexity(self.model, self.held_out, 1024, self.arguments.micro_tokens, 1)
-            self.log(event="held out", step=self.step_number, perplexity=round(found, 2))
+            micro = self.arguments.micro_tokens
+            found = perplexity(self.model, self.held_out, MEASURED_TOKENS, micro, 1)
+            scores = accuracy(self.model, self.held_out, MEASURED_TOKENS, MEASURED_PROMPTS, micro)
+            self.log(event="held out", step=self.step_number, perplexity=round(found, 2), scores=scores)
         if now - self.saved > SAVE_S:
             self.saved = now
             self.write({}, {}, {})
