@@ -73,11 +73,12 @@ def prefill_batch(
     meter = ReadMeter(len(prompts), device)
     everyone = torch.ones(len(prompts), dtype=torch.bool, device=device)
     states: list[list[Any]] = [[] for _ in methods]
+    num_layers = decoder.architecture.num_layers
 
     def attend(prompt: PromptLayer) -> PrefillResult | None:
         for method, layers in zip(methods, states, strict=True):
-            layers.append(method.begin(prompt) if method.handles(prompt.layer) else None)
-        if prefill is None or not prefill.handles(prompt.layer):
+            layers.append(method.begin(prompt) if method.handles(prompt.layer, num_layers) else None)
+        if prefill is None or not prefill.handles(prompt.layer, num_layers):
             meter.add(torch.ones_like(lengths), torch.ones_like(lengths), False, everyone)
             return None
         result = prefill.attend(prompt)
@@ -156,7 +157,7 @@ class _Run:
         self._lengths, self._longest = self._lengths + 1, self._longest + 1
 
         def attend(step: Step) -> torch.Tensor:
-            handled = self._method.handles(step.layer)
+            handled = self._method.handles(step.layer, self._batch.decoder.architecture.num_layers)
             result = self._method.step(step, self._states[step.layer]) if handled else attend_all(step)
             self.meter.add(
                 result.keys_scored.mean(1) / step.lengths, result.rows_read.mean(1) / step.lengths, handled, active

@@ -145,6 +145,10 @@ VERDICT_POWER = 0.9
 METHOD_FLOAT32 = 5e-5
 # A mean over independent draws against its expectation: beyond five standard errors once in a million.
 SAMPLED_MEAN_SIGMAS = 5.0
+# A probability in float64 against another form of it: its logarithm, absolute and relative.
+INCLUSION_RTOL = 1e-8
+# Shares of keys read against a table that is printed with one digit (0.5 %, 6 %) and comes from one model's keys.
+TABLE_8_RTOL = 0.45
 # Logits of ten float32 layers against transformers: sums in another order, logits of some ten units.
 FORWARD_LOGIT_ATOL = 5e-4
 

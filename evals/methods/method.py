@@ -104,22 +104,23 @@ BudgetSetting: TypeAlias = Annotated[
 class Method(BaseModel):
     """Settings that every method has. Subclasses are frozen: a method is its name and its settings.
 
-    `dense_layers` are read in full whatever the method: ids and ranges joined by `+`, such as `0-1+16`.
+    `dense_layers` are read in full whatever the method: ids, ranges and `half` (the middle layer, number layers / 2)
+    joined by `+`, such as `0-1+16` and `0+half`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
     name: ClassVar[str]
     paper: ClassVar[str]
-    dense_layers: str = Field("", description="layers read in full: ids and ranges joined by +, such as 0-1+16")
+    dense_layers: str = Field("", description="layers read in full: ids, ranges and half joined by +, such as 0-1+16")
 
     @field_validator("dense_layers")
     @classmethod
     def _ids(cls, text: str) -> str:
-        parse_layers(text)
+        parse_layers(text, 0)
         return text
 
-    def handles(self, layer: int) -> bool:
-        return layer not in parse_layers(self.dense_layers)
+    def handles(self, layer: int, num_layers: int) -> bool:
+        return layer not in parse_layers(self.dense_layers, num_layers)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -150,12 +151,15 @@ class PrefillMethod(Method):
         raise NotImplementedError
 
 
-def parse_layers(text: str) -> frozenset[int]:
-    """`0-1+16` -> {0, 1, 16}. Raises ValueError."""
+def parse_layers(text: str, num_layers: int) -> frozenset[int]:
+    """`0-1+half` of 32 layers -> {0, 1, 16}. Raises ValueError."""
     layers: set[int] = set()
     for part in filter(None, text.split("+")):
+        if part == "half":
+            layers.add(num_layers // 2)
+            continue
         begin, dash, end = part.partition("-")
         if not begin.isdigit() or (dash and not end.isdigit()):
-            raise ValueError(f"dense_layers: {text!r}; wanted ids and ranges joined by +, such as 0-1+16")
+            raise ValueError(f"dense_layers: {text!r}; wanted ids, ranges and half joined by +, such as 0-1+16")
         layers.update(range(int(begin), int(end or begin) + 1))
     return frozenset(layers)

@@ -11,6 +11,7 @@ from evals.methods.mean_pool import MeanPool
 from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
 from evals.methods.oracle import Oracle
 from evals.methods.quest import Quest
+from evals.methods.sampled import Sampled
 from evals.methods.snapkv import SnapKV
 from evals.methods.sparse_prefill import MeanPoolPrefill, VerticalSlash
 from evals.methods.streaming import Streaming
@@ -19,7 +20,7 @@ from evals.methods.topk import TopK
 METHODS: dict[str, type[DecodeMethod] | type[PrefillMethod]] = {
     method.name: method
     for method in (
-        Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, Loki, MeanPool, VerticalSlash, MeanPoolPrefill,
+        Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, Sampled, Loki, MeanPool, VerticalSlash, MeanPoolPrefill,
     )
 }  # fmt: skip
 

@@ -251,7 +251,7 @@ def test_oracle_sampling_reads_its_sink_and_window_exactly():
     check(Case(10), check_all, lambda row, head, step, length: list(range(length)))
 
 
-@pytest.mark.parametrize("name", [name for name in DECODE if name not in ("full", "oracle")])
+@pytest.mark.parametrize("name", [name for name in DECODE if name not in ("full", "oracle", "sampled")])
 def test_a_method_with_the_whole_context_as_budget_equals_dense(name):
     case = Case(11)
     settings = ",observe=4" if name == "snapkv" else ",rank=2" if name == "loki" else ""
@@ -265,7 +265,8 @@ def test_a_method_with_the_whole_context_as_budget_equals_dense(name):
 def test_padding_and_neighbours_do_not_change_a_row(name):
     """Row 1 alone gives what it gives in a padded batch, except for the oracle's other draws, which stay finite."""
     settings = ",observe=4" if name == "snapkv" else ",rank=2" if name == "loki" else ""
-    method = parse_method(f"{name}:budget=0.3{settings}")
+    read = "bits_per_table=2,num_tables=9,window=3" if name == "sampled" else f"budget=0.3{settings}"
+    method = parse_method(f"{name}:{read}")
     assert all(result.out.isfinite().all() and result.lse.isfinite().all() for result in run(Case(12), method))
 
 
@@ -389,9 +390,6 @@ def test_a_method_is_its_text():
     for text in ("full", "quest:budget=0.02,page=32", "topk:budget=64,sink=4", "topk:dense_layers=0-1+5"):
         assert parse_method(parse_method(text).label) == parse_method(text)
     assert parse_method("quest:budget=5%") == parse_method("quest:budget=0.05")
-    assert [parse_method("topk:dense_layers=0-1+5").handles(layer) for layer in (0, 1, 2, 5)] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    for text, dense in (("topk:dense_layers=0-1+5", {0, 1, 5}), ("sampled", {0, 4}), ("sampled:dense_layers=", set())):
+        method = parse_method(text)
+        assert {layer for layer in range(8) if not method.handles(layer, 8)} == dense

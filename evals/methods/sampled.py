@@ -1,0 +1,136 @@
+"""LSH sampling: keys that share two or more hash buckets with the query, weighted by one over their chance to do so.
+
+Paper: MagicPIG, section 4.3, equations 10 and 11; K = bits_per_table, L = num_tables. The sink and the recent window
+are read exactly. All keys between them count as deposited: held centred on the mean of those deposited at the first
+decode step (one mean a KV head), in the keys' own dtype; what leaves the window later is centred on the same mean. The
+query is not centred. A head's sample stands for the mass of everything deposited. Invariant: each deposited key's
+weight has expectation exp(logit) over the projections, so numerator and denominator of the output are unbiased.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from evals.methods.attention import attend_chosen, rows_apart, score_keys, weigh_values
+from evals.methods.collisions import count_collisions, log_inclusion
+from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
+from gpu.simhash import MAX_BITS_PER_TABLE, Projections, draw_projections, encode_reference
+
+LOOKUP_WINDOW_TOKENS = 32_768
+"""Keys that one array of bucket offsets covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deposits:
+    """One layer's keys as they are held: of the whole capacity, a new one written as its token comes.
+
+    centre: float32 `[requests, kv_heads, dim]`. rows: centred keys `[requests, kv_heads, capacity, dim]`. norms:
+    float32 `[requests, kv_heads, capacity]`. codes: int16 (a uint16's bits) `[requests, kv_heads, tables, capacity]`.
+    """
+
+    projections: Projections
+    centre: torch.Tensor
+    rows: torch.Tensor
+    norms: torch.Tensor
+    codes: torch.Tensor
+
+
+class Sampled(DecodeMethod):
+    """`centred=false` hashes keys as they are, as the paper's ablation does (figure 8)."""
+
+    name: ClassVar[str] = "sampled"
+    paper: ClassVar[str] = "MagicPIG"
+    bits_per_table: int = Field(10, ge=1, le=MAX_BITS_PER_TABLE)
+    num_tables: int = Field(150, ge=2)
+    sink: int = Field(4, ge=0)
+    window: int = Field(64, ge=0)
+    centred: bool = True
+    seed: int = 0
+    dense_layers: str = Field("0+half", description="layers read in full; the paper keeps the first and the middle one")
+
+    def begin(self, prompt: PromptLayer) -> Deposits:
+        position = torch.arange(prompt.capacity, device=prompt.keys.device)
+        known = (position < prompt.lengths[:, None])[:, None, :, None]
+        keys = prompt.keys.masked_fill(~known, 0)
+        end = torch.minimum(prompt.lengths + 1 - self.window, prompt.lengths)  # of what the first step has deposited
+        deposited = (position >= self.sink) & (position < end[:, None])
+        share = deposited.float() / deposited.sum(-1, keepdim=True).clamp(min=1)  # [requests, capacity]
+        centre = torch.einsum("rn,rknd->rkd", share, keys.float()) * self.centred
+        rows = (keys.float() - centre[:, :, None]).to(keys.dtype)
+        projections = draw_projections(
+            keys.shape[-1], self.bits_per_table, self.num_tables, self.seed, torch.float32, keys.device
+        )
+        codes = hash_rows(rows, projections).transpose(2, 3).contiguous()
+        return Deposits(projections, centre, rows, rows.float().norm(dim=-1), codes)
+
+    def step(self, step: Step, state: Deposits) -> StepResult:
+        self._append(step, state)
+        position = torch.arange(step.longest, device=step.lengths.device)
+        end = (step.lengths - self.window)[:, None, None]
+        deposited = (position >= self.sink) & (position < end)  # [requests, 1, n]
+        codes = hash_rows(step.query, state.projections)
+        collisions = count_collisions(codes, state.codes[..., : step.longest])  # [requests, heads, n]
+        sampled = (collisions >= 2) & deposited
+        rest = self._attend_sampled(step, state, sampled)
+        exact = self._attend_resident(step)
+        out, lse = merge(exact.out, exact.lse, rest[0], rest[1])
+        keys = sampled.sum(-1).float() + exact.keys_scored
+        index_read = self._index_rows((collisions * deposited).sum(-1), step)
+        return StepResult(
+            out, lse, keys, exact.rows_read + rows_apart(sampled.sum(-1) + index_read, step.keys.shape[1])
+        )
+
+    def _append(self, step: Step, state: Deposits) -> None:
+        requests, last = torch.arange(len(step.lengths), device=step.lengths.device), step.lengths - 1
+        new = step.keys[requests, :, last]  # [requests, kv_heads, dim]
+        row = (new.float() - state.centre).to(new.dtype)
+        state.rows[requests, :, last] = row
+        state.norms[requests, :, last] = row.float().norm(dim=-1)
+        state.codes[requests, :, :, last] = hash_rows(row, state.projections)
+
+    def _attend_sampled(self, step: Step, state: Deposits, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and lse of equation 11 over the sample, the centre's part of the logits given back to the lse."""
+        requests, heads, dim = step.query.shape
+        products = score_keys(step.query, state.rows[:, :, : step.longest])
+        norms = step.query.float().norm(dim=-1)[..., None] * state.norms[:, :, : step.longest].repeat_interleave(
+            step.group, dim=1
+        )
+        log_u = log_inclusion(products / norms.clamp(min=torch.finfo().tiny), self.bits_per_table, self.num_tables)
+        logits = (products * dim**-0.5 - log_u.float()).masked_fill_(~sampled, -torch.inf)
+        lse = logits.logsumexp(-1)
+        weights = (logits - lse[..., None]).exp_().masked_fill_(~sampled, 0)
+        out = weigh_values(weights, step.values, sampled.view(requests, -1, step.group, step.longest).any(2))
+        shift = torch.einsum("rkgd,rkd->rkg", step.query.float().view(requests, -1, step.group, dim), state.centre)
+        return out, lse + shift.reshape(requests, heads) * dim**-0.5
+
+    def _attend_resident(self, step: Step) -> StepResult:
+        """The sink and the window, exactly; the heads of a group read them together."""
+        sink = torch.arange(self.sink, device=step.lengths.device).expand(len(step.lengths), -1)
+        begin = (step.lengths - self.window).clamp(min=self.sink)[:, None]
+        recent = begin + torch.arange(self.window, device=step.lengths.device)
+        index = torch.cat([sink, recent], dim=1)[:, None].expand(-1, step.query.shape[1], -1)
+        part = attend_chosen(step, index, index < step.lengths[:, None, None])
+        return StepResult(part.out, part.lse, part.keys_scored, part.rows_read / step.group)
+
+    def _index_rows(self, entries: torch.Tensor, step: Step) -> torch.Tensor:
+        """Rows of KV whose bytes the lookup reads: a uint16 an entry, two int32 offsets a table and window."""
+        windows = math.ceil(step.longest / LOOKUP_WINDOW_TOKENS)
+        index_bytes = 2 * entries + 8 * self.num_tables * windows
+        return index_bytes / (2 * 2 * step.query.shape[-1])  # a key and a value, two bytes a channel
+
+
+def hash_rows(rows: torch.Tensor, projections: Projections) -> torch.Tensor:
+    """Codes of `[..., dim]` as int16 `[..., tables]`: the bits of a uint16, which few operations take."""
+    return encode_reference(rows, projections).view(torch.int16)
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The partial of two disjoint sets, `[requests, heads, dim]` and `[requests, heads]`; an empty one has lse -inf."""
+    total = torch.logaddexp(lse, other_lse)
+    mine, other = ((part - total).exp().nan_to_num(0.0)[..., None] for part in (lse, other_lse))
+    return mine * out.nan_to_num(0.0) + other * other_out, total
