@@ -69,11 +69,11 @@ def encode_reference(rows: Tensor, projections: Projections) -> Tensor:
         )
     wide = torch.float64 if torch.float64 in (rows.dtype, matrix.dtype) else torch.float32
     matrix = matrix.to(wide)
-    powers = 1 << torch.arange(bits, dtype=torch.int32, device=rows.device)
     flat = rows.reshape(-1, projections.dim)
-    codes = torch.empty(len(flat), tables, dtype=torch.int32, device=rows.device)
+    codes = torch.zeros(len(flat), tables, dtype=torch.int32, device=rows.device)  # uint16 has few operations
     step = max(1, MAX_PRODUCTS // (tables * bits))
     for begin in range(0, len(flat), step):
-        above = flat[begin : begin + step].to(wide) @ matrix > 0  # [rows, tables * bits]
-        codes[begin : begin + step] = (above.view(-1, tables, bits) * powers).sum(-1, dtype=torch.int32)
+        above = (flat[begin : begin + step].to(wide) @ matrix > 0).view(-1, tables, bits)
+        for bit in range(bits):
+            codes[begin : begin + step] |= above[..., bit].to(torch.int32) << bit
     return codes.to(torch.uint16).view(*rows.shape[:-1], tables)
