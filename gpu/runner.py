@@ -111,7 +111,7 @@ class Runner:
         self.weights = weights
         self.device = device
         self.limits = Limits(num_pages, page_tokens, max_context_tokens, max_running, architecture.vocab_size)
-        self.pool = KvPool(architecture, num_pages, page_tokens, max_running, max_context_tokens, dtype, device)
+        self.pool = KvPool(architecture, num_pages, 0, (), page_tokens, max_running, max_context_tokens, dtype, device)
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens)
