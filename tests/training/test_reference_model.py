@@ -23,6 +23,7 @@ from training.reference.model import REFERENCE, TINY, Llama, Shape, attend_by
 from training.reference.muon import Muon, orthogonal
 from training.reference.objective import lr_at, weigh, weigh_hints
 from training.reference.rows import ROW_KINDS, Library, make_library
+from training.reference.score import main as score
 from training.reference.spelling import Spelling
 from training.reference.tokenizer import write_tokenizer
 from training.reference.train import main
@@ -192,7 +193,9 @@ def test_an_untrained_model_knows_nothing(library: Library) -> None:
     assert max(scores.values()) == 0.0
 
 
-def test_a_run_writes_a_folder_and_another_resumes_it(tmp_path: Path) -> None:
+def test_a_run_writes_a_folder_that_another_resumes_and_that_is_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     narrator = Narrator(7)
     text = "\n".join(" ".join(narrator.sentence() for _ in range(5)) for _ in range(2000))
     (tmp_path / "novels.txt").write_text(text, encoding="utf-8")
@@ -201,6 +204,9 @@ def test_a_run_writes_a_folder_and_another_resumes_it(tmp_path: Path) -> None:
     small += ["--eval-prompts", "1", "--eval-lengths", "512", "--tokenizer", str(REFERENCE_FOLDER)]
     main([*small, "--out", str(tmp_path / "first")])
     main([*small, "--out", str(tmp_path / "second"), "--resume", str(tmp_path / "first")])
+    asked = ["--folder", str(tmp_path / "second"), "--text", str(tmp_path / "novels.txt")]
+    score([*asked, "--prompts", "1", "--lengths", "512", "--batch-tokens", "1024"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["scores"]["512"]["needle"] == 0.0
     for name in ("first", "second"):
         lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         assert lines[-1]["event"] == "done"

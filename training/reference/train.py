@@ -42,7 +42,7 @@ from training.reference.tokenizer import write_tokenizer
 
 HELD_OUT_SHARE = 0.022
 NARRATED_TRAIN, NARRATED_HELD_OUT = 60_000, 4_000
-FILLER_WEIGHTS = (0.6, 0.25, 0.15)
+FILLER_WEIGHTS, HELD_OUT_WEIGHTS = (0.6, 0.25, 0.15), (0.8, 0.2)
 CORRUPTED = 0.04
 MOMENTUM, WEIGHT_DECAY = 0.95, 0.1
 MUON_LR, ADAM_LR = 0.02, 3e-3
@@ -104,7 +104,7 @@ def load_libraries(arguments: argparse.Namespace, folder: Path) -> tuple[Library
     training, held_out = (texts[0], texts[1], texts[2]), (texts[3], texts[4])
     return (
         make_library(spelling, training, FILLER_WEIGHTS, 2, CORRUPTED),
-        make_library(spelling, held_out, (0.8, 0.2), 1, 0.0),
+        make_library(spelling, held_out, HELD_OUT_WEIGHTS, 1, 0.0),
     )
 
 
