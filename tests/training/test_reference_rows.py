@@ -267,6 +267,7 @@ def test_a_kind_hardens_when_it_is_answered_and_eases_when_it_is_not() -> None:
     assert curriculum.levels[0, kind] == 1.0
     assert 0 < curriculum.shares[0, kind] < SHARES["variables"]
     assert 0.5 <= curriculum.levels[1, kind] < 1.0
+    assert curriculum.shares[1, kind] == curriculum.shares[0, kind]
 
 
 def test_text_is_read_back_as_saved(tmp_path: Path) -> None:

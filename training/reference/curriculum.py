@@ -114,6 +114,7 @@ class Curriculum:
             if num_asked < FEWEST_ANSWERS:
                 if not self.seen[length, kind] and length:
                     self.levels[length, kind] = max(self.start_level, INHERITED * self.levels[length - 1, kind])
+                    self.shares[length, kind] = self.shares[length - 1, kind]
                 continue
             accuracy = self.hits[length, tasks].sum() / num_asked
             self.hits[length, tasks] = self.asked[length, tasks] = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evals.tasks.reference import COMMON_TIMES, OTHER_TIMES, PLANS
 from evals.tasks.words import words_of
-from training.reference.feed import Batch
+from training.reference.feed import NO_HINT, Batch
 from training.reference.model import Llama
 from training.reference.rows import CONTINUE, Library, Row, RowError, document_row, draw_row, list_row, text_row
 from training.reference.tasks import TASKS, WORD_TOKENS, Exercise, other_words, shuffled, turn
@@ -117,7 +117,7 @@ def batches_of(rows: list[Row], num_rows: int) -> list[Batch]:
                 np.stack([row.tokens for row in part]),
                 np.stack([row.classes for row in part]),
                 np.array(spans, np.int64).reshape(-1, 3),
-                np.empty((0, 3), np.int64),
+                np.array([NO_HINT], np.int64),
             )
         )
     return batches
