@@ -36,10 +36,10 @@ def new_counters(stages: int, threads: int) -> np.ndarray:
 
 
 @intrinsic
-def atomic_add(typing_context, address, value):  # type: ignore[no-untyped-def]
+def atomic_add(typing_context, address, value):
     """Add to the int64 at `address`; returns what it was."""
 
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], _I64.as_pointer())
         return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
 
@@ -47,18 +47,18 @@ def atomic_add(typing_context, address, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def atomic_load(typing_context, address):  # type: ignore[no-untyped-def]
+def atomic_load(typing_context, address):
     """The int64 at `address`, read anew each time."""
 
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):
         return builder.load_atomic(builder.inttoptr(arguments[0], _I64.as_pointer()), "acquire", 8, typ=_I64)
 
     return types.int64(types.int64), emit
 
 
 @intrinsic
-def _pause(typing_context):  # type: ignore[no-untyped-def]
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+def _pause(typing_context):
+    def emit(context, builder, signature, arguments):
         function_type = ir.FunctionType(ir.VoidType(), [])
         builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
         return context.get_dummy_value()
@@ -67,8 +67,8 @@ def _pause(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _yield_core(typing_context):  # type: ignore[no-untyped-def]
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+def _yield_core(typing_context):
+    def emit(context, builder, signature, arguments):
         builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield"), [])
         return context.get_dummy_value()
 

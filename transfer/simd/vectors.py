@@ -49,10 +49,10 @@ def dot_block(rows: int, vectors: int) -> Any:
     """
 
     @intrinsic
-    def dot(typing_context, kind, weights, weight_stride, x, x_stride, inner, out, out_stride, ahead):  # type: ignore[no-untyped-def]
+    def dot(typing_context, kind, weights, weight_stride, x, x_stride, inner, out, out_stride, ahead):
         size = item_bytes(kind)
 
-        def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def emit(context, builder, signature, arguments):
             _, weights, weight_stride, x, x_stride, inner, out, out_stride, ahead = arguments
             row_at = list(addresses(builder, weights, weight_stride, size, rows))
             vector_at = list(addresses(builder, x, x_stride, 4, vectors))
@@ -83,10 +83,10 @@ def weighted_sum(members: int, columns: int) -> Any:
     """A numba function: `out[m, :] += sum(weights[m, t] * rows[t, :])` over tokens, for `columns * LANES` columns."""
 
     @intrinsic
-    def add(typing_context, kind, rows, row_stride, weights, weight_stride, tokens, out, out_stride, ahead):  # type: ignore[no-untyped-def]
+    def add(typing_context, kind, rows, row_stride, weights, weight_stride, tokens, out, out_stride, ahead):
         size = item_bytes(kind)
 
-        def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def emit(context, builder, signature, arguments):
             _, rows, row_stride, weights, weight_stride, tokens, out, out_stride, ahead = arguments
             weights_at = list(addresses(builder, weights, weight_stride, 4, members))
             out_at = list(addresses(builder, out, out_stride, 4, members))
@@ -116,22 +116,22 @@ def weighted_sum(members: int, columns: int) -> Any:
 
 
 @intrinsic
-def size_of(typing_context, kind):  # type: ignore[no-untyped-def]
+def size_of(typing_context, kind):
     """Bytes of a weight: a constant of the compiled code."""
     size = item_bytes(kind)
 
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):
         return int64(size)
 
     return types.int64(kind), emit
 
 
 @intrinsic
-def load(typing_context, kind, address, index):  # type: ignore[no-untyped-def]
+def load(typing_context, kind, address, index):
     """The weight number `index` from `address` on, as float32."""
     size = item_bytes(kind)
 
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):
         _, address, index = arguments
         at = builder.add(address, builder.mul(index, int64(size)))
         if size == 4:
@@ -143,11 +143,11 @@ def load(typing_context, kind, address, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def store(typing_context, kind, address, index, value):  # type: ignore[no-untyped-def]
+def store(typing_context, kind, address, index, value):
     """Write a float32 as a weight: as it is, or rounded to the nearest bf16, ties to even; NaN stays NaN."""
     size = item_bytes(kind)
 
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):
         _, address, index, value = arguments
         at = builder.add(address, builder.mul(index, int64(size)))
         if size == 4:
@@ -166,10 +166,10 @@ def store(typing_context, kind, address, index, value):  # type: ignore[no-untyp
 
 
 @intrinsic
-def power_of_two(typing_context, shifted):  # type: ignore[no-untyped-def]
+def power_of_two(typing_context, shifted):
     """2**n, where n is the integer in the low bits of the float32 `n + 1.5 * 2**23`; n in [-126, 127]."""
 
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):
         bits = builder.add(builder.bitcast(arguments[0], I32), ir.Constant(I32, 127))
         return builder.bitcast(builder.shl(bits, ir.Constant(I32, 23)), F32)
 
@@ -177,10 +177,10 @@ def power_of_two(typing_context, shifted):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def address_of(typing_context, array):  # type: ignore[no-untyped-def]
+def address_of(typing_context, array):
     """Where an array's first element lies."""
 
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         return builder.ptrtoint(data, I64)
 

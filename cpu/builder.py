@@ -1,0 +1,87 @@
+"""Work in the background that yields to decode: jobs cut into pieces of about a millisecond, the most urgent first.
+
+It refuses to know tables and segments. Invariant: no piece begins while the gate is shut, and a job that raises ends
+alone: it is logged, its `fail` is called, and the others go on.
+"""
+
+import heapq
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Condition, Event, Thread
+
+log = logging.getLogger(__name__)
+
+PIECE_TOKENS = 2**18  # table entries built, or rows' elements copied in 16 bits, between two looks at the gate
+
+
+@dataclass(order=True, slots=True)
+class Job:
+    """urgency: lower is sooner, then the order of submission. pieces: does a piece at each `next`. Either `finish` or
+    `fail` is called once, in the builder's thread."""
+
+    urgency: tuple[int, ...]
+    order: int = field(init=False, default_factory=count().__next__)
+    name: str = field(compare=False)
+    pieces: Iterator[None] = field(compare=False)
+    finish: Callable[[], None] = field(compare=False)
+    fail: Callable[[Exception], None] = field(compare=False)
+
+
+class Builder:
+    """Threads that do jobs until `shutdown`."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._jobs: list[Job] = []
+        self._changed = Condition()
+        self._is_over = False
+        self._is_open = Event()
+        self._is_open.set()
+        self._threads = [
+            Thread(target=self._run, name=f"builder-{number}", daemon=True) for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        with self._changed:
+            heapq.heappush(self._jobs, job)
+            self._changed.notify()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No piece begins inside; one that runs may still run for its millisecond. For one thread at a time."""
+        self._is_open.clear()
+        try:
+            yield
+        finally:
+            self._is_open.set()
+
+    def shutdown(self) -> None:
+        """Stop after the pieces under way; jobs that are not done never will be."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._is_open.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (job := self._take()) is not None:
+            self._is_open.wait()
+            try:
+                next(job.pieces)
+            except StopIteration:
+                job.finish()
+            except Exception as error:  # the outermost handler of this thread: one job's failure must not end it
+                log.exception("background_job_failed job=%s", job.name)
+                job.fail(error)
+            else:
+                self.submit(job)
+
+    def _take(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._is_over)
+            return None if self._is_over else heapq.heappop(self._jobs)

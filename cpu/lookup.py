@@ -1,0 +1,145 @@
+"""Lookup in hash tables: the tokens that share the query's bucket in two tables or more.
+
+Functions for numba code, for one head of a query and one piece. Refuses to know rows. paper (2410.16179) section 4.3.
+Invariant: ids rise, each stands once, none outside the piece's range; counters are zero between calls. Bytes moved:
+the query's bucket of every table, and an offset line of each; the next lookup's are on their way meanwhile.
+"""
+
+import numba
+import numpy as np
+
+from cpu.pieces import (
+    BEGIN,
+    END,
+    ENTRIES,
+    ENTRY_HEAD,
+    ENTRY_TABLE,
+    OFFSET_HEAD,
+    OFFSET_TABLE,
+    OFFSETS,
+    TOKENS,
+    WINDOW_TOKENS,
+)
+from transfer.simd.memory import (
+    COUNTERS,
+    cap_pairs,
+    count_bits,
+    count_up,
+    load_int32,
+    load_uint16,
+    lowest_bit,
+    prefetch_middle,
+    store_int16,
+    take_pairs,
+)
+
+_CAPPED = 253  # tables counted between caps: a uint8 counter stays below 256
+_LINE_BYTES = 64
+_ONE = np.uint64(1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+SPANS = 3  # borders of a bucket's lists: a segment has two windows at most
+
+
+@numba.njit(nogil=True)
+def room_for(begin, end):
+    """Uint16 that a lookup in a range may write: its ids and a vector's worth more."""
+    return (end - begin + 2 * COUNTERS - 1) // COUNTERS * COUNTERS
+
+
+@numba.njit(nogil=True)
+def _windows(piece):
+    """How many the segment has, and which ones a piece touches: `first .. last`."""
+    windows = (piece[TOKENS] + WINDOW_TOKENS - 1) // WINDOW_TOKENS
+    return windows, piece[BEGIN] // WINDOW_TOKENS, (piece[END] + WINDOW_TOKENS - 1) // WINDOW_TOKENS
+
+
+@numba.njit(nogil=True)
+def _offset(piece, kv_head, table, codes, mask, windows):
+    """Address of a table's offset of the query's bucket. A code beyond the buckets is one of them nonetheless."""
+    bucket = load_uint16(codes + 2 * table) & mask
+    return piece[OFFSETS] + kv_head * piece[OFFSET_HEAD] + table * piece[OFFSET_TABLE] + 4 * windows * bucket
+
+
+@numba.njit(nogil=True)
+def fetch_offsets(piece, kv_head, codes, tables, mask):
+    """Start to fetch what `fetch_bucket` reads. codes: address of uint16 `[tables]`, the query's."""
+    windows, _, _ = _windows(piece)
+    for table in range(tables):
+        prefetch_middle(_offset(piece, kv_head, table, codes, mask, windows))
+
+
+@numba.njit(nogil=True)
+def fetch_bucket(piece, kv_head, codes, table, mask):
+    """Start to fetch the query's bucket of one table."""
+    windows, first, last = _windows(piece)
+    offset = _offset(piece, kv_head, table, codes, mask, windows)
+    entries = piece[ENTRIES] + kv_head * piece[ENTRY_HEAD] + table * piece[ENTRY_TABLE]
+    begin, end = entries + 2 * load_int32(offset + 4 * first), entries + 2 * load_int32(offset + 4 * last)
+    for line in range(begin, end + _LINE_BYTES - 1, _LINE_BYTES):
+        prefetch_middle(line)
+
+
+@numba.njit(nogil=True)
+def find_samples(piece, kv_head, codes, next_piece, next_head, next_codes, tables, mask, counters, spans, ids):
+    """Write the sampled ids to address `ids`, uint16 `[room_for(begin, end)]`; returns how many.
+
+    next_*: the lookup that comes after, whose lines are fetched; next_codes 0: none. counters: address of uint8
+    `[WINDOW_TOKENS]`, zero. spans: int64 `[tables * SPANS]`, scratch.
+    """
+    windows, first, last = _windows(piece)
+    for table in range(tables):
+        offset = _offset(piece, kv_head, table, codes, mask, windows)
+        entries = piece[ENTRIES] + kv_head * piece[ENTRY_HEAD] + table * piece[ENTRY_TABLE]
+        for window in range(first, last + 1):
+            spans[table * SPANS + window - first] = entries + 2 * load_int32(offset + 4 * window)
+    if next_codes != 0:
+        fetch_offsets(next_piece, next_head, next_codes, tables, mask)
+    found = 0
+    for window in range(first, last):
+        fetches = next_codes != 0 and window == last - 1
+        for table in range(tables):
+            if fetches:
+                fetch_bucket(next_piece, next_head, next_codes, table, mask)
+            span = table * SPANS + window - first
+            for entry in range(spans[span], spans[span + 1], 2):
+                count_up(counters + load_uint16(entry))
+            if table % _CAPPED == _CAPPED - 1:
+                for counter in range(0, WINDOW_TOKENS, COUNTERS):
+                    cap_pairs(counters + counter)
+        base = window * WINDOW_TOKENS
+        counted = min(WINDOW_TOKENS, piece[TOKENS] - base)
+        found = _take(counters, base, counted, piece[BEGIN], piece[END], ids, found)
+    return found
+
+
+@numba.njit(nogil=True)
+def _take(counters, base, tokens, begin, end, ids, found):
+    """Append the ids of a window whose counters are 2 or more; the counters become zero. Mostly a word of COUNTERS has
+    two at most: these are written without asking, and overwritten if they were none."""
+    for word in range(0, tokens, COUNTERS):
+        mask, at = take_pairs(counters + word), base + word
+        if at < begin or at + COUNTERS > end:
+            mask &= _between(at, begin, end)
+        count = count_bits(mask)
+        to = ids + 2 * found
+        store_int16(to, at + lowest_bit(mask))
+        mask &= mask - _ONE
+        store_int16(to + 2, at + lowest_bit(mask))
+        if count > 2:
+            mask &= mask - _ONE
+            for place in range(2, count):
+                store_int16(to + 2 * place, at + lowest_bit(mask))
+                mask &= mask - _ONE
+        found += count
+    return found
+
+
+@numba.njit(nogil=True)
+def _between(at, begin, end):
+    """A mask of the ids `at .. at + COUNTERS` that lie in `begin .. end`."""
+    mask = _ALL
+    if at < begin:
+        mask = _ALL << np.uint64(begin - at) if begin - at < COUNTERS else np.uint64(0)
+    if at + COUNTERS > end:
+        mask &= _ALL >> np.uint64(at + COUNTERS - end) if at < end else np.uint64(0)
+    return mask

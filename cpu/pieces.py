@@ -1,0 +1,58 @@
+"""The table of pieces: what a step's attention reads, of which request, and where it lies.
+
+A piece is a range `[begin, end)` of the tokens of one sealed or open segment of one layer. The table refuses to know
+who owns the memory: addresses are the caller's promise, kept until the call returns. Invariants: a request's pieces
+stand together, requests in rising order; they are disjoint; a request without a piece gets the empty partial.
+"""
+
+import numpy as np
+
+EXACT, SAMPLED = 0, 1  # modes
+SEGMENT_TOKENS = 65_536  # at most: entries of tables are uint16
+WINDOW_TOKENS = 32_768  # tokens that one part of a bucket spans: their counters stay in the first cache
+
+# All int64. `*_bytes` are strides; an address of 0 means none.
+PIECE = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "request",  # row of queries
+            "mode",  # SAMPLED needs entries and offsets; EXACT reads every row of the range
+            "begin",  # tokens of the segment that are covered, begin <= end <= tokens
+            "end",
+            "tokens",  # of the segment: all that its tables hold
+            "keys",  # address of [kv_heads, tokens, dim], less `centre`: bf16 as uint16, float32, or int8
+            "key_head_bytes",
+            "key_row_bytes",
+            "values",  # address of [kv_heads, tokens, dim] of the same type
+            "value_head_bytes",
+            "value_row_bytes",
+            "entries",  # address of uint16 [kv_heads, tables, tokens]: see `cpu.tables`
+            "entry_head_bytes",
+            "entry_table_bytes",
+            "offsets",  # address of int32 [kv_heads, tables, num_offsets(bits, tokens)]
+            "offset_head_bytes",
+            "offset_table_bytes",
+            "centre",  # address of float32 [kv_heads, dim], contiguous, or 0: keys are stored as they are
+            "key_scale",  # int8: address of float32 [kv_heads]; else 0
+            "value_scale",  # int8: address of float32 [kv_heads, dim], contiguous; else 0
+        )
+    ]
+)
+COLUMNS = len(PIECE.names or ())
+(
+    REQUEST, MODE, BEGIN, END, TOKENS, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW, ENTRIES, ENTRY_HEAD,
+    ENTRY_TABLE, OFFSETS, OFFSET_HEAD, OFFSET_TABLE, CENTRE, KEY_SCALE, VALUE_SCALE,
+) = range(COLUMNS)  # fmt: skip
+
+
+def new_pieces(count: int) -> np.ndarray:
+    """PIECE `[count]`, all zero."""
+    return np.zeros(count, PIECE)
+
+
+def as_columns(pieces: np.ndarray) -> np.ndarray:
+    """The same memory as int64 `[pieces, COLUMNS]`."""
+    assert pieces.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
+    assert pieces.flags.c_contiguous, "pieces: contiguous"
+    return pieces.view(np.int64).reshape(len(pieces), COLUMNS)

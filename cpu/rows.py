@@ -1,0 +1,303 @@
+"""Rows of keys and values in their three types, as emitted vector code: scores of rows, weighted sums of rows.
+
+Functions for use inside numba code. `kind` is a scalar whose numba type is that of the rows: uint16 (bf16), int8 or
+float32. `columns` is a tuple of dim // 64 members, so that dim is a constant of the compiled code. Other arguments are
+int64: addresses, strides in bytes, counts. It refuses to know softmax. Bytes moved: each row once a call.
+
+A bf16 row is taken apart into its even and its odd columns, so queries and sums beside it have that order too:
+`place_of`. An int8 row of keys is multiplied in integers, with a query rounded to int16.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from transfer.simd.emission import (
+    I8,
+    I16,
+    I32,
+    I64,
+    MIDDLE,
+    NEAR,
+    VECTOR,
+    accumulate,
+    broadcast,
+    int64,
+    lane_sums,
+    prefetch,
+    store_part,
+)
+from transfer.simd.features import LANES, SIMD
+
+COLUMNS = 64  # of a row, a member of `columns`
+TOGETHER = 4  # rows scored together: they share the query's loads and the sums over lanes
+BLOCK_ROWS = 64  # rows between two looks at the maximum
+AHEAD_ROWS = 16  # how many rows before its use a sampled row is fetched
+AHEAD_BYTES = 4096  # the same of a row that is read in order
+LINE_BYTES = 64
+
+_WORDS, _HALVES = ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
+_MADD = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.avx2.pmadd.wd"}[SIMD]
+_SUMS_AT_ONCE = LANES  # vectors of sums that stay in registers
+
+
+def row_bytes(kind: Any) -> int:
+    """Of a column: 1, 2 or 4."""
+    if kind not in (types.int8, types.uint16, types.float32):
+        raise TypeError(f"rows: numba type {kind}; wanted uint16 for bf16, int8 or float32")
+    return int(kind.bitwidth // 8)
+
+
+@intrinsic
+def column_bytes(typing_context, kind):  # type: ignore[no-untyped-def]
+    """Bytes of a column: a constant of the compiled code, which tells the types apart."""
+    size = row_bytes(kind)
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return int64(size)
+
+    return types.int64(kind), emit
+
+
+@intrinsic
+def place_of(typing_context, kind, column):  # type: ignore[no-untyped-def]
+    """Where a column stands in a query or a sum beside rows of that kind."""
+    size = row_bytes(kind)
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        column = arguments[1]
+        if size != 2:
+            return column
+        whole = builder.and_(column, int64(-2 * LANES))
+        half = builder.lshr(builder.and_(column, int64(2 * LANES - 1)), int64(1))
+        odd = builder.mul(builder.and_(column, int64(1)), int64(LANES))
+        return builder.add(whole, builder.add(half, odd))
+
+    return types.int64(kind, types.int64), emit
+
+
+def _load(builder: ir.IRBuilder, address: Any, kind: Any, byte: int) -> Any:
+    return builder.load(builder.inttoptr(builder.add(address, int64(byte)), kind.as_pointer()), align=1)
+
+
+def _floats(builder: ir.IRBuilder, row: Any, size: int, begin: int, end: int) -> list[Any]:
+    """Columns `begin .. end` of a row as vectors of float32, in the order of `place_of`; whole steps of 2 * LANES."""
+    vectors = []
+    for column in range(begin, end, 2 * LANES):
+        if size == 4:
+            vectors += [_load(builder, row, VECTOR, 4 * (column + half)) for half in (0, LANES)]
+        elif size == 2:
+            pairs = _load(builder, row, _WORDS, 2 * column)
+            even = builder.shl(pairs, ir.Constant(_WORDS, [16] * LANES))
+            odd = builder.and_(pairs, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
+            vectors += [builder.bitcast(part, VECTOR) for part in (even, odd)]
+        else:
+            for half in (0, LANES):
+                narrow = _load(builder, row, ir.VectorType(I8, LANES), column + half)
+                vectors.append(builder.sitofp(builder.sext(narrow, _WORDS), VECTOR))
+    return vectors
+
+
+def _products(
+    builder: ir.IRBuilder, rows: Sequence[Any], query: Sequence[Any], size: int, dim: int, square: bool
+) -> Any:
+    """Vectors whose lanes add up to row times query, for each query and then each row; then to the rows' squares."""
+    integers = size == 1
+    kind, step = (_WORDS, 2 * LANES) if integers else (VECTOR, 2 * LANES)
+    start = ir.Constant(kind, [0 if integers else 0.0] * LANES)
+    products = [[start for _ in rows] for _ in query]
+    squares = [start for _ in rows]
+    for column in range(0, dim, step):
+        if integers:
+            ours = [[builder.sext(_load(builder, row, ir.VectorType(I8, 2 * LANES), column), _HALVES)] for row in rows]
+            theirs = [[_load(builder, one, _HALVES, 2 * column)] for one in query]
+        else:
+            ours = [_floats(builder, row, size, column, column + step) for row in rows]
+            theirs = [_floats(builder, one, 4, column, column + step) for one in query]
+        for index, parts in enumerate(ours):
+            for number, others in enumerate(theirs):
+                for part, other in zip(parts, others, strict=True):
+                    products[number][index] = _add_product(builder, products[number][index], part, other)
+            if square:
+                for part in parts:
+                    squares[index] = _add_product(builder, squares[index], part, part)
+    vectors = [vector for one in products for vector in one] + (squares if square else [])
+    return [builder.sitofp(vector, VECTOR) for vector in vectors] if integers else vectors
+
+
+def _add_product(builder: ir.IRBuilder, total: Any, first: Any, second: Any) -> Any:
+    if first.type == VECTOR:
+        fma = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+        )
+        return builder.call(fma, [first, second, total])
+    pairs = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_WORDS, [_HALVES] * 2), _MADD)
+    return builder.add(total, builder.call(pairs, [first, second]))
+
+
+def _at_most(builder: ir.IRBuilder, index: Any, last: Any) -> Any:
+    return builder.select(builder.icmp_signed("<", index, last), index, last)
+
+
+def _sample(builder: ir.IRBuilder, ids: Any, index: Any, first: Any, stride: Any) -> Any:
+    """Address of the row whose uint16 id is number `index`."""
+    at = builder.add(ids, builder.mul(index, int64(2)))
+    row = builder.zext(builder.load(builder.inttoptr(at, I16.as_pointer()), align=2), I64)
+    return builder.add(first, builder.mul(row, stride))
+
+
+def _fetch(builder: ir.IRBuilder, row: Any, num_bytes: int, where: int) -> None:
+    for byte in range(0, num_bytes, LINE_BYTES):
+        prefetch(builder, builder.add(row, int64(byte)), where)
+
+
+@intrinsic
+def fetch_sample(typing_context, kind, columns, keys, key_row, values, value_row, ids, index):  # type: ignore[no-untyped-def]
+    """Fetch the key and the value of sample `index`."""
+    num_bytes = row_bytes(kind) * COLUMNS * len(columns)
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        _, _, keys, key_row, values, value_row, ids, index = arguments
+        _fetch(builder, _sample(builder, ids, index, keys, key_row), num_bytes, NEAR)
+        _fetch(builder, _sample(builder, ids, index, values, value_row), num_bytes, MIDDLE)
+        return context.get_dummy_value()
+
+    return types.void(kind, columns, *[types.int64] * 6), emit
+
+
+@intrinsic
+def score_samples(typing_context, kind, columns, keys, key_row, values, value_row, ids, begin, end, limit, query, out):  # type: ignore[no-untyped-def]
+    """Products of sampled keys `begin .. end` (at most BLOCK_ROWS) with the query to `out`, float32 `[BLOCK_ROWS]`, and
+    their squared norms after it. Fetches the keys and values up to AHEAD_ROWS further, below `limit`."""
+    size, dim = row_bytes(kind), COLUMNS * len(columns)
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        _, _, keys, key_row, values, value_row, ids, begin, end, limit, query, out = arguments
+        last, steps = builder.sub(limit, int64(1)), builder.sub(end, begin)
+        steps = builder.udiv(builder.add(steps, int64(TOGETHER - 1)), int64(TOGETHER))
+        with cgutils.for_range(builder, steps, intp=I64) as step:
+            at = builder.add(begin, builder.mul(step.index, int64(TOGETHER)))
+            for number in range(TOGETHER):
+                ahead = _at_most(builder, builder.add(at, int64(number + AHEAD_ROWS)), last)
+                _fetch(builder, _sample(builder, ids, ahead, keys, key_row), size * dim, NEAR)
+                _fetch(builder, _sample(builder, ids, ahead, values, value_row), size * dim, MIDDLE)
+            rows = [
+                _sample(builder, ids, _at_most(builder, builder.add(at, int64(number)), last), keys, key_row)
+                for number in range(TOGETHER)
+            ]
+            totals = lane_sums(builder, _products(builder, rows, [query], size, dim, True))
+            target = builder.add(out, builder.mul(step.index, int64(4 * TOGETHER)))
+            store_part(builder, totals, 0, TOGETHER, target)
+            store_part(builder, totals, TOGETHER, TOGETHER, builder.add(target, int64(4 * BLOCK_ROWS)))
+        return context.get_dummy_value()
+
+    return types.void(kind, columns, *[types.int64] * 10), emit
+
+
+def _weighted(
+    builder: ir.IRBuilder, size: int, dim: int, members: int, count: Any, row_at: Callable[[Any], Any],
+    weights: Any, rescale: Any, sums: Any, ahead: int,
+) -> None:  # fmt: skip
+    """`sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * row_i)`, a band of columns at a time."""
+    band = min(dim, _SUMS_AT_ONCE // members * LANES)
+    for begin in range(0, dim, band):
+        places = [(member, column) for member in range(members) for column in range(begin, begin + band, LANES)]
+        targets = [builder.add(sums, int64(4 * (member * dim + column))) for member, column in places]
+        factors = [broadcast(builder, builder.add(rescale, int64(4 * member))) for member in range(members)]
+        totals = [
+            cgutils.alloca_once_value(builder, builder.fmul(_load(builder, target, VECTOR, 0), factors[member]))
+            for target, (member, _) in zip(targets, places, strict=True)
+        ]
+        with cgutils.for_range(builder, count, intp=I64) as step:
+            row = row_at(step.index)
+            if ahead:
+                _fetch(builder, builder.add(row, int64(ahead + begin * size)), band * size, NEAR)
+            vectors = _floats(builder, row, size, begin, begin + band)
+            for member in range(members):
+                at = builder.add(weights, builder.mul(step.index, int64(4)))
+                weight = broadcast(builder, builder.add(at, int64(4 * BLOCK_ROWS * member)))
+                for index, vector in enumerate(vectors):
+                    accumulate(builder, totals[member * len(vectors) + index], weight, vector)
+        for target, total in zip(targets, totals, strict=True):
+            builder.store(builder.load(total), builder.inttoptr(target, VECTOR.as_pointer()), align=4)
+
+
+@intrinsic
+def add_samples(typing_context, kind, columns, values, value_row, ids, begin, end, weights, rescale, sums):  # type: ignore[no-untyped-def]
+    """`sums = sums * rescale + sum(weights[i] * value of sample begin + i)`; float32 `[BLOCK_ROWS]`, `[1]`, `[dim]`."""
+    size, dim = row_bytes(kind), COLUMNS * len(columns)
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        _, _, values, value_row, ids, begin, end, weights, rescale, sums = arguments
+
+        def row_at(index):  # type: ignore[no-untyped-def]
+            return _sample(builder, ids, builder.add(begin, index), values, value_row)
+
+        _weighted(builder, size, dim, 1, builder.sub(end, begin), row_at, weights, rescale, sums, 0)
+        return context.get_dummy_value()
+
+    return types.void(kind, columns, *[types.int64] * 8), emit
+
+
+def score_rows(members: int) -> Any:
+    """A numba function: products of `count` keys in order (1 to BLOCK_ROWS) with so many queries.
+
+    query: `[members, dim]`, query_bytes apart; out: float32 `[members, BLOCK_ROWS]`.
+    """
+    together = 2 if members * TOGETHER > LANES else TOGETHER
+
+    @intrinsic
+    def score(typing_context, kind, columns, keys, key_row, count, query, query_bytes, out):  # type: ignore[no-untyped-def]
+        size, dim = row_bytes(kind), COLUMNS * len(columns)
+
+        def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            _, _, keys, key_row, count, query, query_bytes, out = arguments
+            queries = [builder.add(query, builder.mul(query_bytes, int64(member))) for member in range(members)]
+            last = builder.sub(count, int64(1))
+            steps = builder.udiv(builder.add(count, int64(together - 1)), int64(together))
+            with cgutils.for_range(builder, steps, intp=I64) as step:
+                at = builder.mul(step.index, int64(together))
+                rows = [
+                    builder.add(keys, builder.mul(key_row, _at_most(builder, builder.add(at, int64(number)), last)))
+                    for number in range(together)
+                ]
+                for row in rows:
+                    _fetch(builder, builder.add(row, int64(AHEAD_BYTES)), size * dim, NEAR)
+                totals = lane_sums(builder, _products(builder, rows, queries, size, dim, False))
+                for member in range(members):
+                    target = builder.add(out, builder.mul(at, int64(4)))
+                    target = builder.add(target, int64(4 * BLOCK_ROWS * member))
+                    store_part(builder, totals, member * together, together, target)
+            return context.get_dummy_value()
+
+        return types.void(kind, columns, *[types.int64] * 6), emit
+
+    return score
+
+
+def add_rows(members: int) -> Any:
+    """A numba function: `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * value i)` over `count` values in order.
+
+    weights: float32 `[members, BLOCK_ROWS]`; rescale: `[members]`; sums: `[members, dim]`.
+    """
+
+    @intrinsic
+    def add(typing_context, kind, columns, values, value_row, count, weights, rescale, sums):  # type: ignore[no-untyped-def]
+        size, dim = row_bytes(kind), COLUMNS * len(columns)
+
+        def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            _, _, values, value_row, count, weights, rescale, sums = arguments
+
+            def row_at(index):  # type: ignore[no-untyped-def]
+                return builder.add(values, builder.mul(index, value_row))
+
+            _weighted(builder, size, dim, members, count, row_at, weights, rescale, sums, AHEAD_BYTES)
+            return context.get_dummy_value()
+
+        return types.void(kind, columns, *[types.int64] * 6), emit
+
+    return add

@@ -1,0 +1,227 @@
+"""A segment: deposited tokens of all layers that go down, their memory, and how far each layer has come.
+
+It refuses to know contexts and when to seal. Invariants: rows below `used` never change once they have landed; a sealed
+segment grows no more, and only then do codes become tables, in place; memory goes back when the last holder lets go.
+All state that background threads change is guarded by one condition, the store's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from threading import Condition
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpu.pieces import PIECE
+from transfer.host_memory import lay_out_centre, lay_out_layer, num_offsets
+from transfer.slabs import Slab, SlabPool
+from transfer.tier import Filled, LayerRows, TierShape
+
+ROW_TYPES = {"bfloat16": (np.uint16, torch.bfloat16), "int8": (np.int8, torch.int8)}
+
+
+class TableState(IntEnum):
+    """Of one layer: codes (or nothing), tables under way, tables, or tables that could not be built."""
+
+    CODES = 0
+    BUILDING = 1
+    BUILT = 2
+    FAILED = 3
+
+
+class Centre:
+    """What rows of a segment, and of those that continue it, are stored relative to: mean keys, and scales of int8."""
+
+    def __init__(self, shape: TierShape, slab: Slab, pool: SlabPool) -> None:
+        self._shape, self._layout, self._slab, self._pool = shape, lay_out_centre(shape), slab, pool
+        self._holders = 0
+
+    def arrays(self, layer: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Float32 centre `[kv_heads, dim]`, key scale `[kv_heads]` and value scale `[kv_heads, dim]` (int8, else None).
+
+        Waits until the memory is there; raises HostMemoryError where the host refused it.
+        """
+        shape, layout = self._shape, self._layout
+        memory = self._slab.wait()[layer * layout.layer_bytes :]
+        centre = _view(memory, 0, (shape.num_kv_heads, shape.dim), np.float32)
+        if shape.rows != "int8":
+            return centre, None, None
+        key_scale = _view(memory, layout.key_scale, (shape.num_kv_heads,), np.float32)
+        return centre, key_scale, _view(memory, layout.value_scale, centre.shape, np.float32)
+
+    def hold(self) -> None:
+        self._holders += 1
+
+    def let_go(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            self._pool.release([self._slab])
+
+
+@dataclass(eq=False, slots=True)
+class Fill:
+    """Rows `[begin, end)` of some layers that are on their way into a segment. error: why they never came."""
+
+    segment: "Segment"
+    layers: Sequence[int]
+    begin: int
+    end: int
+    done: Filled
+
+
+class Segment:
+    """`capacity` tokens of room, `used` of them given out; `sealed_tokens`: how many there are for good, or None.
+
+    owner_id: the context that may append; None: nobody yet, or it is closed. Methods that change state are called with
+    the condition held.
+    """
+
+    def __init__(
+        self, shape: TierShape, capacity: int, centre: Centre, slabs: Sequence[Slab], pool: SlabPool, changed: Condition
+    ) -> None:
+        """shape: num_tables 0 for a segment that is never sampled; slabs: one a layer."""
+        self.shape, self.capacity, self.centre = shape, capacity, centre
+        self.used = 0
+        self.sealed_tokens: int | None = None
+        self.owner_id: int | None = None
+        self.is_background = False  # nobody waits for it soon: it was merged ahead of time
+        num_layers = len(shape.layers)
+        self.tables = [TableState.CODES] * num_layers
+        self.announced = [0] * num_layers  # tokens whose fill was announced
+        self.fills: list[list[Fill]] = [[] for _ in range(num_layers)]  # announced, not yet landed
+        self.readers = [0] * num_layers  # copies under way that need the codes as they are
+        self.error: Exception | None = None  # a fill that failed: rows are missing
+        self.wanted = 0  # contexts, and merges under way, that will read it
+        self._layout = lay_out_layer(shape, capacity)
+        self._slabs, self._pool, self._changed = list(slabs), pool, changed
+        self._holders = 0
+        self._places: np.ndarray | None = None
+        centre.hold()
+
+    @property
+    def has_codes(self) -> bool:
+        return self.shape.num_tables > 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.sealed_tokens is None
+
+    @property
+    def is_doomed(self) -> bool:
+        """Nobody will read it; it lives until copies and builds under way have ended."""
+        return self.wanted == 0 and self._holders > 0
+
+    @property
+    def has_failed(self) -> bool:
+        return TableState.FAILED in self.tables
+
+    def take(self, num_tokens: int) -> int:
+        """Give out so many tokens of room; returns where they begin. A full segment is sealed."""
+        begin = self.used
+        self.used += num_tokens
+        assert self.is_open, "segment: room is given out of open segments"
+        assert self.used <= self.capacity, "segment: no more room is given out than there is"
+        if self.used == self.capacity:
+            self.seal()
+        return begin
+
+    def seal(self) -> None:
+        self.sealed_tokens, self._places = self.used, None
+
+    def hold(self) -> None:
+        self._holders += 1
+
+    def let_go(self) -> None:
+        """With the last holder, the memory goes."""
+        self._holders -= 1
+        if self._holders == 0:
+            self._pool.release(self._slabs)
+            self._slabs = []
+            self.centre.let_go()
+        self._changed.notify_all()
+
+    def want(self) -> None:
+        self.wanted += 1
+        self.hold()
+
+    def give_up(self) -> None:
+        self.wanted -= 1
+        self.let_go()
+
+    def wait_for_memory(self, layer: int) -> None:
+        """Raises HostMemoryError where the host refused it."""
+        self._slabs[layer].wait()
+
+    def keys(self, layer: int) -> np.ndarray:
+        """`[kv_heads, capacity, dim]`, bf16 as uint16, or int8."""
+        return self._array(layer, 0, (self.capacity, self.shape.dim), ROW_TYPES[self.shape.rows][0])
+
+    def values(self, layer: int) -> np.ndarray:
+        """Like `keys`."""
+        return self._array(layer, self._layout.values, (self.capacity, self.shape.dim), ROW_TYPES[self.shape.rows][0])
+
+    def codes(self, layer: int) -> np.ndarray:
+        """uint16 `[kv_heads, tables, capacity]`: codes by token, or the entries of tables."""
+        return self._array(layer, self._layout.codes, (self.shape.num_tables, self.capacity), np.uint16)
+
+    def offsets(self, layer: int) -> np.ndarray:
+        """int32 `[kv_heads, tables, offsets]` of the tables of a sealed segment."""
+        assert self.sealed_tokens is not None, "segment: tables are a sealed segment's"
+        room = (self.shape.num_tables, num_offsets(self.shape.bits_per_table, self.capacity))
+        needed = num_offsets(self.shape.bits_per_table, self.sealed_tokens)
+        return self._array(layer, self._layout.offsets, room, np.int32)[:, :, :needed]
+
+    def rows(self, layer: int, begin: int, end: int, with_codes: bool) -> LayerRows:
+        """Views of tokens `[begin, end)`; codes are to be written before the segment is sealed, never read back."""
+        kind = ROW_TYPES[self.shape.rows][1]
+        centre, key_scale, value_scale = self.centre.arrays(layer)
+        codes = self.codes(layer)[:, :, begin:end] if with_codes and self.has_codes else None
+        return LayerRows(
+            torch.from_numpy(self.keys(layer)[:, begin:end]).view(kind),
+            torch.from_numpy(self.values(layer)[:, begin:end]).view(kind),
+            None if codes is None else torch.from_numpy(codes),
+            torch.from_numpy(centre),
+            _tensor(key_scale),
+            _tensor(value_scale),
+        )
+
+    def places(self) -> np.ndarray:
+        """PIECE `[layers]`: where each layer lies. Range and mode are the caller's. The memory must be there."""
+        if self._places is None:
+            self._places = np.zeros(len(self.shape.layers), PIECE)
+            for layer in range(len(self.shape.layers)):
+                self._describe(layer, self._places[layer])
+        return self._places
+
+    def _describe(self, layer: int, place: np.void) -> None:
+        keys, values = self.keys(layer), self.values(layer)
+        centre, key_scale, value_scale = self.centre.arrays(layer)
+        place["tokens"] = self.capacity
+        place["keys"], place["key_head_bytes"], place["key_row_bytes"] = keys.ctypes.data, *keys.strides[:2]
+        place["values"], place["value_head_bytes"], place["value_row_bytes"] = values.ctypes.data, *values.strides[:2]
+        place["centre"] = centre.ctypes.data
+        if key_scale is not None and value_scale is not None:
+            place["key_scale"], place["value_scale"] = key_scale.ctypes.data, value_scale.ctypes.data
+        if self.has_codes and self.sealed_tokens is not None:
+            codes, offsets = self.codes(layer), self.offsets(layer)
+            place["tokens"] = self.sealed_tokens
+            place["entries"], place["entry_head_bytes"], place["entry_table_bytes"] = (
+                codes.ctypes.data,
+                *codes.strides[:2],
+            )
+            place["offsets"] = offsets.ctypes.data
+            place["offset_head_bytes"], place["offset_table_bytes"] = offsets.strides[:2]
+
+    def _array(self, layer: int, begin: int, shape: tuple[int, int], kind: type) -> np.ndarray:
+        return _view(self._slabs[layer].wait(), begin, (self.shape.num_kv_heads, *shape), kind)
+
+
+def _view(memory: np.ndarray, begin: int, shape: tuple[int, ...], kind: type) -> np.ndarray:
+    num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+    return memory[begin : begin + num_bytes].view(kind).reshape(shape)
+
+
+def _tensor(array: np.ndarray | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(array)
