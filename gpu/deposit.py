@@ -1,0 +1,236 @@
+"""Rows on their way to the host tier and back: made ready in pieces on side streams, copied, restored.
+
+It refuses to know contexts, pages and schedules. Invariant: what the host gets depends on the rows alone: centre and
+scales are of all tokens of a call, codes are of the stored keys. Kernels and copies of a direction take turns on one
+stream with one buffer: a layer's prefill takes many times what its link does, and kernels take a tenth of the link's
+time, so more buffers would hide nothing. On the CPU rows are written where they belong.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu.deposit_memory import PIECE_ROWS
+from gpu.kernels.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
+from gpu.kernels.restore_rows import restore_rows
+from gpu.kernels.scatter_runs import scatter_runs
+from gpu.kernels.simhash_encode import Hyperplanes, encode_keys
+from transfer.copies import Event, Streams
+from transfer.tier import LayerRows, TierShape
+
+COPIED_RUN_BYTES = 256 * 1024  # runs from this size on go by the copy engine, shorter ones by a kernel
+CPU_PIECE_TOKENS = 1024  # of all KV heads, widened to float32 at once
+ROW_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """read: the source may be overwritten after it (`streams.wait_for(read)`); done: the host has the rows."""
+
+    read: Event
+    done: Event
+
+
+class Depositor:
+    """One a device. `hyperplanes` on `device`, or None where the shape has no tables."""
+
+    def __init__(
+        self, shape: TierShape, hyperplanes: Hyperplanes | None, device: torch.device, streams: Streams
+    ) -> None:
+        assert (hyperplanes is None) == (shape.num_tables == 0), "deposit: hyperplanes go with tables"
+        self.shape = shape
+        self.hyperplanes = hyperplanes
+        self.device = device
+        self.streams = streams
+        if device.type == "cuda":
+            self._down, self._up = _Buffers(shape, shape.num_tables, device), _Buffers(shape, 0, device)
+
+    def send(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> Sent:
+        """Keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_lump`."""
+        return self.send_lump(keys[None], values[None], [rows], has_centre)
+
+    def send_lump(self, keys: Tensor, values: Tensor, rows: Sequence[LayerRows], has_centre: bool) -> Sent:
+        """Keys and values `[layers, kv_heads, tokens, dim]` in the compute dtype, each layer to its rows, which are
+        alike in strides. Returns at once on CUDA.
+
+        has_centre: centre and scales are read from `rows`, after all copies sent before; else they are made of these
+        tokens and written there. Where `rows` have no codes, none are made. At most PIECE_ROWS tokens.
+        """
+        layers, heads, tokens, dim = keys.shape
+        assert 0 < tokens <= PIECE_ROWS, f"deposit: {tokens} tokens of a segment, wanted 1 to {PIECE_ROWS}"
+        assert (layers, heads, dim) == (len(rows), self.shape.num_kv_heads, self.shape.dim)
+        if self.device.type == "cpu":
+            for layer in range(layers):
+                self._write(keys[layer], values[layer], rows[layer], has_centre)
+            return Sent(self.streams.record(), self.streams.record())
+        self.streams.keep((keys, values), self.streams.down)
+        with self.streams.aside(self.streams.down):
+            read = self.streams.record()
+            for own_layers, own_heads in _pieces(layers, heads, tokens):
+                part = [_of_heads(layer, own_heads) for layer in rows[own_layers]]
+                read = self._send_piece(keys[own_layers, own_heads], values[own_layers, own_heads], part, has_centre)
+            return Sent(read, self.streams.record())
+
+    def bring(self, rows: Sequence[LayerRows], into_keys: Tensor, into_values: Tensor) -> Event:
+        """One layer's rows, in order, to keys and values `[kv_heads, tokens, dim]` in the compute dtype (strided).
+
+        On CUDA on the up stream, after what the current stream was given: wait for the event before reading them.
+        """
+        wanted = sum(segment.keys.shape[1] for segment in rows)
+        assert into_keys.shape[1] == wanted, f"deposit: {wanted} rows for a room of {into_keys.shape[1]}"
+        self.streams.keep((into_keys, into_values), self.streams.up)
+        with self.streams.aside(self.streams.up):
+            begin = 0
+            for segment in rows:
+                end = begin + segment.keys.shape[1]
+                for _, heads in _pieces(1, self.shape.num_kv_heads, end - begin):
+                    self._bring_piece(_of_heads(segment, heads), into_keys[heads, begin:end],
+                                      into_values[heads, begin:end])  # fmt: skip
+                begin = end
+            return self.streams.record()
+
+    def _write(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> None:
+        """One layer on the CPU."""
+        if not has_centre:
+            rows.centre.copy_(centre_of(keys))
+            if rows.key_scale is not None and rows.value_scale is not None:
+                rows.key_scale.copy_(key_scale_of(keys, rows.centre))
+                rows.value_scale.copy_(value_scale_of(values))
+        for begin in range(0, keys.shape[1], CPU_PIECE_TOKENS):
+            end = begin + CPU_PIECE_TOKENS
+            deposit_rows(
+                keys[:, begin:end], values[:, begin:end], rows.centre, rows.key_scale, rows.value_scale,
+                rows.keys[:, begin:end], rows.values[:, begin:end],
+            )  # fmt: skip
+        if rows.codes is not None and self.hyperplanes is not None:
+            encode_keys(rows.keys, self.hyperplanes, rows.codes)
+
+    def _send_piece(self, keys: Tensor, values: Tensor, rows: list[LayerRows], has_centre: bool) -> Event:
+        """Keys `[layers, heads, tokens, dim]` of a piece, on the down stream. Returns when the source is read."""
+        shape = keys.shape
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [layers * heads, tokens, dim]
+        middles = self._middles(rows) if has_centre else self._new_middles(keys, values, rows)
+        stored_keys, stored_values = self._down.rows(keys.shape)
+        deposit_rows(keys, values, *middles, stored_keys, stored_values)
+        read = self.streams.record()
+        _copy_down(stored_keys.view(*shape[:2], 1, -1), [_runs(layer.keys) for layer in rows])
+        _copy_down(stored_values.view(*shape[:2], 1, -1), [_runs(layer.values) for layer in rows])
+        if self.hyperplanes is not None and rows[0].codes is not None:
+            codes = self._down.codes(len(keys), shape[2])
+            encode_keys(stored_keys, self.hyperplanes, codes)
+            _copy_down(codes.view(*shape[:2], -1, shape[2]), [_present(layer.codes) for layer in rows])
+        return read
+
+    def _middles(self, rows: list[LayerRows]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Centre and scales `[layers * heads, ...]` from the host, in stream order."""
+        if rows[0].key_scale is None:
+            return self._gather([layer.centre for layer in rows]), None, None
+        return (
+            self._gather([layer.centre for layer in rows]),
+            self._gather([_present(layer.key_scale) for layer in rows]),
+            self._gather([_present(layer.value_scale) for layer in rows]),
+        )
+
+    def _gather(self, parts: list[Tensor]) -> Tensor:
+        together = torch.empty(len(parts), *parts[0].shape, device=self.device)
+        for into, part in zip(together, parts, strict=True):
+            into.copy_(part, non_blocking=True)
+        return together.flatten(0, 1)
+
+    def _new_middles(
+        self, keys: Tensor, values: Tensor, rows: list[LayerRows]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Centre and scales of keys and values `[layers * heads, tokens, dim]`, and their copies down."""
+        centre = centre_of(keys)
+        if rows[0].key_scale is None:
+            self._spread(centre, [layer.centre for layer in rows])
+            return centre, None, None
+        key_scale, value_scale = key_scale_of(keys, centre), value_scale_of(values)
+        self._spread(centre, [layer.centre for layer in rows])
+        self._spread(key_scale, [_present(layer.key_scale) for layer in rows])
+        self._spread(value_scale, [_present(layer.value_scale) for layer in rows])
+        return centre, key_scale, value_scale
+
+    def _spread(self, together: Tensor, parts: list[Tensor]) -> None:
+        for part, source in zip(parts, together.chunk(len(parts)), strict=True):
+            part.copy_(source, non_blocking=True)
+
+    def _bring_piece(self, rows: LayerRows, into_keys: Tensor, into_values: Tensor) -> None:
+        """Some heads of one segment, on the up stream."""
+        if self.device.type == "cpu":
+            restore_rows(
+                rows.keys, rows.values, rows.centre, rows.key_scale, rows.value_scale, into_keys, into_values
+            )  # fmt: skip
+            return
+        stored_keys, stored_values = self._up.rows(rows.keys.shape)
+        for stored, host in ((stored_keys, rows.keys), (stored_values, rows.values)):
+            for own, run in zip(stored, host, strict=True):
+                own.copy_(run, non_blocking=True)
+        restore_rows(stored_keys, stored_values, *self._middles([rows]), into_keys, into_values)
+
+
+class _Buffers:
+    """Device memory of one direction: stored keys, values and codes of a piece."""
+
+    def __init__(self, shape: TierShape, num_tables: int, device: torch.device) -> None:
+        self._rows = torch.empty(2, PIECE_ROWS * shape.dim, dtype=ROW_DTYPES[shape.rows], device=device)
+        self._codes = torch.empty(PIECE_ROWS * num_tables, dtype=torch.uint16, device=device)
+        self._num_tables = num_tables
+
+    def rows(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Keys and values `[heads, tokens, dim]`, contiguous."""
+        keys, values = self._rows[:, : shape.numel()]
+        return keys.view(shape), values.view(shape)
+
+    def codes(self, heads: int, tokens: int) -> Tensor:
+        """`[heads, tables, tokens]`, contiguous."""
+        return self._codes[: heads * self._num_tables * tokens].view(heads, self._num_tables, tokens)
+
+
+def _pieces(layers: int, heads: int, tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Layers and KV heads of each piece: as many whole layers as fit, or heads of one layer."""
+    fit = PIECE_ROWS // tokens
+    if fit >= heads:
+        step = fit // heads
+        for layer in range(0, layers, step):
+            yield slice(layer, min(layer + step, layers)), slice(0, heads)
+        return
+    for layer in range(layers):
+        for head in range(0, heads, fit):
+            yield slice(layer, layer + 1), slice(head, min(head + fit, heads))
+
+
+def _of_heads(rows: LayerRows, heads: slice) -> LayerRows:
+    return LayerRows(
+        rows.keys[heads],
+        rows.values[heads],
+        None if rows.codes is None else rows.codes[heads],
+        rows.centre[heads],
+        None if rows.key_scale is None else rows.key_scale[heads],
+        None if rows.value_scale is None else rows.value_scale[heads],
+    )
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "deposit: layers of one lump are alike"
+    return tensor
+
+
+def _copy_down(source: Tensor, targets: list[Tensor]) -> None:
+    """`source` `[layers, heads, inner, length]` to pinned targets `[heads, inner, length]`: long runs one by one."""
+    if targets[0][0].is_contiguous():
+        source, targets = _runs(source.flatten(0, 1)).view(*source.shape[:2], 1, -1), list(map(_runs, targets))
+    if source[0, 0, 0].nbytes < COPIED_RUN_BYTES:
+        scatter_runs(source, targets)
+        return
+    for layer, target in zip(source, targets, strict=True):
+        for head, host_head in zip(layer, target, strict=True):
+            for run, host in zip(head, host_head, strict=True):
+                host.copy_(run, non_blocking=True)
+
+
+def _runs(rows: Tensor) -> Tensor:
+    """`[heads, ...]` as `[heads, 1, length]`: what a head has is one run, or this raises RuntimeError."""
+    return rows.view(len(rows), 1, -1)
