@@ -8,31 +8,18 @@ row - centre`, per segment and KV head; keys are rotated; a row is final once it
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from transfer.exchange import ExchangeSlot
+from transfer.tier_shape import TierShape
+
+__all__ = ["Attention", "Filled", "HostMemoryError", "HostTier", "LayerRows", "Reservation", "TierShape"]
 
 
 class HostMemoryError(Exception):
     """The host has no room, or refuses to pin; the message says what was asked, what there is, and what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierShape:
-    """What goes down: `layers` are indices of the model; rows are kept as `rows`; codes as the sampler wants them.
-
-    paper: K = bits_per_table, L = num_tables. `num_tables` 0: nothing is sampled, so there are no codes and no tables.
-    """
-
-    layers: tuple[int, ...]
-    num_heads: int
-    num_kv_heads: int
-    dim: int
-    rows: Literal["bfloat16", "int8"]
-    bits_per_table: int
-    num_tables: int
 
 
 class Filled(Protocol):
