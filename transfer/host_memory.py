@@ -1,0 +1,121 @@
+"""How many bytes deposited tokens take in host memory: rows, hash tables and their offsets, to the byte. No torch.
+
+The memory plan, admission and the store itself count by these functions, so what is promised is what is taken. They
+refuse to know addresses and contexts. Invariant: a layer of a segment is one slab, which has the size of its class.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from transfer.tier_shape import TierShape
+
+SEGMENT_TOKENS = 65_536  # at most in a segment: entries of tables are uint16
+WINDOW_TOKENS = 32_768  # a bucket is listed by windows of so many tokens, each with an offset of its own
+TAIL_TOKENS = 2_048  # of an open segment; a reservation of as many or more gets segments of its own
+SPLIT_TOKENS = 32  # borders of evenly split segments: tables of whole cache lines
+ALIGN_BYTES = 64
+HUGE_PAGE_BYTES = 2**21
+SMALL_PAGE_BYTES = 2**16  # granule of slabs below a huge page
+_CLASS_BITS = 5  # sizes of 16 classes an octave: freed slabs are found again, 3 % is lost on average
+_CODE_BYTES, _OFFSET_BYTES, _FLOAT_BYTES = 2, 4, 4
+_ROW_BYTES = {"bfloat16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Where the arrays of one layer of a segment begin in its slab, in bytes; keys begin at 0."""
+
+    values: int
+    codes: int
+    offsets: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CentreLayout:
+    """Where one layer's scales begin behind its centre, in bytes, and the stride from layer to layer."""
+
+    key_scale: int
+    value_scale: int
+    layer_bytes: int
+
+
+def without_tables(shape: TierShape) -> TierShape:
+    """The same rows, never sampled."""
+    return replace(shape, num_tables=0)
+
+
+def num_offsets(bits_per_table: int, tokens: int) -> int:
+    """Int32 of one table: one for each bucket and window, and the end."""
+    return (-(-tokens // WINDOW_TOKENS) << bits_per_table) + 1
+
+
+def split_tokens(num_tokens: int) -> list[int]:
+    """Capacities of the segments that so many tokens open in an empty context: even, on borders of SPLIT_TOKENS."""
+    if num_tokens <= 0:
+        return []
+    if num_tokens < TAIL_TOKENS:
+        return [TAIL_TOKENS]
+    count = -(-num_tokens // SEGMENT_TOKENS)
+    blocks = -(-num_tokens // SPLIT_TOKENS)
+    borders = [min(-(-blocks * index // count) * SPLIT_TOKENS, num_tokens) for index in range(count + 1)]
+    return [end - begin for begin, end in pairwise(borders)]
+
+
+def lay_out_layer(shape: TierShape, capacity_tokens: int) -> LayerLayout:
+    """Keys and values `[kv_heads, capacity, dim]`, codes `[kv_heads, tables, capacity]`, offsets of their tables."""
+    rows = _aligned(shape.num_kv_heads * capacity_tokens * shape.dim * _ROW_BYTES[shape.rows])
+    tables = shape.num_kv_heads * shape.num_tables
+    codes = _aligned(tables * capacity_tokens * _CODE_BYTES)
+    offsets = _aligned(tables * num_offsets(shape.bits_per_table, capacity_tokens) * _OFFSET_BYTES)
+    return LayerLayout(rows, 2 * rows, 2 * rows + codes, 2 * rows + codes + offsets)
+
+
+def lay_out_centre(shape: TierShape) -> CentreLayout:
+    """Centre `[kv_heads, dim]` and, behind it, the scales of int8 rows, all float32, of one layer."""
+    centre = _aligned(shape.num_kv_heads * shape.dim * _FLOAT_BYTES)
+    if shape.rows != "int8":
+        return CentreLayout(centre, centre, centre)
+    key_scale = _aligned(shape.num_kv_heads * _FLOAT_BYTES)
+    return CentreLayout(centre, centre + key_scale, 2 * centre + key_scale)
+
+
+def slab_bytes(num_bytes: int) -> int:
+    """The size of the class that a slab of at least `num_bytes` (above 0) belongs to."""
+    granule = HUGE_PAGE_BYTES if num_bytes > HUGE_PAGE_BYTES else SMALL_PAGE_BYTES
+    granules = -(-num_bytes // granule)
+    step = 1 << max(0, granules.bit_length() - _CLASS_BITS)
+    return -(-granules // step) * step * granule
+
+
+def bytes_of_segment(shape: TierShape, capacity_tokens: int) -> int:
+    """All layers of one segment, without its centre."""
+    return len(shape.layers) * slab_bytes(lay_out_layer(shape, capacity_tokens).num_bytes)
+
+
+def bytes_of_centre(shape: TierShape) -> int:
+    """The centre (and scales) that a segment, or a run of small ones, is stored relative to."""
+    return slab_bytes(len(shape.layers) * lay_out_centre(shape).layer_bytes)
+
+
+def bytes_of_context(shape: TierShape, num_tokens: int) -> int:
+    """What an empty context takes when so many tokens are reserved at once."""
+    return sum(bytes_of_segment(shape, capacity) + bytes_of_centre(shape) for capacity in split_tokens(num_tokens))
+
+
+def bytes_per_token(shape: TierShape) -> int:
+    """Of a token of a full segment, rounded up: what a long context comes to."""
+    return -(-bytes_of_context(shape, SEGMENT_TOKENS) // SEGMENT_TOKENS)
+
+
+def table_bytes_of_context(shape: TierShape, num_tokens: int) -> int:
+    """Hash tables alone, entries and offsets, without the rounding of slabs: what the paper's Table 7 counts."""
+    rows = without_tables(shape)
+    return sum(
+        len(shape.layers) * (lay_out_layer(shape, capacity).num_bytes - lay_out_layer(rows, capacity).num_bytes)
+        for capacity in split_tokens(num_tokens)
+    )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
