@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpu.architecture import Architecture
+from gpu.host_demand import STAGED_LAYERS, HostDemand
 
 Place = Literal["gpu", "host"]
 MIB = 2**20
@@ -34,9 +35,13 @@ class MemoryItem:
     note: str
 
 
+class PlanError(Exception):
+    """A deployment that does not fit its machine: one line with the numbers and the key to change."""
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One model with its settings on one device."""
+    """One model with its settings on one device. `host`: what its host tier asks for, or None without one."""
 
     shape: Architecture
     device: Literal["cuda", "cpu"]
@@ -45,6 +50,7 @@ class Demand:
     chunk_tokens: int
     page_tokens: int
     graph_batch_sizes: tuple[int, ...]
+    host: HostDemand | None
 
     @property
     def place(self) -> Place:
@@ -73,7 +79,8 @@ class Demand:
 
     @property
     def page_table_token_bytes(self) -> float:
-        return 4 * self.max_running / self.page_tokens
+        num_tables = 1 if self.host is None else 2  # by position, and without what is down
+        return num_tables * 4 * self.max_running / self.page_tokens
 
     @property
     def split_rows(self) -> int:
@@ -94,17 +101,21 @@ class Demand:
 
     def fixed_items(self) -> tuple[MemoryItem, ...]:
         """What does not depend on the context; weights first."""
-        return (*self._weights(), *self._workspaces(), *self._reserves())
+        return (*self._weights(), *self._workspaces(), *self._reserves(), *self._exchange())
 
     def context_items(self, context: int, hidden_tokens: int) -> tuple[MemoryItem, ...]:
         gathered = context * self.gathered_token_bytes
         hidden = hidden_tokens * self.hidden_token_bytes
         positions = context * self.rope_token_bytes + int(context * self.page_table_token_bytes) + self.max_running * 4
-        return (
-            self._item("gathered KV", gathered, f"one layer's KV of {context:,} tokens, for prefill"),
-            self._item("hidden states", hidden, f"{hidden_tokens:,} tokens under prefill"),
-            self._item("positions", positions, "RoPE table and page tables"),
+        items = (
+            self.item("gathered KV", gathered, f"one layer's KV of {context:,} tokens, for prefill"),
+            self.item("hidden states", hidden, f"{hidden_tokens:,} tokens under prefill"),
+            self.item("positions", positions, "RoPE table and page tables"),
         )
+        if self.host is None:
+            return items
+        staging = context * self.host.staging_token_bytes
+        return (*items, self.item("KV staging", staging, f"{STAGED_LAYERS} layers' KV of a prompt that goes down"))
 
     def activation_bytes(self, num_tokens: int) -> int:
         """One layer over `num_tokens`: input, norms and outputs, QKV, the rotated query, attention's output in both
@@ -118,7 +129,7 @@ class Demand:
 
     def _weights(self) -> tuple[MemoryItem, ...]:
         shape = self.shape
-        return (self._item("weights", shape.num_weights * self.dtype_bytes, f"{shape.num_weights / 1e9:.2f} billion"),)
+        return (self.item("weights", shape.num_weights * self.dtype_bytes, f"{shape.num_weights / 1e9:.2f} billion"),)
 
     def _decode_partials(self) -> int:
         """Bytes of the partials of split contexts, and of the compiled step's float32 logits."""
@@ -136,18 +147,18 @@ class Demand:
         drawing = max(min(LOGPROB_BYTES, 30 * rows * shape.vocab_size), running * shape.vocab_size * DRAW_ENTRY_BYTES)
         penalty_rows = 1 << (running - 1).bit_length()
         return (
-            self._item(
+            self.item(
                 "prefill activations",
                 self.activation_bytes(self.chunk_tokens),
                 f"one layer over {self.chunk_tokens:,} tokens",
             ),
-            self._item(
+            self.item(
                 "decode workspace",
                 self.activation_bytes(running) + self._decode_partials(),
                 f"activations of {running} sequences, partials of split contexts",
             ),
-            self._item("logits", logits + drawing, f"{rows} rows of {shape.vocab_size:,} in float32, and drawing"),
-            self._item(
+            self.item("logits", logits + drawing, f"{rows} rows of {shape.vocab_size:,} in float32, and drawing"),
+            self.item(
                 "penalties", penalty_rows * shape.vocab_size * PENALTY_ENTRY_BYTES, f"tokens counted for {running}"
             ),
         )
@@ -157,11 +168,23 @@ class Demand:
         if self.device == "cpu":
             return (processes,)
         graphs = len({min(size, self.max_running) for size in self.graph_batch_sizes})
+        kinds = 1 if self.host is None else 2  # a step over host contexts is captured in segments of its own
         return (
             processes,
-            self._item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),
-            self._item("CUDA graphs", graphs * CUDA_GRAPH_BYTES, f"{graphs} batch sizes (reserve)"),
+            self.item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),
+            self.item("CUDA graphs", kinds * graphs * CUDA_GRAPH_BYTES, f"{graphs} batch sizes (reserve)"),
         )
 
-    def _item(self, name: str, num_bytes: int, note: str) -> MemoryItem:
+    def _exchange(self) -> tuple[MemoryItem, ...]:
+        """Rings and slots between device and host memory, with what they are filled from."""
+        if self.host is None:
+            return ()
+        slots, is_cuda = self.host.exchange_bytes, self.device == "cuda"
+        deposit = self.item("deposits", self.host.deposit_bytes(is_cuda), "rows and codes on their way down or up")
+        here = self.item("exchange", slots + self.host.hyperplane_bytes, "queries, codes, partials; hyperplanes")
+        if not is_cuda:
+            return (deposit, here)
+        return (deposit, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
+
+    def item(self, name: str, num_bytes: int, note: str) -> MemoryItem:
         return MemoryItem(name, self.place, num_bytes, note)

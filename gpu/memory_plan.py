@@ -2,7 +2,7 @@
 
 Knows the settings and a machine profile, so a plan can be made for a machine that is elsewhere; what the parts ask for
 is `gpu.memory_demand`'s. The invariant: the items of a place add up to no more than its limit, KV pages are whole, and
-they hold the longest context.
+they hold the longest context; with a host tier, `gpu.host_plan` says what that takes.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,13 @@ from typing import Literal
 
 from gpu.architecture import Architecture
 from gpu.config import GpuConfig
-from gpu.memory_demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place
+from gpu.host_demand import LUMP_TOKENS, HostDemand
+from gpu.host_plan import Budget, HostShares, resolve_host, share_memory
+from gpu.memory_demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanError
+from transfer.config import HostConfig
 from transfer.machine import GIB, MachineProfile
+
+__all__ = ["MemoryPlan", "PlanError", "plan_memory"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 GPU_SHARE = 0.92  # of the card, where no limit is set: a desktop's other programs need the rest
@@ -19,13 +24,14 @@ HOST_SHARE = 0.5  # of the host, where the CPU is the device and no limit is set
 SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence is refused
 
 
-class PlanError(Exception):
-    """A deployment that does not fit its machine: one line with the numbers and the key to change."""
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`limit_bytes[place]` bounds the sum of that place's items; without a GPU every item is in host memory."""
+    """`limit_bytes[place]` bounds the sum of that place's items; without a GPU every item is in host memory.
+
+    `kv_bytes` bound the KV pages. `num_pages` are resident. With a host tier a context keeps `sink_tokens` and
+    `window_tokens` on the device (whole pages), and all of it up to `resident_tokens`; `lump_tokens` go down at once.
+    Without one there are no dense pages, and these are 0.
+    """
 
     device: Literal["cuda", "cpu"]
     dtype: Literal["bfloat16", "float32"]
@@ -34,7 +40,16 @@ class MemoryPlan:
     max_hidden_tokens: int
     max_logits_rows: int
     page_tokens: int
+    kv_bytes: int
     num_pages: int
+    num_dense_pages: int
+    dense_layers: tuple[int, ...]
+    sink_tokens: int
+    window_tokens: int
+    resident_tokens: int
+    lump_tokens: int
+    host_limit_bytes: int
+    host_tokens: int
     items: tuple[MemoryItem, ...]
     limit_bytes: dict[Place, int]
     notes: tuple[str, ...]
@@ -51,6 +66,7 @@ def plan_memory(
     architecture: Architecture,
     gpu: GpuConfig,
     *,
+    host: HostConfig | None,
     max_running: int,
     chunk_tokens: int,
     max_context_tokens: int | None,
@@ -63,46 +79,132 @@ def plan_memory(
     """
     device = _resolve_device(gpu, machine)
     dtype = _resolve_dtype(gpu, device, machine)
+    tier = None if host is None else resolve_host(host, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running)
     demand = Demand(
-        architecture, device, DTYPE_BYTES[dtype], max_running, chunk_tokens, gpu.page_tokens, gpu.graph_batch_sizes
+        architecture,
+        device,
+        DTYPE_BYTES[dtype],
+        max_running,
+        chunk_tokens,
+        gpu.page_tokens,
+        gpu.graph_batch_sizes,
+        tier,
     )
     place = demand.place
     limits = _resolve_limits(gpu, device, machine)
     fixed = demand.fixed_items()
     left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
     _check_fixed(fixed, place, limits, left)
-
-    budget = left
-    if gpu.kv_cache_gib is not None:
-        budget = int(gpu.kv_cache_gib * GIB)
-        if budget > left:
-            raise PlanError(
-                f"gpu.kv_cache_gib: asked {gpu.kv_cache_gib:g} GiB, {_gib(left)} left of {_gib(limits[place])} after "
-                "weights and workspaces; lower it, or leave it out to take what is left"
-            )
-    context, notes = _resolve_context(demand, left, budget, max_context_tokens, max_hidden_tokens)
-    hidden_tokens = max_hidden_tokens or demand.default_hidden_tokens(context, left)
-    per_context = demand.context_items(context, hidden_tokens)
-    spare = left - sum(item.bytes for item in per_context)
-    num_pages = min(spare, budget) // demand.page_bytes
-    _check_pages(demand, num_pages, context, max_context_tokens, hidden_tokens, spare, gpu)
-
-    pages_note = f"{num_pages:,} pages of {gpu.page_tokens} tokens, {num_pages * gpu.page_tokens:,} tokens in all"
-    pages = MemoryItem("KV pages", place, num_pages * demand.page_bytes, pages_note)
+    _check_asked(demand, gpu, left, limits[place], max_context_tokens, max_hidden_tokens)
+    if host is None:
+        shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
+    else:
+        budget = _host_budget(gpu, host, fixed, place, left, max_hidden_tokens, machine)
+        shares, notes = _share_with_host(demand, budget, max_context_tokens)
     if device == "cpu":
         notes = (*notes, "the CPU is the device: every item is in host memory")
     return MemoryPlan(
         device=device,
         dtype=dtype,
         threads=gpu.threads or machine.physical_cores,
-        max_context_tokens=context,
-        max_hidden_tokens=hidden_tokens,
+        max_context_tokens=shares.context,
+        max_hidden_tokens=shares.hidden_tokens,
         max_logits_rows=max(MAX_LOGITS_ROWS, max_running),
         page_tokens=gpu.page_tokens,
-        num_pages=num_pages,
-        items=(*fixed, *per_context, pages),
+        kv_bytes=shares.kv_bytes,
+        num_pages=shares.num_pages,
+        num_dense_pages=shares.num_dense_pages,
+        dense_layers=tier.dense_layers if tier else (),
+        sink_tokens=tier.sink_tokens if tier else 0,
+        window_tokens=tier.window_tokens if tier else 0,
+        resident_tokens=tier.resident_tokens if tier else 0,
+        lump_tokens=LUMP_TOKENS if tier else 0,
+        host_limit_bytes=shares.host_limit_bytes,
+        host_tokens=shares.host_tokens,
+        items=(*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)),
         limit_bytes=limits,
         notes=notes,
+    )
+
+
+def _share_pages(
+    demand: Demand, gpu: GpuConfig, left: int, max_context_tokens: int | None, max_hidden_tokens: int | None
+) -> tuple[HostShares, tuple[str, ...]]:
+    """Without a host tier: pages hold all of every context."""
+    budget = left if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB)
+    context, notes = _resolve_context(demand, left, budget, max_context_tokens, max_hidden_tokens)
+    hidden_tokens = max_hidden_tokens or demand.default_hidden_tokens(context, left)
+    spare = left - sum(item.bytes for item in demand.context_items(context, hidden_tokens))
+    num_pages = min(spare, budget) // demand.page_bytes
+    _check_pages(demand, num_pages, context, max_context_tokens, hidden_tokens, spare, gpu)
+    return HostShares(context, hidden_tokens, num_pages * demand.page_bytes, num_pages, 0, 0, 0), notes
+
+
+def _share_with_host(
+    demand: Demand, budget: Budget, max_context_tokens: int | None
+) -> tuple[HostShares, tuple[str, ...]]:
+    model = demand.shape.max_context_tokens
+    longest = min(model, budget.hidden_tokens or model)
+    shares = share_memory(demand, budget, max_context_tokens, longest, min(SMALLEST_CONTEXT_TOKENS, longest))
+    notes = []
+    if max_context_tokens is None and shares.context < model:
+        notes.append(
+            f"contexts are limited to {shares.context:,} of the model's {model:,} tokens by what memory is left"
+        )
+    tier, in_pages = _present(demand.host), shares.num_dense_pages * demand.page_tokens
+    if in_pages + demand.page_tokens <= shares.host_tokens:
+        notes.append(
+            f"host memory has room for {shares.host_tokens:,} tokens, dense pages for {in_pages:,}: with fewer of "
+            "host.dense_layers, more of it is used"
+        )
+    fit = shares.num_pages * demand.page_tokens // tier.running_tokens(shares.context)
+    if fit < demand.max_running:
+        notes.append(
+            f"resident KV pages hold the windows of {fit} sequences, scheduler.max_running is {demand.max_running}: "
+            "the others wait"
+        )
+    return shares, tuple(notes)
+
+
+def _host_budget(
+    gpu: GpuConfig, host: HostConfig, fixed: tuple[MemoryItem, ...], place: Place, left: int, hidden: int | None,
+    machine: MachineProfile,
+) -> Budget:  # fmt: skip
+    """What host memory may be taken: of the machine's where a GPU is the device, else of what is left of its limit."""
+    beside = machine.memory_bytes - sum(item.bytes for item in fixed if item.place == "host")
+    have = left if place == "host" else beside
+    asked = None if host.memory_limit_gib is None else int(host.memory_limit_gib * GIB)
+    if asked is not None and asked > have:
+        raise PlanError(
+            f"host.memory_limit_gib: asked {_gib(asked)}, {_gib(max(have, 0))} of host memory left; lower it"
+        )
+    default = min(max(have, 0), int(machine.memory_bytes * HOST_SHARE))
+    kv = None if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB)
+    return Budget(left, kv, asked, default, hidden)
+
+
+def _present(host: HostDemand | None) -> HostDemand:
+    assert host is not None, "memory plan: a plan with a host tier has its demand"
+    return host
+
+
+def _kv_items(demand: Demand, shares: HostShares) -> tuple[MemoryItem, ...]:
+    page_tokens, host = demand.page_tokens, demand.host
+    tokens = shares.num_pages * page_tokens
+    pages = MemoryItem("KV pages", demand.place, shares.num_pages * demand.page_bytes,
+                       f"{shares.num_pages:,} pages of {page_tokens} tokens, {tokens:,} tokens in all")  # fmt: skip
+    if host is None:
+        return (pages,)
+    tokens = shares.num_dense_pages * page_tokens
+    layers = ", ".join(map(str, host.dense_layers))
+    rows = shares.host_limit_bytes * host.host_row_bytes // host.host_token_bytes
+    note_rows = f"{shares.host_tokens:,} tokens fit, in {host.config.rows}"
+    note_tables = f"of these tokens, {host.config.sampled.num_tables} a KV head"
+    return (
+        pages,
+        demand.item("dense KV pages", tokens * host.dense_token_bytes, f"layers {layers} of {tokens:,} tokens below"),
+        MemoryItem("deposited KV", "host", rows, note_rows),
+        MemoryItem("hash tables", "host", shares.host_limit_bytes - rows, note_tables),
     )
 
 
@@ -155,22 +257,33 @@ def _check_fixed(fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place
         )
 
 
+def _check_asked(
+    demand: Demand, gpu: GpuConfig, left: int, limit: int, context: int | None, hidden_tokens: int | None
+) -> None:
+    if gpu.kv_cache_gib is not None and int(gpu.kv_cache_gib * GIB) > left:
+        raise PlanError(
+            f"gpu.kv_cache_gib: asked {gpu.kv_cache_gib:g} GiB, {_gib(left)} left of {_gib(limit)} after "
+            "weights and workspaces; lower it, or leave it out to take what is left"
+        )
+    longest = demand.shape.max_context_tokens
+    if context is not None and context > longest:
+        raise PlanError(
+            f"scheduler.max_context_tokens: asked {context:,}, the model has {longest:,} positions; lower it"
+        )
+    if context is not None and hidden_tokens is not None and hidden_tokens < context:
+        raise PlanError(
+            f"scheduler.prefill.max_hidden_tokens: asked {hidden_tokens:,}, a prompt may have {context:,} tokens; "
+            "raise it or lower scheduler.max_context_tokens"
+        )
+
+
 def _resolve_context(
     demand: Demand, left: int, budget: int, asked: int | None, hidden_tokens: int | None
 ) -> tuple[int, tuple[str, ...]]:
     """The longest context to serve, and what to say of it where it is not the model's."""
-    longest = demand.shape.max_context_tokens
     if asked is not None:
-        if asked > longest:
-            raise PlanError(
-                f"scheduler.max_context_tokens: asked {asked:,}, the model has {longest:,} positions; lower it"
-            )
-        if hidden_tokens is not None and hidden_tokens < asked:
-            raise PlanError(
-                f"scheduler.prefill.max_hidden_tokens: asked {hidden_tokens:,}, a prompt may have {asked:,} tokens; "
-                "raise it or lower scheduler.max_context_tokens"
-            )
         return asked, ()
+    longest = demand.shape.max_context_tokens
     fixed_hidden = (hidden_tokens or 0) * demand.hidden_token_bytes
     per_token = demand.context_token_bytes(1 if hidden_tokens is None else 0)
     fits = int((left - fixed_hidden) / per_token)

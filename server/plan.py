@@ -56,21 +56,31 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     memory = plan_memory(
         architecture,
         deployment.gpu,
+        host=deployment.host,
         max_running=scheduler.max_running,
         chunk_tokens=prefill.chunk_tokens,
         max_context_tokens=scheduler.max_context_tokens,
         max_hidden_tokens=prefill.max_hidden_tokens,
         machine=machine,
     )
-    page_bytes = architecture.kv_bytes_per_token(memory.dtype_bytes) * memory.page_tokens
     place: Place = "gpu" if memory.device == "cuda" else "host"
     gpu = deployment.gpu.model_copy(
         update={
             "device": memory.device,
             "dtype": memory.dtype,
             "memory_limit_gib": memory.limit_bytes[place] / GIB,
-            "kv_cache_gib": memory.num_pages * page_bytes / GIB,
+            "kv_cache_gib": memory.kv_bytes / GIB,
             "threads": memory.threads,
+        }
+    )
+    host = deployment.host and deployment.host.model_copy(
+        update={
+            "memory_limit_gib": memory.host_limit_bytes / GIB,
+            "dense_layers": memory.dense_layers,
+            "resident_tokens": memory.resident_tokens,
+            "sink_tokens": memory.sink_tokens,
+            "window_tokens": memory.window_tokens,
+            "threads": deployment.host.threads or machine.physical_cores,
         }
     )
     resolved_scheduler = scheduler.model_copy(
@@ -83,7 +93,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     model = deployment.model.model_copy(
         update={"name": name, "tokenizer": deployment.model.tokenizer or deployment.model.path}
     )
-    resolved = deployment.model_copy(update={"model": model, "gpu": gpu, "scheduler": resolved_scheduler})
+    resolved = deployment.model_copy(update={"model": model, "gpu": gpu, "host": host, "scheduler": resolved_scheduler})
     return ResolvedPlan(resolved, architecture, memory, machine, (*notes, *memory.notes))
 
 
@@ -102,6 +112,8 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
             "device": memory.device,
             "dtype": memory.dtype,
             "num_pages": memory.num_pages,
+            "num_dense_pages": memory.num_dense_pages,
+            "host_tokens": memory.host_tokens,
             "page_tokens": memory.page_tokens,
             "max_context_tokens": memory.max_context_tokens,
             "max_hidden_tokens": memory.max_hidden_tokens,

@@ -1,0 +1,115 @@
+"""What a host tier asks for: which tokens and layers stay on the device, and bytes of each kind and place. No torch.
+
+Knows a model's shape and the `host` settings; refuses to know machines and limits. Each number mirrors an allocation of
+the staging, the depositor, the exchange or the store.
+"""
+
+from dataclasses import dataclass
+
+from gpu.architecture import Architecture
+from gpu.deposit_memory import deposit_bytes
+from transfer.config import HostConfig
+from transfer.host_memory import bytes_per_token, without_tables
+from transfer.tier_shape import TierShape
+
+LUMP_TOKENS = 128  # what goes down at once from a running sequence's window: whole pages of every size
+STAGED_LAYERS = 2  # of a prompt that goes down: one computes while the other's rows leave
+EXCHANGE_SLOTS = 4  # one a half batch, with codes and without
+HYPERPLANE_COLUMN_STEP = 32
+CODE_BYTES, FLAG_BYTES, FLOAT_BYTES = 2, 4, 4
+ROW_BYTES = {"bfloat16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class HostDemand:
+    """One model's host tier. `dense_layers` are resolved, sorted and not all of the model's."""
+
+    shape: Architecture
+    config: HostConfig
+    dense_layers: tuple[int, ...]
+    page_tokens: int
+    dtype_bytes: int
+    max_running: int
+
+    @property
+    def sink_tokens(self) -> int:
+        return self._whole_pages(self.config.sink_tokens)
+
+    @property
+    def window_tokens(self) -> int:
+        return self._whole_pages(self.config.window_tokens)
+
+    @property
+    def resident_tokens(self) -> int:
+        """A context up to this stays on the device, whole; a longer one has at least a lump to send down."""
+        smallest = self.sink_tokens + self.window_tokens + LUMP_TOKENS
+        return max(self._whole_pages(self.config.resident_tokens), smallest)
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Keys and values of one token in one layer, on the device."""
+        return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
+
+    @property
+    def dense_token_bytes(self) -> int:
+        """What a token that is down keeps on the device."""
+        return len(self.dense_layers) * self.layer_token_bytes
+
+    @property
+    def staging_token_bytes(self) -> int:
+        return STAGED_LAYERS * self.layer_token_bytes
+
+    @property
+    def tier_shape(self) -> TierShape:
+        shape, sampled = self.shape, self.config.sampled
+        layers = tuple(layer for layer in range(shape.num_layers) if layer not in self.dense_layers)
+        return TierShape(
+            layers, shape.num_heads, shape.num_kv_heads, shape.dim, self.config.rows, sampled.bits_per_table,
+            sampled.num_tables,
+        )  # fmt: skip
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Queries and codes on their way to the CPU, out and lse on their way back; in either memory."""
+        heads, dim, tables = self.shape.num_heads, self.shape.dim, self.config.sampled.num_tables
+        row = heads * (dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES) + FLAG_BYTES
+        return EXCHANGE_SLOTS * self.max_running * row
+
+    @property
+    def hyperplane_bytes(self) -> int:
+        columns = -(-self.config.sampled.num_tables // HYPERPLANE_COLUMN_STEP) * HYPERPLANE_COLUMN_STEP
+        return self.shape.dim * columns * self.config.sampled.bits_per_table * self.dtype_bytes
+
+    def deposit_bytes(self, is_cuda: bool) -> int:
+        """What rows pass through on their way down or up, and a lump of all layers as it is gathered from pages."""
+        lump = LUMP_TOKENS * len(self.tier_shape.layers) * self.layer_token_bytes
+        if not is_cuda:
+            return lump
+        return lump + deposit_bytes(self.shape.dim, ROW_BYTES[self.config.rows], self.config.sampled.num_tables)
+
+    @property
+    def host_token_bytes(self) -> int:
+        """A deposited token in host memory: rows, codes, tables, all layers."""
+        return bytes_per_token(self.tier_shape)
+
+    @property
+    def host_row_bytes(self) -> int:
+        """Of these, keys and values."""
+        return bytes_per_token(without_tables(self.tier_shape))
+
+    def running_tokens(self, context: int) -> int:
+        """What a sequence keeps in resident pages once it is down: sink, window, a lump that is due, one that grows."""
+        return min(self.sink_tokens + self.window_tokens + 2 * LUMP_TOKENS, self._whole_pages(context))
+
+    def floor_tokens(self, context: int, num_sequences: int) -> int:
+        """What resident pages must hold: one sequence that stays on the device, or so many that are down."""
+        return max(min(self.resident_tokens, context), num_sequences * self.running_tokens(context))
+
+    def deposited_tokens(self, context: int) -> int:
+        """How many tokens of a context of this length are down, at most."""
+        if context <= self.resident_tokens:
+            return 0
+        return self._whole_pages(context) - self.sink_tokens - self.window_tokens
+
+    def _whole_pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens) * self.page_tokens

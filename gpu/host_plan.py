@@ -1,0 +1,152 @@
+"""How a deployment with a host tier shares its memory: resident pages, dense pages, deposited KV. No torch.
+
+Knows what is left after weights and workspaces, and what was asked for; refuses to know where limits come from.
+Invariants: resident pages hold what keeps a sequence going (`HostDemand.floor_tokens`), and the longest context fits
+dense pages and host memory both.
+"""
+
+from dataclasses import dataclass
+
+from gpu.architecture import Architecture
+from gpu.host_demand import HostDemand
+from gpu.memory_demand import Demand, PlanError
+from transfer.config import HostConfig
+from transfer.machine import GIB
+
+DENSE_SHARE = 0.6  # of the KV pages' bytes, at most, but for what one longest context needs
+
+
+@dataclass(frozen=True, slots=True)
+class HostShares:
+    """`kv_bytes` are for pages of both kinds, `host_limit_bytes` for deposited KV and tables: `host_tokens` of them."""
+
+    context: int
+    hidden_tokens: int
+    kv_bytes: int
+    num_pages: int
+    num_dense_pages: int
+    host_limit_bytes: int
+    host_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """`left_bytes` of the device after what does not depend on the context; on the CPU device, deposited KV is a part
+    of it. What is None was not asked for: `host_default_bytes` then bounds the deposited KV.
+    """
+
+    left_bytes: int
+    kv_bytes: int | None
+    host_bytes: int | None
+    host_default_bytes: int
+    hidden_tokens: int | None
+
+
+def resolve_host(
+    host: HostConfig, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int
+) -> HostDemand:
+    """With the layers that stay on the device. Raises PlanError for one that the model has not, and for all of them."""
+    layers = (0, shape.num_layers // 2) if host.dense_layers is None else host.dense_layers
+    outside = [layer for layer in layers if not 0 <= layer < shape.num_layers]
+    if outside:
+        raise PlanError(
+            f"host.dense_layers: asked {outside[0]}, the model has layers 0 to {shape.num_layers - 1}; correct it"
+        )
+    dense = tuple(sorted(set(layers)))
+    if len(dense) == shape.num_layers:
+        raise PlanError(
+            f"host.dense_layers: asked all {len(dense)} layers, nothing would go down; name fewer, or leave out `host`"
+        )
+    return HostDemand(shape, host, dense, page_tokens, dtype_bytes, max_running)
+
+
+def share_memory(demand: Demand, budget: Budget, context: int | None, longest: int, smallest: int) -> HostShares:
+    """The shares for the `context` that was asked for, or else for the longest that fits, `smallest` to `longest`.
+
+    Resident pages hold the windows of all sequences that may run or, where that is too much, of one: the others then
+    wait for pages. Raises PlanError where not even that fits.
+    """
+    everyone = _fit(demand, budget, context, longest, smallest, demand.max_running)
+    if isinstance(everyone, HostShares):
+        return everyone
+    alone = _fit(demand, budget, context, longest, smallest, 1)
+    if isinstance(alone, PlanError):
+        raise alone
+    return alone
+
+
+def _fit(
+    demand: Demand, budget: Budget, context: int | None, longest: int, smallest: int, num_sequences: int
+) -> HostShares | PlanError:
+    if context is not None:
+        return _divide(demand, budget, context, num_sequences, 1.0)
+    whole = _divide(demand, budget, longest, num_sequences, DENSE_SHARE)
+    if isinstance(whole, HostShares):
+        return whole
+    page = demand.page_tokens
+    first, last = -(-smallest // page), longest // page
+    while first < last:
+        middle = (first + last + 1) // 2
+        fits = isinstance(_divide(demand, budget, middle * page, num_sequences, DENSE_SHARE), HostShares)
+        first, last = (middle, last) if fits else (first, middle - 1)
+    return _divide(demand, budget, min(first * page, longest), num_sequences, DENSE_SHARE)
+
+
+def _divide(
+    demand: Demand, budget: Budget, context: int, num_sequences: int, dense_share: float
+) -> HostShares | PlanError:
+    """The shares for one context, whose dense pages may take `dense_share` of the KV pages; or what is short."""
+    host, page = demand.host, demand.page_tokens
+    assert host is not None, "host plan: no host tier to plan for"
+    down_tokens = host.deposited_tokens(context)
+    floor_bytes = -(-host.floor_tokens(context, num_sequences) // page) * demand.page_bytes
+    dense_page_bytes = host.dense_token_bytes * page
+
+    shared_host = budget.host_bytes or 0 if demand.device == "cpu" else 0
+    left = budget.left_bytes - shared_host
+    hidden_tokens = budget.hidden_tokens or context
+    spare = left - _sum(demand, context, hidden_tokens)
+    if budget.hidden_tokens is None:
+        rest = max(0, spare - floor_bytes - down_tokens * host.dense_token_bytes)
+        hidden_tokens += min(4 * demand.chunk_tokens, rest // 8 // demand.hidden_token_bytes)
+        spare = left - _sum(demand, context, hidden_tokens)
+
+    kv_bytes = spare if budget.kv_bytes is None else min(spare, budget.kv_bytes)
+    if budget.host_bytes is not None:
+        host_limit = budget.host_bytes
+    elif demand.device == "cpu":
+        kv_bytes = kv_bytes if budget.kv_bytes is not None else spare // 2
+        host_limit = max(0, min(spare - kv_bytes, budget.host_default_bytes))
+    else:
+        host_limit = budget.host_default_bytes
+    host_tokens = host_limit // host.host_token_bytes
+
+    if down_tokens > host_tokens:
+        return PlanError(
+            f"host.memory_limit_gib: a context of {context:,} tokens has {down_tokens:,} in host memory, "
+            f"{_gib(host_limit)} hold {host_tokens:,}; raise it or lower scheduler.max_context_tokens"
+        )
+    room = kv_bytes - floor_bytes
+    down_bytes = down_tokens * host.dense_token_bytes
+    if room < down_bytes or down_bytes > dense_share * kv_bytes:
+        is_asked = budget.kv_bytes is not None and budget.kv_bytes <= spare
+        key = "gpu.kv_cache_gib" if is_asked else "gpu.memory_limit_gib"
+        return PlanError(
+            f"{key}: {_gib(max(kv_bytes, 0))} of KV pages, resident ones need {_gib(floor_bytes)} and the dense layers "
+            f"of {context:,} tokens {_gib(down_bytes)}; raise it, or lower "
+            "host.resident_tokens or scheduler.max_context_tokens"
+        )
+    num_dense_pages = host_tokens // page
+    if dense_page_bytes:
+        wanted = max(down_bytes, int(DENSE_SHARE * kv_bytes))
+        num_dense_pages = min(num_dense_pages, min(wanted, room) // dense_page_bytes)
+    num_pages = (kv_bytes - num_dense_pages * dense_page_bytes) // demand.page_bytes
+    return HostShares(context, hidden_tokens, kv_bytes, num_pages, num_dense_pages, host_limit, host_tokens)
+
+
+def _sum(demand: Demand, context: int, hidden_tokens: int) -> int:
+    return sum(item.bytes for item in demand.context_items(context, hidden_tokens))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
