@@ -44,8 +44,9 @@ class Depositor:
         self.hyperplanes = hyperplanes
         self.device = device
         self.streams = streams
-        if device.type == "cuda":
-            self._down, self._up = _Buffers(shape, shape.num_tables, device), _Buffers(shape, 0, device)
+        is_cpu = device.type == "cpu"
+        self._down = None if is_cpu else _Buffers(shape, shape.num_tables, device)
+        self._up = None if is_cpu else _Buffers(shape, 0, device)
 
     def send(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> Sent:
         """Keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_lump`."""
@@ -61,7 +62,7 @@ class Depositor:
         layers, heads, tokens, dim = keys.shape
         assert 0 < tokens <= PIECE_ROWS, f"deposit: {tokens} tokens of a segment, wanted 1 to {PIECE_ROWS}"
         assert (layers, heads, dim) == (len(rows), self.shape.num_kv_heads, self.shape.dim)
-        if self.device.type == "cpu":
+        if self._down is None:
             for layer in range(layers):
                 self._write(keys[layer], values[layer], rows[layer], has_centre)
             return Sent(self.streams.record(), self.streams.record())
@@ -70,7 +71,8 @@ class Depositor:
             read = self.streams.record()
             for own_layers, own_heads in _pieces(layers, heads, tokens):
                 part = [_of_heads(layer, own_heads) for layer in rows[own_layers]]
-                read = self._send_piece(keys[own_layers, own_heads], values[own_layers, own_heads], part, has_centre)
+                piece = keys[own_layers, own_heads], values[own_layers, own_heads]
+                read = self._send_piece(*piece, part, has_centre, self._down)
             return Sent(read, self.streams.record())
 
     def bring(self, rows: Sequence[LayerRows], into_keys: Tensor, into_values: Tensor) -> Event:
@@ -107,18 +109,20 @@ class Depositor:
         if rows.codes is not None and self.hyperplanes is not None:
             encode_keys(rows.keys, self.hyperplanes, rows.codes)
 
-    def _send_piece(self, keys: Tensor, values: Tensor, rows: list[LayerRows], has_centre: bool) -> Event:
+    def _send_piece(
+        self, keys: Tensor, values: Tensor, rows: list[LayerRows], has_centre: bool, buffers: "_Buffers"
+    ) -> Event:
         """Keys `[layers, heads, tokens, dim]` of a piece, on the down stream. Returns when the source is read."""
         shape = keys.shape
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [layers * heads, tokens, dim]
         middles = self._middles(rows) if has_centre else self._new_middles(keys, values, rows)
-        stored_keys, stored_values = self._down.rows(keys.shape)
+        stored_keys, stored_values = buffers.rows(keys.shape)
         deposit_rows(keys, values, *middles, stored_keys, stored_values)
         read = self.streams.record()
         _copy_down(stored_keys.view(*shape[:2], 1, -1), [_runs(layer.keys) for layer in rows])
         _copy_down(stored_values.view(*shape[:2], 1, -1), [_runs(layer.values) for layer in rows])
         if self.hyperplanes is not None and rows[0].codes is not None:
-            codes = self._down.codes(len(keys), shape[2])
+            codes = buffers.codes(len(keys), shape[2])
             encode_keys(stored_keys, self.hyperplanes, codes)
             _copy_down(codes.view(*shape[:2], -1, shape[2]), [_present(layer.codes) for layer in rows])
         return read
@@ -159,7 +163,7 @@ class Depositor:
 
     def _bring_piece(self, rows: LayerRows, into_keys: Tensor, into_values: Tensor) -> None:
         """Some heads of one segment, on the up stream."""
-        if self.device.type == "cpu":
+        if self._up is None:
             restore_rows(
                 rows.keys, rows.values, rows.centre, rows.key_scale, rows.value_scale, into_keys, into_values
             )  # fmt: skip

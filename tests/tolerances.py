@@ -157,3 +157,9 @@ FORWARD_LOGIT_ATOL = 5e-4
 TRAINING_LOGITS_ATOL = 1e-5
 # Five Newton-Schulz iterations with Muon's coefficients leave singular values between about 0.7 and 1.2; bf16 adds 1 %.
 MUON_SINGULAR_VALUES = (0.6, 1.3)
+
+# --- rows in the host tier ---
+# Steps of an int8 row's scale: rounding is half of one, and float32 quotients of up to 127 are off by 1e-5.
+INT8_HALF_STEP = 0.5001
+# Share of codes that two orders of summation agree on: a product within some ulps of zero decides a bit of ten.
+SAME_CODES = 0.999

@@ -49,9 +49,14 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + row, top + tl.log(mass), mask=inside)
 
 
+def _is_reached(first: Tensor, second: Tensor) -> bool:
+    return first.device == second.device or (first.is_cuda and second.is_pinned())
+
+
 def merge_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge float32 out `[tokens, heads, dim]` and lse `[tokens, heads]`; new tensors on the same device.
 
+    The second side may lie in pinned host memory where the first is on CUDA: it is read over the link, by the kernel.
     Raises ValueError where shapes, dtypes or devices differ, or where lse does not belong to out.
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.shape[:-1] != lse_a.shape:
@@ -59,7 +64,7 @@ def merge_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
         raise ValueError(f"merge: {got}; wanted equal [tokens, heads, dim] and equal [tokens, heads]")
     if not out_a.dtype == out_b.dtype == lse_a.dtype == lse_b.dtype:
         raise ValueError(f"merge: {out_a.dtype}, {lse_a.dtype}, {out_b.dtype}, {lse_b.dtype}; wanted one dtype")
-    if not out_a.device == out_b.device == lse_a.device == lse_b.device:
+    if lse_a.device != out_a.device or not all(_is_reached(out_a, tensor) for tensor in (out_b, lse_b)):
         raise ValueError(f"merge: on {out_a.device}, {lse_a.device}, {out_b.device}, {lse_b.device}; wanted one device")
     if not (out_a.is_cuda or triton.knobs.runtime.interpret) or out_a.numel() == 0:
         return merge_outputs_reference(out_a, lse_a, out_b, lse_b)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check_contiguous
+from gpu.kernels.arguments import check_contiguous, runs_on_triton
 from gpu.upload import upload
 
 BLOCK = 1024
@@ -52,6 +52,9 @@ def scatter_runs(source: Tensor, targets: Sequence[Tensor]) -> None:
     shape, strides = source.shape[1:], targets[0].stride()
     for target in targets:
         assert (target.shape, target.dtype, target.stride()) == (shape, source.dtype, (*strides[:2], 1))
+    if not runs_on_triton(source):
+        scatter_runs_reference(source, targets)
+        return
     addresses = [target.data_ptr() for target in targets]
     width = source.element_size()
     places = [*addresses, strides[0] * width, strides[1] * width, shape[2] * width]

@@ -13,7 +13,8 @@ import pytest
 from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
-FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in ("elementwise", "attention", "linear")),
+KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange")
+FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
     (
@@ -21,6 +22,9 @@ SELECTED = " or ".join(
         "(test_kernels_attention and cpu and float32 and (contexts0-shape0 or contexts0-shape1 or padding or nan))",
         "(test_kernels_linear and bfloat16 and (1-50-1056 or 3-50-1056 or 4-6-72))",
         "(test_sampler_race and cpu and (reference or edges))",
+        "(test_kernels_simhash and cpu and float32 and not 8193)",
+        "(test_kernels_deposit and cpu and float32 and not 8193 and not 70000)",
+        "(test_kernels_exchange and cpu and float32)",
         "(test_partial and cpu and not partition)",
     )
 )

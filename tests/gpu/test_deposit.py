@@ -1,0 +1,228 @@
+"""Rows that go down through the Depositor, layer by layer or in lumps, and come back.
+
+On a machine without a GPU the device's way through buffers is taken as well, by CPU tensors.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu import deposit
+from gpu.deposit import Depositor, _Buffers
+from gpu.deposit_memory import PIECE_ROWS, deposit_bytes
+from gpu.kernels.simhash_encode import arrange
+from gpu.simhash import draw_projections, encode_reference
+from tests.gpu.kernel_oracles import DEVICES, distance, wide
+from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32, SAME_CODES
+from transfer.copies import Streams
+from transfer.tier import LayerRows, TierShape
+
+BITS, TABLES, MARK = 10, 30, 40_404
+WAYS = [pytest.param(("cpu", False), id="cpu"), pytest.param(("cpu", True), id="cpu-through-buffers")]
+WAYS += [pytest.param((device.values[0], True), id="cuda", marks=device.marks) for device in DEVICES[1:]]
+
+
+def make_depositor(way: tuple[str, bool], kv_heads: int, dim: int, rows: str, tables: int = TABLES) -> Depositor:
+    name, is_buffered = way
+    device = torch.device(name)
+    shape = TierShape(tuple(range(8)), 4 * kv_heads, kv_heads, dim, rows, BITS, tables)
+    dtype = torch.bfloat16 if name == "cuda" else torch.float32
+    planes = arrange(draw_projections(dim, BITS, tables, 0, dtype, device)) if tables else None
+    depositor = Depositor(shape, planes, device, Streams(device))
+    if is_buffered and name == "cpu":
+        depositor._down, depositor._up = _Buffers(shape, tables, device), _Buffers(shape, 0, device)
+    return depositor
+
+
+class Store:
+    """Host memory of some layers, `capacity` tokens each, poisoned; `rows` are views of tokens `[begin, end)`."""
+
+    def __init__(self, depositor: Depositor, layers: int, capacity: int) -> None:
+        shape = depositor.shape
+        is_int8, is_pinned = shape.rows == "int8", depositor.device.type == "cuda"
+
+        def full(size: tuple[int, ...], value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((layers, shape.num_kv_heads, *size), value, dtype=dtype, pin_memory=is_pinned)
+
+        row = (torch.int8, -128) if is_int8 else (torch.bfloat16, float("nan"))
+        self.keys, self.values = (full((capacity, shape.dim), row[1], row[0]) for _ in range(2))
+        self.codes = full((shape.num_tables, capacity), MARK, torch.uint16) if shape.num_tables else None
+        self.centre = full((shape.dim,), float("nan"), torch.float32)
+        self.key_scale = full((), float("nan"), torch.float32) if is_int8 else None
+        self.value_scale = full((shape.dim,), float("nan"), torch.float32) if is_int8 else None
+
+    def rows(self, layer: int, begin: int, end: int) -> LayerRows:
+        return LayerRows(
+            self.keys[layer, :, begin:end],
+            self.values[layer, :, begin:end],
+            None if self.codes is None else self.codes[layer, :, :, begin:end],
+            self.centre[layer],
+            None if self.key_scale is None else self.key_scale[layer],
+            None if self.value_scale is None else self.value_scale[layer],
+        )
+
+    def restored(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the arrays mean, float64 `[layers, kv_heads, capacity, dim]`."""
+        key_step, value_step = 1.0, 1.0
+        if self.key_scale is not None and self.value_scale is not None:
+            key_step, value_step = wide(self.key_scale)[:, :, None, None], wide(self.value_scale)[:, :, None]
+        return key_step * wide(self.keys) + wide(self.centre)[:, :, None], value_step * wide(self.values)
+
+
+def make_source(depositor: Depositor, layers: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys around means of a few units, and values: `[layers, kv_heads, tokens, dim]`, strided, in a poisoned room."""
+    shape, generator = depositor.shape, torch.Generator().manual_seed(tokens)
+    size = (layers, shape.num_kv_heads, tokens, shape.dim)
+    dtype = torch.bfloat16 if depositor.device.type == "cuda" else torch.float32
+    room = torch.full((2, *size[:2], tokens + 7, shape.dim), float("nan"), dtype=dtype, device=depositor.device)
+    means = 3 * torch.randn(layers, shape.num_kv_heads, 1, shape.dim, generator=generator)
+    room[0, :, :, 5 : tokens + 5] = (torch.randn(size, generator=generator) + means).to(room)
+    room[1, :, :, 5 : tokens + 5] = torch.randn(size, generator=generator).to(room)
+    return room[0, :, :, 5 : tokens + 5], room[1, :, :, 5 : tokens + 5]
+
+
+def assert_sent(store: Store, depositor: Depositor, keys, values, begin: int, end: int) -> None:
+    """Rows `[begin, end)` of the store are the source within what is lost by storing, codes are of the stored keys."""
+    got_keys, got_values = (rows[:, :, begin:end] for rows in store.restored())
+    if store.key_scale is None or store.value_scale is None:
+        centred = wide(keys) - wide(store.centre)[:, :, None]
+        error = np.linalg.norm(got_keys - wide(keys))
+        assert error <= KERNEL_BFLOAT16 * np.linalg.norm(centred) + KERNEL_FLOAT32 * np.linalg.norm(wide(keys))
+        assert np.linalg.norm(got_values - wide(values)) < KERNEL_BFLOAT16 * np.linalg.norm(wide(values))
+    else:
+        for got, source, step in ((got_keys, keys, wide(store.key_scale)[:, :, None, None]),
+                                  (got_values, values, wide(store.value_scale)[:, :, None])):  # fmt: skip
+            rounding = KERNEL_FLOAT32 * np.abs(wide(source)).max()
+            assert (np.abs(got - wide(source)) <= INT8_HALF_STEP * step + rounding).all()
+    assert distance(keys.roll(1, 2) if end - begin > 1 else keys + 1, got_keys) > KERNEL_BFLOAT16
+    if store.codes is None or depositor.hyperplanes is None:
+        return
+    projections = draw_projections(depositor.shape.dim, BITS, TABLES, 0, torch.float32, torch.device("cpu"))
+    if depositor.device.type == "cuda":
+        projections = projections.to(torch.device("cpu"), torch.bfloat16)
+    wanted = encode_reference(store.keys[:, :, begin:end].float(), projections).transpose(2, 3).to(torch.int32)
+    got = store.codes[..., begin:end].to(torch.int32)
+    assert (got == wanted).float().mean() > SAME_CODES
+    if end - begin > 1:  # a lone token is its own centre: nothing is left to encode
+        assert (got.roll(1, 2) == wanted).float().mean() < SAME_CODES
+
+
+def assert_untouched(store: Store, begin: int, end: int) -> None:
+    for array, axis in ((store.keys, 2), (store.values, 2), (store.codes, 3)):
+        if array is None:
+            continue
+        for part in (array.narrow(axis, 0, begin), array.narrow(axis, end, array.shape[axis] - end)):
+            if part.dtype == torch.bfloat16:
+                assert part.isnan().all()
+            else:
+                assert (part.to(torch.int32) == (-128 if part.dtype == torch.int8 else MARK)).all()
+
+
+@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("kv_heads", "tokens", "dim"), [(1, 1, 64), (2, 130, 128), (8, 300, 64), (2, 8193, 64)])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_goes_down_and_comes_back(kv_heads, tokens, dim, rows, way):
+    depositor = make_depositor(way, kv_heads, dim, rows)
+    store = Store(depositor, 1, tokens)
+    keys, values = make_source(depositor, 1, tokens)
+    depositor.send(keys[0], values[0], store.rows(0, 0, tokens), False).done.synchronize()
+    assert distance(store.centre, wide(keys).mean(2)) < KERNEL_FLOAT32
+    assert_sent(store, depositor, keys, values, 0, tokens)
+    staging = torch.full((2, kv_heads, tokens + 9, dim), float("nan"), dtype=keys.dtype, device=keys.device)
+    into = staging[:, :, 4 : tokens + 4]
+    halves = [store.rows(0, begin, end) for begin, end in ((0, tokens // 3), (tokens // 3, tokens)) if begin < end]
+    depositor.streams.wait_for(depositor.bring(halves, *into))
+    for got, wanted in zip(into, store.restored(), strict=True):
+        assert distance(got, wanted[0]) < (KERNEL_BFLOAT16 if keys.dtype == torch.bfloat16 else KERNEL_FLOAT32)
+    assert staging[:, :, :4].isnan().all()
+    assert staging[:, :, tokens + 4 :].isnan().all()
+
+
+@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_lump_joins_the_first_under_its_centre_and_scales(rows, way):
+    depositor = make_depositor(way, 2, 64, rows)
+    store = Store(depositor, 3, 512)
+    keys, values = make_source(depositor, 3, 256)
+    send_lumps(depositor, store, keys[:, :, :128], values[:, :, :128], 128, False)
+    assert distance(store.centre, wide(keys[:, :, :128]).mean(2)) < KERNEL_FLOAT32
+    middles = [None if part is None else part.clone() for part in (store.centre, store.key_scale, store.value_scale)]
+    low = keys[:, :, 128:] * 0.25 + store.centre[:, :, None].to(keys) * 0.75  # no further from the centre
+    send_lumps(depositor, store, low, values[:, :, 128:] * 0.25, 256, True)
+    for part, before in zip((store.centre, store.key_scale, store.value_scale), middles, strict=True):
+        assert part is before is None or torch.equal(part, before)
+    assert_sent(store, depositor, keys[:, :, :128], values[:, :, :128], 128, 256)
+    assert_sent(store, depositor, low, values[:, :, 128:] * 0.25, 256, 384)
+    assert_untouched(store, 128, 384)
+
+
+def send_lumps(depositor: Depositor, store: Store, keys, values, begin: int, has_centre: bool) -> None:
+    layers, _, tokens, _ = keys.shape
+    views = [store.rows(layer, begin, begin + tokens) for layer in range(layers)]
+    sent = depositor.send_lump(keys, values, views, has_centre)
+    depositor.streams.wait_for(sent.read)
+    sent.done.synchronize()
+
+
+@pytest.mark.parametrize("piece_rows", [100, 250, 450])  # a head; two heads; two layers of two heads
+@pytest.mark.parametrize("run_bytes", [1, 10**9])
+@pytest.mark.parametrize("way", WAYS)
+def test_pieces_and_the_way_runs_are_copied_change_nothing(piece_rows, run_bytes, way, monkeypatch):
+    depositor = make_depositor(way, 2, 64, "int8")
+    keys, values = make_source(depositor, 3, 100)
+    wanted, got = Store(depositor, 3, 160), Store(depositor, 3, 160)
+    send_lumps(depositor, wanted, keys, values, 10, False)
+    monkeypatch.setattr(deposit, "PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(deposit, "COPIED_RUN_BYTES", run_bytes)
+    send_lumps(depositor, got, keys, values, 10, False)
+    for name in ("keys", "values", "codes", "centre", "key_scale", "value_scale"):
+        assert torch.equal(getattr(got, name).nan_to_num(), getattr(wanted, name).nan_to_num()), name
+    staging = torch.empty(2, 2, 100, 64, dtype=keys.dtype, device=keys.device)
+    depositor.bring([got.rows(1, 10, 110)], *staging).synchronize()
+    assert distance(staging[0], wanted.restored()[0][1, :, 10:110]) < KERNEL_BFLOAT16
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_context_that_is_not_sampled_gets_no_codes(way):
+    for tables in (0, TABLES):
+        depositor = make_depositor(way, 2, 64, "bfloat16", tables)
+        store = Store(depositor, 1, 50)
+        store.codes = None
+        keys, values = make_source(depositor, 1, 50)
+        send_lumps(depositor, store, keys, values, 0, False)
+        assert_sent(store, depositor, keys, values, 0, 50)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_source_may_be_overwritten_once_it_is_read(way):
+    depositor = make_depositor(way, 8, 128, "bfloat16")
+    store = Store(depositor, 1, 8192)
+    keys, values = make_source(depositor, 1, 8192)
+    kept = keys.clone(), values.clone()
+    sent = depositor.send(keys[0], values[0], store.rows(0, 0, 8192), False)
+    depositor.streams.wait_for(sent.read)
+    keys.fill_(float("nan"))
+    values.fill_(float("nan"))
+    sent.done.synchronize()
+    assert_sent(store, depositor, *kept, 0, 8192)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_depositor_is_given_rooms_that_fit(way):
+    depositor = make_depositor(way, 2, 64, "bfloat16")
+    store = Store(depositor, 1, 50)
+    keys, values = make_source(depositor, 1, 50)
+    with pytest.raises(AssertionError, match="50 rows for a room of 49"):
+        depositor.bring([store.rows(0, 0, 50)], keys[0, :, :49], values[0, :, :49])
+    with pytest.raises(AssertionError, match=f"0 tokens of a segment, wanted 1 to {PIECE_ROWS}"):
+        depositor.send(keys[0, :, :0], values[0, :, :0], store.rows(0, 0, 0), False)
+
+
+@pytest.mark.parametrize(("rows", "element_bytes"), [("bfloat16", 2), ("int8", 1)])
+def test_buffers_take_what_the_memory_plan_counts(rows, element_bytes):
+    down, up = (
+        _Buffers(make_depositor(("cpu", False), 2, 64, rows).shape, tables, torch.device("cpu"))
+        for tables in (TABLES, 0)
+    )
+    taken = sum(buffer.nbytes for buffers in (down, up) for buffer in (buffers._rows, buffers._codes))
+    assert taken == deposit_bytes(64, element_bytes, TABLES)

@@ -1,0 +1,120 @@
+"""An ask of the CPU as it stands in a slot, and on a GPU the whole hop, a thousand times in CUDA graphs."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, random
+from transfer.exchange import LAST_STAMP, ExchangeSlot, new_slot, wait
+from transfer.merge import NO_MASS, merge_outputs
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]
+WAIT_S = 5.0
+HOPS = 1000
+
+
+def poisoned_slot(max_rows: int, heads: int, dim: int, tables: int, dtype: torch.dtype, device: str) -> ExchangeSlot:
+    slot = new_slot(max_rows, heads, dim, tables, dtype, torch.device(device))
+    for tensor in (slot.queries, slot.out, slot.lse):
+        tensor.fill_(float("nan"))
+    if slot.codes is not None:
+        slot.codes.view(torch.int16).fill_(-1)
+    return slot
+
+
+def make_ask(generator, shape, tables, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries whose rows are strided, as rows of QKV are, and codes up to 65,535."""
+    rows, heads, dim = shape
+    queries = random(generator, (rows, heads + 2, dim), dtype, device)[:, :heads]
+    codes = generator.integers(0, 2**16, (rows, heads, tables)).astype(np.uint16)
+    return queries, torch.from_numpy(codes).to(device)
+
+
+@pytest.mark.parametrize(("heads", "dim", "tables"), [(32, 128, 150), (3, 64, 7), (8, 64, 0)])
+def test_rows_codes_and_flags_of_each_ask_stand_in_the_slot(heads, dim, tables, dtype, device):
+    generator = np.random.default_rng(heads)
+    slot = poisoned_slot(6, heads, dim, tables, dtype, device)
+    counters = new_counters(slot, torch.device(device))
+    for stamp, rows in enumerate((4, 1, 5), start=1):
+        queries, codes = make_ask(generator, (rows, heads, dim), tables, dtype, device)
+        before = slot.queries.clone()
+        exchange_pack(queries, codes if tables else None, counters, slot)
+        slot.advance(rows)
+        wait(slot, 0, WAIT_S)
+        assert slot.stamp == stamp
+        assert slot.flags[:rows].tolist() == [stamp] * rows
+        assert torch.equal(slot.queries[:rows], queries.cpu())
+        torch.testing.assert_close(slot.queries[rows:], before[rows:], rtol=0, atol=0, equal_nan=True)
+        if slot.codes is not None:
+            np.testing.assert_array_equal(slot.codes[:rows].numpy(), codes.cpu().numpy())
+    assert counters.tolist() == [3] * 6
+    assert int(slot.flags[5]) == 0
+
+
+def test_stamps_begin_anew_on_both_sides_after_the_last(dtype, device):
+    slot = poisoned_slot(2, 4, 64, 0, dtype, device)
+    slot.stamp = LAST_STAMP - 1
+    counters = new_counters(slot, torch.device(device))
+    queries = torch.zeros(2, 4, 64, dtype=dtype, device=device)
+    for stamp in (LAST_STAMP, 0, 1):
+        exchange_pack(queries, None, counters, slot)
+        slot.advance(2)
+        assert slot.stamp == stamp
+        wait(slot, 0, WAIT_S)
+
+
+def test_an_ask_that_does_not_fit_the_slot_is_named(dtype, device):
+    slot = new_slot(2, 4, 64, 5, dtype, torch.device(device))
+    counters = new_counters(slot, torch.device(device))
+    queries = torch.zeros(3, 4, 64, dtype=dtype, device=device)
+    codes = torch.zeros(3, 4, 5, dtype=torch.uint16, device=device)
+    with pytest.raises(ValueError, match="exchange_pack: got 3 rows, codes True; slot has 2 rows, codes True"):
+        exchange_pack(queries, codes, counters, slot)
+    with pytest.raises(ValueError, match="exchange_pack: got 2 rows, codes False; slot has 2 rows, codes True"):
+        exchange_pack(queries[:2], None, counters, slot)
+    with pytest.raises(ValueError, match=r"exchange_pack: slot.queries is \(2, 4, 64\)"):
+        exchange_pack(queries[:2, :3], codes[:2, :3], counters, slot)
+
+
+class Hop:
+    """A segment's ends: merge the answer, make the next ask of it, pack it. The codes are the device's own count."""
+
+    def __init__(self, rows: int, dtype: torch.dtype, device: str) -> None:
+        self.slot = poisoned_slot(rows + 2, 8, 64, 30, dtype, device)
+        self.slot.out[:rows], self.slot.lse[:rows] = 0.0, 0.0
+        self.counters = new_counters(self.slot, torch.device(device))
+        self.rows = rows
+        self.query = torch.zeros(rows, 8, 64, dtype=dtype, device=device)
+        self.codes = torch.zeros(rows, 8, 30, dtype=torch.uint16, device=device)
+        self.empty = torch.zeros(rows, 8, 64, device=device), torch.full((rows, 8), NO_MASS, device=device)
+
+    def compute(self) -> None:
+        out, _ = merge_outputs(*self.empty, self.slot.out[: self.rows], self.slot.lse[: self.rows])
+        self.query.copy_(out)
+        self.codes.view(torch.int16).copy_(self.counters[: self.rows, None, None].expand(-1, 8, 30))
+        exchange_pack(self.query, self.codes, self.counters, self.slot)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_every_hop_brings_this_asks_row_and_the_next_one_reads_its_answer(rows, dtype, device):
+    hop = Hop(rows, dtype, device)
+    run = hop.compute
+    if device == "cuda":
+        hop.compute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            hop.compute()
+        hop.counters.fill_(hop.slot.stamp)
+        run = graph.replay
+    wanted = torch.zeros(rows, 8, 64, dtype=dtype)
+    for number in range(HOPS if device == "cuda" else 3):
+        run()
+        hop.slot.advance(rows)
+        wait(hop.slot, number, WAIT_S)
+        assert torch.equal(hop.slot.queries[:rows], wanted), f"hop {number}"
+        assert (hop.slot.codes[:rows].numpy() == number).all(), f"hop {number}"
+        wanted = torch.full_like(wanted, number % 251) + torch.arange(64, dtype=dtype) % 3
+        hop.slot.out[:rows] = wanted
+        hop.slot.lse[:rows] = float(number % 7)
