@@ -1,39 +1,53 @@
-"""The runner: carries out step plans on one device, in order, without waiting for it.
+"""The runner: carries out step plans on one device, in order, without waiting for it unless the CPU has a part.
 
 It refuses to know requests, queues and who owns a page: a plan says all. Invariants: everything a plan asks for is
 launched on one stream, so a later plan may release a slot, reuse its pages or decode its next token while an earlier
-step is still in flight; a sequence whose logits are not finite gets token -1 and disturbs no other.
+step is still in flight; a sequence whose logits are not finite, or which the host refused memory, gets token -1 and
+disturbs no other.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from gpu.architecture import Architecture
+from gpu.decode_attention import DecodeAttention
 from gpu.decode_graphs import DecodeSteps
 from gpu.decoder import Decoder
+from gpu.deposit import Depositor
+from gpu.hop_steps import HopTimes
 from gpu.kernels.paged_decode_attention import workspace_for
+from gpu.kernels.simhash_encode import Hyperplanes, arrange
 from gpu.kv_pool import KvPool
+from gpu.offload import Offload
 from gpu.prefill import FinishedJob, Prefill
-from gpu.profiles import PROFILES, get_profile
+from gpu.profiles import profiles_for
 from gpu.sampler import Sampled, Sampler
 from gpu.sampling_params import SamplingParams
+from gpu.simhash import draw_projections
 from gpu.step import (
     DecodeGroup,
+    Deposit,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
     PrefillUnit,
+    SampledToken,
     StepPlan,
     StepResult,
     TokenLogprob,
 )
 from gpu.upload import upload
 from gpu.weights import Progress, Weights
+from transfer.config import HostConfig
+from transfer.copies import Streams
+from transfer.tier import HostMemoryError, HostTier, TierShape
 
+PROJECTION_SEED = 241_016_179  # never changes: the same prompt falls into the same buckets
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
 
 
@@ -84,12 +98,14 @@ class InFlight:
     units: Timer | None
     decode: Timer | None
     whole: Timer
+    failures: dict[int, str]
 
     def collect(self) -> StepResult:
-        """Wait for the step, and only for it, and read its tokens: finished prompts first, then decode groups."""
+        """Wait for the step, and only for it, and read its tokens: finished prompts, decode groups, failed slots."""
         self.whole.wait()
         tokens = [token for job in self.finished_jobs for token in job.sampled.to_host()]
         tokens += [token for sampled in self.decoded for token in sampled.to_host()]
+        tokens += [SampledToken(slot, -1, None) for slot in self.failures]
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         for job in self.finished_jobs:
             prompt_logprobs.update(job.prompt_logprobs_to_host())
@@ -98,39 +114,65 @@ class InFlight:
             prompt_logprobs=prompt_logprobs,
             unit_seconds=self.units.seconds if self.units else 0.0,
             decode_seconds=self.decode.seconds if self.decode else 0.0,
+            failures=self.failures,
         )
 
 
 class Runner:
-    """One model on one device. Not thread-safe: one thread launches, and it may collect later."""
+    """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
-                 max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
+    tier: where contexts go that leave the device, and `host` the settings it was made by, or None and None; then there
+    are no dense pages.
+    """
+
+    def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, num_dense_pages: int,
+                 page_tokens: int, max_running: int, max_context_tokens: int, max_hidden_tokens: int,
+                 dtype: torch.dtype, device: torch.device, host: HostConfig | None,
+                 tier: HostTier | None) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
         self.limits = Limits(num_pages, page_tokens, max_context_tokens, max_running, architecture.vocab_size)
-        self.pool = KvPool(architecture, num_pages, 0, (), page_tokens, max_running, max_context_tokens, dtype, device)
+        deposited = tier.shape.layers if tier is not None else range(architecture.num_layers)
+        dense_layers = [layer for layer in range(architecture.num_layers) if layer not in deposited]
+        self.pool = KvPool(
+            architecture, num_pages, num_dense_pages, dense_layers, page_tokens, max_running, max_context_tokens, dtype,
+            device,
+        )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
-        self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens)
+        depositor = None
+        if tier is not None:
+            depositor = Depositor(tier.shape, _hyperplanes(tier.shape, dtype, device), device, Streams(device))
+        self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         workspace = workspace_for(
             max_running, architecture.num_heads, architecture.num_kv_heads, architecture.dim, max_context_tokens, device
         )
-        self._decode_steps = {
-            name: DecodeSteps(decoder, profile.load_decode_attention(), self._last_tokens, workspace)
-            for name, profile in PROFILES.items()
-        }
+        self._profiles = profiles_for(host)
+        by_attention: dict[DecodeAttention, DecodeSteps] = {}
+        for profile in self._profiles.values():
+            attention = profile.load_decode_attention()
+            if attention not in by_attention:
+                by_attention[attention] = DecodeSteps(decoder, attention, self._last_tokens, workspace)
+        self._steps_by_attention = by_attention
+        self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
+        self._offload: Offload | None = None
+        if tier is not None and depositor is not None:
+            self._offload = Offload(tier, depositor, decoder, self._prefill.gathered, self._last_tokens, workspace)
 
     @property
     def num_prefill_jobs(self) -> int:
         return self._prefill.num_jobs
 
+    @property
+    def hop_times(self) -> HopTimes:
+        """Of all steps with a part on the CPU; they stay zero without a tier."""
+        return self._offload.times if self._offload is not None else HopTimes()
+
     def decode_steps(self, profile: str) -> DecodeSteps:
-        """The decode steps of an attention profile. Raises ProfileError for an unknown one."""
-        return self._decode_steps[get_profile(profile, None).name]
+        """The steps of an attention profile over contexts that are on the device. `profile` exists."""
+        return self._steps_by_attention[self._profiles[profile].load_decode_attention()]
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
@@ -138,50 +180,98 @@ class Runner:
         sizes = sorted({min(size, self.limits.max_running) for size in batch_sizes})
         if self.device.type != "cuda" or not sizes:
             return
-        for done, steps in enumerate(self._decode_steps.values()):
-            begin = done / len(self._decode_steps)
-            steps.capture(sizes, lambda part, begin=begin: on_progress(begin + part / len(self._decode_steps)))
+        captures = [partial(steps.capture, sizes) for steps in self._steps_by_attention.values()]
+        if self._offload is not None:
+            captures.append(partial(self._offload.capture, sizes))
+        for done, capture in enumerate(captures):
+            begin = done / len(captures)
+            capture(lambda part, begin=begin: on_progress(begin + part / len(captures)))
 
     @torch.inference_mode()
     def warm_up(self, chunk_tokens: int) -> None:
-        """Run one prefill chunk and one decode step on pages nobody owns yet: kernels compile now, not in a request."""
+        """Run one prefill chunk and one decode step on pages nobody owns yet: kernels compile now, not in a request.
+
+        With a tier, a small context of each kind goes down, is decoded and closed.
+        """
         limits = self.limits
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
+        on_device = [name for name, profile in self._profiles.items() if not profile.uses_host]
+        self._warm_up_with(tokens - 1, [], [DecodeGroup(name, [0], [tokens - 1], [1]) for name in on_device])
+        for name, profile in self._profiles.items():
+            if profile.uses_host:
+                self._warm_up_host(name, profile.samples)
+
+    def _warm_up_with(self, num_prompt_tokens: int, deposits: list[Deposit], decode: list[DecodeGroup]) -> None:
+        """Prefill a prompt in slot 0, then deposit and decode."""
         greedy = SamplingParams(temperature=0.0)
-        prompt = PrefillPrompt(0, np.zeros(tokens - 1, np.int32), 0, tokens - 1, greedy, next(iter(PROFILES)))
-        layers = range(self.architecture.num_layers)
-        pages = list(range(-(-tokens // limits.page_tokens)))
-        self.launch(
-            StepPlan(
-                page_writes=[PageWrite(0, 0, pages)],
-                new_jobs=[PrefillJob(0, [prompt])],
-                units=[PrefillUnit(0, layer, 0, tokens - 1) for layer in layers],
-                decode=[DecodeGroup(name, [0], [tokens - 1], [1]) for name in PROFILES],
-            )
-        ).collect()
-        self.launch(StepPlan(released_slots=[0])).collect()
+        zeros = np.zeros(num_prompt_tokens, np.int32)
+        prompt = PrefillPrompt(0, zeros, 0, num_prompt_tokens, greedy, next(iter(self._profiles)))
+        num_pages = num_prompt_tokens // self.limits.page_tokens + 1
+        prefill = StepPlan(
+            page_writes=[PageWrite(0, 0, list(range(num_pages)))],
+            new_jobs=[PrefillJob(0, [prompt])],
+            units=[PrefillUnit(0, layer, 0, num_prompt_tokens) for layer in range(self.architecture.num_layers)],
+        )
+        contexts = [deposit.context_id for deposit in deposits]
+        after = StepPlan(released_slots=[0], closed_contexts=contexts)
+        for plan in (prefill, StepPlan(deposits=deposits, decode=decode), after):
+            for reason in self.launch(plan).collect().failures.values():
+                raise HostMemoryError(reason)
+
+    def _warm_up_host(self, profile: str, samples: bool) -> None:
+        """Three pages of tokens, of which the one in the middle goes down."""
+        page, dense = self.limits.page_tokens, self.limits.num_pages
+        deposit = Deposit(0, 0, page, 2 * page, [1], [dense], opens=True, is_sampled=samples)
+        self._warm_up_with(3 * page - 1, [deposit], [DecodeGroup(profile, [0], [3 * page - 1], [1], [0])])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
-        """Start a step, in the plan's field order; on the CPU it has run when this returns."""
+        """Start a step, in the plan's field order; on the CPU it has run when this returns.
+
+        A decode group with host contexts blocks until the CPU has given its last answer: what the step still lacks
+        then is its last layers and the drawing.
+        """
         whole = Timer(self.device)
         whole.mark(0)
         for slot in plan.released_slots:
             self._sampler.release(slot)
+            self.pool.release(slot)
+            self._failures.pop(slot, None)
         for job_id in plan.dropped_jobs:
             self._prefill.drop(job_id)
+        if plan.closed_contexts or plan.deposits:
+            assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
+            self._offload.close(plan.closed_contexts)
         self.pool.write_pages(plan.page_writes)
+        failures = self._launch_deposits(plan.deposits)
         for job in plan.new_jobs:
             self._prefill.add(job)
         finished, units = self._launch_units(plan.units)
+        failures |= self._prefill.take_failures()
+        self._failures |= failures
         decoded, decode = self._launch_decode(plan.decode)
         for job in finished:
             job.copy_to_host()
         for sampled in decoded:
             sampled.copy_to_host()
         whole.mark(1)
-        return InFlight(finished, decoded, units, decode, whole)
+        stepped = [slot for group in plan.decode for slot in group.slots]
+        failures |= {slot: self._failures[slot] for slot in stepped if slot in self._failures}
+        return InFlight(finished, decoded, units, decode, whole, failures)
+
+    def _launch_deposits(self, deposits: Sequence[Deposit]) -> dict[int, str]:
+        """Slots that the host refused memory now, and why."""
+        failures: dict[int, str] = {}
+        for deposit in deposits:
+            if deposit.slot in self._failures:
+                continue
+            assert self._offload is not None
+            try:
+                self._offload.deposit(deposit)
+            except HostMemoryError as error:
+                failures[deposit.slot] = str(error)
+        return failures
 
     def _launch_units(self, units: Sequence[PrefillUnit]) -> tuple[list[FinishedJob], Timer | None]:
         if not units:
@@ -204,14 +294,45 @@ class Runner:
         timer.mark(0)
         decoded = []
         for group in groups:
-            logits = self.decode_steps(group.profile).run(group.slots, group.positions)
-            sampled = self._sampler.sample(logits, group.slots, group.samples)
+            going_on = without_slots(group, self._failures)
+            if not going_on.slots:
+                continue
+            sampled = self._sampler.sample(self._decode(going_on), going_on.slots, going_on.samples)
             self._feed_back(sampled)
             decoded.append(sampled)
         timer.mark(1)
         return decoded, timer
 
+    def _decode(self, group: DecodeGroup) -> torch.Tensor:
+        """Logits, float32 `[rows, vocab]`."""
+        if group.context_ids is None:
+            return self.decode_steps(group.profile).run(group.slots, group.positions)
+        assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
+        steps = self._offload.decode_steps(self._profiles[group.profile].samples)
+        return steps.run(group.slots, group.positions, group.context_ids)
+
     def _feed_back(self, sampled: Sampled) -> None:
         """What was drawn is the next step's input."""
         slots = upload(np.array(sampled.slots, dtype=np.int64), self.device)
         self._last_tokens.index_copy_(0, slots, sampled.tokens)
+
+
+def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
+    """The group's other rows; the group itself where it has none of `slots`."""
+    rows = [row for row, slot in enumerate(group.slots) if slot not in slots]
+    if len(rows) == len(group.slots):
+        return group
+    return replace(
+        group,
+        slots=[group.slots[row] for row in rows],
+        positions=[group.positions[row] for row in rows],
+        samples=[group.samples[row] for row in rows],
+        context_ids=None if group.context_ids is None else [group.context_ids[row] for row in rows],
+    )
+
+
+def _hyperplanes(shape: TierShape, dtype: torch.dtype, device: torch.device) -> Hyperplanes | None:
+    """Of queries and keys alike: one draw serves all layers and heads, and every run. None: nothing is sampled."""
+    if shape.num_tables == 0:
+        return None
+    return arrange(draw_projections(shape.dim, shape.bits_per_table, shape.num_tables, PROJECTION_SEED, dtype, device))

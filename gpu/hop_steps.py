@@ -1,0 +1,215 @@
+"""Decode steps over contexts that are partly in host memory: device and CPU take turns, a layer at a time.
+
+It refuses to know requests, deposits, and how the CPU attends. A batch is cut into two half batches, each with its own
+exchange slot: the device computes one's next segment while the CPU attends for the other. On CUDA a segment is a graph
+for the next larger captured size; sizes beyond the ladder, and the CPU device, run the same segments eagerly.
+Invariants: a slot has one ask open at a time, and its stamps are counted by the host as by the device; rows of padding
+have slot -1 and no context, and the CPU is told of real rows alone.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu.decode_graphs import WARMUP_STEPS
+from gpu.hop_segments import Carry, HopInputs, HopSegments
+from gpu.slot_exchange import SlotExchange
+from gpu.upload import upload
+from transfer.tier import HostTier
+
+MIN_ROWS_TO_HALVE = 2  # a single row leaves nothing to compute while the CPU attends
+
+
+@dataclass(slots=True)
+class HopTimes:
+    """Totals over all hop steps so far, by the host's clock; a benchmark takes differences.
+
+    rows: of all steps; launch_s: handing segments to the device (on the CPU: computing them); ready_s: waiting for
+    deposits to land and tables to stand; attention_s: in `Attention.run`, waiting for queries and attending.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    asks: int = 0
+    launch_s: float = 0.0
+    ready_s: float = 0.0
+    attention_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Captured:
+    """One size's graphs: `segments[i]` up to ask i, the last one to the logits, float32 `[rows, vocab]`."""
+
+    inputs: HopInputs
+    segments: list[torch.cuda.CUDAGraph]
+    logits: Tensor
+
+
+class HalfBatch:
+    """One of two half batches: its exchange slot and graphs, and how far its step under way has come."""
+
+    def __init__(self, segments: HopSegments, exchange: SlotExchange) -> None:
+        self.segments = segments
+        self.exchange = exchange
+        self.max_rows = len(exchange.slot.flags)
+        self._captured: dict[int, _Captured] = {}
+        self._rows = 0
+        self._graphs: _Captured | None = None
+        self._inputs: HopInputs | None = None
+        self._carry: Carry | None = None
+
+    def begin(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Launch the first segment."""
+        pool, last_tokens = self.segments.decoder.pool, self.segments.last_tokens
+        self._rows = len(slots)
+        size = min((size for size in self._captured if size >= self._rows), default=self._rows)
+        deposited = [pool.num_deposited_tokens(slot) for slot in slots]
+        packed = HopInputs.pack(slots, positions, deposited, size, len(last_tokens) - 1)
+        self.exchange.slot.advance(self._rows)
+        self._graphs = self._captured.get(size)
+        if self._graphs is None:
+            self._inputs = HopInputs(upload(packed, last_tokens.device), size)
+            self._carry = self.segments.begin(self._inputs, self.exchange)
+        else:
+            self._graphs.inputs.buffer.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
+            self._graphs.segments[0].replay()
+
+    def go_on(self, ask: int) -> None:
+        """Ask `ask` has its answer: launch the segment up to the next."""
+        self.exchange.slot.advance(self._rows)
+        if self._graphs is not None:
+            self._graphs.segments[ask + 1].replay()
+            return
+        assert self._inputs is not None
+        assert self._carry is not None, "half batch: go_on before begin"
+        self._carry = self.segments.go_on(ask, self._carry, self._inputs, self.exchange)
+
+    def end(self) -> Tensor:
+        """The last ask has its answer: launch the last segment, whose logits `[rows, vocab]` come back."""
+        if self._graphs is not None:
+            self._graphs.segments[-1].replay()
+            return self._graphs.logits[: self._rows]
+        assert self._inputs is not None
+        assert self._carry is not None, "half batch: end before begin"
+        logits = self.segments.end(self._carry, self._inputs, self.exchange)
+        self._inputs = self._carry = None
+        return logits
+
+    def capture(self, size: int, pool: tuple[int, int]) -> None:
+        """Graphs for up to `size` rows. Nobody answers while warming up: what stands in the slot is merged."""
+        last_tokens = self.segments.last_tokens
+        packed = HopInputs.pack([], [], [], size, len(last_tokens) - 1)
+        inputs = HopInputs(upload(packed, last_tokens.device), size)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_STEPS):
+                self._warm_up(inputs)
+            self.exchange.forget_asks()
+        torch.cuda.current_stream().wait_stream(stream)
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def recorded() -> torch.cuda.graph:
+            graphs.append(torch.cuda.CUDAGraph())
+            return torch.cuda.graph(graphs[-1], pool=pool)
+
+        with recorded():
+            carry = self.segments.begin(inputs, self.exchange)
+        for ask in range(self.segments.num_asks - 1):
+            with recorded():
+                carry = self.segments.go_on(ask, carry, inputs, self.exchange)
+        with recorded():
+            logits = self.segments.end(carry, inputs, self.exchange)
+        self._captured[size] = _Captured(inputs, graphs, logits)
+
+    def _warm_up(self, inputs: HopInputs) -> None:
+        carry = self.segments.begin(inputs, self.exchange)
+        for ask in range(self.segments.num_asks - 1):
+            carry = self.segments.go_on(ask, carry, inputs, self.exchange)
+        self.segments.end(carry, inputs, self.exchange)
+
+
+class HopSteps:
+    """Hop steps of one kind, with codes of the query or without. At least one layer goes down.
+
+    halves: one or two, asked in turns; a single row goes to the first.
+    """
+
+    def __init__(self, halves: Sequence[HalfBatch], tier: HostTier, times: HopTimes) -> None:
+        self.halves = halves
+        self.num_asks = halves[0].segments.num_asks
+        assert self.num_asks > 0, "hop steps: no layer goes down; step as the exact profile does"
+        self.tier = tier
+        self.times = times
+
+    def run(self, slots: Sequence[int], positions: Sequence[int], context_ids: Sequence[int]) -> Tensor:
+        """Logits, float32 `[rows, vocab]`, after one token a slot; the next step overwrites them.
+
+        context_ids: the rows' contexts in the tier. Asynchronous up to the first question to the CPU; returns when the
+        last one is answered and the segment behind it launched.
+        """
+        times, clock = self.times, time.perf_counter
+        began = clock()
+        parts = list(zip(self.halves, halve(len(slots)), strict=False))
+        for half, rows in parts:
+            half.begin(slots[rows], positions[rows])
+        launched = clock()
+        attentions = [self.tier.attention(context_ids[rows]) for _, rows in parts]
+        asked = clock()
+        times.launch_s += launched - began
+        times.ready_s += asked - launched
+        logits = []
+        for ask in range(self.num_asks):
+            for (half, _), attention in zip(parts, attentions, strict=True):
+                attention.run(ask, half.exchange.slot)
+                answered = clock()
+                if ask + 1 < self.num_asks:
+                    half.go_on(ask)
+                else:
+                    logits.append(half.end())
+                times.attention_s += answered - asked
+                asked = clock()
+                times.launch_s += asked - answered
+        times.steps += 1
+        times.rows += len(slots)
+        times.asks += self.num_asks * len(parts)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def capture(self, batch_sizes: Sequence[int], pools: Sequence[tuple[int, int]],
+                on_progress: Callable[[float], None]) -> None:  # fmt: skip
+        """Capture half batches of batches of these sizes, largest first.
+
+        `pools[i]` is the memory of half batch i alone: the two take turns, so one's carry must outlive the other's
+        segments.
+        """
+        wanted = [
+            (half, pool, size)
+            for place, (half, pool) in enumerate(zip(self.halves, pools, strict=True))
+            for size in half_sizes(batch_sizes, place)
+        ]
+        for done, (half, pool, size) in enumerate(wanted):
+            half.capture(size, pool)
+            on_progress((done + 1) / len(wanted))
+
+
+def halve(rows: int) -> list[slice]:
+    """A batch's rows, cut into one or two half batches; the first has the odd one."""
+    if rows < MIN_ROWS_TO_HALVE:
+        return [slice(0, rows)]
+    middle = -(-rows // 2)
+    return [slice(0, middle), slice(middle, rows)]
+
+
+def half_sizes(batch_sizes: Sequence[int], place: int) -> list[int]:
+    """Sizes of half batch 0 or 1 in batches of these sizes, largest first."""
+    parts = [halve(size) for size in batch_sizes]
+    return sorted({part[place].stop - part[place].start for part in parts if place < len(part)}, reverse=True)
+
+
+def most_half_rows(max_rows: int) -> list[int]:
+    """Most rows of each half batch in batches of up to `max_rows`."""
+    sizes = [half_sizes(range(1, max_rows + 1), place) for place in (0, 1)]
+    return [largest[0] for largest in sizes if largest]

@@ -1,0 +1,41 @@
+"""The device's side of one exchange slot: queries and their codes go out, the CPU's partial comes in.
+
+It refuses to know layers and how a step is launched. Invariant: whatever is called here is ordered by the device's
+stream alone, so it may be captured in a graph; the host's side of an ask is `slot.advance`.
+"""
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.simhash_encode import Hyperplanes, encode_queries
+from transfer.exchange import ExchangeSlot, new_slot
+from transfer.merge import merge_outputs
+from transfer.partial import Partial
+
+
+class SlotExchange:
+    """A new slot of `max_rows` rows; `hyperplanes` None: without codes."""
+
+    def __init__(self, max_rows: int, heads: int, dim: int, hyperplanes: Hyperplanes | None, dtype: torch.dtype,
+                 device: torch.device) -> None:  # fmt: skip
+        num_tables = hyperplanes.num_tables if hyperplanes is not None else 0
+        self.slot: ExchangeSlot = new_slot(max_rows, heads, dim, num_tables, dtype, device)
+        self._hyperplanes = hyperplanes
+        self._counters = new_counters(self.slot, device)
+
+    def ask(self, query: Tensor) -> None:
+        """Leave rotated queries `[rows, heads, dim]`, their codes (MagicPIG section 4.2: of the query as it is, not
+        centred) and the next stamp in the slot.
+        """
+        codes = encode_queries(query, self._hyperplanes) if self._hyperplanes is not None else None
+        exchange_pack(query, codes, self._counters, self.slot)
+
+    def merge_answer(self, resident: Partial) -> Partial:
+        """`resident`, float32 `[rows, heads, dim]`, merged with the answer that stands in the slot."""
+        rows = len(resident.out)
+        return Partial(*merge_outputs(resident.out, resident.lse, self.slot.out[:rows], self.slot.lse[:rows]))
+
+    def forget_asks(self) -> None:
+        """Asks that the host did not count, of a warm-up, are not counted by the device either; in stream order."""
+        self._counters.fill_(self.slot.stamp)
