@@ -17,17 +17,22 @@ log = logging.getLogger(__name__)
 PIECE_TOKENS = 2**18  # table entries built, or rows' elements copied in 16 bits, between two looks at the gate
 
 
-@dataclass(order=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Job:
-    """urgency: lower is sooner, then the order of submission. pieces: does a piece at each `next`. Either `finish` or
-    `fail` is called once, in the builder's thread."""
+    """urgency: lower is sooner, then the order of submission. pieces: does a piece at each `next`. A job that is not
+    wanted any more ends early. Either `finish` or `fail` is called, once.
+    """
 
     urgency: tuple[int, ...]
+    name: str
+    pieces: Iterator[None]
+    is_wanted: Callable[[], bool]
+    finish: Callable[[], None]
+    fail: Callable[[Exception], None]
     order: int = field(init=False, default_factory=count().__next__)
-    name: str = field(compare=False)
-    pieces: Iterator[None] = field(compare=False)
-    finish: Callable[[], None] = field(compare=False)
-    fail: Callable[[Exception], None] = field(compare=False)
+
+    def __lt__(self, other: "Job") -> bool:
+        return (self.urgency, self.order) < (other.urgency, other.order)
 
 
 class Builder:
@@ -50,6 +55,15 @@ class Builder:
             heapq.heappush(self._jobs, job)
             self._changed.notify()
 
+    def drop_unwanted(self) -> None:
+        """End jobs that nobody wants any more and that no thread is at, before their turn."""
+        with self._changed:
+            dropped = [job for job in self._jobs if not job.is_wanted()]
+            self._jobs = [job for job in self._jobs if job not in dropped]
+            heapq.heapify(self._jobs)
+        for job in dropped:
+            job.finish()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """No piece begins inside; one that runs may still run for its millisecond. For one thread at a time."""
@@ -71,6 +85,9 @@ class Builder:
     def _run(self) -> None:
         while (job := self._take()) is not None:
             self._is_open.wait()
+            if not job.is_wanted():
+                job.finish()
+                continue
             try:
                 next(job.pieces)
             except StopIteration:

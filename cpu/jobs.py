@@ -24,15 +24,13 @@ class Source:
 
 
 def build_layer(segment: Segment, layer: int) -> Iterator[None]:
-    """Build one layer's tables of a sealed segment; stops early where nobody wants them any more."""
+    """Build one layer's tables of a sealed segment."""
     tokens, bits = segment.sealed_tokens, segment.shape.bits_per_table
     assert tokens is not None, "tables: of a sealed segment"
     entries, offsets = segment.codes(layer)[:, :, :tokens], segment.offsets(layer)
     step = max(1, PIECE_TOKENS // tokens)
     for head in range(segment.shape.num_kv_heads):
         for begin in range(0, segment.shape.num_tables, step):
-            if segment.wanted == 0:
-                return
             end = min(begin + step, segment.shape.num_tables)
             build_tables(entries[head], offsets[head], bits, begin, end, 1)
             yield
@@ -55,8 +53,6 @@ def _copy_rows(source: Source, target: Segment, layer: int, at: int) -> Iterator
     for head in range(target.shape.num_kv_heads):
         for begin in range(source.begin, source.end, step):
             end = min(begin + step, source.end)
-            if target.wanted == 0:
-                return
             for old, new in pairs:
                 first = at + begin - source.begin
                 np.copyto(new[head, first : first + end - begin], old[head, begin:end])
@@ -70,8 +66,6 @@ def _copy_codes(source: Source, target: Segment, layer: int, at: int) -> Iterato
     for head in range(target.shape.num_kv_heads):
         for begin in range(0, target.shape.num_tables, step):
             tables = slice(begin, min(begin + step, target.shape.num_tables))
-            if target.wanted == 0:
-                return
             if segment.tables[layer] is TableState.BUILT:
                 codes = _undone(segment, layer, head, tables)
             else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cpu.pieces import PIECE
 from transfer.host_memory import lay_out_centre, lay_out_layer, num_offsets
 from transfer.slabs import Slab, SlabPool
-from transfer.tier import Filled, LayerRows, TierShape
+from transfer.tier import LayerRows, TierShape
 
 ROW_TYPES = {"bfloat16": (np.uint16, torch.bfloat16), "int8": (np.int8, torch.int8)}
 
@@ -62,13 +62,12 @@ class Centre:
 
 @dataclass(eq=False, slots=True)
 class Fill:
-    """Rows `[begin, end)` of some layers that are on their way into a segment. error: why they never came."""
+    """Rows `[begin, end)` of some layers that are on their way into a segment."""
 
     segment: "Segment"
-    layers: Sequence[int]
+    layers: tuple[int, ...]
     begin: int
     end: int
-    done: Filled
 
 
 class Segment:
@@ -91,12 +90,11 @@ class Segment:
         self.tables = [TableState.CODES] * num_layers
         self.announced = [0] * num_layers  # tokens whose fill was announced
         self.fills: list[list[Fill]] = [[] for _ in range(num_layers)]  # announced, not yet landed
-        self.readers = [0] * num_layers  # copies under way that need the codes as they are
+        self.copies = [0] * num_layers  # copies under way that need the codes as they are
         self.error: Exception | None = None  # a fill that failed: rows are missing
-        self.wanted = 0  # contexts, and merges under way, that will read it
         self._layout = lay_out_layer(shape, capacity)
         self._slabs, self._pool, self._changed = list(slabs), pool, changed
-        self._holders = 0
+        self._holders = self._readers = 0  # readers: contexts, and a merge that is not due yet
         self._places: np.ndarray | None = None
         centre.hold()
 
@@ -109,13 +107,26 @@ class Segment:
         return self.sealed_tokens is None
 
     @property
-    def is_doomed(self) -> bool:
-        """Nobody will read it; it lives until copies and builds under way have ended."""
-        return self.wanted == 0 and self._holders > 0
+    def is_alive(self) -> bool:
+        return self._holders > 0
 
     @property
-    def has_failed(self) -> bool:
-        return TableState.FAILED in self.tables
+    def is_whole(self) -> bool:
+        """Sealed, and every row of every layer has been announced: tables stand, or will."""
+        return all(announced == self.sealed_tokens for announced in self.announced)
+
+    def is_wanted(self) -> bool:
+        """Whether anybody will read it; if not, it lives until copies and builds under way have ended."""
+        return self._readers > 0
+
+    def may_append(self, context_id: int, tokens: int) -> bool:
+        """Whether a context that has the first `tokens` may go on behind them: nobody else does or did."""
+        return tokens == self.used and self.owner_id in (None, context_id)
+
+    def leave(self, context_id: int) -> None:
+        """Whoever comes next may append."""
+        if self.owner_id == context_id:
+            self.owner_id = None
 
     def take(self, num_tokens: int) -> int:
         """Give out so many tokens of room; returns where they begin. A full segment is sealed."""
@@ -143,11 +154,11 @@ class Segment:
         self._changed.notify_all()
 
     def want(self) -> None:
-        self.wanted += 1
+        self._readers += 1
         self.hold()
 
     def give_up(self) -> None:
-        self.wanted -= 1
+        self._readers -= 1
         self.let_go()
 
     def wait_for_memory(self, layer: int) -> None:

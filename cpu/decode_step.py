@@ -1,0 +1,116 @@
+"""A decode step's attention over deposited contexts: the table of pieces of every layer, and the asks of the device.
+
+It refuses to know how contexts grow. Invariant: tables of pieces are made anew only for contexts whose pieces have
+changed; in between a step costs a dictionary's look-up.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cpu.attention import HostAttention
+from cpu.builder import Builder
+from cpu.context import Context
+from cpu.pieces import EXACT, PIECE, SAMPLED
+from cpu.segment import TableState
+from transfer.exchange import ExchangeSlot, wait
+
+ASK_LIMIT_S = 20.0  # for the device to come to a layer: a step behind a whole prefill unit takes a second or two
+MOST_TABLES = 64  # of batches that are kept: half batches of a few groups, and those of the steps before
+QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
+
+
+@dataclass(slots=True)
+class AttentionCounts:
+    """Sums over all asks. wait_s: for the device; rows_read: keys (values: as many); tokens_covered: by head."""
+
+    asks: int = 0
+    wait_s: float = 0.0
+    attend_s: float = 0.0
+    rows_read: int = 0
+    tokens_covered: int = 0
+
+
+class PieceTables:
+    """Tables of pieces of contexts and batches of them, kept while they hold."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._contexts: dict[int, tuple[int, np.ndarray]] = {}  # by context id, with the version
+        self._batches: dict[tuple[int, ...], np.ndarray] = {}  # by the versions
+
+    def find(self, contexts: Sequence[Context]) -> np.ndarray | None:
+        """PIECE `[layers, pieces]` of a batch, if it was made before and holds."""
+        return self._batches.get(tuple(context.version for context in contexts))
+
+    def make(self, contexts: Sequence[Context]) -> np.ndarray:
+        """PIECE `[layers, pieces]`; context i is request i. Rows have landed, tables stand."""
+        parts = []
+        for request, context in enumerate(contexts):
+            part = self._of_context(context).copy()
+            part["request"] = request
+            parts.append(part)
+        table = np.ascontiguousarray(np.concatenate(parts, axis=1))
+        if len(self._batches) >= MOST_TABLES:
+            self._batches.clear()
+        self._batches[tuple(context.version for context in contexts)] = table
+        return table
+
+    def forget(self, context: Context) -> None:
+        self._contexts.pop(context.context_id, None)
+        self._batches = {
+            versions: table for versions, table in self._batches.items() if context.version not in versions
+        }
+
+    def _of_context(self, context: Context) -> np.ndarray:
+        version, table = self._contexts.get(context.context_id, (-1, np.empty(0)))
+        if version == context.version:
+            return table
+        table = np.empty((self._num_layers, len(context.pieces)), PIECE)
+        for index, piece in enumerate(context.pieces):
+            own = table[:, index]
+            own[:] = piece.segment.places()
+            own["end"] = piece.tokens
+            built = [state is TableState.BUILT for state in piece.segment.tables]
+            own["mode"] = np.where(built, SAMPLED, EXACT) if piece.is_sampled else EXACT
+        self._contexts[context.context_id] = context.version, table
+        return table
+
+
+class Attend:
+    """The compiled attention for queries of one dtype, with its threads, the gate that it shuts, and the counts."""
+
+    def __init__(self, kernel: HostAttention, num_threads: int, builder: Builder, counts: AttentionCounts) -> None:
+        self.kernel, self.num_threads, self.builder, self.counts = kernel, num_threads, builder, counts
+
+
+class StepAttention:
+    """See `transfer.tier.Attention`."""
+
+    def __init__(self, table: np.ndarray, attend: Attend) -> None:
+        """table: PIECE `[layers, pieces]`, row i of the slot's being request i."""
+        self._table, self._attend = table, attend
+
+    def run(self, layer: int, slot: ExchangeSlot) -> None:
+        """Raises ExchangeError if the device does not ask."""
+        attend, clock = self._attend, time.perf_counter
+        began = clock()
+        wait(slot, layer, ASK_LIMIT_S)
+        asked = clock()
+        rows = slot.rows
+        queries = slot.queries[:rows]
+        bits = queries.view(torch.uint16) if queries.dtype is torch.bfloat16 else queries
+        codes = None if slot.codes is None else slot.codes[:rows].numpy()
+        with attend.builder.paused():
+            answer = attend.kernel.attend(self._table[layer], bits.numpy(), codes, attend.num_threads)
+        slot.out[:rows].numpy()[:] = answer.out
+        slot.lse[:rows].numpy()[:] = answer.lse
+        counts = attend.counts
+        counts.asks += 1
+        counts.wait_s += asked - began
+        counts.attend_s += clock() - asked
+        counts.rows_read += answer.rows
+        counts.tokens_covered += int(answer.covered.sum(dtype=np.int64))

@@ -1,0 +1,179 @@
+"""How contexts grow: room for more tokens, in the open tail or in segments of their own, and merges of small segments.
+
+It refuses to know layers and devices. Invariants: what a context looks like after a reservation depends on the token
+counts of its past alone; a reservation that fails changes nothing. An open tail belongs to one context: another that
+shares its first tokens and grows gets a copy of them, so that what one appends never shows in the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpu.context import MERGE_DUE_SHARE, Context, Merge, Piece
+from cpu.jobs import Source
+from cpu.segment import Centre, Segment
+from cpu.store import SegmentStore
+from transfer.host_memory import TAIL_TOKENS, split_tokens, without_tables
+from transfer.tier import HostMemoryError, LayerRows, TierShape
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReservation:
+    """Room for tokens `[begin, end)` of a context's run, at `first` of a segment. See `transfer.tier.Reservation`."""
+
+    begin: int
+    end: int
+    has_centre: bool
+    segment: Segment
+    first: int
+
+    def layer(self, layer: int) -> LayerRows:
+        """Waits for memory. Raises HostMemoryError where the host refuses it."""
+        return self.segment.rows(layer, self.first, self.first + self.end - self.begin, with_codes=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """appended: tokens that go into the open tail; copied_tail: capacity of a copy that takes its place, or 0;
+    seals_tail: no more will come into it; opened: tokens and capacity of new segments.
+    """
+
+    appended: int
+    copied_tail: int
+    seals_tail: bool
+    opened: list[tuple[int, int]]
+
+
+class Growth:
+    """Reservations of all contexts of a tier. `merges`: taken effect; `merges_dropped`: given up for lack of memory."""
+
+    def __init__(self, shape: TierShape, store: SegmentStore) -> None:
+        self._shape, self._store = shape, store
+        self.merges = self.merges_dropped = 0
+
+    def reserve(self, context: Context, num_tokens: int, others: Sequence[Context]) -> list[SegmentReservation]:
+        """Room for so many tokens more. `others`: contexts whose merges may go where memory is short.
+
+        Raises HostMemoryError, and then nothing has changed.
+        """
+        assert num_tokens > 0, "reserve: one token or more"
+        shape = self._shape if context.is_sampled else without_tables(self._shape)
+        plan = self._plan(context, num_tokens, shape)
+        last = context.pieces[-1] if context.pieces else None
+        continued = last.segment.centre if last else None
+        is_bulk = num_tokens >= TAIL_TOKENS
+        rooms: list[tuple[int, Centre | None]] = [(plan.copied_tail, continued)] if plan.copied_tail else []
+        rooms += [(capacity, None if is_bulk else continued) for _, capacity in plan.opened]
+        segments = self._new_segments(shape, rooms, [context, *others])
+        self._settle(context)
+        begin, reservations = context.tokens, []
+        if plan.copied_tail:
+            self._replace_tail(context, segments.pop(0))
+        if plan.seals_tail:
+            self._store.seal(context.pieces[-1].segment)
+            context.pieces[-1].is_sampled = True
+        if plan.appended:
+            tail = context.pieces[-1]
+            reservations.append(self._append(context, tail, plan.appended, begin, has_centre=True))
+        for (tokens, _), segment in zip(plan.opened, segments, strict=True):
+            begin = context.tokens
+            context.pieces.append(Piece(segment, 0, is_bulk and context.is_sampled and segment.has_codes))
+            has_centre = not is_bulk and continued is not None
+            reservations.append(self._append(context, context.pieces[-1], tokens, begin, has_centre))
+        context.touch()
+        return reservations
+
+    def drop_merge(self, context: Context) -> None:
+        """Give up a merge that has not taken effect."""
+        if context.merge is not None:
+            with self._store.changed:
+                context.merge.target.give_up()
+            context.merge = None
+
+    def _plan(self, context: Context, num_tokens: int, shape: TierShape) -> _Plan:
+        last = context.pieces[-1] if context.pieces else None
+        is_bulk = num_tokens >= TAIL_TOKENS
+        goes_on = last is not None and last.segment.is_open and last.segment.has_codes == (shape.num_tables > 0)
+        filled = last.tokens if last is not None and goes_on else TAIL_TOKENS
+        copied = 0
+        if last is not None and goes_on and not last.segment.may_append(context.context_id, last.tokens):
+            copied = last.tokens if is_bulk else TAIL_TOKENS
+        if is_bulk:
+            seals = goes_on and shape.num_tables > 0
+            return _Plan(0, copied if seals else 0, seals, [(size, size) for size in split_tokens(num_tokens)])
+        appended = min(num_tokens, TAIL_TOKENS - filled)
+        rest = num_tokens - appended
+        return _Plan(appended, copied, False, [(rest, TAIL_TOKENS)] if rest else [])
+
+    def _append(self, context: Context, piece: Piece, tokens: int, begin: int, has_centre: bool) -> SegmentReservation:
+        with self._store.changed:
+            piece.segment.owner_id = context.context_id
+            first = piece.segment.take(tokens)
+        piece.tokens += tokens
+        return SegmentReservation(begin, begin + tokens, has_centre, piece.segment, first)
+
+    def _replace_tail(self, context: Context, copy: Segment) -> None:
+        """The first tokens of another's open tail, in a segment of this context's own."""
+        shared = context.pieces.pop()
+        with self._store.changed:
+            copy.take(shared.tokens)
+        self._store.copy([Source(shared.segment, 0, shared.tokens)], copy)
+        context.pieces.append(Piece(copy, shared.tokens, False))
+        with self._store.changed:
+            shared.segment.give_up()
+
+    def _new_segments(
+        self, shape: TierShape, rooms: Sequence[tuple[int, Centre | None]], contexts: Sequence[Context]
+    ) -> list[Segment]:
+        """Merges are a convenience: where memory is short they go first, and what is closing is waited for."""
+        try:
+            return self._store.new_segments(shape, rooms)
+        except HostMemoryError:
+            for context in contexts:
+                self.merges_dropped += context.merge is not None
+                self.drop_merge(context)
+            self._store.wait_for_doomed()
+            return self._store.new_segments(shape, rooms)
+
+    def _settle(self, context: Context) -> None:
+        """Let merges and seals of the past take effect, and begin the next merge."""
+        merge = context.merge
+        if merge is not None and context.tokens >= merge.due_tokens:
+            self._finish_merge(context, merge)
+        merging = context.find_merge() if context.merge is None else None
+        context.sample_sealed()
+        if merging is not None:
+            self._begin_merge(context, *merging)
+
+    def _begin_merge(self, context: Context, first: int, last: int) -> None:
+        pieces = context.pieces[first:last]
+        for piece in pieces:
+            self._store.wait_for_tables(piece.segment)
+        if not context.can_merge(first, last):
+            return
+        tokens = sum(piece.tokens for piece in pieces)
+        shape, centre = pieces[0].segment.shape, pieces[0].segment.centre
+        try:
+            (target,) = self._store.new_segments(shape, [(tokens, centre)])
+        except HostMemoryError:
+            self.merges_dropped += 1
+            return
+        target.is_background = True
+        with self._store.changed:
+            target.take(tokens)
+        self._store.copy([Source(piece.segment, 0, piece.tokens) for piece in pieces], target)
+        context.merge = Merge(first, last, target, context.tokens + tokens // MERGE_DUE_SHARE)
+
+    def _finish_merge(self, context: Context, merge: Merge) -> None:
+        target = merge.target
+        self._store.wait_for_tables(target)
+        if target.error is not None:  # the host refused its memory, and that was logged
+            self.merges_dropped += 1
+            self.drop_merge(context)
+            return
+        merged = context.pieces[merge.first : merge.last]
+        context.pieces[merge.first : merge.last] = [Piece(target, target.used, True)]
+        context.merge = None
+        self.merges += 1
+        with self._store.changed:
+            for piece in merged:
+                piece.segment.give_up()

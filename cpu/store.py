@@ -1,0 +1,224 @@
+"""Segments and what happens to them: made of slabs, filled, turned into tables, copied into one another, waited for.
+
+It refuses to know contexts. Invariants: a layer's tables are built once, after all its rows have landed and while no
+copy needs its codes; a failed build leaves that layer exact, logged and counted. Called from one thread; fills land in
+a thread of their own, in order of announcement, and jobs run in the builder's.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Condition, Thread
+
+from cpu.builder import Builder, Job
+from cpu.jobs import Source, build_layer, copy_layer
+from cpu.segment import Centre, Fill, Segment, TableState
+from transfer.host_memory import bytes_of_centre, lay_out_layer
+from transfer.slabs import SlabPool
+from transfer.tier import Filled, TierShape
+
+POLL_S = 0.05  # a copy that waits for rows to land lets its thread do other work this often
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCounts:
+    """segments: alive; tables_built, tables_failed: layers of segments."""
+
+    segments: int
+    tables_built: int
+    tables_failed: int
+
+
+class SegmentStore:
+    """All segments of a tier. `changed` guards what background threads change, and is notified then."""
+
+    def __init__(self, pool: SlabPool, builder: Builder) -> None:
+        self.changed = Condition()
+        self._pool, self._builder = pool, builder
+        self._segments: list[Segment] = []
+        self._tables_built = self._tables_failed = 0
+        self._announced: SimpleQueue[tuple[Fill, Filled] | None] = SimpleQueue()
+        self._lander = Thread(target=self._land, name="lander", daemon=True)
+        self._lander.start()
+
+    @property
+    def counts(self) -> StoreCounts:
+        with self.changed:
+            return StoreCounts(len(self._alive()), self._tables_built, self._tables_failed)
+
+    def new_segments(self, shape: TierShape, rooms: Sequence[tuple[int, Centre | None]]) -> list[Segment]:
+        """Segments of these capacities, each with a given or a new centre, wanted once: by the caller.
+
+        Their memory comes in the background, layer by layer. Raises HostMemoryError, and then there are none.
+        """
+        fresh = sum(centre is None for _, centre in rooms)
+        layer_sizes = [lay_out_layer(shape, capacity).num_bytes for capacity, _ in rooms]
+        slabs = self._pool.claim([bytes_of_centre(shape)] * fresh + layer_sizes * len(shape.layers))
+        centres, layers = iter(slabs[:fresh]), slabs[fresh:]
+        segments = []
+        with self.changed:
+            for index, (capacity, centre) in enumerate(rooms):
+                centre = Centre(shape, next(centres), self._pool) if centre is None else centre
+                own = layers[index :: len(rooms)]
+                segments.append(Segment(shape, capacity, centre, own, self._pool, self.changed))
+                segments[-1].want()
+            self._segments = [*self._alive(), *segments]
+        return segments
+
+    def wait_for_doomed(self) -> None:
+        """Until segments that nobody wants have given their memory back: copies that are under way have landed."""
+        self._builder.drop_unwanted()
+        with self.changed:
+            self.changed.wait_for(
+                lambda: not any(segment.is_alive and not segment.is_wanted() for segment in self._segments)
+            )
+
+    def fill(self, segment: Segment, layers: Sequence[int], begin: int, end: int, done: Filled) -> None:
+        """Announce rows that are there when `done` says so."""
+        fill = Fill(segment, tuple(layers), begin, end)
+        self._announce(fill)
+        self._announced.put((fill, done))
+
+    def seal(self, segment: Segment) -> None:
+        """Let a segment grow no more; its tables are built as its rows are there."""
+        with self.changed:
+            if segment.is_open:
+                segment.seal()
+                for layer in range(len(segment.shape.layers)):
+                    self._build_if_due(segment, layer)
+
+    def copy(self, sources: Sequence[Source], target: Segment) -> None:
+        """Fill a new segment, from its first token on, with rows and codes of others, in the background."""
+        end = sum(source.end - source.begin for source in sources)
+        for layer in range(len(target.shape.layers)):
+            fill = Fill(target, (layer,), 0, end)
+            self._announce(fill)
+            with self.changed:
+                for source in sources:
+                    source.segment.hold()
+                    source.segment.copies[layer] += 1
+            pieces = self._copy_landed(sources, target, layer)
+            self._builder.submit(
+                Job(
+                    urgency=(int(target.is_background), 0),
+                    name=f"copy layer {layer} of {end} tokens",
+                    pieces=pieces,
+                    is_wanted=target.is_wanted,
+                    finish=partial(self._copied, sources, fill, None),
+                    fail=partial(self._copied, sources, fill),
+                )
+            )
+
+    def wait_for_rows(self, segment: Segment, layers: Sequence[int], tokens: int) -> None:
+        """Until the first `tokens` have landed. Raises what a copy raised."""
+        for layer in layers:
+            assert segment.announced[layer] >= tokens, "rows: reserved, but no fill was announced for them"
+        with self.changed:
+            self.changed.wait_for(lambda: segment.error is not None or _have_landed(segment, layers, tokens))
+            if segment.error is not None:
+                raise segment.error
+
+    def wait_for_tables(self, segment: Segment) -> None:
+        """Until every layer of a whole segment has its tables or has failed, or its rows cannot come."""
+        assert segment.is_whole, "tables: of a segment whose fills were all announced"
+        final = (TableState.BUILT, TableState.FAILED)
+        with self.changed:
+            self.changed.wait_for(lambda: segment.error is not None or all(state in final for state in segment.tables))
+
+    def shutdown(self) -> None:
+        """Stop the thread after the fills that were announced."""
+        self._announced.put(None)
+        self._lander.join()
+
+    def _alive(self) -> list[Segment]:
+        return [segment for segment in self._segments if segment.is_alive]
+
+    def _announce(self, fill: Fill) -> None:
+        with self.changed:
+            fill.segment.hold()
+            for layer in fill.layers:
+                fill.segment.announced[layer] += fill.end - fill.begin
+                fill.segment.fills[layer].append(fill)
+
+    def _land(self) -> None:
+        while (announced := self._announced.get()) is not None:
+            fill, done = announced
+            try:
+                done.synchronize()
+            except Exception as error:  # the outermost handler of this thread; the error is raised where rows are read
+                log.exception("fill_failed layers=%s", fill.layers)
+                self._landed(fill, error)
+            else:
+                self._landed(fill, None)
+
+    def _landed(self, fill: Fill, error: Exception | None) -> None:
+        segment = fill.segment
+        with self.changed:
+            segment.error = segment.error or error
+            for layer in fill.layers:
+                segment.fills[layer].remove(fill)
+                self._build_if_due(segment, layer)
+            segment.let_go()
+
+    def _build_if_due(self, segment: Segment, layer: int) -> None:
+        """With the condition held."""
+        is_due = (
+            segment.has_codes
+            and segment.announced[layer] == segment.sealed_tokens
+            and not segment.fills[layer]
+            and not segment.copies[layer]
+            and segment.tables[layer] is TableState.CODES
+            and segment.error is None
+            and segment.is_wanted()
+        )
+        if not is_due:
+            return
+        segment.tables[layer] = TableState.BUILDING
+        segment.hold()
+        self._builder.submit(
+            Job(
+                urgency=(int(segment.is_background), segment.used),
+                name=f"tables layer {layer} of {segment.used} tokens",
+                pieces=build_layer(segment, layer),
+                is_wanted=segment.is_wanted,
+                finish=partial(self._built, segment, layer, TableState.BUILT),
+                fail=lambda _: self._built(segment, layer, TableState.FAILED),
+            )
+        )
+
+    def _built(self, segment: Segment, layer: int, state: TableState) -> None:
+        with self.changed:
+            segment.tables[layer] = state
+            self._tables_built += state is TableState.BUILT
+            self._tables_failed += state is TableState.FAILED
+            segment.let_go()
+
+    def _copy_landed(self, sources: Sequence[Source], target: Segment, layer: int) -> Iterator[None]:
+        for source in sources:
+            while not self._is_readable(source, layer):
+                yield
+        yield from copy_layer(sources, target, layer)
+
+    def _is_readable(self, source: Source, layer: int) -> bool:
+        with self.changed:
+            self.changed.wait_for(lambda: _have_landed(source.segment, (layer,), source.end), POLL_S)
+            if source.segment.error is not None:
+                raise source.segment.error
+            return _have_landed(source.segment, (layer,), source.end)
+
+    def _copied(self, sources: Sequence[Source], fill: Fill, error: Exception | None) -> None:
+        (layer,) = fill.layers
+        with self.changed:
+            for source in sources:
+                source.segment.copies[layer] -= 1
+                self._build_if_due(source.segment, layer)
+                source.segment.let_go()
+        self._landed(fill, error)
+
+
+def _have_landed(segment: Segment, layers: Sequence[int], tokens: int) -> bool:
+    return all(fill.begin >= tokens for layer in layers for fill in segment.fills[layer])

@@ -1,0 +1,177 @@
+"""The host tier: deposited contexts in the CPU's memory, and attention over them. See `transfer.tier.HostTier`.
+
+It refuses to know the device but through host tensors and the exchange. Invariant: answers depend on the sequence of
+calls alone, never on when copies land or tables are built.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cpu.attention import HostAttention
+from cpu.builder import Builder
+from cpu.context import Context, Piece
+from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention
+from cpu.growth import Growth, SegmentReservation
+from cpu.segment import ROW_TYPES
+from cpu.store import SegmentStore
+from transfer.host_pages import map_pages, pin_pages, unpin_pages
+from transfer.slabs import PageSource, SlabPool
+from transfer.tier import Filled, LayerRows, TierShape
+
+MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
+BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Bytes: in use by contexts, held (in use, idle or on their way), pinned, and the limit of what is held.
+
+    tables: layers of segments built, or failed and therefore read exactly; merges: of small segments, and those given
+    up for lack of memory; attention: see `AttentionCounts`.
+    """
+
+    contexts: int
+    tokens: int
+    segments: int
+    bytes_in_use: int
+    bytes_held: int
+    bytes_pinned: int
+    limit_bytes: int
+    tables_built: int
+    tables_failed: int
+    merges: int
+    merges_dropped: int
+    attention: AttentionCounts
+
+
+class CpuTier:
+    """All deposited contexts of an engine. Called from one thread."""
+
+    def __init__(
+        self, shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, source: PageSource
+    ) -> None:
+        """query_dtype: bfloat16 or float32; num_threads: of attention. Compiles, or reads numba's cache.
+
+        Raises ValueError for a shape that the kernels have no code for, RuntimeError for a CPU without AVX2.
+        """
+        self.shape = shape
+        kernel = HostAttention(
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            dim=shape.dim,
+            row_type=ROW_TYPES[shape.rows][0],
+            query_type=QUERY_TYPES[query_dtype],
+            bits=max(shape.bits_per_table, 1),
+            tables=max(shape.num_tables, 2),  # where there are none, nothing is sampled
+            scale=shape.dim**-0.5,
+            threads=num_threads,
+        )
+        self._pool = SlabPool(limit_bytes, source, min(MAX_MAPPING_THREADS, num_threads))
+        self._builder = Builder(max(1, num_threads // BUILDER_SHARE))
+        self._store = SegmentStore(self._pool, self._builder)
+        self._growth = Growth(shape, self._store)
+        self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts())
+        self._tables = PieceTables(len(shape.layers))
+        self._contexts: dict[int, Context] = {}
+
+    def open(self, context_id: int, is_sampled: bool) -> None:
+        """A new, empty context. `is_sampled`: attention over it samples; else it reads all of it."""
+        assert context_id not in self._contexts, "context: opened once"
+        self._contexts[context_id] = Context(context_id, is_sampled and self.shape.num_tables > 0)
+
+    def fork(self, source_id: int, context_id: int, num_tokens: int, is_sampled: bool) -> None:
+        """A new context that shares the first `num_tokens` of another's run."""
+        source = self._contexts[source_id]
+        self.open(context_id, is_sampled)
+        context = self._contexts[context_id]
+        context.pieces = source.first_pieces(num_tokens)
+        with self._store.changed:
+            for piece in context.pieces:
+                piece.segment.want()
+                piece.is_sampled = piece.is_sampled and context.is_sampled
+        if context.is_sampled and not source.is_sampled:
+            context.sample_sealed()
+
+    def close(self, context_id: int) -> None:
+        """Forget a context; memory that no other shares is free once fills under way have landed. Unknown: ignored.
+
+        Copies whose fill was not announced must have ended.
+        """
+        context = self._contexts.pop(context_id, None)
+        if context is None:
+            return
+        self._tables.forget(context)
+        self._growth.drop_merge(context)
+        with self._store.changed:
+            for piece in context.pieces:
+                piece.segment.leave(context_id)
+                piece.segment.give_up()
+
+    def reserve(self, context_id: int, num_tokens: int) -> list[SegmentReservation]:
+        """Room for so many tokens more, in order. Raises HostMemoryError, and then nothing has changed."""
+        return self._growth.reserve(self._contexts[context_id], num_tokens, list(self._contexts.values()))
+
+    def fill(self, reservation: SegmentReservation, layers: Sequence[int], done: Filled) -> None:
+        """These layers' rows (and codes, centre, scales) are on their way, and there when `done` says so."""
+        first, num_tokens = reservation.first, reservation.end - reservation.begin
+        self._store.fill(reservation.segment, layers, first, first + num_tokens, done)
+
+    def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
+        """The first `num_tokens` of the run, in order, to be read back, without codes. Waits for copies under way."""
+        pieces = self._contexts[context_id].first_pieces(num_tokens)
+        for piece in pieces:
+            self._store.wait_for_rows(piece.segment, (layer,), piece.tokens)
+        return [piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces]
+
+    def attention(self, context_ids: Sequence[int]) -> StepAttention:
+        """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand."""
+        contexts = [self._contexts[context_id] for context_id in context_ids]
+        table = self._tables.find(contexts)
+        if table is None:
+            for context in contexts:
+                for piece in context.pieces:
+                    self._wait_for(piece)
+            table = self._tables.make(contexts)
+        return StepAttention(table, self._attend)
+
+    def stats(self) -> TierStats:
+        """What there is, and what was done since the start."""
+        counts = self._store.counts
+        return TierStats(
+            contexts=len(self._contexts),
+            tokens=sum(context.tokens for context in self._contexts.values()),
+            segments=counts.segments,
+            bytes_in_use=self._pool.bytes_in_use,
+            bytes_held=self._pool.bytes_held,
+            bytes_pinned=self._pool.bytes_pinned,
+            limit_bytes=self._pool.limit_bytes,
+            tables_built=counts.tables_built,
+            tables_failed=counts.tables_failed,
+            merges=self._growth.merges,
+            merges_dropped=self._growth.merges_dropped,
+            attention=replace(self._attend.counts),
+        )
+
+    def shutdown(self) -> None:
+        """Close all contexts, end all threads and give memory back, once fills under way have landed."""
+        for context_id in list(self._contexts):
+            self.close(context_id)
+        self._store.wait_for_doomed()
+        self._store.shutdown()
+        self._builder.shutdown()
+        self._pool.shutdown()
+
+    def _wait_for(self, piece: Piece) -> None:
+        self._store.wait_for_rows(piece.segment, range(len(self.shape.layers)), piece.tokens)
+        if piece.is_sampled:
+            self._store.wait_for_tables(piece.segment)
+
+
+def open_tier(
+    shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, is_pinned: bool
+) -> CpuTier:
+    """A tier over memory of this host. is_pinned: registered with CUDA, whose device copies into it."""
+    pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
+    return CpuTier(shape, query_dtype, limit_bytes, num_threads, PageSource(map_pages, pin, unpin))
