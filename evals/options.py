@@ -49,6 +49,14 @@ def parse_lengths(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def parse_numbers(option: str, text: str) -> list[int]:
+    """`7,8` -> [7, 8]. Raises ValueError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"{option}: got {text!r}; wanted positive numbers with commas between")
+    return sorted({int(part) for part in parts})
+
+
 def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Path]:
     """`NAME=FILE` texts by name. Raises ValueError for another form, KeyError for an unknown name, or OSError."""
     files: dict[str, Path] = {}

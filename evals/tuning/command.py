@@ -1,0 +1,104 @@
+"""The `tandem tune` group: options, the table, and the lines to paste. What is measured is not known here."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evals.options import Device, Json, Seed, Text, one_line_errors, parse_numbers
+from evals.rows import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, help="Choose settings by measuring them on your own model.")
+
+MODELS = Path("deploy/models")
+
+
+@app.callback()
+def group() -> None:
+    """Choose settings by measuring them on your own model."""
+
+
+@app.command()
+def lsh(
+    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder, or its name in deploy/models")],
+    budget: Annotated[float, typer.Option(min=1e-5, max=1, help="share of the deposited keys that a query head may "
+                                          "read")] = 0.02,
+    memory_gib: Annotated[float | None, typer.Option(min=0, help="hash tables of one context, at most")] = None,
+    context: Annotated[int, typer.Option(min=256, help="tokens of the text that is measured")] = 4096,
+    table_tokens: Annotated[int | None, typer.Option(min=256, help="tokens whose tables the memory is of; default: "
+                                                     "the context")] = None,
+    queries: Annotated[int, typer.Option(min=1, help="positions of the text that are measured")] = 64,
+    bits: Annotated[str, typer.Option("--bits", help="bits a table (the paper's K), commas between")] = "7,8,9,10,11",
+    tables: Annotated[str, typer.Option("--tables", help="tables (the paper's L), commas between")] =
+        "75,100,120,150,200,300",
+    dense_layers: Annotated[str, typer.Option(help="layers read in full: ids, ranges and half joined by +")] = "0+half",
+    text: Text = [],  # noqa: B006
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:  # fmt: skip
+    """Choose bits_per_table and num_tables of LSH sampling for a budget of reads and of table memory.
+
+    Prints what each pair reads and errs on the text in one pass of the model, and the lines of the configuration.
+    """
+    with one_line_errors():
+        import torch
+
+        from evals.fidelity import text_prompts
+        from evals.forward import load_decoder
+        from evals.report.document import finite, write_document
+        from evals.report.table import open_console
+        from evals.run import load_tokenizer
+        from evals.session import progress_bar, resolve_device
+        from evals.tasks.haystack import text_source
+        from evals.tuning.grid import Resident, Setting
+        from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
+
+        folder = model if model.exists() else MODELS / model
+        grid = [
+            Setting(one, many) for one in parse_numbers("--bits", bits) for many in parse_numbers("--tables", tables)
+        ]
+        on = resolve_device(device)
+        dtype = torch.bfloat16 if on.startswith("cuda") else torch.float32
+        decoder = load_decoder(folder, torch.device(on), dtype)
+        prompts = text_prompts(load_tokenizer(folder), text_source(tuple(text), {}), context, 1, seed)
+        resident = Resident(4, 64)
+        with progress_bar(decoder.architecture.num_layers, "layers") as advance:
+            found = measure_grid(decoder, prompts[0], grid, queries, resident, dense_layers, 0, advance)
+        limit = None if memory_gib is None else memory_gib * 2**30
+        rows = summarize_grid(found, decoder.architecture.num_kv_heads, table_tokens or context)
+        console = open_console()
+        print_grid(rows, table_tokens or context, console)
+        configuration = {
+            "model": str(folder), "context": len(prompts[0]), "queries": queries, "dense_layers": dense_layers,
+            "budget": budget, "memory_gib": memory_gib, "table_tokens": table_tokens or context, "device": on,
+            "text": [str(path) for path in text],
+        }  # fmt: skip
+        document = {"configuration": configuration, "seeds": {"text": seed, "projections": 0}, "rows": rows}
+        if json_path is not None:
+            write_document(json_path, finite(document))
+        print_choice(choose_setting(rows, Budget(budget, limit)), budget)
+
+
+def print_grid(rows: list[Row], table_tokens: int, console: "Console") -> None:
+    from rich.table import Table
+
+    from evals.report.table import percent
+
+    table = Table("K (bits)", "L (tables)", "keys read", "by equation 21", f"tables of {table_tokens:,} tokens",
+                  "error", "worst layer")  # fmt: skip
+    for row in rows:
+        table.add_row(str(row["bits_per_table"]), str(row["num_tables"]), f"{row['read']:.2%}",
+                      f"{row['read_even_buckets']:.2%}", f"{row['memory_bytes'] / 2**30:.3f} GiB",
+                      percent(row["error"]), f"{percent(row['worst_error'])} ({row['worst_layer']})")  # fmt: skip
+    console.print(table)
+
+
+def print_choice(row: Row, budget: float) -> None:
+    pair = f"K {row['bits_per_table']}, L {row['num_tables']}"
+    print(f"least error within {budget:.2%} of the keys: {pair}, reads {row['read']:.2%}, error {row['error']:.1%}, "
+          f"tables {row['memory_bytes'] / 2**30:.3f} GiB a context")  # fmt: skip
+    print(f"host:\n  sampled: {{bits_per_table: {row['bits_per_table']}, num_tables: {row['num_tables']}}}")

@@ -1,0 +1,132 @@
+"""`tandem tune lsh`: what it measures is what the method reads and errs, and what it chooses is within the budget."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from evals.forward import load_decoder
+from evals.methods.full import Full
+from evals.methods.method import PromptLayer, Step
+from evals.methods.registry import parse_method
+from evals.tuning import grid as grids
+from evals.tuning.command import app
+from evals.tuning.grid import LayerSamples, Resident, Setting, table_memory_bytes
+from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
+from tests.tolerances import METHOD_FLOAT32
+
+MODEL = Path("deploy/models/reference")
+GRID = [Setting(bits, tables) for bits in (3, 5) for tables in (8, 20)]
+RESIDENT = Resident(2, 6)
+
+
+def prompt_of(count: int, seed: int) -> PromptLayer:
+    draw = torch.Generator().manual_seed(seed)
+    queries, keys, values = (torch.randn(1, heads, count, 16, generator=draw) for heads in (4, 2, 2))
+    return PromptLayer(0, queries, queries, keys + 0.5, values, torch.tensor([count]), count)
+
+
+def step_at(prompt: PromptLayer, position: int) -> Step:
+    query, length = prompt.queries[:, :, position], position + 1
+    keys, values = prompt.keys[:, :, :length], prompt.values[:, :, :length]
+    return Step(0, query, query, keys, values, torch.tensor([length]), length)
+
+
+@pytest.mark.parametrize("at_once", [1 << 28, 1])
+def test_a_grid_measures_what_the_method_itself_reads_and_errs(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside `sampled`, position by position, deposited at the first one; whatever goes together."""
+    monkeypatch.setattr(grids, "MAX_COMPARED", at_once)
+    prompt, positions = prompt_of(80, 1), torch.tensor([60, 66, 79])
+    tallies = LayerSamples(prompt, positions, RESIDENT).measure(GRID, seed=3)
+    for setting, tally in tallies.items():
+        method = parse_method(
+            f"sampled:bits_per_table={setting.bits_per_table},num_tables={setting.num_tables},seed=3,sink=2,window=6"
+        )
+        first = int(positions[0])
+        state = method.begin(PromptLayer(0, prompt.queries[:, :, :first], prompt.queries[:, :, :first], prompt.keys,
+                                         prompt.values, torch.tensor([first]), first))  # fmt: skip
+        read = error = 0.0
+        for position in range(first, 80):
+            step = step_at(prompt, position)
+            result, exact = method.step(step, state), Full().step(step, None)
+            if position in positions:
+                read += ((result.keys_scored - 8) / (position + 1 - 8)).sum().item()
+                error += ((result.out - exact.out).norm(dim=-1) / exact.out.norm(dim=-1)).sum().item()
+        assert tally.terms == 12
+        assert tally.read == pytest.approx(read, rel=METHOD_FLOAT32)
+        assert tally.error == pytest.approx(error, rel=METHOD_FLOAT32)
+
+
+def test_more_tables_read_more_and_err_less() -> None:
+    settings = [Setting(4, tables) for tables in (10, 40, 160)]
+    tallies = LayerSamples(prompt_of(400, 2), torch.arange(300, 400, 5), RESIDENT).measure(settings, seed=0)
+    shares = [tallies[one].read / tallies[one].terms for one in settings]
+    errors = [tallies[one].error / tallies[one].terms for one in settings]
+    assert shares == sorted(shares)
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_table_memory_is_entries_and_offsets_of_every_window() -> None:
+    assert table_memory_bytes(Setting(10, 150), 98_304, 1, 1) == 150 * (2 * 98_304 + 3 * 4 * 1024)
+    assert table_memory_bytes(Setting(10, 150), 98_305, 30, 8) == 240 * 150 * (2 * 98_305 + 4 * 4 * 1024)
+
+
+def row(bits: int, tables: int, read: float, error: float, memory: int) -> dict:
+    return {"bits_per_table": bits, "num_tables": tables, "read": read, "error": error, "memory_bytes": memory}
+
+
+def test_the_choice_is_the_least_error_within_reads_and_memory() -> None:
+    rows = [row(8, 75, 0.05, 0.1, 10), row(10, 150, 0.02, 0.2, 20), row(11, 300, 0.02, 0.15, 40)]
+    assert choose_setting(rows, Budget(0.05, None))["bits_per_table"] == 8
+    assert choose_setting(rows, Budget(0.02, None))["bits_per_table"] == 11
+    assert choose_setting(rows, Budget(0.02, 30))["bits_per_table"] == 10
+    with pytest.raises(ValueError, match=r"1\.00%.*reads 2\.00% \(K 10"):
+        choose_setting(rows, Budget(0.01, None))
+    with pytest.raises(ValueError, match="--memory-gib"):
+        choose_setting(rows, Budget(0.05, 5))
+
+
+def test_one_pass_measures_every_layer_that_is_not_dense() -> None:
+    decoder = load_decoder(MODEL, torch.device("cpu"), torch.float32)
+    tokens = torch.randint(10, 8000, (200,), generator=torch.Generator().manual_seed(4)).tolist()
+    passed: list[int] = []
+    found = measure_grid(decoder, tokens, GRID, 4, Resident(4, 64), "0+half", 0, lambda: passed.append(1))
+    assert len(passed) == 10
+    assert sorted(found) == [1, 2, 3, 4, 6, 7, 8, 9]
+    rows = summarize_grid(found, 2, 200)
+    assert [(one["bits_per_table"], one["num_tables"]) for one in rows] == [(3, 8), (3, 20), (5, 8), (5, 20)]
+    assert rows[0]["error"] == pytest.approx(sum(one["error"] for one in rows[0]["layers"]) / 8)
+    with pytest.raises(ValueError, match="--context"):
+        measure_grid(decoder, tokens[:80], GRID, 4, Resident(4, 64), "", 0, lambda: None)
+
+
+def test_the_command_prints_the_table_and_the_lines_to_paste(tmp_path: Path) -> None:
+    out = tmp_path / "tune.json"
+    small = ["--context", "512", "--queries", "8", "--bits", "6,8", "--tables", "20,40", "--budget", "0.2"]
+    result = CliRunner().invoke(app, ["lsh", "--model", "reference", *small, "--device", "cpu", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 4
+    chosen = min((one for one in rows if one["read"] <= 0.2), key=lambda one: one["error"])
+    pair = f"bits_per_table: {chosen['bits_per_table']}, num_tables: {chosen['num_tables']}"
+    assert f"host:\n  sampled: {{{pair}}}" in result.output
+    assert "by equation 21" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--bits", "17"], "wanted 1 to 16 bits"),
+        (["--tables", "a"], "--tables: got 'a'"),
+        (["--context", "20000"], "--context"),
+        (["--model", "nowhere"], "nowhere"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["lsh", "--model", "reference", "--device", "cpu", *arguments])
+    assert result.exit_code == 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert words in errors[0]
