@@ -8,12 +8,14 @@ import json
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from evals.cells import Cell
 from evals.report.document import finite
-from evals.rows import BASELINES, Row
+from evals.rows import BASELINES, Row, mean_known
 
 DECODE = (
     "topk",
@@ -25,6 +27,19 @@ DECODE = (
     "h2o:observe=64",
     "streaming",
 )
+SAMPLED = (
+    "sampled:bits_per_table=10,num_tables=150",
+    "sampled:bits_per_table=9,num_tables=120",
+    "sampled:bits_per_table=8,num_tables=75",
+)
+"""LSH sampling as its paper sets it (tables 1 to 4), sink, window and two dense layers included."""
+
+BESIDE_SAMPLED = (
+    "topk:budget=0.05,sink=4,window=64,dense_layers=0+half",
+    "quest:budget=0.05,sink=4,window=64,dense_layers=0+half",
+)
+"""A bound and a baseline on the same terms: the same dense layers, sink and window, about the same keys."""
+
 PREFILL = ("vertical_slash:vertical={half},slash={half}", "mean_pool_prefill:budget={budget}")
 BUDGETS = (0.02, 0.05, 0.1)
 FREE_TASKS = ("needle", "many_needles", "word_needle", "facts_one_hop")
@@ -35,39 +50,67 @@ LENGTHS = (4096, 8192, 16384)
 SETS = ("quick", "full")
 MARKERS = ("<!-- {name}: begin -->", "<!-- {name}: end -->")
 
+SAME_READS = 5e-4
+"""Fractions that a table with one digit after the point shows alike."""
+
 FIDELITY = {"quick": (4, 16, 2), "full": (16, 64, 16)}
 """Texts a length, tokens compared and texts that go together, of each set's comparison with full attention."""
 
 QUICK_SECONDS_A_TOKEN = 1.1e-3
 FULL_SECONDS_A_TOKEN = 5.5e-6
 PREFILL_SECONDS_A_PAIR = 4.5e-10
-"""For the estimate: seconds a prompt token of the quick set on two cores and of the full set on an H200, all methods of
-a set together; and seconds a (query, key) pair of a prompt under a prefill method on an H200, all layers and heads."""
+"""For the estimate: seconds a prompt token of the quick set on two cores and of the full set on an H200, all baselines
+together; and seconds a (query, key) pair of a prompt under a prefill method on an H200, all layers and heads."""
 
 
-def decode_methods(budgets: Sequence[float]) -> tuple[str, ...]:
-    """Full attention and every decode baseline at each budget, as texts of `parse_method`."""
+SAMPLED_SHARE = 0.3
+"""The same for one setting of LSH sampling, over all baselines together: it hashes the prompt."""
+
+
+def decode_methods(budgets: Sequence[float], sampled: Sequence[str]) -> tuple[str, ...]:
+    """Full attention, every decode baseline at each budget, and `sampled`, as texts of `parse_method`."""
     labels = ["full"]
     for method in DECODE:
         joint = "," if ":" in method else ":"
         labels += [f"{method}{joint}budget={budget}" for budget in budgets]
-    return tuple(labels)
+    return (*labels, *sampled)
 
 
 def prefill_methods(budget: float) -> tuple[str, ...]:
     return tuple(method.format(budget=budget, half=budget / 2) for method in PREFILL)
 
 
-def cells_of(name: str, lengths: Sequence[int], samples: int | None) -> list[Cell]:
-    """The runs of a set. quick: three tasks at 4K, 64 prompts each. full: six tasks, 400 prompts each."""
+def cells_of(name: str, lengths: Sequence[int], samples: int | None, only: Sequence[str]) -> list[Cell]:
+    """The runs of a set. quick: three tasks at 4K, 64 prompts each. full: six tasks, 400 prompts each.
+
+    only: patterns (`sampled*`) of the methods that are run, beside full attention; none: all. Raises ValueError where
+    no method of the set is meant.
+    """
+    cells = []
+    for cell in _all_cells(name, lengths, samples):
+        methods = [label for label in cell.methods if label != "full" and _is_meant(label, only)]
+        if methods:
+            cells.append(replace(cell, methods=(*(label for label in cell.methods if label == "full"), *methods)))
+    if not cells:
+        raise ValueError(
+            f"--methods: {', '.join(only)} names none of the set {name}; give a pattern such as 'sampled*'"
+        )
+    return cells
+
+
+def _is_meant(label: str, only: Sequence[str]) -> bool:
+    return not only or any(fnmatchcase(label, pattern) for pattern in only)
+
+
+def _all_cells(name: str, lengths: Sequence[int], samples: int | None) -> list[Cell]:
     if name == "quick":
-        methods = decode_methods(BUDGETS)
+        methods = decode_methods(BUDGETS, SAMPLED[:1])
         tasks = ("many_needles", "word_needle", "facts_one_hop")
         return [Cell(task, length, samples or 64, methods, 0) for length in lengths[:1] for task in tasks]
     cells, count = [], samples or 400
     for length in lengths:
         free = (*FREE_TASKS, SHORT_TASK) if length == LENGTHS[0] else FREE_TASKS
-        methods = decode_methods(BUDGETS)
+        methods = decode_methods(BUDGETS, (*SAMPLED, *BESIDE_SAMPLED))
         cells += [Cell(task, length, count, methods, 0) for task in free]
         cells.append(Cell(LIST_TASK, length, count, methods, FORCED_TOKENS))
     cells += [Cell("many_needles", length, count, prefill_methods(0.1), 0) for length in lengths]
@@ -79,14 +122,17 @@ def estimate_seconds(name: str, cells: Sequence[Cell]) -> float:
     seconds = 0.0
     for cell in cells:
         tokens = cell.num_samples * cell.length_tokens
-        prefill = sum(not _decodes(label) for label in cell.methods)
-        if prefill < len(cell.methods):
-            seconds += tokens * (QUICK_SECONDS_A_TOKEN if name == "quick" else FULL_SECONDS_A_TOKEN)
+        prefill = sum(not decodes(label) for label in cell.methods)
+        sampled = sum(label.startswith("sampled") for label in cell.methods)
+        baselines = (len(cell.methods) - prefill - sampled) / (1 + len(DECODE) * len(BUDGETS))
+        each = QUICK_SECONDS_A_TOKEN if name == "quick" else FULL_SECONDS_A_TOKEN
+        seconds += tokens * each * (baselines + SAMPLED_SHARE * sampled)
         seconds += prefill * tokens * cell.length_tokens * PREFILL_SECONDS_A_PAIR
     return seconds
 
 
-def _decodes(label: str) -> bool:
+def decodes(label: str) -> bool:
+    """Whether the method of a set stands in for attention in decode steps, not in the prefill."""
     return label.partition(":")[0] not in {method.partition(":")[0] for method in PREFILL}
 
 
@@ -159,8 +205,13 @@ def render_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _percent(rows: Any, field: str) -> str:
-    known = [row[field] for row in rows if row[field] is not None]
-    return f"{100 * sum(known) / len(known):.1f} %" if known else ""
+    """The mean of a fraction over the layers that the method handles and, where others are read in full, over all."""
+    rows = list(rows)
+    handled, every = (mean_known([row.get(name) for row in rows]) for name in (field, f"{field}_all_layers"))
+    if handled is None:
+        return ""
+    text = f"{100 * handled:.1f} %"
+    return text if every is None or abs(every - handled) < SAME_READS else f"{text} (all layers {100 * every:.1f} %)"
 
 
 def _cell(row: Row) -> str:

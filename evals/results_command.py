@@ -22,6 +22,8 @@ def results(
     html: Html = None,
     model: ModelFolder = Path("deploy/models/reference"),
     lengths: Lengths = "4096,8192,16384",
+    only: Annotated[list[str], typer.Option("--methods", help="run only these of the set beside full attention, such "
+                                            "as 'sampled*'; repeatable")] = [],  # noqa: B006
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="fewer or more prompts than the set")] = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -36,8 +38,9 @@ def results(
             raise ValueError("results: give one of --quick, --full and --from FILE")
         if not files:
             name = "quick" if quick else "full"
-            cells = sets.cells_of(name, parse_lengths(lengths), samples)
-            run_set(name, cells, model, seed, device, tuple(text), resume, json_path)
+            cells = sets.cells_of(name, parse_lengths(lengths), samples, only)
+            command = " ".join([f"tandem eval results --{name}", *(f"--methods '{pattern}'" for pattern in only)])
+            run_set(name, command, cells, model, seed, device, tuple(text), resume, json_path)
             files = [json_path]
         if page.exists():
             sets.write_tables(page, sets.read_runs(files))
@@ -54,8 +57,8 @@ def results(
 
 
 def run_set(
-    name: str, cells: list[Any], model: Path, seed: int, device: str, text: tuple[Path, ...], resume: Path | None,
-    out: Path,
+    name: str, command: str, cells: list[Any], model: Path, seed: int, device: str, text: tuple[Path, ...],
+    resume: Path | None, out: Path,
 ) -> None:  # fmt: skip
     """Run a named set, print its estimate before and its time after, and write its JSON as it goes."""
     from evals import results as sets
@@ -77,7 +80,7 @@ def run_set(
     def leave(records: list[Record], finished: int) -> dict[str, Any]:
         """Write what is finished, so that a run that is stopped leaves it."""
         seconds = time.monotonic() - begin
-        run = sets.describe_run(name, f"tandem eval results --{name}", seed, seconds, machine, summarize(records))
+        run = sets.describe_run(name, command, seed, seconds, machine, summarize(records))
         run |= {"cells": len(cells), "cells_finished": finished, "depths": finite(depth_rows(records))}
         write_document(out, run)
         return run
@@ -85,13 +88,14 @@ def run_set(
     settings = PromptSettings(model, "reference", seed, text)
     how = InProcess(on, None, count_workers(len(cells), on), resume)
     run = leave(run_cells(cells, settings, how, leave), len(cells))
-    labels = [label for label in cells[0].methods if label != "full"]
-    texts, forced, batch = sets.FIDELITY[name]
-    compared = FidelityRun(model, labels, sorted({cell.length_tokens for cell in cells}), texts, forced, text, seed, on,
-                           batch, None)  # fmt: skip
-    found = finite(run_comparisons(compared))
-    run |= {"layers": found["layers"], "fidelity": found["rows"], "seconds": round(time.monotonic() - begin, 1)}
-    write_document(out, run)
+    labels = [label for label in cells[0].methods if label != "full" and sets.decodes(label)]
+    if labels:
+        texts, forced, batch = sets.FIDELITY[name]
+        compared = FidelityRun(model, labels, sorted({cell.length_tokens for cell in cells}), texts, forced, text, seed,
+                               on, batch, None)  # fmt: skip
+        found = finite(run_comparisons(compared))
+        run |= {"layers": found["layers"], "fidelity": found["rows"], "seconds": round(time.monotonic() - begin, 1)}
+        write_document(out, run)
     failures = sum(row["failures"] for row in run["rows"])
     print(json.dumps({"set": name, "seconds": run["seconds"], "estimate": round(estimate, 1), 
                       "rows": len(run["rows"]), "failures": failures, "json": str(out)}))  # fmt: skip

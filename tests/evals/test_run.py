@@ -16,7 +16,15 @@ from evals.cells import Cell, PromptSettings
 from evals.decode import decode_greedy, prefill_batch
 from evals.forward import load_decoder
 from evals.methods.registry import parse_method
-from evals.results import cells_of, describe_run, estimate_seconds, read_runs, render_run, replace_between_markers
+from evals.results import (
+    cells_of,
+    describe_run,
+    estimate_seconds,
+    read_runs,
+    render_run,
+    render_table,
+    replace_between_markers,
+)
 from evals.rows import depth_rows, summarize
 from evals.run import AGREEMENT, load_tokenizer, make_prompts
 from evals.served import Server, named_methods
@@ -106,15 +114,33 @@ def test_baselines_rank_on_needles_as_their_papers_say() -> None:
 
 
 def test_the_full_set_holds_every_baseline_budget_and_length() -> None:
-    cells = cells_of("full", (4096, 8192, 16384), None)
+    cells = cells_of("full", (4096, 8192, 16384), None, ())
     assert {cell.length_tokens for cell in cells} == {4096, 8192, 16384}
     assert all(cell.num_samples == 400 for cell in cells)
     families = {label.partition(":")[0] for cell in cells for label in cell.methods}
-    assert len(families) == 11
+    assert len(families) == 12
     for label in {label for cell in cells for label in cell.methods}:
         parse_method(label)
-    assert 60 < estimate_seconds("full", cells) < 600
-    assert 60 < estimate_seconds("quick", cells_of("quick", (4096,), None)) < 3600
+    assert 60 < estimate_seconds("full", cells) < 1200
+    assert 60 < estimate_seconds("quick", cells_of("quick", (4096,), None, ())) < 3600
+
+
+def test_a_part_of_a_set_keeps_full_attention_beside_it() -> None:
+    cells = cells_of("full", (4096,), None, ("sampled*", "topk*half"))
+    assert {cell.methods[0] for cell in cells} == {"full"}
+    assert {label.partition(":")[0] for cell in cells for label in cell.methods} == {"full", "sampled", "topk"}
+    assert len(cells) == 6  # the prefill cell has no such method
+    whole = estimate_seconds("full", cells_of("full", (4096,), None, ()))
+    assert estimate_seconds("full", cells) < whole
+    with pytest.raises(ValueError, match="nothing"):
+        cells_of("full", (4096,), None, ("nothing",))
+
+
+def test_a_table_says_what_is_read_over_all_layers_where_some_are_dense() -> None:
+    reads = {"head_fraction": 0.05, "head_fraction_all_layers": 0.24, "bytes_fraction": 0.1,
+             "bytes_fraction_all_layers": 0.1}  # fmt: skip
+    lines = render_table([{**row, **reads} for row in summarize([record("topk", 0, 1.0), record("topk", 1, 1.0)])])
+    assert lines[2].startswith("| `topk` | 5.0 % (all layers 24.0 %) | 10.0 % |")
 
 
 def test_tables_replace_what_stands_between_their_markers_only(tmp_path: Path) -> None:
