@@ -1,8 +1,9 @@
 """Prefill jobs: packed prompts that go through the model layer by layer, in resumable units.
 
 It refuses to know when units run, and what else does. Invariants: the hidden states of a job live from its first unit
-to its last or to its drop; a unit reads only its own job's pages, so units of several jobs and decode steps interleave
-freely, and where one layer's chunks begin need not be where another's do.
+to its last or to its drop; a unit reads only its own job's pages (or staging: a prompt that goes down to the host tier
+is alone in its job, and the only one of its kind), so units of several jobs and decode steps interleave freely, and
+where one layer's chunks begin need not be where another's do.
 """
 
 from dataclasses import dataclass
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 
 from gpu.decoder import Decoder
+from gpu.deposit import Depositor
 from gpu.kv_pool import KvPool
 from gpu.logprobs import Logprobs
 from gpu.prefill_attention import prefill_attention
 from gpu.sampler import Sampled, Sampler, gather_logprobs
+from gpu.staging import StagedPrompt, Staging
 from gpu.step import PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob
 from gpu.upload import upload
 from transfer.partial import Partial
+from transfer.tier import HostMemoryError, HostTier
 
 LOGITS_BLOCK_ROWS = 256  # rows of logits at once, for prompt logprobs
 
@@ -84,29 +88,40 @@ class _Job:
     positions: Tensor
     slots: Tensor
     hidden: Tensor | None
+    staged: StagedPrompt | None
+    has_failed: bool
 
 
 class Prefill:
-    """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together."""
+    """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together.
 
-    def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int) -> None:
+    tier, depositor: where prompts with a `host` go, and how; or None and None.
+    """
+
+    def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, tier: HostTier | None,
+                 depositor: Depositor | None) -> None:  # fmt: skip
         self.max_hidden_tokens = max_hidden_tokens
         self.decoder = decoder
         self.sampler = sampler
         self.device = decoder.pool.device
         self.gathered = GatheredKv(decoder.pool, decoder.architecture.num_kv_heads, decoder.architecture.dim)
+        self.staging = Staging(decoder.pool, tier, depositor) if tier is not None and depositor is not None else None
         self._jobs: dict[int, _Job] = {}
+        self._failures: dict[int, str] = {}
 
     def add(self, job: PrefillJob) -> None:
-        """Take in a job and its prompts' sampling options.
+        """Take in a job and its prompts' sampling options; a prompt that goes down gets its room on the host.
 
-        Raises ValueError for a prompt that computes no token, and for more hidden states than `max_hidden_tokens`.
+        Where the host refuses, the slot has failed (`take_failures`), and the job's units do nothing. Raises ValueError
+        for a prompt that computes no token, for more hidden states than `max_hidden_tokens`, and for a prompt that goes
+        down beside others, or while another one does.
         """
         under_way = sum(state.job.num_tokens for state in self._jobs.values())
         if under_way + job.num_tokens > self.max_hidden_tokens:
             raise ValueError(
                 f"prefill: job of {job.num_tokens} tokens beside {under_way} under way; have {self.max_hidden_tokens}"
             )
+        self._check_host(job)
         offsets = [0]
         for prompt in job.prompts:
             if prompt.num_computed_tokens <= 0:
@@ -124,12 +139,23 @@ class Prefill:
             packed[1, begin:end] = np.arange(prompt.begin, len(prompt.token_ids))
             packed[2, begin:end] = prompt.slot
         token_ids, positions, slots = upload(packed, self.device).unbind(0)
-        self._jobs[job.job_id] = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None)
+        state = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False)
+        self._jobs[job.job_id] = state
+        if self.staging is not None and job.prompts[0].host is not None:
+            try:
+                state.staged = StagedPrompt(self.staging, job.prompts[0])
+            except HostMemoryError as error:
+                self._fail(state, error)
 
     def drop(self, job_id: int) -> None:
         """Forget a job, finished or not, and free all that it holds; nothing happens if there is none."""
         self._jobs.pop(job_id, None)
         self.gathered.forget()
+
+    def take_failures(self) -> dict[int, str]:
+        """Slots that failed since the last call, and why: they get no token from their jobs."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     @property
     def num_jobs(self) -> int:
@@ -138,18 +164,35 @@ class Prefill:
     def run(self, unit: PrefillUnit) -> FinishedJob | None:
         """Compute one unit; the one that ends the last layer also samples, and ends the job."""
         state = self._jobs[unit.job_id]
+        if not state.has_failed:
+            self._compute(state, unit)
+        if unit.layer != self.decoder.architecture.num_layers - 1 or unit.end != state.offsets[-1]:
+            return None
+        finished = None if state.has_failed else self._finish(state)
+        self.drop(unit.job_id)
+        return finished
+
+    def _compute(self, state: _Job, unit: PrefillUnit) -> None:
         if state.hidden is None:
             state.hidden = self.decoder.embed(state.token_ids)
+        staged = state.staged
+        place = staged.place(unit.layer) if staged is not None else None
+        if staged is not None and place is not None and unit.begin == 0:
+            staged.begin_layer(place)
         chunk = slice(unit.begin, unit.end)
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Partial:
             return self._attend(state, unit, query)
 
+        pages = staged.staging.pages(place) if staged is not None and place is not None else None
         state.hidden[chunk] = self.decoder.layer(
-            unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend
+            unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend, pages
         )
-        ends_job = unit.layer == self.decoder.architecture.num_layers - 1 and unit.end == state.offsets[-1]
-        return self._finish(state) if ends_job else None
+        if staged is not None and place is not None and unit.end == state.offsets[-1]:
+            try:
+                staged.end_layer(place)
+            except HostMemoryError as error:
+                self._fail(state, error)
 
     def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor) -> Partial:
         """Attention of a packed chunk, prompt by prompt; query `[unit tokens, heads, dim]`."""
@@ -159,12 +202,36 @@ class Prefill:
             if begin >= end:
                 continue
             context = prompt.begin + end - prompt_begin
-            keys, values = self.gathered.gather(unit.job_id, prompt.slot, unit.layer, context)
+            keys, values = self._keys_and_values(state, prompt, unit.layer, context)
             own = query[begin - unit.begin : end - unit.begin]
             parts.append(prefill_attention(own, keys, values, self.decoder.scale))
         if len(parts) == 1:
             return parts[0]
         return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+    def _keys_and_values(self, state: _Job, prompt: PrefillPrompt, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """`[kv_heads, end, dim]` of a prompt's tokens `[0, end)`: staged, or gathered from pages."""
+        place = state.staged.place(layer) if state.staged is not None else None
+        if state.staged is None or place is None:
+            return self.gathered.gather(state.job.job_id, prompt.slot, layer, end)
+        keys, values = state.staged.staging.buffer(place)
+        return keys[:, :end], values[:, :end]
+
+    def _check_host(self, job: PrefillJob) -> None:
+        going_down = [prompt.slot for prompt in job.prompts if prompt.host is not None]
+        if not going_down:
+            return
+        if self.staging is None:
+            raise ValueError(f"prefill: slot {going_down[0]} goes down to the host; this runner has no host tier")
+        if len(job.prompts) > 1 or any(state.staged is not None for state in self._jobs.values()):
+            raise ValueError(
+                f"prefill: slot {going_down[0]} goes down to the host beside others; wanted alone in its job, and no "
+                "other such job under way"
+            )
+
+    def _fail(self, state: _Job, error: HostMemoryError) -> None:
+        state.has_failed, state.hidden, state.staged = True, None, None
+        self._failures[state.job.prompts[0].slot] = str(error)
 
     def _finish(self, state: _Job) -> FinishedJob:
         prompts, hidden = state.job.prompts, state.hidden
@@ -179,7 +246,6 @@ class Prefill:
             for prompt, offset in zip(prompts, state.offsets, strict=False)
             if wants_prompt_logprobs(prompt)
         }
-        self.drop(state.job.job_id)
         return FinishedJob(sampled, prompt_logprobs)
 
     def _prompt_logprobs(self, state: _Job, hidden: Tensor, prompt: PrefillPrompt, offset: int) -> Logprobs:

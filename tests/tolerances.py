@@ -94,6 +94,9 @@ SOAK_GROWTH_BYTES = 24 * 2**20
 PROMPT_LOGPROB_ATOL = 1e-4
 # The same weights and the same kernels, cut into other chunks: float32 sums in another order.
 CHUNKING_LOGPROB_ATOL = 1e-4
+# Logits of ten float32 layers whose attention is merged from the device's part and the host's: sums in another order,
+# logits of some ten units.
+HOP_LOGITS_FLOAT32 = 2e-4
 # A mean that another program summed in another order, in float64.
 HARNESS_METRIC_RTOL = 1e-12
 # bf16: share of positions whose most likely token is float32's, below transformers' own share, at most.
@@ -163,3 +166,12 @@ MUON_SINGULAR_VALUES = (0.6, 1.3)
 INT8_HALF_STEP = 0.5001
 # Share of codes that two orders of summation agree on: a product within some ulps of zero decides a bit of ten.
 SAME_CODES = 0.999
+
+# --- prefill of prompts that go down to the host ---
+# Error of a row kept in bf16, as a share of the layer's largest centred element: half a unit is 2**-9 of an element,
+# and a segment's rows may lie further from its own centre than from the layer's.
+HOST_ROW_BFLOAT16 = 3e-3
+# The same in int8: half a step of 1/127 of the largest element.
+HOST_ROW_INT8 = 6e-3
+# Logits of a few units, all computed in bf16, where a prefix that came back has been rounded once more.
+HOST_LOGIT_BFLOAT16_ATOL = 0.25

@@ -1,0 +1,345 @@
+"""Prefill of prompts that go down to the host: the same text, the same rows, whatever else happens meanwhile."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.prefill import FinishedJob
+from gpu.step import PageWrite, PrefillJob, PrefillUnit
+from tests.gpu.host_prefill import (
+    DENSE_LAYERS,
+    DOWN,
+    PAGE,
+    SHAPE,
+    SINK,
+    Stand,
+    draw_prompt,
+    host_prompt,
+    units_of,
+)
+from tests.reference_tier import ReferenceReservation
+from tests.tolerances import (
+    CHUNKING_LOGPROB_ATOL,
+    HOST_LOGIT_BFLOAT16_ATOL,
+    HOST_ROW_BFLOAT16,
+    HOST_ROW_INT8,
+)
+from transfer.tier import HostMemoryError
+
+LENGTH = 345
+CONTEXT = 70  # id of the first host context
+
+
+Plain = tuple[Stand, Tensor, FinishedJob]
+
+
+def run_plain(token_ids: np.ndarray, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Plain:
+    """The same prompt wholly on the device: the stand, its last token's logits, and the finished job."""
+    stand = Stand(dtype=dtype, device=torch.device(device), has_tier=False)
+    job = stand.job(1, 0, token_ids)
+    stand.give_pages(0, len(token_ids), None)
+    stand.prefill.add(job)
+    finished = stand.run(units_of(job, 64))[1]
+    return stand, stand.sampler.logits, finished
+
+
+def run_down(stand: Stand, token_ids: np.ndarray, slot: int, context_id: int, chunk_tokens: int) -> FinishedJob:
+    """A whole prompt, wholly new, down to a context."""
+    host = host_prompt(len(token_ids), context_id)
+    stand.give_pages(slot, len(token_ids), host)
+    job = stand.job(context_id, slot, token_ids, host)
+    stand.prefill.add(job)
+    return stand.run(units_of(job, chunk_tokens))[context_id]
+
+
+def run_after(stand: Stand, token_ids: np.ndarray, begin: int, slot: int, context_id: int,
+              source_id: int | None) -> None:  # fmt: skip
+    """A prompt whose first `begin` tokens are down already: sink and dense pages are those of slot 0."""
+    host = host_prompt(len(token_ids), context_id, source_id)
+    own = stand.give_pages(slot, len(token_ids), host)
+    own[: begin // PAGE] = stand.pool.page_table[0, : begin // PAGE].tolist()
+    stand.pool.release(slot)
+    stand.pool.write_pages([PageWrite(slot, 0, own)])
+    job = stand.job(context_id, slot, token_ids, host, begin)
+    stand.prefill.add(job)
+    assert context_id in stand.run(units_of(job, 48))
+
+
+def relative(got: Tensor, wanted: Tensor, centre: Tensor) -> float:
+    """Largest error of rows, as a share of the largest centred element of the same layer."""
+    return float((got - wanted).abs().max() / (wanted - centre).abs().max())
+
+
+def assert_rows_are_down(stand: Stand, context_id: int, plain: Stand, slot: int, end: int, tolerance: float) -> None:
+    """Tokens `[SINK, end)` of the plain stand's slot, in every layer that goes down."""
+    assert stand.tier.num_tokens(context_id) == end - SINK
+    for place, layer in enumerate(DOWN):
+        for got, wanted in zip(
+            stand.tier.stored(context_id, place), plain.slot_rows(slot, layer, SINK, end), strict=True
+        ):
+            assert got.shape == wanted.shape
+            wanted = wanted.double().cpu()
+            assert relative(got, wanted, wanted.mean(1, keepdim=True)) < tolerance
+
+
+def logprobs(finished: FinishedJob) -> np.ndarray:
+    (entries,) = finished.prompt_logprobs_to_host().values()
+    return np.array([entry.logprob for entry in entries])
+
+
+@pytest.fixture(scope="module")
+def prompt() -> np.ndarray:
+    return draw_prompt(LENGTH, 1)
+
+
+@pytest.fixture(scope="module")
+def plain(prompt: np.ndarray) -> Plain:
+    return run_plain(prompt)
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 16, 100, 1000])
+def test_a_prompt_that_goes_down_has_the_logits_of_one_that_stays(
+    chunk_tokens: int, prompt: np.ndarray, plain: Plain
+) -> None:
+    stand = Stand()
+    finished = run_down(stand, prompt, 2, CONTEXT, chunk_tokens)
+    torch.testing.assert_close(stand.sampler.logits, plain[1], rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+    np.testing.assert_allclose(logprobs(finished), logprobs(plain[2]), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+    assert finished.sampled.to_host()[0].token_id == plain[2].sampled.to_host()[0].token_id
+
+
+def test_rows_that_go_down_are_the_exact_ones_rounded_and_the_rest_is_in_pages(
+    prompt: np.ndarray, plain: Plain
+) -> None:
+    stand = Stand()
+    run_down(stand, prompt, 2, CONTEXT, 100)
+    end = host_prompt(LENGTH, CONTEXT).end
+    assert stand.tier.num_tokens(CONTEXT) == end - SINK
+    assert stand.pool.num_deposited_tokens(2) == end - SINK
+    assert_rows_are_down(stand, CONTEXT, plain[0], 0, end, HOST_ROW_BFLOAT16)
+    for layer in range(SHAPE.num_layers):
+        stays = [(0, LENGTH)] if layer in DENSE_LAYERS else [(0, SINK), (end, LENGTH)]
+        for begin, stop in stays:
+            got, wanted = stand.slot_rows(2, layer, begin, stop), plain[0].slot_rows(0, layer, begin, stop)
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+
+
+def test_the_comparison_of_rows_sees_a_shift_by_one_token(plain: Plain) -> None:
+    for layer in DOWN:
+        for rows in plain[0].slot_rows(0, layer, SINK, 289):
+            shift = relative(rows[:, 1:], rows[:, :-1], rows.mean(1, keepdim=True))
+            assert shift > 10 * max(HOST_ROW_BFLOAT16, HOST_ROW_INT8)
+
+
+def test_rows_kept_in_int8_are_the_exact_ones_to_eight_bits(prompt: np.ndarray, plain: Plain) -> None:
+    stand = Stand(rows="int8")
+    run_down(stand, prompt, 0, CONTEXT, 64)
+    assert_rows_are_down(stand, CONTEXT, plain[0], 0, host_prompt(LENGTH, CONTEXT).end, HOST_ROW_INT8)
+
+
+def test_codes_of_every_row_are_down(prompt: np.ndarray) -> None:
+    stand = Stand()
+    run_down(stand, prompt, 0, CONTEXT, 64)
+    for place in range(len(DOWN)):
+        for rows in stand.tier.rows(CONTEXT, place, stand.tier.num_tokens(CONTEXT)):
+            assert int(rows.codes.int().max()) < 2**4
+
+
+def rounded_plain(stand: Stand, context_id: int, token_ids: np.ndarray, longer: np.ndarray, begin: int) -> Stand:
+    """What a prompt after a prefix must give: on the device alone, over pages that hold the prefix as the tier has it.
+
+    The prefix is tokens `[0, begin)` of slot 0, the longer prompt is slot 1.
+    """
+    plain, _, _ = run_plain(token_ids)
+    ids = plain.pool.page_table[0, SINK // PAGE : begin // PAGE].long()
+    for place, layer in enumerate(DOWN):
+        for pages, rows in zip(
+            (plain.pool.key_pages, plain.pool.value_pages), stand.tier.stored(context_id, place), strict=True
+        ):
+            whole = rows[:, : begin - SINK].float().unflatten(1, (-1, PAGE)).transpose(0, 1)
+            pages[layer][ids] = whole.to(plain.device)
+    own = plain.give_pages(1, len(longer), None)
+    own[: begin // PAGE] = plain.pool.page_table[0, : begin // PAGE].tolist()
+    plain.pool.write_pages([PageWrite(1, 0, own)])
+    job = plain.job(2, 1, longer, begin=begin)
+    plain.prefill.add(job)
+    plain.run(units_of(job, 64))
+    return plain
+
+
+@pytest.mark.parametrize("begin", [SINK + PAGE, 160, 272])
+@pytest.mark.parametrize("num_more", [20, 73])
+@pytest.mark.parametrize("bulk_tokens", [48, 10_000])
+def test_a_prompt_after_a_deposited_prefix_is_as_over_pages_that_hold_the_same_rows(
+    begin: int, num_more: int, bulk_tokens: int, prompt: np.ndarray
+) -> None:
+    longer = np.concatenate([prompt, draw_prompt(num_more, 2)])
+    stand = Stand(bulk_tokens=bulk_tokens)
+    run_down(stand, prompt, 0, CONTEXT, 100)
+    wanted = rounded_plain(stand, CONTEXT, prompt, longer, begin)
+    run_after(stand, longer, begin, 3, CONTEXT + 1, CONTEXT)
+    torch.testing.assert_close(stand.sampler.logits, wanted.sampler.logits, rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+    assert_rows_are_down(stand, CONTEXT + 1, wanted, 1, host_prompt(len(longer), 0).end, HOST_ROW_BFLOAT16)
+
+
+def test_a_context_goes_on_where_it_is_itself_the_prefix(prompt: np.ndarray) -> None:
+    longer, begin = np.concatenate([prompt, draw_prompt(90, 2)]), host_prompt(LENGTH, CONTEXT).end
+    stand = Stand()
+    run_down(stand, prompt, 0, CONTEXT, 100)
+    wanted = rounded_plain(stand, CONTEXT, prompt, longer, begin)
+    run_after(stand, longer, begin, 3, CONTEXT, None)
+    torch.testing.assert_close(stand.sampler.logits, wanted.sampler.logits, rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+    assert_rows_are_down(stand, CONTEXT, wanted, 1, host_prompt(len(longer), 0).end, HOST_ROW_BFLOAT16)
+
+
+@pytest.mark.parametrize("spoil", ["one value", "two rows change places"])
+def test_the_comparison_of_logits_sees_a_wrong_row_of_the_prefix(spoil: str, prompt: np.ndarray) -> None:
+    longer = np.concatenate([prompt, draw_prompt(73, 2)])
+    stand = Stand()
+    run_down(stand, prompt, 0, CONTEXT, 100)
+    wanted = rounded_plain(stand, CONTEXT, prompt, longer, 256).sampler.logits
+    rows = stand.tier.rows(CONTEXT, 1, 120)[0]
+    if spoil == "one value":
+        rows.values[:, 40].neg_()
+    else:
+        rows.keys[:, [10, 100]] = rows.keys[:, [100, 10]]
+    run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
+    assert float((stand.sampler.logits - wanted).abs().max()) > 10 * CHUNKING_LOGPROB_ATOL
+
+
+def test_chunks_may_differ_from_layer_to_layer_and_other_jobs_run_between(prompt: np.ndarray, plain: Plain) -> None:
+    stand, draw = Stand(), np.random.default_rng(6)
+    others = [draw_prompt(90, 7), draw_prompt(33, 8)]
+    wanted = [run_plain(ids)[2] for ids in others]
+    host = host_prompt(LENGTH, CONTEXT)
+    stand.give_pages(0, LENGTH, host)
+    jobs = [stand.job(9, 0, prompt, host)]
+    for slot, ids in enumerate(others, 1):
+        stand.give_pages(slot, len(ids), None)
+        jobs.append(stand.job(9 + slot, slot, ids))
+    queues = [random_units(job, draw) for job in jobs]
+    for job in jobs:
+        stand.prefill.add(job)
+    order = []
+    while any(queues):
+        order.append(queues[draw.choice([index for index, queue in enumerate(queues) if queue])].pop(0))
+    finished = stand.run(order)
+    np.testing.assert_allclose(logprobs(finished[9]), logprobs(plain[2]), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+    for slot, one in enumerate(wanted, 1):
+        np.testing.assert_allclose(logprobs(finished[9 + slot]), logprobs(one), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+    assert_rows_are_down(stand, CONTEXT, plain[0], 0, host.end, HOST_ROW_BFLOAT16)
+
+
+def random_units(job: PrefillJob, draw: np.random.Generator) -> list[PrefillUnit]:
+    units = []
+    for layer in range(SHAPE.num_layers):
+        cuts = sorted({0, job.num_tokens, *draw.integers(1, job.num_tokens, 3).tolist()})
+        units += [PrefillUnit(job.job_id, layer, begin, end) for begin, end in itertools.pairwise(cuts)]
+    return units
+
+
+@pytest.mark.parametrize("num_units", [0, 5, 14, 22])
+def test_a_job_dropped_anywhere_leaves_the_next_one_as_if_it_had_never_been(
+    num_units: int, prompt: np.ndarray, plain: Plain
+) -> None:
+    stand = Stand()
+    other = draw_prompt(400, 9)
+    host = host_prompt(len(other), CONTEXT)
+    stand.give_pages(4, len(other), host)
+    job = stand.job(3, 4, other, host)
+    stand.prefill.add(job)
+    assert not stand.run(units_of(job, 100)[:num_units])
+    stand.prefill.drop(3)
+    stand.tier.close(CONTEXT)
+    assert stand.prefill.num_jobs == stand.tier.used_tokens == 0
+    finished = run_down(stand, prompt, 2, CONTEXT + 1, 100)
+    np.testing.assert_allclose(logprobs(finished), logprobs(plain[2]), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+    assert_rows_are_down(stand, CONTEXT + 1, plain[0], 0, host_prompt(LENGTH, 0).end, HOST_ROW_BFLOAT16)
+
+
+def test_a_prompt_that_the_host_has_no_room_for_fails_alone(prompt: np.ndarray) -> None:
+    stand = Stand(capacity_tokens=100)
+    other = draw_prompt(60, 7)
+    host = host_prompt(LENGTH, CONTEXT)
+    stand.give_pages(0, LENGTH, host)
+    stand.give_pages(1, len(other), None)
+    jobs = [stand.job(1, 0, prompt, host), stand.job(2, 1, other)]
+    for job in jobs:
+        stand.prefill.add(job)
+    failures = stand.prefill.take_failures()
+    assert list(failures) == [0]
+    assert failures[0] == f"host memory: asked {host.end - SINK} tokens, have 100"
+    finished = stand.run([*units_of(jobs[0], 100), *units_of(jobs[1], 100)])
+    assert list(finished) == [2]
+    np.testing.assert_allclose(logprobs(finished[2]), logprobs(run_plain(other)[2]), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
+    assert stand.prefill.num_jobs == 0
+    assert stand.prefill.take_failures() == {}
+    assert run_down(stand, draw_prompt(100, 3), 2, CONTEXT + 1, 64) is not None
+
+
+def test_a_host_that_refuses_in_the_middle_fails_the_slot_then(
+    prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = Stand()
+    layer_rows = ReferenceReservation.layer
+
+    def refuse_the_third(self: ReferenceReservation, layer: int) -> object:
+        if layer == 2:
+            raise HostMemoryError("host memory: cannot pin")
+        return layer_rows(self, layer)
+
+    monkeypatch.setattr(ReferenceReservation, "layer", refuse_the_third)
+    host = host_prompt(LENGTH, CONTEXT)
+    stand.give_pages(0, LENGTH, host)
+    job = stand.job(1, 0, prompt, host)
+    stand.prefill.add(job)
+    assert stand.prefill.take_failures() == {}
+    assert not stand.run(units_of(job, 100))
+    assert stand.prefill.take_failures() == {0: "host memory: cannot pin"}
+    assert stand.prefill.num_jobs == 0
+
+
+def add_two_in_one_job(stand: Stand) -> None:
+    prompts = [host_job(stand, slot).prompts[0] for slot in range(2)]
+    stand.prefill.add(PrefillJob(5, prompts))
+
+
+def add_two_at_once(stand: Stand) -> None:
+    for slot in range(2):
+        stand.prefill.add(host_job(stand, slot))
+
+
+def host_job(stand: Stand, slot: int) -> PrefillJob:
+    return stand.job(slot, slot, draw_prompt(120, slot), host_prompt(120, CONTEXT + slot))
+
+
+@pytest.mark.parametrize("add", [add_two_in_one_job, add_two_at_once])
+def test_two_prompts_that_go_down_together_are_refused(add: Callable[[Stand], None]) -> None:
+    with pytest.raises(ValueError, match=r"slot .* beside others"):
+        add(Stand())
+
+
+def test_without_a_tier_a_prompt_that_goes_down_is_refused() -> None:
+    stand = Stand(has_tier=False)
+    with pytest.raises(ValueError, match=r"slot 0 .* no host tier"):
+        stand.prefill.add(host_job(stand, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
+def test_on_cuda_a_prompt_goes_down_and_comes_up_again_as_its_prefix(rows: str, prompt: np.ndarray) -> None:
+    longer = np.concatenate([prompt, draw_prompt(73, 2)])
+    plain, first, _ = run_plain(prompt, torch.bfloat16, "cuda")
+    _, second, _ = run_plain(longer, torch.bfloat16, "cuda")
+    stand = Stand(dtype=torch.bfloat16, device=torch.device("cuda"), rows=rows)
+    run_down(stand, prompt, 0, CONTEXT, 100)
+    torch.testing.assert_close(stand.sampler.logits, first, rtol=0, atol=HOST_LOGIT_BFLOAT16_ATOL)
+    tolerance = HOST_ROW_BFLOAT16 if rows == "bfloat16" else HOST_ROW_INT8
+    assert_rows_are_down(stand, CONTEXT, plain, 0, host_prompt(LENGTH, 0).end, 4 * tolerance)
+    run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
+    torch.testing.assert_close(stand.sampler.logits, second, rtol=0, atol=HOST_LOGIT_BFLOAT16_ATOL)
