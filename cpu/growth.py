@@ -15,6 +15,8 @@ from cpu.store import SegmentStore
 from transfer.host_memory import TAIL_TOKENS, split_tokens, without_tables
 from transfer.tier import HostMemoryError, LayerRows, TierShape
 
+PREPARE_TOKENS = TAIL_TOKENS // 4  # with so little room left, memory for the next tail is made ready
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentReservation:
@@ -80,6 +82,8 @@ class Growth:
             has_centre = not is_bulk and continued is not None
             reservations.append(self._append(context, context.pieces[-1], tokens, begin, has_centre))
         context.touch()
+        if context.pieces[-1].segment.room <= PREPARE_TOKENS:
+            self._store.prepare(shape, TAIL_TOKENS)
         return reservations
 
     def drop_merge(self, context: Context) -> None:

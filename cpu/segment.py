@@ -107,6 +107,11 @@ class Segment:
         return self.sealed_tokens is None
 
     @property
+    def room(self) -> int:
+        """Tokens that may still be appended."""
+        return self.capacity - self.used if self.is_open else 0
+
+    @property
     def is_alive(self) -> bool:
         return self._holders > 0
 

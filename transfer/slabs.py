@@ -6,6 +6,7 @@ waits for the next claim of its class, since pinning is slow, and goes back to t
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ class Slab:
         """uint8 `[num_bytes]`, once it is there. Raises HostMemoryError where the host refused it."""
         return self._pages.result()
 
+    @property
+    def is_refused(self) -> bool:
+        return self._pages.done() and (self._pages.cancelled() or self._pages.exception() is not None)
+
+    def cancel(self) -> bool:
+        """Whether it never comes, since nobody has begun with it."""
+        return self._pages.cancel()
+
 
 class SlabPool:
     """Slabs below a limit. Methods may be called from any thread."""
@@ -53,9 +62,8 @@ class SlabPool:
         self._source = source
         self._lock = Lock()
         self._in_use_bytes = 0
-        self._held_bytes = 0  # in use, idle, or on its way
         self._pinned_bytes = 0
-        self._idle: list[Pages] = []  # oldest first
+        self._idle: list[Slab] = []  # oldest first
         self._threads = ThreadPoolExecutor(num_threads, "slabs", interleave_thread)
 
     @property
@@ -64,8 +72,9 @@ class SlabPool:
 
     @property
     def bytes_held(self) -> int:
-        """In use, idle, and on their way."""
-        return self._held_bytes
+        """In use or idle."""
+        with self._lock:
+            return self._in_use_bytes + self._idle_bytes()
 
     @property
     def bytes_pinned(self) -> int:
@@ -83,52 +92,54 @@ class SlabPool:
                 )
             self._in_use_bytes += asked
             found = [self._take_idle(size) for size in classes]
-            new_bytes = sum(size for size, pages in zip(classes, found, strict=True) if pages is None)
-            evicted = self._evict(new_bytes)
-            self._held_bytes += new_bytes
-        if evicted:
-            self._threads.submit(self._unmake, evicted)
-        slabs = []
-        for size, pages in zip(classes, found, strict=True):
-            if pages is None:
-                slabs.append(Slab(size, self._threads.submit(self._make, size)))
-            else:
-                future: Future[Pages] = Future()
-                future.set_result(pages)
-                slabs.append(Slab(size, future))
-        return slabs
+            self._evict()
+        return [slab or self._order(size) for slab, size in zip(found, classes, strict=True)]
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Have idle slabs ready for a claim of these sizes, as far as there is room that nobody uses."""
+        wanted = Counter(slab_bytes(size) for size in sizes)
+        with self._lock:
+            wanted.subtract(slab.num_bytes for slab in self._idle)
+            for size, missing in wanted.items():
+                for _ in range(missing):
+                    if self._in_use_bytes + self._idle_bytes() + size <= self.limit_bytes:
+                        self._idle.append(self._order(size))
 
     def release(self, slabs: Sequence[Slab]) -> None:
-        """Give slabs back, each once; one on its way arrives idle, one that was refused is forgotten."""
-        for slab in slabs:
-            cancelled = slab._pages.cancel()
-            with self._lock:
+        """Give slabs back, each once; nobody reads or writes them any more."""
+        with self._lock:
+            for slab in slabs:
                 self._in_use_bytes -= slab.num_bytes
-                if cancelled:
-                    self._held_bytes -= slab.num_bytes
-            if not cancelled:
-                slab._pages.add_done_callback(self._keep)
+                if not slab.cancel() and not slab.is_refused:
+                    self._idle.append(slab)
 
     def shutdown(self) -> None:
         """Stop the threads and give idle slabs back to the system."""
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
             idle, self._idle = self._idle, []
-            self._held_bytes -= sum(pages.nbytes for pages in idle)
-        self._unmake(idle)
+        for slab in idle:
+            self._unmake(slab)
 
-    def _take_idle(self, num_bytes: int) -> Pages | None:
-        for index, pages in enumerate(self._idle):
-            if pages.nbytes == num_bytes:
+    def _idle_bytes(self) -> int:
+        return sum(slab.num_bytes for slab in self._idle)
+
+    def _take_idle(self, num_bytes: int) -> Slab | None:
+        for index, slab in enumerate(self._idle):
+            if slab.num_bytes == num_bytes and not slab.is_refused:
                 return self._idle.pop(index)
         return None
 
-    def _evict(self, new_bytes: int) -> list[Pages]:
-        evicted: list[Pages] = []
-        while self._idle and self._held_bytes + new_bytes > self.limit_bytes:
-            evicted.append(self._idle.pop(0))
-            self._held_bytes -= evicted[-1].nbytes
-        return evicted
+    def _evict(self) -> None:
+        held = self._in_use_bytes + self._idle_bytes()
+        while self._idle and held > self.limit_bytes:
+            slab = self._idle.pop(0)
+            held -= slab.num_bytes
+            if not slab.cancel():
+                self._threads.submit(self._unmake, slab)
+
+    def _order(self, num_bytes: int) -> Slab:
+        return Slab(num_bytes, self._threads.submit(self._make, num_bytes))
 
     def _make(self, num_bytes: int) -> Pages:
         try:
@@ -136,8 +147,6 @@ class SlabPool:
             if self._source.pin is not None:
                 self._source.pin(pages)
         except (OSError, MemoryError) as error:
-            with self._lock:
-                self._held_bytes -= num_bytes
             log.warning("host_memory_refused bytes=%d in_use=%d error=%s", num_bytes, self._in_use_bytes, error)
             raise HostMemoryError(
                 f"host memory: asked the system for {_gib(num_bytes)}, it refused: {error}; {_gib(self._in_use_bytes)} "
@@ -149,23 +158,16 @@ class SlabPool:
                 self._pinned_bytes += num_bytes
         return pages
 
-    def _unmake(self, evicted: list[Pages]) -> None:
+    def _unmake(self, slab: Slab) -> None:
         """The system has pages back when their last view is gone, which is here."""
-        while evicted:
-            pages = evicted.pop()
-            if self._source.unpin is None:
-                continue
-            try:
-                self._source.unpin(pages)
-            except OSError as error:
-                log.error("host_memory_unpin_failed bytes=%d error=%s", pages.nbytes, error)
-            with self._lock:
-                self._pinned_bytes -= pages.nbytes
-
-    def _keep(self, future: "Future[Pages]") -> None:
-        if future.exception() is None:
-            with self._lock:
-                self._idle.append(future.result())
+        if self._source.unpin is None or slab.is_refused:
+            return
+        try:
+            self._source.unpin(slab.wait())
+        except OSError as error:
+            log.error("host_memory_unpin_failed bytes=%d error=%s", slab.num_bytes, error)
+        with self._lock:
+            self._pinned_bytes -= slab.num_bytes
 
 
 def _gib(num_bytes: int) -> str:
