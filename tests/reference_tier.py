@@ -166,12 +166,12 @@ class ReferenceTier:
         is_int8 = shape.rows == "int8"
         own = joined.layers[layer] if joined is not None else None
         return LayerRows(
-            keys=torch.full((heads, tokens, dim), unwritten, dtype=dtype),
-            values=torch.full((heads, tokens, dim), unwritten, dtype=dtype),
-            codes=codes if shape.num_tables else None,
-            centre=own.centre if own else torch.full((heads, dim), float("nan")),
-            key_scale=(own.key_scale if own else torch.full((heads,), float("nan"))) if is_int8 else None,
-            value_scale=(own.value_scale if own else torch.full((heads, dim), float("nan"))) if is_int8 else None,
+            keys=_reachable(torch.full((heads, tokens, dim), unwritten, dtype=dtype)),
+            values=_reachable(torch.full((heads, tokens, dim), unwritten, dtype=dtype)),
+            codes=_reachable(codes) if shape.num_tables else None,
+            centre=own.centre if own else _nans(heads, dim),
+            key_scale=(own.key_scale if own else _nans(heads)) if is_int8 else None,
+            value_scale=(own.value_scale if own else _nans(heads, dim)) if is_int8 else None,
         )
 
 
@@ -213,6 +213,15 @@ def attend(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]
     lse = logits.logsumexp(-1)
     out = (logits - lse[..., None]).exp() @ values.double()
     return out.view(-1, dim), lse.flatten()
+
+
+def _reachable(tensor: Tensor) -> Tensor:
+    """Pinned, where there is a device that could want it so."""
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
+def _nans(*shape: int) -> Tensor:
+    return _reachable(torch.full(shape, float("nan")))
 
 
 def _first(pieces: list[Piece], num_tokens: int) -> list[Piece]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu.decoder import Pages
+from gpu.deposit import Sent
 from gpu.prefill import FinishedJob
 from gpu.step import PageWrite, PrefillJob, PrefillUnit
 from tests.gpu.host_prefill import (
@@ -28,6 +30,7 @@ from tests.tolerances import (
     HOST_ROW_BFLOAT16,
     HOST_ROW_INT8,
 )
+from transfer.copies import Event, Streams
 from transfer.tier import HostMemoryError
 
 LENGTH = 345
@@ -343,3 +346,74 @@ def test_on_cuda_a_prompt_goes_down_and_comes_up_again_as_its_prefix(rows: str, 
     assert_rows_are_down(stand, CONTEXT, plain, 0, host_prompt(LENGTH, 0).end, 4 * tolerance)
     run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
     torch.testing.assert_close(stand.sampler.logits, second, rtol=0, atol=HOST_LOGIT_BFLOAT16_ATOL)
+
+
+class Point:
+    """An event that can be told from others."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class LoggedStreams(Streams):
+    """Says what the computing stream is told to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.waited: list[Event] = []
+
+    def record(self) -> Event:
+        return Point()
+
+    def wait_for(self, event: Event) -> None:
+        self.waited.append(event)
+
+
+def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_came_into_it(
+    prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = np.concatenate([prompt, draw_prompt(40, 2)])
+    stand = Stand()
+    run_down(stand, prompt, 0, CONTEXT, 100)
+    depositor, log = stand.prefill.staging.depositor, []
+    depositor.streams = LoggedStreams()
+    send, bring, layer = depositor.send, depositor.bring, stand.decoder.layer
+
+    def logged_send(keys: Tensor, *others: object) -> Sent:
+        log.append(("sent", keys.data_ptr(), send(keys, *others)))
+        return log[-1][2]
+
+    def logged_bring(rows: object, keys: Tensor, values: Tensor) -> Event:
+        assert left_before(keys) <= set(depositor.streams.waited), "a bring overtakes the send of the same buffer"
+        log.append(("brought", keys.data_ptr(), bring(rows, keys, values)))
+        return log[-1][2]
+
+    def left_before(keys: Tensor) -> set[Event]:
+        """The last event of each kind in the same buffer."""
+        last = {kind: event for kind, address, event in log if is_in_buffer(address, keys)}
+        return {last["sent"].read} if "sent" in last else set()
+
+    def is_in_buffer(address: int, keys: Tensor) -> bool:
+        buffers = stand.prefill.staging.keys
+        size = buffers[0].nbytes
+        return (address - buffers.data_ptr()) // size == (keys.data_ptr() - buffers.data_ptr()) // size
+
+    def logged_layer(index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: object,
+                     pages: Pages | None) -> Tensor:  # fmt: skip
+        if pages is not None:
+            brought = [event for kind, address, event in log if kind == "brought" and is_in_buffer(address, pages[0])]
+            wanted = left_before(pages[0]) | set(brought[-1:])
+            assert wanted <= set(depositor.streams.waited), f"layer {index} does not wait for its buffer"
+            num_waits.append(len(wanted))
+        return layer(index, hidden, positions, slots, attend, pages)
+
+    num_waits: list[int] = []
+    monkeypatch.setattr(depositor, "send", logged_send)
+    monkeypatch.setattr(depositor, "bring", logged_bring)
+    monkeypatch.setattr(stand.decoder, "layer", logged_layer)
+    run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
+    assert max(num_waits) == 2, "some layer waits for both"
+    assert [kind for kind, _, _ in log] == ["brought"] * 2 + ["sent", "brought"] * 2 + ["sent"] * 2
