@@ -175,3 +175,9 @@ HOST_ROW_BFLOAT16 = 3e-3
 HOST_ROW_INT8 = 6e-3
 # Logits of a few units, all computed in bf16, where a prefix that came back has been rounded once more.
 HOST_LOGIT_BFLOAT16_ATOL = 0.25
+
+# --- cpu: the host tier ---
+# float32 sums of some thousand rows over one to a dozen segments and their merges, against float64 over the same
+# stored rows; with every key sampled, u is 1 to 1e-6. One row of 3,000 weighs a hundred times as much.
+TIER_OUT = 2e-5
+TIER_LSE = 2e-5

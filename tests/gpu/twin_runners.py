@@ -1,0 +1,240 @@
+"""Two runners of the reference model side by side: one keeps every context on the device, one sends them down.
+
+The first is the oracle of the second. Both are fed the first one's tokens. What the host rounds (rows in bf16) is
+written back into the oracle's pages, so that the two differ by the order of float32 sums alone. Pages are NaN until
+written and again when they are given up, so any read of what is not there shows.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from gpu.config import GpuConfig, ModelConfig
+from gpu.load import load_runner
+from gpu.runner import Runner
+from gpu.step import (
+    DecodeGroup,
+    Deposit,
+    HostPrompt,
+    PageWrite,
+    PrefillJob,
+    PrefillPrompt,
+    StepPlan,
+    StepResult,
+)
+from tests.gpu.reference_model import FOLDER, GREEDY, NUM_LAYERS, layer_units, prefill_prompts
+from tests.reference_tier import ReferenceTier
+from transfer.config import HostConfig, SampledConfig
+from transfer.tier import TierShape
+
+NUM_HEADS, NUM_KV_HEADS, DIM = 8, 2, 64
+DEFAULT_DENSE = (0, NUM_LAYERS // 2)
+MAX_CONTEXT = 1024
+NUM_PAGES = 512
+BITS, NUM_TABLES = 6, 5
+PROFILES = {False: "offloaded", True: "sampled"}
+
+
+def tier_shape(dense_layers: tuple[int, ...]) -> TierShape:
+    layers = tuple(layer for layer in range(NUM_LAYERS) if layer not in dense_layers)
+    return TierShape(layers, NUM_HEADS, NUM_KV_HEADS, DIM, "bfloat16", BITS, NUM_TABLES)
+
+
+def load(tier: ReferenceTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
+         graph_batch_sizes: tuple[int, ...]) -> Runner:  # fmt: skip
+    host = None if tier is None else HostConfig(sampled=SampledConfig(bits_per_table=BITS, num_tables=NUM_TABLES))
+    runner = load_runner(
+        ModelConfig(path=FOLDER),
+        GpuConfig(device=device, dtype=dtype, page_tokens=page_tokens, graph_batch_sizes=graph_batch_sizes),
+        max_running=max_running,
+        max_context_tokens=MAX_CONTEXT,
+        chunk_tokens=512,
+        max_hidden_tokens=4096,
+        num_pages=NUM_PAGES,
+        num_dense_pages=0 if tier is None else NUM_PAGES,
+        host=host,
+        tier=tier,
+        on_progress=lambda stage, fraction: None,
+    )
+    runner.pool.poison()
+    return runner
+
+
+@dataclass
+class Sequence:
+    """A slot of the runner that deposits; `run` is `[sink, end)`, empty until the context goes down."""
+
+    slot: int
+    context_id: int
+    num_tokens: int
+    run_end: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class Twins:
+    """`exact` keeps all; `deposits` sends what is older than the window down, in lumps."""
+
+    def __init__(self, *, dense_layers: tuple[int, ...] = DEFAULT_DENSE, page_tokens: int = 16, window_tokens: int = 64,
+                 lump_tokens: int = 64, is_sampled: bool = False, capacity_tokens: int = 100_000, max_running: int = 5,
+                 device: str = "cpu", dtype: str = "float32",
+                 graph_batch_sizes: tuple[int, ...] = ()) -> None:  # fmt: skip
+        self.tier = ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
+        self.page_tokens, self.window_tokens, self.lump_tokens = page_tokens, window_tokens, lump_tokens
+        self.is_sampled = is_sampled
+        self.exact = load(None, page_tokens, max_running, device, dtype, ())
+        self.deposits = load(self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes)
+        self.sequences: dict[int, Sequence] = {}
+        self._free = list(range(NUM_PAGES))
+        self._dense = list(range(NUM_PAGES, 2 * NUM_PAGES))
+        self._logits: dict[Runner, dict[int, torch.Tensor]] = {}
+        for runner in (self.exact, self.deposits):
+            self._record_logits(runner)
+
+    def prefill(self, prompts: list[np.ndarray]) -> None:
+        """Each in its own slot, whole on both devices."""
+        for prompt in prefill_prompts(prompts):
+            sequence = Sequence(prompt.slot, 100 + prompt.slot, len(prompt.token_ids))
+            self.sequences[prompt.slot] = sequence
+            own_pages = [self._free.pop() for _ in range(-(-sequence.num_tokens // self.page_tokens))]
+            sequence.pages = list(own_pages)
+            job = PrefillJob(prompt.slot, [prompt])
+            units = layer_units(job, 512)
+            writes = [PageWrite(prompt.slot, 0, list(range(*self._exact_pages(prompt.slot, 0, sequence.num_tokens))))]
+            self.exact.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
+            writes = [PageWrite(prompt.slot, 0, own_pages)]
+            self.deposits.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
+
+    def prefill_down(self, slot: int, token_ids: np.ndarray) -> None:
+        """The prompt's middle goes to the host as it is computed; the oracle gets the host's rows afterwards."""
+        sink, num_tokens = self.page_tokens, len(token_ids)
+        end = (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
+        sequence = Sequence(slot, 100 + slot, num_tokens, end)
+        self.sequences[slot] = sequence
+        dense = range(sink // self.page_tokens, end // self.page_tokens)
+        sequence.pages = [
+            (self._dense if page in dense else self._free).pop() for page in range(-(-num_tokens // self.page_tokens))
+        ]
+        host = HostPrompt(sequence.context_id, None, sink, end, self.is_sampled)
+        prompt = PrefillPrompt(slot, token_ids, 0, num_tokens, GREEDY, PROFILES[self.is_sampled], host)
+        job = PrefillJob(slot, [prompt])
+        units = layer_units(job, 512)
+        writes = [PageWrite(slot, 0, sequence.pages)]
+        self.deposits.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
+        writes = [PageWrite(slot, 0, list(range(*self._exact_pages(slot, 0, num_tokens))))]
+        job = PrefillJob(slot, [replace(prompt, host=None, profile="exact")])
+        self.exact.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
+        self._round(sequence)
+
+    def step(self, slots: list[int]) -> StepResult:
+        """One token for each of these slots; deposits that are due go first. Both runners get the oracle's tokens."""
+        due = [deposit for slot in slots for deposit in self._due(self.sequences[slot])]
+        plan = self.plan(slots, due)
+        exact_plan = StepPlan(
+            page_writes=[
+                PageWrite(write.slot, write.first_page,
+                          list(range(*self._exact_pages(write.slot, write.first_page * self.page_tokens,
+                                                        (write.first_page + 1) * self.page_tokens))))
+                for write in plan.page_writes
+            ],
+            decode=[DecodeGroup("exact", slots, plan_positions(plan, slots), [1] * len(slots))],
+        )  # fmt: skip
+        self.deposits._last_tokens.copy_(self.exact._last_tokens)
+        result = self.deposits.launch(plan).collect()
+        for deposit in due:
+            if deposit.slot not in result.failures:
+                self._settle(deposit)
+        self.exact.launch(exact_plan).collect()
+        for slot in slots:
+            self.sequences[slot].num_tokens += 1
+        return result
+
+    def plan(self, slots: list[int], deposits: list[Deposit]) -> StepPlan:
+        """Of the runner that deposits: rows with a context go in one group, the others in another."""
+        writes = []
+        for slot in slots:
+            sequence = self.sequences[slot]
+            if sequence.num_tokens == len(sequence.pages) * self.page_tokens:
+                sequence.pages.append(self._free.pop())
+                writes.append(PageWrite(slot, len(sequence.pages) - 1, sequence.pages[-1:]))
+        down = [slot for slot in slots if self.sequences[slot].run_end or slot in {one.slot for one in deposits}]
+        groups = [self._group(down, True), self._group([slot for slot in slots if slot not in down], False)]
+        return StepPlan(page_writes=writes, deposits=deposits, decode=[group for group in groups if group.slots])
+
+    def logits(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last step's, float32 `[vocab]`: of the runner that deposits, and of the oracle."""
+        return self._logits[self.deposits][slot], self._logits[self.exact][slot]
+
+    def fork(self, source: int, slot: int) -> None:
+        """`slot`, of the same tokens, gives up its pages for a fork of `source`'s context."""
+        sequence, run_end = self.sequences[slot], self.sequences[source].run_end
+        self.tier.fork(self.sequences[source].context_id, sequence.context_id, run_end - self.page_tokens, False)
+        pages = slice(1, run_end // self.page_tokens)
+        dense = [self._dense.pop() for _ in range(pages.stop - pages.start)]
+        deposit = Deposit(slot, sequence.context_id, self.page_tokens, run_end, sequence.pages[pages], dense,
+                          opens=False, is_sampled=False)  # fmt: skip
+        self.deposits.pool.deposit(slot, deposit.begin, deposit.end, deposit.page_ids, dense)
+        self._settle(deposit)
+
+    def _group(self, slots: list[int], is_down: bool) -> DecodeGroup:
+        sequences = [self.sequences[slot] for slot in slots]
+        return DecodeGroup(
+            PROFILES[self.is_sampled], slots, [one.num_tokens for one in sequences], [1] * len(slots),
+            [one.context_id for one in sequences] if is_down else None,
+        )  # fmt: skip
+
+    def _due(self, sequence: Sequence) -> list[Deposit]:
+        sink = self.page_tokens
+        begin = sequence.run_end or sink
+        end = (sequence.num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
+        if end - begin < self.lump_tokens:
+            return []
+        if sequence.run_end:
+            end = begin + self.lump_tokens
+        pages = slice(begin // self.page_tokens, end // self.page_tokens)
+        dense = [self._dense.pop() for _ in range(pages.stop - pages.start)]
+        return [
+            Deposit(sequence.slot, sequence.context_id, begin, end, sequence.pages[pages], dense,
+                    opens=not sequence.run_end, is_sampled=self.is_sampled)
+        ]  # fmt: skip
+
+    def _settle(self, deposit: Deposit) -> None:
+        """Pages are free (and NaN again); the oracle gets the rows as the host has them."""
+        sequence, pool = self.sequences[deposit.slot], self.deposits.pool
+        first = deposit.begin // self.page_tokens
+        sequence.pages[first : first + len(deposit.page_ids)] = deposit.dense_page_ids
+        sequence.run_end = deposit.end
+        self._free = list(deposit.page_ids) + self._free
+        for pages in (*pool.key_pages, *pool.value_pages):
+            pages[deposit.page_ids] = torch.nan
+        self._round(sequence)
+
+    def _round(self, sequence: Sequence) -> None:
+        """The oracle's rows of what is down become those that the host has."""
+        oracle, shape = self.exact.pool, (NUM_KV_HEADS, -1, self.page_tokens, DIM)
+        ids = list(range(*self._exact_pages(sequence.slot, self.page_tokens, sequence.run_end)))
+        for place, layer in enumerate(self.tier.shape.layers):
+            for pages, rows in zip((oracle.key_pages[layer], oracle.value_pages[layer]),
+                                   self.tier.stored(sequence.context_id, place), strict=True):  # fmt: skip
+                pages[ids] = rows.reshape(shape).transpose(0, 1).to(pages.device, pages.dtype)
+
+    def _exact_pages(self, slot: int, begin: int, end: int) -> tuple[int, int]:
+        """The oracle's page ids of tokens `[begin, end)`: a slot has a run of its own."""
+        first = slot * (NUM_PAGES // 5)
+        return first + begin // self.page_tokens, first + -(-end // self.page_tokens)
+
+    def _record_logits(self, runner: Runner) -> None:
+        sample, kept = runner._sampler.sample, self._logits.setdefault(runner, {})
+
+        def recording(logits: torch.Tensor, slots: list[int], samples: list[int]):
+            kept.update(zip(slots, logits.cpu().clone(), strict=True))
+            return sample(logits, slots, samples)
+
+        runner._sampler.sample = recording
+
+
+def plan_positions(plan: StepPlan, slots: list[int]) -> list[int]:
+    """Positions of `slots`, whichever group they are in."""
+    found = {slot: position for group in plan.decode
+             for slot, position in zip(group.slots, group.positions, strict=True)}  # fmt: skip
+    return [found[slot] for slot in slots]
