@@ -169,12 +169,15 @@ def print_fidelity(rows: list, layers: list, console: "Console") -> None:
     from evals.report.table import percent
 
     said = Table("length", "method", "failed", "agreement", "KL (nats)", "perplexity", "generated: agreement", "KL",
-                 "keys scored", "bytes read")  # fmt: skip
+                 "keys scored", "bytes read", "error a layer: mean", "worst")  # fmt: skip
     for row in rows:
+        errors = [one["error"] for one in layers if (one["length"], one["method"]) == (row["length"], row["method"])]
         said.add_row(f"{row['length']:,}", row["method"], str(row.get("failures", 0)), percent(row["agreement"]),
                      number_text(row["kl"], 4), number_text(row["perplexity"], 3),
                      percent(row.get("agreement_generated")), number_text(row.get("kl_generated"), 4),
-                     percent(row["head_fraction"]), percent(row["bytes_fraction"]))  # fmt: skip
+                     percent(row["head_fraction"]), percent(row["bytes_fraction"]),
+                     percent(sum(errors) / len(errors) if errors else None),
+                     percent(max(errors, default=None)))  # fmt: skip
     console.print(said)
     if any("kl_over" in row for row in rows):
         console.print(SEEN_FROM_OUTSIDE, highlight=False)
