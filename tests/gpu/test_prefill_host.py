@@ -372,8 +372,9 @@ class LoggedStreams(Streams):
         self.waited.append(event)
 
 
+@pytest.mark.parametrize("has_prefix", [False, True])
 def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_came_into_it(
-    prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    has_prefix: bool, prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longer = np.concatenate([prompt, draw_prompt(40, 2)])
     stand = Stand()
@@ -414,6 +415,10 @@ def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_
     monkeypatch.setattr(depositor, "send", logged_send)
     monkeypatch.setattr(depositor, "bring", logged_bring)
     monkeypatch.setattr(stand.decoder, "layer", logged_layer)
-    run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
-    assert max(num_waits) == 2, "some layer waits for both"
-    assert [kind for kind, _, _ in log] == ["brought"] * 2 + ["sent", "brought"] * 2 + ["sent"] * 2
+    if has_prefix:
+        run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
+        assert [kind for kind, _, _ in log] == ["brought"] * 2 + ["sent", "brought"] * 2 + ["sent"] * 2
+    else:
+        run_down(stand, longer, 3, CONTEXT + 1, 1000)
+        assert {kind for kind, _, _ in log} == {"sent"}
+    assert max(num_waits) == 1 + has_prefix, "some layer waits for all there is"
