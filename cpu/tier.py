@@ -18,7 +18,7 @@ from cpu.segment import ROW_TYPES
 from cpu.store import SegmentStore
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
 from transfer.slabs import PageSource, SlabPool
-from transfer.tier import Filled, LayerRows, TierShape
+from transfer.tier import Filled, LayerRows, Reservation, TierShape
 
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
 BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
@@ -109,12 +109,13 @@ class CpuTier:
                 piece.segment.leave(context_id)
                 piece.segment.give_up()
 
-    def reserve(self, context_id: int, num_tokens: int) -> list[SegmentReservation]:
+    def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
         """Room for so many tokens more, in order. Raises HostMemoryError, and then nothing has changed."""
-        return self._growth.reserve(self._contexts[context_id], num_tokens, list(self._contexts.values()))
+        return [*self._growth.reserve(self._contexts[context_id], num_tokens, list(self._contexts.values()))]
 
-    def fill(self, reservation: SegmentReservation, layers: Sequence[int], done: Filled) -> None:
+    def fill(self, reservation: Reservation, layers: Sequence[int], done: Filled) -> None:
         """These layers' rows (and codes, centre, scales) are on their way, and there when `done` says so."""
+        assert isinstance(reservation, SegmentReservation), "fill: a reservation of this tier"
         first, num_tokens = reservation.first, reservation.end - reservation.begin
         self._store.fill(reservation.segment, layers, first, first + num_tokens, done)
 

@@ -1,7 +1,13 @@
-"""What the device has room for, and the two ways of refusing a request: not now, and never."""
+"""What device and host have room for, where a long context's tokens lie, and two ways of refusing: not now, and never.
 
+Knows lengths, pages and bytes. Invariant: a request that `check` lets pass fits when nothing else is there.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from gpu.profiles import Profile
 from scheduler.messages import EngineRequest
 
 
@@ -14,33 +20,108 @@ class TooLargeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class HostCapacity:
+    """A context beyond `resident_tokens` is `[0, sink)` on the device, `[sink, end)` in host memory, the rest a window.
+
+    Lengths but `resident_tokens` are whole pages. `bytes_of_run(bulk, more, is_sampled)`: what tokens take there that
+    go down at once, and those that follow lump by lump.
+    """
+
+    page_tokens: int
+    num_dense_pages: int
+    limit_bytes: int
+    sink_tokens: int
+    window_tokens: int
+    lump_tokens: int
+    resident_tokens: int
+    bytes_of_run: Callable[[int, int, bool], int]
+
+    def prompt_end(self, num_tokens: int) -> int:
+        """Where the run ends that goes down with a prompt: it leaves a window. 0: the prompt stays on the device."""
+        if num_tokens <= self.resident_tokens:
+            return 0
+        end = (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
+        return end if end > self.sink_tokens else 0
+
+    def deposit_end(self, num_tokens: int, run_end: int | None) -> int:
+        """Where the run ends after a deposit that is due at a context of `num_tokens`, or 0 if none is.
+
+        `run_end`: where it ends now, or None for a context that is on the device wholly.
+        """
+        if run_end is not None:
+            is_due = num_tokens - run_end >= self.window_tokens + self.lump_tokens
+            return run_end + self.lump_tokens if is_due else 0
+        if num_tokens < self.most_resident_tokens:
+            return 0
+        return (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
+
+    def most_run_tokens(self, num_tokens: int) -> int:
+        """The longest run of a sequence of so many tokens, prompt and output."""
+        return max(0, self.prompt_end(num_tokens) - self.sink_tokens)
+
+    @property
+    def most_resident_tokens(self) -> int:
+        """What a sequence may have on the device, in all layers, before a deposit is due."""
+        return max(self.resident_tokens, self.sink_tokens + self.window_tokens) + self.lump_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
-    """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together."""
+    """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together.
+
+    `host`: what deposited contexts may take, or None where every context stays on the device.
+    """
 
     num_pages: int
     page_tokens: int
     max_context_tokens: int
     max_hidden_tokens: int
+    host: HostCapacity | None
 
-    @property
-    def longest_tokens(self) -> int:
+    def longest_tokens(self, profile: Profile) -> int:
         """The longest prompt and output that a request can have when nothing else runs."""
-        return min(self.max_context_tokens, self.num_pages * self.page_tokens, self.max_hidden_tokens)
+        return min(have for have, _, _ in self._limits(profile))
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
 
-    def check(self, request: EngineRequest) -> None:
+    def check(self, request: EngineRequest, profile: Profile) -> None:
         """Raises TooLargeError for a request that cannot fit even alone."""
         num_prompt = len(request.prompt_token_ids)
         asked = num_prompt + request.max_tokens
-        for have, what, key in (
-            (self.max_context_tokens, "the context is", "scheduler.max_context_tokens"),
-            (self.num_pages * self.page_tokens, "KV pages hold", "gpu.kv_cache_gib"),
-            (self.max_hidden_tokens, "hidden states fit", "scheduler.prefill.max_hidden_tokens"),
-        ):
+        for have, what, key in self._limits(profile):
             if asked > have:
                 raise TooLargeError(
                     f"prompt and max_tokens: asked {num_prompt} + {request.max_tokens} = {asked} tokens, {what} {have};"
                     f" shorten the request or raise {key}"
                 )
+
+    def _limits(self, profile: Profile) -> list[tuple[int, str, str]]:
+        """Most tokens of a sequence, what bounds them, and the key to raise."""
+        limits = [
+            (self.max_context_tokens, "the context is", "scheduler.max_context_tokens"),
+            (self.max_hidden_tokens, "hidden states fit", "scheduler.prefill.max_hidden_tokens"),
+        ]
+        in_pages = self.num_pages * self.page_tokens
+        if self.host is None or not profile.uses_host:
+            return [limits[0], (in_pages, "KV pages hold", "gpu.kv_cache_gib"), limits[1]]
+        if in_pages < min(self.host.most_resident_tokens, self.max_context_tokens):
+            limits.append((in_pages, "KV pages hold", "gpu.kv_cache_gib, or lower host.resident_tokens"))
+        dense_tokens = self.host.num_dense_pages * self.page_tokens
+        limits.append(
+            (self._longest_run(lambda run: run, dense_tokens), "dense layers' pages hold", "gpu.kv_cache_gib")
+        )
+        bytes_of_run, lump_tokens = self.host.bytes_of_run, self.host.lump_tokens
+        in_host = self._longest_run(lambda run: bytes_of_run(run, lump_tokens, profile.samples), self.host.limit_bytes)
+        return [*limits, (in_host, "host memory holds", "host.memory_limit_gib")]
+
+    def _longest_run(self, cost: Callable[[int], int], limit: int) -> int:
+        """The most tokens of a sequence whose run costs no more than `limit`."""
+        assert self.host is not None
+        most_run_tokens = self.host.most_run_tokens
+
+        def cost_of(num_tokens: int) -> int:
+            run = most_run_tokens(num_tokens)
+            return cost(run) if run else 0
+
+        return bisect_right(range(self.max_context_tokens + 1), limit, key=cost_of) - 1

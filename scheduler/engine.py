@@ -9,17 +9,22 @@ import logging
 import time
 from collections.abc import Callable
 
+from cpu.tier import CpuTier, open_tier
 from gpu.architecture import Architecture
 from gpu.config import GpuConfig, ModelConfig
-from gpu.load import load_architecture, load_runner
+from gpu.host_plan import resolve_host
+from gpu.load import DTYPES, load_architecture, load_runner
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.profiles import ProfileError, get_profile, profiles_for
 from gpu.runner import InFlight, Runner
-from scheduler.capacity import Capacity
+from scheduler.capacity import Capacity, HostCapacity
 from scheduler.config import EngineConfig
-from scheduler.messages import Delta, EngineRequest, Progress, Ready, Stats
+from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Ready, Stats
 from scheduler.scheduler import Scheduler
+from transfer.config import HostConfig
+from transfer.host_memory import TAIL_TOKENS, bytes_of_context, without_tables
 from transfer.machine import probe_machine
+from transfer.tier_shape import TierShape
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +32,10 @@ log = logging.getLogger(__name__)
 class Engine:
     """Drives one runner. Not thread-safe: one thread submits, cancels and steps."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, is_pipelined: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, tier: CpuTier | None, is_pipelined: bool) -> None:
         self.scheduler = scheduler
         self._runner = runner
+        self._tier = tier
         self._is_pipelined = is_pipelined
         self._in_flight: InFlight | None = None
         self._num_steps = 0
@@ -64,7 +70,34 @@ class Engine:
         return self.scheduler.progress()
 
     def stats(self) -> Stats:
-        return self.scheduler.stats(self._num_steps, self._step_seconds)
+        return self.scheduler.stats(self._num_steps, self._step_seconds, self._host_stats())
+
+    def shutdown(self) -> None:
+        """End the host tier's threads, and give its memory back. The engine steps no more."""
+        if self._tier is not None:
+            if self._in_flight is not None:
+                self._in_flight.collect()
+            self._tier.shutdown()
+
+    def _host_stats(self) -> HostStats | None:
+        if self._tier is None:
+            return None
+        tier, residence, times = self._tier.stats(), self.scheduler.residence, self._runner.hop_times
+        return HostStats(
+            bytes_used=tier.bytes_in_use,
+            bytes_promised=residence.num_promised_bytes,
+            bytes_limit=tier.limit_bytes,
+            contexts=tier.contexts,
+            tokens=residence.num_deposited_tokens,
+            segments=tier.segments,
+            tables_built=tier.tables_built,
+            tables_failed=tier.tables_failed,
+            tokens_covered=tier.attention.tokens_covered,
+            rows_read=tier.attention.rows_read,
+            ready_seconds=times.ready_s,
+            wait_seconds=tier.attention.wait_s,
+            attend_seconds=tier.attention.attend_s,
+        )
 
     def _collect(self, step: InFlight | None) -> list[Delta]:
         return [] if step is None else self.scheduler.postprocess(step.collect())
@@ -75,6 +108,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
     return plan_memory(
         architecture,
         config.gpu,
+        host=config.host,
         max_running=config.scheduler.max_running,
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_context_tokens=config.scheduler.max_context_tokens,
@@ -86,8 +120,8 @@ def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
 def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None]) -> tuple[Engine, Ready]:
     """Plan the memory, load the model, and build an engine that is ready to step.
 
-    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, PlanError, or ProfileError for
-    a default profile that does not exist.
+    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, PlanError, HostMemoryError, or ProfileError
+    for a default profile that does not exist.
     """
     began = time.monotonic()
     try:
@@ -97,6 +131,8 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture)
     gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})
+    shape = None if config.host is None else find_tier_shape(config, architecture, plan)
+    tier = None if config.host is None or shape is None else load_tier(config.host, shape, plan)
     runner = load_runner(
         config.model,
         gpu,
@@ -105,23 +141,67 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_hidden_tokens=plan.max_hidden_tokens,
         num_pages=plan.num_pages,
+        num_dense_pages=plan.num_dense_pages,
+        host=config.host,
+        tier=tier,
         on_progress=on_progress,
     )
-    capacity = Capacity(plan.num_pages, plan.page_tokens, plan.max_context_tokens, plan.max_hidden_tokens)
     profiles = profiles_for(config.host)
-    kv_keys = {name: profile.kv_key for name, profile in profiles.items()}
-    scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), kv_keys)
+    capacity = Capacity(
+        plan.num_pages,
+        plan.page_tokens,
+        plan.max_context_tokens,
+        plan.max_hidden_tokens,
+        None if shape is None else host_capacity(plan, shape),
+    )
+    scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), profiles)
+    longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
         vocab_size=architecture.vocab_size,
-        max_context_tokens=capacity.longest_tokens,
-        profiles=list(profiles),
+        max_context_tokens=max(longest.values()),
+        profiles=longest,
         default_profile=config.scheduler.default_profile,
         num_pages=plan.num_pages,
         page_tokens=plan.page_tokens,
         device=plan.device,
         load_seconds=time.monotonic() - began,
     )
-    return Engine(scheduler, runner, is_pipelined=plan.device == "cuda"), ready
+    return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
+
+
+def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:
+    """What of the model goes down. Raises PlanError."""
+    assert config.host is not None
+    max_running = config.scheduler.max_running
+    return resolve_host(config.host, architecture, plan.page_tokens, plan.dtype_bytes, max_running).tier_shape
+
+
+def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
+    """Memory and threads for deposited contexts; pinned where a GPU copies into it."""
+    threads = host.threads or plan.threads
+    return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned=plan.device == "cuda")
+
+
+def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
+    """What contexts may take of host memory, by the store's own count of bytes."""
+
+    def bytes_of_run(bulk_tokens: int, more_tokens: int, is_sampled: bool) -> int:
+        """What comes in lumps begins a segment of its own, and so may what comes at once in a small number."""
+        rows = shape if is_sampled else without_tables(shape)
+        fixed = bytes_of_context(rows, bulk_tokens) + bytes_of_context(rows, more_tokens)
+        is_small = bulk_tokens < TAIL_TOKENS and bulk_tokens + more_tokens > 0
+        return fixed + (bytes_of_context(rows, 1) if more_tokens or is_small else 0)
+
+    return HostCapacity(
+        page_tokens=plan.page_tokens,
+        num_dense_pages=plan.num_dense_pages,
+        limit_bytes=plan.host_limit_bytes,
+        sink_tokens=plan.sink_tokens,
+        window_tokens=plan.window_tokens,
+        lump_tokens=plan.lump_tokens,
+        resident_tokens=plan.resident_tokens,
+        bytes_of_run=bytes_of_run,
+    )
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig) -> bytes:

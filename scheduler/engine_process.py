@@ -41,6 +41,7 @@ from scheduler.messages import (
     Submit,
     ToEngine,
 )
+from transfer.tier import HostMemoryError
 
 log = logging.getLogger("engine")
 
@@ -133,7 +134,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     connection = Connection(requests, replies)
     try:
         engine, ready = load_engine(_read_config(sys.stdin.read()), _loading(connection))
-    except (ModelError, PlanError, ProfileError, ValidationError) as error:
+    except (HostMemoryError, ModelError, PlanError, ProfileError, ValidationError) as error:
         log.error("failed reason=%s", error)
         connection.send(Failed(" ".join(str(error).split())))
         connection.close()
@@ -141,6 +142,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     log.info("ready device=%s load_seconds=%.1f pages=%d", ready.device, ready.load_seconds, ready.num_pages)
     connection.send(ready)
     Loop(engine, connection).run()
+    engine.shutdown()
     connection.close()
     return 0
 
@@ -163,7 +165,7 @@ def _read_config(text: str) -> EngineConfig:
     tree = json.loads(text)
     level = tree.get("server", {}).get("log_level", "info")
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    return EngineConfig.model_validate({key: tree[key] for key in ("model", "gpu", "scheduler") if key in tree})
+    return EngineConfig.model_validate({key: tree[key] for key in ("model", "gpu", "host", "scheduler") if key in tree})
 
 
 def _loading(connection: Connection) -> Callable[[str, float], None]:

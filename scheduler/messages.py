@@ -60,11 +60,14 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves. Limits that the API process checks requests against."""
+    """The engine serves. Limits that the API process checks requests against.
+
+    `profiles`: the longest prompt and output of each, when nothing else runs; `max_context_tokens`: of any of them.
+    """
 
     vocab_size: int
     max_context_tokens: int
-    profiles: list[str]
+    profiles: dict[str, int]
     default_profile: str
     num_pages: int
     page_tokens: int
@@ -119,6 +122,24 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class HostStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of the host tier; counters count since the engine started."""
+
+    bytes_used: int  # by contexts
+    bytes_promised: int  # what admission counts: what contexts have, and may still take
+    bytes_limit: int
+    contexts: int  # held by requests and idle
+    tokens: int  # that are down, shared ones once
+    segments: int
+    tables_built: int  # layers of segments
+    tables_failed: int  # read exactly
+    tokens_covered: int  # in decode, counted for each layer and head
+    rows_read: int  # of those, to answer for all
+    ready_seconds: float  # decode waited for deposits to land and tables to stand
+    wait_seconds: float  # the CPU waited for queries
+    attend_seconds: float  # the CPU attended
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine; counters count since it started."""
 
@@ -133,6 +154,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     steps: int
     step_seconds: float
+    host: HostStats | None  # None: no host tier
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

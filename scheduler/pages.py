@@ -22,13 +22,13 @@ def extend_hashes(hashes: list[bytes], token_ids: list[int], page_tokens: int, s
 
 
 class PagePool:
-    """Allocation and the prefix cache over page ids `0 .. num_pages - 1`."""
+    """Allocation and the prefix cache over page ids `[first_page, first_page + num_pages)`."""
 
-    def __init__(self, num_pages: int, prefix_cache: bool) -> None:
+    def __init__(self, first_page: int, num_pages: int, prefix_cache: bool) -> None:
         self.num_pages = num_pages
         self.prefix_cache = prefix_cache
         self._holders: dict[int, int] = {}
-        self._blank: deque[int] = deque(range(num_pages))
+        self._blank: deque[int] = deque(range(first_page, first_page + num_pages))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}

@@ -19,7 +19,7 @@ class PrefixCache:
     ) -> None:
         self._pages = pages
         self._page_tokens = page_tokens
-        self._enabled = enabled
+        self.is_enabled = enabled
         self._seeds = {profile: model_key + key.encode() for profile, key in kv_keys.items()}
         self._computing: dict[bytes, Sequence] = {}
         self.queries_tokens = 0
@@ -30,18 +30,33 @@ class PrefixCache:
 
         A sequence's last token is always computed, for its logits; all are, when prompt logprobs are asked.
         """
-        if not self._enabled:
-            return [], False
-        self._extend(sequence)
-        if sequence.request.sampling.num_prompt_logprobs is not None:
-            return [], False
-        usable = sequence.hashes[: (len(sequence.tokens) - 1) // self._page_tokens]
+        usable = self.usable_hashes(sequence)
         known = self._pages.match(usable)
         return known, len(known) < len(usable) and usable[len(known)] in self._computing
 
+    def usable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the blocks that need not be computed if they are known."""
+        if not self.is_enabled:
+            return []
+        hashes = self.known_hashes(sequence)
+        if sequence.request.sampling.num_prompt_logprobs is not None:
+            return []
+        return hashes[: (len(sequence.tokens) - 1) // self._page_tokens]
+
+    def known_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of all full blocks of the tokens known so far."""
+        seed = self._seeds[sequence.request.attention_profile]
+        extend_hashes(sequence.hashes, sequence.tokens, self._page_tokens, seed)
+        return sequence.hashes
+
     def start(self, sequence: Sequence, num_cached_tokens: int) -> None:
-        """The sequence's prefill begins: it computes the blocks after the first `num_cached_tokens` tokens."""
+        """The sequence's prefill begins: it computes the blocks after the first `num_cached_tokens` tokens.
+
+        Nobody waits for a prompt that goes down: its pages do not hold its blocks in all layers.
+        """
         sequence.num_published = num_cached_tokens // self._page_tokens
+        if sequence.context is not None:
+            return
         for digest in sequence.hashes[sequence.num_published :]:
             self._computing.setdefault(digest, sequence)
 
@@ -58,18 +73,14 @@ class PrefixCache:
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Make the sequence's full blocks among its first `num_computed_tokens` tokens findable."""
         end = num_computed_tokens // self._page_tokens
-        if not self._enabled or not sequence.pages or end <= sequence.num_published:
+        if not self.is_enabled or not sequence.pages or end <= sequence.num_published:
             return
-        self._extend(sequence)
+        hashes = self.known_hashes(sequence)
         for block in range(sequence.num_published, end):
-            self._pages.publish(sequence.hashes[block], sequence.pages[block])
+            self._pages.publish(hashes[block], sequence.pages[block])
         sequence.num_published = end
 
     def retract(self, sequence: Sequence) -> None:
         """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
         for digest in sequence.hashes:
             self._pages.retract(digest)
-
-    def _extend(self, sequence: Sequence) -> None:
-        seed = self._seeds[sequence.request.attention_profile]
-        extend_hashes(sequence.hashes, sequence.tokens, self._page_tokens, seed)

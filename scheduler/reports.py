@@ -36,6 +36,17 @@ def make_delta(
     )
 
 
+def make_failure(sequence: Sequence, why: str) -> Delta:
+    """The message for a sequence that cannot go on."""
+    return Delta(
+        request_id=sequence.request_id,
+        token_ids=[],
+        finish_reason="error",
+        error=why,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
+
+
 def make_progress(entry: JobInProgress, num_layers: int) -> list[Progress]:
     """How far a prefill job is, for each of its members: they advance together."""
     share = 1.0 - entry.remaining(num_layers) / (num_layers * entry.job.num_tokens)

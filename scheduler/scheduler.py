@@ -1,7 +1,8 @@
 """Decides what the next engine step does, and turns what a step produced into what requests are told.
 
-Knows requests, slots, pages and time; never sees a tensor. Plans may be made one step ahead of results: a sequence's
-draws in flight are counted, and what is freed now may be handed out at once, since the device works in plan order.
+Knows requests, slots and time; what holds their keys and values is `scheduler.residence`'s business. Plans may be made
+one step ahead of results: a sequence's draws in flight are counted, and what is freed now may be handed out at once,
+since the device works in plan order.
 Invariants: a page belongs to a sequence from admission until it is finished or preempted; a request that was accepted
 gets exactly one final delta unless it is cancelled.
 """
@@ -9,12 +10,14 @@ gets exactly one final delta unless it is cancelled.
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpu.architecture import Architecture
+from gpu.profiles import Profile
 from gpu.step import (
     DecodeGroup,
+    Deposit,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
@@ -27,11 +30,11 @@ from gpu.step import (
 from scheduler.capacity import Capacity, QueueFullError
 from scheduler.config import SchedulerConfig
 from scheduler.cost_model import CostModel
-from scheduler.messages import Delta, EngineRequest, Progress, Stats
-from scheduler.pages import PagePool
+from scheduler.host_contexts import HostContext
+from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
-from scheduler.prefix_cache import PrefixCache
-from scheduler.reports import finish_reason, make_delta, make_progress
+from scheduler.reports import finish_reason, make_delta, make_failure, make_progress
+from scheduler.residence import Residence, Start
 from scheduler.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
@@ -42,11 +45,22 @@ _LEAST_PREFILL_SHARE = 0.1  # of the token gap target, however long decode takes
 
 @dataclass(slots=True)
 class _Launched:
-    """A plan whose result is not in yet: which sequence drew in which slot, and where its units ended."""
+    """A plan whose result is not in yet: who was in which slot, who drew, where its units ended, what went down."""
 
+    slots: dict[int, Sequence]
     drawing: dict[int, Sequence]
     units: list[PrefillUnit]
     unit_contexts: list[int]
+    runs: list["_Run"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The first blocks of a context are down once the plan is carried out."""
+
+    sequence: Sequence
+    context: HostContext
+    num_blocks: int
 
 
 @dataclass(slots=True)
@@ -58,7 +72,7 @@ class _Changes:
 
 
 class Scheduler:
-    """`kv_keys` maps each attention profile to the name of what its KV is made by; `model_key` names the model."""
+    """`profiles`: the attention profiles that requests may name; `model_key` names the model."""
 
     def __init__(
         self,
@@ -66,15 +80,17 @@ class Scheduler:
         architecture: Architecture,
         capacity: Capacity,
         model_key: bytes,
-        kv_keys: Mapping[str, str],
+        profiles: Mapping[str, Profile],
     ) -> None:
         self._config = config
         self._capacity = capacity
+        self._profiles = profiles
         self._num_layers = architecture.num_layers
         self._costs = CostModel(architecture)
         self._prefill = PrefillQueue(config.prefill, architecture.num_layers, self._costs)
-        self.pages = PagePool(capacity.num_pages, config.prefix_cache)
-        self.prefixes = PrefixCache(self.pages, capacity.page_tokens, config.prefix_cache, model_key, kv_keys)
+        self.residence = Residence(capacity, config.prefix_cache, model_key, profiles)
+        self.pages = self.residence.pages
+        self.prefixes = self.residence.prefixes
         self._sequences: dict[str, Sequence] = {}  # not finished
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -90,7 +106,7 @@ class Scheduler:
     def submit(self, requests: list[EngineRequest]) -> None:
         """Queue all of these or none. Raises QueueFullError, or TooLargeError for one that can never fit."""
         for request in requests:
-            self._capacity.check(request)
+            self._capacity.check(request, self._profiles[request.attention_profile])
         num_new = len(requests)
         if len(self._waiting) + num_new > self._config.max_queue + len(self._free_slots):
             raise QueueFullError(
@@ -103,19 +119,14 @@ class Scheduler:
             self._waiting.append(sequence)
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Forget these requests: pages and slots are free at once. Unknown ids are ignored."""
+        """Forget these requests: pages and slots are free at once, and so is what a prefill has brought to the host.
+
+        The context of one that runs stays, idle, for those that begin with its tokens. Unknown ids are ignored.
+        """
         for request_id in request_ids:
             sequence = self._sequences.get(request_id)
-            if sequence is None:
-                continue
-            if sequence.state is State.PREFILLING:
-                self._drop_job(sequence)
-            if sequence.state is State.RUNNING:
-                self._vacate(sequence)
-                self._running.remove(sequence)
-            else:
-                self._waiting.remove(sequence)
-            self._finish(sequence)
+            if sequence is not None:
+                self._retire(sequence)
 
     @property
     def num_unfinished(self) -> int:
@@ -133,6 +144,7 @@ class Scheduler:
         A plan that is not empty must be launched, and its result given to `postprocess` in the same order.
         """
         writes = self._grow_running()
+        deposits, runs = self._deposit()
         new_jobs, new_writes = self._admit()
         drawing = [sequence for sequence in self._running if sequence.wants_draw]
         entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
@@ -146,19 +158,24 @@ class Scheduler:
         plan = StepPlan(
             released_slots=changes.released_slots,
             dropped_jobs=changes.dropped_jobs,
+            closed_contexts=self.residence.take_closed(),
             page_writes=writes + new_writes,
+            deposits=deposits,
             new_jobs=new_jobs,
             units=units,
             decode=groups,
         )
         if plan.is_empty:
             return plan
+        slots = {sequence.slot: sequence for sequence in self._holding()}
         drawn = {sequence.slot: sequence for sequence in drawing}
         for sequence in drawing:
             sequence.num_in_flight += 1
         for entry in finished:
+            slots |= {sequence.slot: sequence for sequence in entry.sequences}
+            runs += [_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self._start_running(entry)
-        self._launched.append(_Launched(drawn, units, contexts))
+        self._launched.append(_Launched(slots, drawn, units, contexts, runs))
         return plan
 
     def postprocess(self, result: StepResult) -> list[Delta]:
@@ -167,11 +184,22 @@ class Scheduler:
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
         self._costs.observe_decode(result.decode_seconds)
         deltas = []
+        for slot, why in result.failures.items():
+            failed = launched.slots[slot]
+            failed.has_failed = True
+            if failed.state is not State.FINISHED:
+                log.warning("failed request=%s reason=%s", failed.request_id, why)
+                deltas.append(make_failure(failed, why))
+                self._retire(failed)
         for token in result.tokens:
-            sequence = launched.drawing[token.slot]
+            sequence = launched.drawing.get(token.slot)
+            if sequence is None:  # it failed before its first draw
+                continue
             sequence.num_in_flight -= 1
             if sequence.state is not State.FINISHED:
                 deltas.append(self._append(sequence, token, result.prompt_logprobs.get(token.slot)))
+        for run in launched.runs:
+            self.residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
 
     # --- admission ----------------------------------------------------------------------------------------------------
@@ -179,20 +207,18 @@ class Scheduler:
     def _admit(self) -> tuple[list[PrefillJob], list[PageWrite]]:
         """Take from the queue, in order, what fits; what does not fit may be passed by what does, a bounded number of
         times. Short prompts admitted together share a job."""
-        admitted: list[tuple[Sequence, int]] = []
+        admitted: list[tuple[Sequence, Start]] = []
         num_hidden = self._prefill.num_hidden_tokens
         passed: list[Sequence] = []
         for sequence in list(self._waiting):
             room = self._config.prefill.max_jobs - len(self._prefill.jobs)
             if not self._free_slots or self._num_jobs(admitted) >= room:
                 break
-            cached, awaits = self.prefixes.match(sequence)
-            if sequence.num_in_flight or awaits:
+            start, awaits = self.residence.find(sequence)
+            if sequence.num_in_flight or awaits or (start.end and self._is_depositing(admitted)):
                 continue
-            begin = len(cached) * self._capacity.page_tokens
-            num_new = len(sequence.tokens) - begin
-            fits = num_hidden + num_new <= self._capacity.max_hidden_tokens and self._hold(sequence, cached)
-            if not fits:
+            num_new = len(sequence.tokens) - start.begin
+            if num_hidden + num_new > self._capacity.max_hidden_tokens or not self._take(sequence, start):
                 passed.append(sequence)
                 if sequence.num_bypassed > _MOST_BYPASSES:
                     break
@@ -200,55 +226,61 @@ class Scheduler:
             for other in passed:
                 other.num_bypassed += 1
             self._waiting.remove(sequence)
-            self._enter(sequence, begin)
-            admitted.append((sequence, begin))
+            self._enter(sequence, start.begin)
+            admitted.append((sequence, start))
             num_hidden += num_new
         writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for sequence, _ in admitted]
         return [self._start_job(batch) for batch in self._pack(admitted)], writes
 
-    def _pack(self, admitted: list[tuple[Sequence, int]]) -> list[list[tuple[Sequence, int]]]:
-        """Prompts that share a job: in order, up to one chunk of tokens together."""
-        batches: list[list[tuple[Sequence, int]]] = []
-        size = 0
-        for sequence, begin in admitted:
-            num_new = len(sequence.tokens) - begin
-            if batches and size + num_new <= self._config.prefill.chunk_tokens:
-                batches[-1].append((sequence, begin))
-                size += num_new
+    def _pack(self, admitted: list[tuple[Sequence, Start]]) -> list[list[tuple[Sequence, Start]]]:
+        """Prompts that share a job: in order, up to one chunk of tokens together; one that goes down is alone."""
+        batches: list[list[tuple[Sequence, Start]]] = []
+        room = 0
+        for sequence, start in admitted:
+            num_new = len(sequence.tokens) - start.begin
+            if not start.end and num_new <= room:
+                batches[-1].append((sequence, start))
+                room -= num_new
             else:
-                batches.append([(sequence, begin)])
-                size = num_new
+                batches.append([(sequence, start)])
+                room = 0 if start.end else self._config.prefill.chunk_tokens - num_new
         return batches
 
-    def _num_jobs(self, admitted: list[tuple[Sequence, int]]) -> int:
+    def _num_jobs(self, admitted: list[tuple[Sequence, Start]]) -> int:
         return len(self._pack(admitted))
 
-    def _start_job(self, batch: list[tuple[Sequence, int]]) -> PrefillJob:
+    def _is_depositing(self, admitted: list[tuple[Sequence, Start]]) -> bool:
+        """Whether a prompt under way goes down: staging has room for one."""
+        under_way = [prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts]
+        return any(under_way) or any(start.end for _, start in admitted)
+
+    def _take(self, sequence: Sequence, start: Start) -> bool:
+        """Its pages, if there are enough beside what running ones may need next.
+
+        Where nobody runs, idle contexts give way as well: each holds a little of the device.
+        """
+        while not self.residence.take(sequence, start, self._running):
+            if next(self._holding(), None) is not None or not self.residence.evict_idle():
+                return False
+        return True
+
+    def _start_job(self, batch: list[tuple[Sequence, Start]]) -> PrefillJob:
         prompts = [
             PrefillPrompt(
                 slot=sequence.slot,
                 token_ids=sequence.token_array(),
-                begin=begin,
+                begin=start.begin,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 sampling=sequence.request.sampling,
                 profile=sequence.request.attention_profile,
+                host=self.residence.host_prompt(sequence, start),
             )
-            for sequence, begin in batch
+            for sequence, start in batch
         ]
         job = PrefillJob(self._next_job_id, prompts)
         self._next_job_id += 1
         self._prefill.jobs.append(JobInProgress(job, [sequence for sequence, _ in batch]))
         return job
-
-    def _hold(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Give the sequence its cached and new pages, if there are enough beside what running ones may need next."""
-        self.pages.hold(cached)
-        num_new = self._capacity.pages_for(len(sequence.tokens)) - len(cached)
-        if num_new + len(self._running) > self.pages.num_available:
-            self.pages.release(cached)
-            return False
-        sequence.pages = cached + self.pages.allocate(num_new)
-        return True
 
     def _enter(self, sequence: Sequence, begin: int) -> None:
         sequence.state = State.PREFILLING
@@ -265,7 +297,7 @@ class Scheduler:
     def _start_running(self, entry: JobInProgress) -> dict[int, Sequence]:
         """A job's last unit is planned: its blocks can be shared, and its prompts' first draws are in flight."""
         for sequence in entry.sequences:
-            self.prefixes.publish(sequence, len(sequence.tokens))
+            self.residence.publish(sequence, len(sequence.tokens))
             self.prefixes.stop(sequence)
             sequence.state = State.RUNNING
             sequence.num_in_flight += 1
@@ -273,25 +305,36 @@ class Scheduler:
         return {sequence.slot: sequence for sequence in entry.sequences}
 
     def _grow_running(self) -> list[PageWrite]:
-        """A page for each sequence whose next token begins one, oldest first; the youngest give way if none is left."""
+        """What each sequence's next token needs, oldest first; the youngest give way if there is not enough."""
         writes = []
         for sequence in sorted(self._running, key=_arrival):
-            if not sequence.wants_draw:
-                continue
-            position = sequence.num_prompt_tokens + sequence.num_drawn - 1
-            if position // self._capacity.page_tokens < len(sequence.pages):
-                continue
-            while not self.pages.num_available and sequence.state is State.RUNNING:
-                self._preempt_youngest()
-            if sequence.state is State.RUNNING:
-                writes.append(PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(1)))
-                sequence.pages += writes[-1].page_ids
+            while sequence.wants_draw and (short := self.residence.reserve(sequence)) is not None:
+                rivals = [other for other in self._holding() if short == "pages" or other.context is not None]
+                self._preempt_youngest(rivals or [sequence])
+            if sequence.wants_draw:
+                writes += self.residence.grow(sequence)
         held = {sequence.slot for sequence in self._running}
         return [write for write in writes if write.slot in held]
 
-    def _preempt_youngest(self) -> None:
-        prefilling = [sequence for entry in self._prefill.jobs for sequence in entry.sequences]
-        victim = max([*self._running, *prefilling], key=_arrival)
+    def _deposit(self) -> tuple[list[Deposit], list[_Run]]:
+        """Old tokens of those that stayed go down."""
+        deposits: list[Deposit] = []
+        runs: list[_Run] = []
+        for sequence in self._running:
+            due = self.residence.deposit(sequence) if sequence.wants_draw else None
+            if due is not None:
+                deposits.append(due)
+                runs.append(_run(sequence))
+        return deposits, runs
+
+    def _holding(self) -> Iterator[Sequence]:
+        """Those that hold slots and pages."""
+        yield from self._running
+        for entry in self._prefill.jobs:
+            yield from entry.sequences
+
+    def _preempt_youngest(self, candidates: Iterable[Sequence]) -> None:
+        victim = max(candidates, key=_arrival)
         log.warning("preempted request=%s context_tokens=%d", victim.request_id, len(victim.tokens))
         self.num_preemptions += 1
         if victim.state is State.PREFILLING:
@@ -315,12 +358,22 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Give back slot and pages."""
-        self.pages.release(sequence.pages)
-        sequence.pages = []
+        """Give back slot and pages. What a prefill has brought to the host is of no use before it ends."""
+        self.residence.leave(sequence, is_kept=sequence.state is State.RUNNING and not sequence.has_failed)
         self._changes.released_slots.append(sequence.slot)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
+
+    def _retire(self, sequence: Sequence) -> None:
+        """It is done with, whatever it was doing."""
+        if sequence.state is State.PREFILLING:
+            self._drop_job(sequence)
+        if sequence.state is State.RUNNING:
+            self._running.remove(sequence)
+            self._vacate(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.state = State.FINISHED
@@ -333,31 +386,29 @@ class Scheduler:
         delta = make_delta(sequence, token, prompt_logprobs, reason)
         sequence.tokens += delta.token_ids
         if reason is None:
-            self.prefixes.publish(sequence, len(sequence.tokens) - 1)
-        else:
-            self._end(sequence, reason)
-        return delta
-
-    def _end(self, sequence: Sequence, reason: str) -> None:
+            self.residence.publish(sequence, len(sequence.tokens) - 1)
+            return delta
         if reason == "error":
-            self.prefixes.retract(sequence)
-        if sequence.state is State.RUNNING:
-            self._running.remove(sequence)
-            self._vacate(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self._finish(sequence)
+            sequence.has_failed = True
+            self.residence.retract(sequence)
+        self._retire(sequence)
+        return delta
 
     # --- the shape of a step ------------------------------------------------------------------------------------------
 
     def _group(self, drawing: list[Sequence]) -> list[DecodeGroup]:
-        groups: dict[str, DecodeGroup] = {}
+        """By profile, and those with a context in host memory apart from those without."""
+        groups: dict[tuple[str, bool], DecodeGroup] = {}
         for sequence in drawing:
-            profile = sequence.request.attention_profile
-            group = groups.setdefault(profile, DecodeGroup(profile, [], [], []))
+            profile, context = sequence.request.attention_profile, sequence.open_context
+            context_ids: list[int] | None = None if context is None else []
+            empty = DecodeGroup(profile, [], [], [], context_ids)
+            group = groups.setdefault((profile, context is not None), empty)
             group.slots.append(sequence.slot)
-            group.positions.append(sequence.num_prompt_tokens + sequence.num_drawn - 1)
+            group.positions.append(sequence.next_position)
             group.samples.append(sequence.num_drawn)
+            if context is not None and group.context_ids is not None:
+                group.context_ids.append(context.context_id)
         return list(groups.values())
 
     def _prefill_seconds(self) -> float:
@@ -385,20 +436,27 @@ class Scheduler:
         """How far each prefill under way is."""
         return [report for entry in self._prefill.jobs for report in make_progress(entry, self._num_layers)]
 
-    def stats(self, steps: int, step_seconds: float) -> Stats:
+    def stats(self, steps: int, step_seconds: float, host: HostStats | None) -> Stats:
+        num_idle_sinks = self.residence.num_idle_sink_pages(self._holding())
         return Stats(
             num_running=len(self._running),
             num_prefilling=sum(len(entry.sequences) for entry in self._prefill.jobs),
             num_waiting=len(self._waiting),
-            pages_used=self.pages.num_held,
-            pages_cached=self.pages.num_idle,
+            pages_used=self.pages.num_held - num_idle_sinks,
+            pages_cached=self.pages.num_idle + num_idle_sinks,
             pages_total=self.pages.num_pages,
             prefix_queries_tokens=self.prefixes.queries_tokens,
             prefix_hits_tokens=self.prefixes.hits_tokens,
             preemptions=self.num_preemptions,
             steps=steps,
             step_seconds=step_seconds,
+            host=host,
         )
+
+
+def _run(sequence: Sequence) -> _Run:
+    assert sequence.context is not None
+    return _Run(sequence, sequence.context, sequence.context.num_blocks)
 
 
 def _arrival(sequence: Sequence) -> float:

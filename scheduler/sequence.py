@@ -5,6 +5,7 @@ from enum import Enum
 
 import numpy as np
 
+from scheduler.host_contexts import HostContext
 from scheduler.messages import EngineRequest
 
 
@@ -20,7 +21,7 @@ class Sequence:
     """Tokens known so far, and what the sequence holds while it is prefilling or running.
 
     `tokens` is prompt and output; `num_in_flight` counts draws launched and not collected, so the next draw is number
-    `num_drawn` and the last token (known or not) stands at position `num_prompt_tokens + num_drawn - 1`.
+    `num_drawn` and the last token (known or not) stands at `next_position`.
     """
 
     request: EngineRequest
@@ -28,6 +29,7 @@ class Sequence:
     state: State = State.WAITING
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    context: HostContext | None = None  # in host memory, while it holds one
     num_in_flight: int = 0
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
@@ -35,6 +37,7 @@ class Sequence:
     started_s: float | None = None
     num_bypassed: int = 0
     has_reported: bool = False
+    has_failed: bool = False
 
     @property
     def request_id(self) -> str:
@@ -51,6 +54,16 @@ class Sequence:
     @property
     def num_drawn(self) -> int:
         return self.num_output_tokens + self.num_in_flight
+
+    @property
+    def open_context(self) -> HostContext | None:
+        """Its context in host memory, if tokens are down."""
+        return self.context if self.context is not None and self.context.is_open else None
+
+    @property
+    def next_position(self) -> int:
+        """Where the input token of the next draw stands."""
+        return self.num_prompt_tokens + self.num_drawn - 1
 
     @property
     def wants_draw(self) -> bool:

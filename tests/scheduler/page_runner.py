@@ -1,13 +1,14 @@
 """A runner without a model, for tests of the scheduler: it keeps token ids in pages where a real one keeps keys.
 
 The next token is a hash of the context as read back *from the pages*, so a page shared, freed or overwritten wrongly
-changes the text. It checks the contract of `gpu.step` as it goes: units in order, prefixes there.
+changes the text; a host context keeps token ids as well, and must have what the dense pages of its slot have. It checks
+the contract of `gpu.step` as it goes: units in order, prefixes there, runs without gaps.
 """
 
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from gpu.step import PrefillJob, SampledToken, StepPlan, StepResult, TokenLogprob
+from gpu.step import Deposit, PrefillJob, PrefillPrompt, SampledToken, StepPlan, StepResult, TokenLogprob
 
 VOCAB = 50
 
@@ -34,18 +35,25 @@ class _Job:
 
 
 class PageRunner:
-    """`broken` holds slots whose draws come out as not finite.
+    """`broken` holds slots whose draws come out as not finite; `refuses_memory`: nothing more goes down.
 
-    `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on, twice that).
+    `num_pages`: pages after these are dense. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000
+    tokens on, twice that).
     """
 
     def __init__(
-        self, num_layers: int, page_tokens: int, unit_seconds: float = 0.0, decode_seconds: float = 0.0
+        self,
+        num_layers: int,
+        page_tokens: int,
+        unit_seconds: float = 0.0,
+        decode_seconds: float = 0.0,
+        num_pages: int = 1 << 30,
     ) -> None:
         self.num_layers = num_layers
         self.page_tokens = page_tokens
         self.unit_seconds = unit_seconds
         self.decode_seconds = decode_seconds
+        self.num_pages = num_pages
         self.clock = 0.0
         self.pages: dict[int, list[int | None]] = {}
         self.tables: dict[int, list[int]] = {}
@@ -54,21 +62,31 @@ class PageRunner:
         self.jobs: dict[int, _Job] = {}
         self.plans: list[StepPlan] = []
         self.broken: set[int] = set()
+        self.contexts: dict[int, list[int]] = {}
+        self.refuses_memory = False
+        self.failures: dict[int, str] = {}
+        self.failed: set[int] = set()
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
 
     def launch(self, plan: StepPlan) -> "Done":
         self.plans.append(plan)
         self.prompt_logprobs = {}
+        self.failures = {}
         for slot in plan.released_slots:
             self.tables.pop(slot)
             self.profiles.pop(slot, None)
+            self.failed.discard(slot)
         for job_id in plan.dropped_jobs:
             self.jobs.pop(job_id)
+        for context_id in plan.closed_contexts:
+            del self.contexts[context_id]
         for write in plan.page_writes:
             table = self.tables.setdefault(write.slot, [])
             assert len(table) == write.first_page, "pages are appended without gaps"
             table += write.page_ids
             assert len(set(table)) == len(table)
+        for deposit in plan.deposits:
+            self._deposit(deposit)
         for job in plan.new_jobs:
             self._start(job)
         tokens = [token for unit in plan.units for token in self._advance(unit)]
@@ -76,14 +94,19 @@ class PageRunner:
         self.clock += sum(self._seconds(unit) for unit in plan.units)
         unit_seconds = self.clock - before
         for group in plan.decode:
-            for slot, position, sample in zip(group.slots, group.positions, group.samples, strict=True):
+            contexts = group.context_ids or [None] * len(group.slots)
+            for slot, position, sample, context_id in zip(
+                group.slots, group.positions, group.samples, contexts, strict=True
+            ):
                 assert self.profiles[slot] == group.profile
+                if slot not in self.failed:
+                    self._check_context(slot, context_id)
                 self._write(slot, position, self.last[slot])
                 tokens.append(self._draw(slot, position + 1))
                 assert sample >= 1
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
-        return Done(StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds))
+        return Done(StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures))
 
     def _start(self, job: PrefillJob) -> None:
         self.jobs[job.job_id] = _Job(job)
@@ -93,9 +116,65 @@ class PageRunner:
             assert cached == prompt.token_ids[: prompt.begin].tolist(), "the cached prefix is what the pages hold"
             assert len(self.tables[prompt.slot]) * self.page_tokens >= len(prompt.token_ids)
             self.profiles[prompt.slot] = prompt.profile
+            if prompt.host is not None:
+                assert len(job.prompts) == 1, "a prompt that goes down is alone in its job"
+                self._open(prompt)
             for position in range(prompt.begin, len(prompt.token_ids)):
                 page, offset = divmod(position, self.page_tokens)
                 self.pages.setdefault(self.tables[prompt.slot][page], [None] * self.page_tokens)[offset] = None
+
+    def _open(self, prompt: PrefillPrompt) -> None:
+        host = prompt.host
+        others = [entry for entry in self.jobs.values() if entry.job.prompts[0].host is not None]
+        assert len(others) == 1, "one prompt goes down at a time"
+        assert host.sink < host.end < len(prompt.token_ids)
+        assert prompt.begin == 0 or host.sink < prompt.begin <= host.end
+        self._check_run(prompt.slot, host.sink, host.end)
+        assert host.context_id not in self.contexts
+        shared = [] if host.source_id is None else self.contexts[host.source_id][: max(0, prompt.begin - host.sink)]
+        assert shared == prompt.token_ids[host.sink : prompt.begin].tolist(), "the source has what is shared"
+        self.contexts[host.context_id] = shared
+        if self.refuses_memory:
+            self._fail(prompt.slot)
+
+    def _deposit(self, deposit: Deposit) -> None:
+        if deposit.opens:
+            self.contexts[deposit.context_id] = []
+        table, context = self.tables[deposit.slot], self.contexts[deposit.context_id]
+        first, last = deposit.begin // self.page_tokens, deposit.end // self.page_tokens
+        assert deposit.end <= len(table) * self.page_tokens
+        if deposit.slot in self.failed or self.refuses_memory:
+            table[first:last] = deposit.dense_page_ids
+            self._fail(deposit.slot)
+            return
+        assert table[first:last] == deposit.page_ids
+        tokens = [self._read(deposit.slot, position) for position in range(deposit.begin, deposit.end)]
+        assert None not in tokens, "what goes down is written"
+        for page, dense in zip(deposit.page_ids, deposit.dense_page_ids, strict=True):
+            self.pages[dense] = list(self.pages[page])
+        table[first:last] = deposit.dense_page_ids
+        context += tokens
+        self._check_run(deposit.slot, deposit.end - len(context), deposit.end)
+
+    def _fail(self, slot: int) -> None:
+        self.failed.add(slot)
+        self.failures[slot] = "host memory: asked 9, have 8; raise host.memory_limit_gib"
+
+    def _check_run(self, slot: int, begin: int, end: int) -> None:
+        """The slot's dense pages are those of tokens `[begin, end)`."""
+        first, last = begin // self.page_tokens, end // self.page_tokens
+        is_dense = [page >= self.num_pages for page in self.tables[slot]]
+        assert is_dense == [first <= place < last for place in range(len(is_dense))]
+
+    def _check_context(self, slot: int, context_id: int | None) -> None:
+        if context_id is None:
+            self._check_run(slot, 0, 0)
+            return
+        context = self.contexts[context_id]
+        first = next(place for place, page in enumerate(self.tables[slot]) if page >= self.num_pages)
+        begin = first * self.page_tokens
+        self._check_run(slot, begin, begin + len(context))
+        assert context == [self._read(slot, position) for position in range(begin, begin + len(context))]
 
     def _advance(self, unit) -> list[SampledToken]:
         entry = self.jobs[unit.job_id]
@@ -112,6 +191,9 @@ class PageRunner:
         for prompt in entry.job.prompts:
             for position in range(prompt.begin, len(prompt.token_ids)):
                 self._write(prompt.slot, position, int(prompt.token_ids[position]))
+            if prompt.host is not None and prompt.slot not in self.failed:
+                begin = max(prompt.begin, prompt.host.sink)
+                self.contexts[prompt.host.context_id] += prompt.token_ids[begin : prompt.host.end].tolist()
             tokens.append(self._draw(prompt.slot, len(prompt.token_ids)))
             if prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0:
                 assert prompt.begin == 0, "prompt logprobs need every prompt token computed"
@@ -123,10 +205,12 @@ class PageRunner:
         return self.unit_seconds * (unit.end - unit.begin) * (1.0 + unit.end / 10_000)
 
     def _draw(self, slot: int, context: int) -> SampledToken:
+        if slot in self.broken | self.failed:
+            return SampledToken(slot, -1, None)
         tokens = [self._read(slot, position) for position in range(context)]
         assert None not in tokens, "a context is read before it is written"
         self.last[slot] = next_token(tokens, self.profiles[slot])
-        return SampledToken(slot, -1 if slot in self.broken else self.last[slot], None)
+        return SampledToken(slot, self.last[slot], None)
 
     def _write(self, slot: int, position: int, token: int) -> None:
         page, offset = divmod(position, self.page_tokens)

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu.architecture import NAMED_SHAPES
+from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
 from scheduler.capacity import Capacity, QueueFullError, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
@@ -16,7 +17,7 @@ from scheduler.scheduler import Scheduler
 from tests.scheduler.page_runner import PageRunner, expected_output
 
 SHAPE = NAMED_SHAPES["tiny"]
-PROFILES = {"exact": "exact", "other": "other"}
+PROFILES = {name: Profile(name, name, False, False, lambda: None) for name in ("exact", "other")}
 PAGE = 16
 
 
@@ -44,10 +45,10 @@ def make_engine(
         prefill=prefill,
         token_gap_target_ms=token_gap_target_ms,
     )
-    capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens)
+    capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES)
     runner = runner or PageRunner(SHAPE.num_layers, PAGE)
-    return Engine(scheduler, runner, is_pipelined), runner
+    return Engine(scheduler, runner, None, is_pipelined), runner
 
 
 def make_request(
@@ -368,7 +369,7 @@ def test_what_gave_no_finite_logits_is_found_by_nobody_though_it_was_preempted_m
     deltas = [delta for _ in range(6) for delta in engine.step()]
     runner.broken.add(engine.scheduler._running[0].slot)
     engine.step()
-    engine.scheduler._preempt_youngest()
+    engine.scheduler._preempt_youngest(engine.scheduler._running)
     assert engine.stats().num_waiting == 1
     deltas += drain(engine)["a"]
     runner.broken.clear()

@@ -1,0 +1,285 @@
+"""Contexts in host memory: who holds them, whose front a fork shares, what they are charged, and which give way.
+
+Knows ids, blocks, pages and bytes; never sees a row. A context is a run of blocks (whole pages of tokens after the
+sink), each with a dense page on the device. A finished sequence's context stays, idle, for those that begin with the
+same tokens. Invariants: charges never exceed the limit; a context outlives its forks; what nobody holds, finds or
+forked is closed; a dense page is held by contexts alone, so its block is only ever read together with its context.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from scheduler.pages import PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class RunSize:
+    """A run in blocks: `num_shared` in front are a parent's, `num_bulk` come next and at once, the rest later."""
+
+    num_shared: int
+    num_bulk: int
+    num_blocks: int
+    is_sampled: bool
+
+    @property
+    def num_own(self) -> int:
+        return self.num_blocks - self.num_shared
+
+
+@dataclass(eq=False, slots=True)
+class HostContext:
+    """`size`: what is paid for; `dense_pages`: what is down, the parent's in front.
+
+    `hashes`: of the first blocks, those that others may find and those in front of them.
+    `is_open`: the device has been told of it. `used`: the time of its last use, counted in uses.
+    """
+
+    context_id: int
+    parent: "HostContext | None"
+    size: RunSize
+    dense_pages: list[int]
+    hashes: list[bytes]
+    sink_pages: list[int] = field(default_factory=list)
+    num_forks: int = 0
+    charged_bytes: int = 0
+    used: int = 0
+    is_open: bool = False
+    is_held: bool = True
+    is_findable: bool = True
+    is_closed: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.dense_pages)
+
+    @property
+    def num_own(self) -> int:
+        """Blocks that are down for this context and not for its parent."""
+        return len(self.dense_pages) - self.size.num_shared
+
+
+class HostContexts:
+    """`bytes_of_blocks(bulk, more, is_sampled)`: what blocks take that come at once, and then little by little.
+
+    `keeps_idle`: whether a context outlives its sequence.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        bytes_of_blocks: Callable[[int, int, bool], int],
+        pages: PagePool,
+        dense: PagePool,
+        keeps_idle: bool,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._bytes_of_blocks = bytes_of_blocks
+        self._pages = pages
+        self._dense = dense
+        self._keeps_idle = keeps_idle
+        self._contexts: dict[int, HostContext] = {}
+        self._owners: dict[bytes, list[HostContext]] = {}
+        self._num_promised = 0  # dense pages that are reserved and not taken yet
+        self._next_id = 0
+        self._uses = 0
+        self._closed: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    @property
+    def num_held(self) -> int:
+        return sum(context.is_held for context in self._contexts.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are down, a shared one counted once."""
+        return sum(context.num_own for context in self._contexts.values())
+
+    def sink_pages(self) -> set[int]:
+        """Pages on the device that contexts hold, idle ones among them."""
+        return {page for context in self._contexts.values() for page in context.sink_pages}
+
+    def find(self, hashes: list[bytes]) -> tuple[HostContext | None, int]:
+        """A context with the longest run that begins with these blocks, and how many of them it has."""
+        found, num_found = None, 0
+        for digest in hashes:
+            owners = self._owners.get(digest)
+            if not owners:
+                break
+            found, num_found = owners[0], num_found + 1
+        return found, num_found
+
+    # --- holding ------------------------------------------------------------------------------------------------------
+
+    def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
+        """Whether `add` would find room, idle ones gone but `parent` and what that stands on."""
+        return self._can_free(self._charge(size), size.num_own, parent)
+
+    def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
+        """A context, held, that shares its front with a parent; None if there is no room now."""
+        if not self._make_room(self._charge(size), size.num_own, parent):
+            return None
+        num_shared = size.num_shared
+        shared = [] if parent is None else parent.dense_pages[:num_shared]
+        hashes = [] if parent is None else parent.hashes[:num_shared]
+        context = HostContext(self._next_id, parent, replace(size, num_blocks=num_shared), shared, hashes)
+        self._next_id += 1
+        self._contexts[context.context_id] = context
+        self._dense.hold(shared)
+        self._reserve(context, size.num_blocks)
+        self._use(context)
+        if parent is not None:
+            parent.num_forks += 1
+            self._use(parent)
+            self.keep_sink(context, parent.sink_pages)
+        return context
+
+    def keep_sink(self, context: HostContext, pages: list[int]) -> None:
+        """The context needs these pages of the device as long as it stands."""
+        context.sink_pages = list(pages)
+        self._pages.hold(context.sink_pages)
+
+    def grow(self, context: HostContext, num_blocks: int) -> bool:
+        """Whether the context may have `num_blocks`; idle ones give way to it."""
+        if num_blocks <= context.size.num_blocks:
+            return True
+        num_bytes = self._charge(replace(context.size, num_blocks=num_blocks)) - context.charged_bytes
+        if not self._make_room(num_bytes, num_blocks - context.size.num_blocks, context):
+            return False
+        self._reserve(context, num_blocks)
+        return True
+
+    def deposit(self, context: HostContext, num_blocks: int) -> list[int]:
+        """Dense pages of so many blocks more, which are reserved."""
+        assert context.num_blocks + num_blocks <= context.size.num_blocks, "a deposit is paid for before it is planned"
+        pages = self._dense.allocate(num_blocks)
+        self._num_promised -= num_blocks
+        context.dense_pages += pages
+        return pages
+
+    def publish(self, context: HostContext, hashes: list[bytes]) -> None:
+        """The run's first blocks are final and known by these hashes, those published before among them."""
+        if context.is_closed or not context.is_findable or not self._keeps_idle:
+            return
+        for digest in hashes[len(context.hashes) :]:
+            self._owners.setdefault(digest, []).append(context)
+            context.hashes.append(digest)
+
+    def release(self, context: HostContext, is_kept: bool) -> None:
+        """Its sequence lets go; `is_kept`: what is down is good for others."""
+        context.is_held = False
+        self._reserve(context, context.num_blocks)
+        self._use(context)
+        if not (is_kept and self._keeps_idle and context.is_open and context.num_own):
+            self._hide(context)
+        self._close_unused(context)
+
+    def discard(self, context: HostContext) -> None:
+        """What is down is not what was planned: nobody new may find it."""
+        if not context.is_closed:
+            self._hide(context)
+            self._close_unused(context)
+
+    def retract(self, hashes: list[bytes]) -> None:
+        """Blocks of these hashes are wrong: no context that has one, or stands on one that has, is found any more."""
+        roots = {_root(context) for digest in hashes for context in self._owners.get(digest, [])}
+        for context in list(self._contexts.values()):
+            if _root(context) in roots:
+                self._hide(context)
+        for context in list(self._contexts.values()):
+            self._close_unused(context)
+
+    def evict_idle(self) -> bool:
+        """Close the idle context without forks whose last use is longest ago; False if there is none."""
+        leaves = [context for context in self._contexts.values() if not context.is_held and not context.num_forks]
+        if leaves:
+            self.discard(min(leaves, key=lambda context: context.used))
+        return bool(leaves)
+
+    def take_closed(self) -> list[int]:
+        """Contexts closed since the last call, for the device to hear of."""
+        closed, self._closed = self._closed, []
+        return closed
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def _can_free(self, num_bytes: int, num_pages: int, kept: HostContext | None) -> bool:
+        pinned: set[HostContext] = set()
+        for context in [*self._contexts.values(), kept]:
+            if context is not None and (context.is_held or context is kept):
+                while context is not None and context not in pinned:
+                    pinned.add(context)
+                    context = context.parent
+        idle = [context for context in self._contexts.values() if context not in pinned]
+        spare_bytes = self.limit_bytes - self.used_bytes + sum(context.charged_bytes for context in idle)
+        spare_pages = self._num_free_pages + sum(context.num_own for context in idle)
+        return num_bytes <= spare_bytes and num_pages <= spare_pages
+
+    def _make_room(self, num_bytes: int, num_pages: int, kept: HostContext | None) -> bool:
+        """Idle contexts give way, but only if that is enough, and never `kept`."""
+        if not self._can_free(num_bytes, num_pages, kept):
+            return False
+        was_held = kept is not None and kept.is_held
+        if kept is not None:
+            kept.is_held = True
+        while self.used_bytes + num_bytes > self.limit_bytes or num_pages > self._num_free_pages:
+            freed = self.evict_idle()
+            assert freed, "what can be freed was counted"
+        if kept is not None:
+            kept.is_held = was_held
+        return True
+
+    @property
+    def _num_free_pages(self) -> int:
+        return self._dense.num_available - self._num_promised
+
+    def _charge(self, size: RunSize) -> int:
+        num_bulk = min(size.num_own, size.num_bulk)
+        return self._bytes_of_blocks(num_bulk, size.num_own - num_bulk, size.is_sampled)
+
+    def _reserve(self, context: HostContext, num_blocks: int) -> None:
+        self._num_promised += num_blocks - context.size.num_blocks
+        context.size = replace(context.size, num_blocks=num_blocks)
+        self.used_bytes -= context.charged_bytes
+        context.charged_bytes = self._charge(context.size)
+        self.used_bytes += context.charged_bytes
+
+    def _use(self, context: HostContext) -> None:
+        self._uses += 1
+        context.used = self._uses
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def _hide(self, context: HostContext) -> None:
+        context.is_findable = False
+        for digest in context.hashes[context.size.num_shared :]:
+            owners = self._owners[digest]
+            owners.remove(context)
+            if not owners:
+                del self._owners[digest]
+        del context.hashes[context.size.num_shared :]
+
+    def _close_unused(self, context: HostContext | None) -> None:
+        """Close it if nobody holds, finds or forked it, and then what it stood on."""
+        while context is not None and not (
+            context.is_closed or context.is_held or context.is_findable or context.num_forks
+        ):
+            self._reserve(context, context.size.num_shared)
+            self._num_promised += context.num_own  # they were taken
+            self._dense.release(context.dense_pages)
+            self._pages.release(context.sink_pages)
+            del self._contexts[context.context_id]
+            context.is_closed = True
+            if context.is_open:
+                self._closed.append(context.context_id)
+            if context.parent is not None:
+                context.parent.num_forks -= 1
+            context = context.parent
+
+
+def _root(context: HostContext) -> HostContext:
+    while context.parent is not None:
+        context = context.parent
+    return context

@@ -1,0 +1,295 @@
+"""Where sequences' keys and values lie: pages of the device, and contexts of the host for what goes down.
+
+Takes what a prompt or the next token needs, moves old tokens down, and gives all of it back. Knows ids and counts;
+refuses to know who comes first. Invariant: `sequence.pages` has a page for each position, in order; those of its
+context's run are dense pages, which the context holds, and all others are held by the sequence.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gpu.profiles import Profile
+from gpu.step import Deposit, HostPrompt, PageWrite
+from scheduler.capacity import Capacity, HostCapacity
+from scheduler.host_contexts import HostContext, HostContexts, RunSize
+from scheduler.pages import PagePool
+from scheduler.prefix_cache import PrefixCache
+from scheduler.sequence import Sequence
+
+_AHEAD_TOKENS = (
+    2048  # of a long context's output, paid for when it is admitted: it runs a while before it must give way
+)
+
+Shortage = Literal["pages", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a prompt's prefill begins, and what is known of it: `cached` pages, or the front of a `source` context.
+
+    `end`: where the run ends that goes down; 0: all of it stays on the device.
+    """
+
+    begin: int
+    cached: list[int]
+    end: int
+    source: HostContext | None
+
+
+class Residence:
+    """`profiles`: those that are served, by name; `model_key` names the model in prefix hashes."""
+
+    def __init__(
+        self, capacity: Capacity, prefix_cache: bool, model_key: bytes, profiles: Mapping[str, Profile]
+    ) -> None:
+        page_tokens = capacity.page_tokens
+        self._capacity = capacity
+        self._profiles = profiles
+        self.pages = PagePool(0, capacity.num_pages, prefix_cache)
+        kv_keys = {name: profile.kv_key for name, profile in profiles.items()}
+        self.prefixes = PrefixCache(self.pages, page_tokens, prefix_cache, model_key, kv_keys)
+        self.contexts: HostContexts | None = None
+        if capacity.host is not None:
+            bytes_of_run = capacity.host.bytes_of_run
+            dense = PagePool(capacity.num_pages, capacity.host.num_dense_pages, prefix_cache=False)
+            self.contexts = HostContexts(
+                capacity.host.limit_bytes,
+                lambda num_bulk, num_more, is_sampled: bytes_of_run(
+                    num_bulk * page_tokens, num_more * page_tokens, is_sampled
+                ),
+                self.pages,
+                dense,
+                prefix_cache,
+            )
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def find(self, sequence: Sequence) -> tuple[Start, bool]:
+        """The best start there is now, and whether to wait for a prefill under way that computes what comes next."""
+        end = self._prompt_end(sequence)
+        if not end:
+            cached, awaits = self.prefixes.match(sequence)
+            return Start(len(cached) * self._capacity.page_tokens, cached, 0, None), awaits
+        host, contexts = self._host
+        first, last = self._blocks(host.sink_tokens), self._blocks(end)
+        source, num_shared = contexts.find(self.prefixes.usable_hashes(sequence)[first:last])
+        size = self._admitted_size(sequence, num_shared, end)
+        if source is not None and not contexts.num_held and not contexts.has_room(size, source):
+            source, num_shared = None, 0  # nobody else will make room: what it stands on must go
+        begin = host.sink_tokens + num_shared * self._capacity.page_tokens if source is not None else 0
+        return Start(begin, [], end, source), False
+
+    def take(self, sequence: Sequence, start: Start, running: Iterable[Sequence]) -> bool:
+        """Give the sequence what its prompt needs, if running ones have pages to go on beside it; else change nothing.
+
+        One with a window needs few pages more than it has: room for all of them is left, so that no long prompt is
+        computed twice for want of a page.
+        """
+        num_spare = sum(self._num_coming_pages(other) for other in running)
+        num_pages = self._capacity.pages_for(len(sequence.tokens))
+        if not start.end:
+            self.pages.hold(start.cached)
+            num_new = num_pages - len(start.cached)
+            if num_new + num_spare > self.pages.num_available:
+                self.pages.release(start.cached)
+                return False
+            sequence.pages = start.cached + self.pages.allocate(num_new)
+            return True
+        host, contexts = self._host
+        num_sink, num_run = self._blocks(host.sink_tokens), self._blocks(start.end - host.sink_tokens)
+        num_window = num_pages - num_sink - num_run
+        num_new = num_window if start.source is not None else num_window + num_sink
+        num_spare += self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens) - num_sink - num_window
+        if num_new + num_spare > self.pages.num_available:
+            return False
+        num_shared = 0 if start.source is None else self._blocks(start.begin - host.sink_tokens)
+        size = self._admitted_size(sequence, num_shared, start.end)
+        context = contexts.add(size, start.source)
+        if context is None and not contexts.num_held:  # it has the host to itself: no room to grow, but it fits
+            context = contexts.add(replace(size, num_blocks=num_run), start.source)
+        if context is None:
+            return False
+        if start.source is not None:
+            sink = context.sink_pages
+            self.pages.hold(sink)
+        else:
+            sink = self.pages.allocate(num_sink)
+            contexts.keep_sink(context, sink)
+        contexts.deposit(context, num_run - num_shared)
+        context.is_open = True
+        sequence.context = context
+        sequence.pages = sink + context.dense_pages + self.pages.allocate(num_window)
+        return True
+
+    def host_prompt(self, sequence: Sequence, start: Start) -> HostPrompt | None:
+        """What a prefill is told of the part that goes down, if any does."""
+        context = sequence.context
+        if context is None:
+            return None
+        return HostPrompt(
+            context_id=context.context_id,
+            source_id=None if start.source is None else start.source.context_id,
+            sink=self._host[0].sink_tokens,
+            end=start.end,
+            is_sampled=self._profile(sequence).samples,
+        )
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, sequence: Sequence) -> Shortage | None:
+        """Make room for the next draw, and for the deposit that it makes due; what is short if there is none."""
+        end = self._deposit_end(sequence)
+        if end and not self._reserve_run(sequence, self._blocks(end - self._host[0].sink_tokens)):
+            return "host"
+        return "pages" if self._needs_page(sequence) and not self.pages.num_available else None
+
+    def grow(self, sequence: Sequence) -> list[PageWrite]:
+        """The page that the next token begins, if it begins one. There is one: `reserve` has said so."""
+        if not self._needs_page(sequence):
+            return []
+        write = PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(1))
+        sequence.pages += write.page_ids
+        return [write]
+
+    def deposit(self, sequence: Sequence) -> Deposit | None:
+        """Old tokens go down where the next draw makes it due; their pages are free at once."""
+        end = self._deposit_end(sequence)
+        if not end:
+            return None
+        host, contexts = self._host
+        context = sequence.context
+        assert context is not None, "a deposit is planned after its room is reserved"
+        opens = not context.is_open
+        if opens:
+            contexts.keep_sink(context, sequence.pages[: self._blocks(host.sink_tokens)])
+            context.is_open = True
+        begin = host.sink_tokens + context.num_blocks * self._capacity.page_tokens
+        first, last = self._blocks(begin), self._blocks(end)
+        page_ids = sequence.pages[first:last]
+        dense_page_ids = contexts.deposit(context, last - first)
+        sequence.pages[first:last] = dense_page_ids
+        self.pages.release(page_ids)
+        is_sampled = self._profile(sequence).samples
+        return Deposit(sequence.slot, context.context_id, begin, end, page_ids, dense_page_ids, opens, is_sampled)
+
+    # --- what others may find -----------------------------------------------------------------------------------------
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Blocks of a context that is on the device wholly are findable once a plan computes them."""
+        if sequence.open_context is None:
+            self.prefixes.publish(sequence, num_tokens)
+
+    def publish_run(self, sequence: Sequence, context: HostContext, num_blocks: int) -> None:
+        """The first `num_blocks` of a context's run are down, unless the sequence has failed: then it is of no use."""
+        if sequence.has_failed:
+            self._host[1].discard(context)
+        elif self.prefixes.is_enabled and not context.is_closed:
+            num_sink = self._blocks(self._host[0].sink_tokens)
+            hashes = self.prefixes.known_hashes(sequence)
+            assert len(hashes) >= num_sink + num_blocks, "what goes down is known: the window is longer than a flight"
+            for digest, page in zip(hashes, context.sink_pages, strict=False):
+                self.pages.publish(digest, page)
+            self._host[1].publish(context, hashes[num_sink : num_sink + num_blocks])
+
+    def retract(self, sequence: Sequence) -> None:
+        """Its context gave no finite logits: none of its blocks is found any more, wherever it is."""
+        self.prefixes.retract(sequence)
+        if self.contexts is not None:
+            self.contexts.retract(sequence.hashes)
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def leave(self, sequence: Sequence, is_kept: bool) -> None:
+        """Give all back; `is_kept`: a deposited context stays, idle, for those that begin with its tokens."""
+        context = sequence.context
+        if context is None:
+            self.pages.release(sequence.pages)
+        else:
+            first = len(sequence.pages)
+            if context.is_open:
+                first = self._blocks(self._host[0].sink_tokens)
+            last = first + context.num_blocks
+            self.pages.release(sequence.pages[:first] + sequence.pages[last:])
+            self._host[1].release(context, is_kept)
+        sequence.context = None
+        sequence.pages = []
+
+    def evict_idle(self) -> bool:
+        """Close one idle context; False if there is none."""
+        return self.contexts is not None and self.contexts.evict_idle()
+
+    def take_closed(self) -> list[int]:
+        """Contexts closed since the last call."""
+        return [] if self.contexts is None else self.contexts.take_closed()
+
+    @property
+    def num_promised_bytes(self) -> int:
+        """Of host memory: what contexts have, and may have before anybody is asked again."""
+        return 0 if self.contexts is None else self.contexts.used_bytes
+
+    @property
+    def num_deposited_tokens(self) -> int:
+        """In host memory, what contexts share counted once."""
+        return 0 if self.contexts is None else self.contexts.num_blocks * self._capacity.page_tokens
+
+    def num_idle_sink_pages(self, holding: Iterable[Sequence]) -> int:
+        """Pages that idle contexts alone hold."""
+        if self.contexts is None:
+            return 0
+        in_use = {page for sequence in holding for page in sequence.pages}
+        return len(self.contexts.sink_pages() - in_use)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _host(self) -> tuple[HostCapacity, HostContexts]:
+        assert self._capacity.host is not None
+        assert self.contexts is not None
+        return self._capacity.host, self.contexts
+
+    def _profile(self, sequence: Sequence) -> Profile:
+        return self._profiles[sequence.request.attention_profile]
+
+    def _blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._capacity.page_tokens
+
+    def _prompt_end(self, sequence: Sequence) -> int:
+        if self._capacity.host is None or not self._profile(sequence).uses_host:
+            return 0
+        return self._capacity.host.prompt_end(len(sequence.tokens))
+
+    def _admitted_size(self, sequence: Sequence, num_shared: int, end: int) -> RunSize:
+        """The run that a sequence is admitted with: its prompt's, to `end`, and that of some output."""
+        host = self._host[0]
+        most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, len(sequence.tokens) + _AHEAD_TOKENS)
+        num_run = self._blocks(end - host.sink_tokens)
+        num_blocks = self._blocks(host.most_run_tokens(most))
+        return RunSize(num_shared, num_run - num_shared, num_blocks, self._profile(sequence).samples)
+
+    def _deposit_end(self, sequence: Sequence) -> int:
+        if self._capacity.host is None or not self._profile(sequence).uses_host:
+            return 0
+        run_end = None
+        context = sequence.open_context
+        if context is not None:
+            run_end = self._capacity.host.sink_tokens + context.num_blocks * self._capacity.page_tokens
+        return self._capacity.host.deposit_end(sequence.next_position + 1, run_end)
+
+    def _num_coming_pages(self, sequence: Sequence) -> int:
+        """What a running sequence may take soon: as much as a window holds, or one page where all of it stays."""
+        if sequence.open_context is None:
+            return 1
+        host = self._host[0]
+        most = self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens)
+        return most - (len(sequence.pages) - sequence.open_context.num_blocks)
+
+    def _reserve_run(self, sequence: Sequence, num_blocks: int) -> bool:
+        contexts = self._host[1]
+        if sequence.context is not None:
+            return contexts.grow(sequence.context, num_blocks)
+        sequence.context = contexts.add(RunSize(0, num_blocks, num_blocks, self._profile(sequence).samples), None)
+        return sequence.context is not None
+
+    def _needs_page(self, sequence: Sequence) -> bool:
+        return sequence.next_position // self._capacity.page_tokens >= len(sequence.pages)

@@ -1,0 +1,477 @@
+"""Long contexts whose middle goes down: texts come out as if each request ran alone, and nothing is left behind."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpu.profiles import Profile
+from scheduler.capacity import Capacity, HostCapacity, TooLargeError
+from scheduler.config import PrefillConfig, SchedulerConfig
+from scheduler.engine import Engine
+from scheduler.messages import EngineRequest
+from scheduler.scheduler import Scheduler
+from tests.scheduler.page_runner import PageRunner
+from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
+
+PROFILES = {
+    name: Profile(name, name, uses_host, name == "sampled", lambda: None)
+    for name, uses_host in (("exact", False), ("sampled", True), ("offloaded", True))
+}
+SINK, WINDOW, LUMP, RESIDENT = 16, 32, 64, 128
+BLOCK_BYTES = 1000
+TABLE_BYTES = 300  # of a block, where contexts are sampled
+
+
+def bytes_of_run(bulk_tokens: int, more_tokens: int, is_sampled: bool) -> int:
+    """What comes later is dearer, as in the store."""
+    blocks = bulk_tokens // PAGE + -(-2 * more_tokens // PAGE)
+    return blocks * (BLOCK_BYTES + TABLE_BYTES * is_sampled)
+
+
+def make_engine(
+    *,
+    num_pages: int = 60,
+    num_dense_pages: int = 200,
+    limit_blocks: int = 300,
+    max_running: int = 6,
+    max_jobs: int = 8,
+    chunk_tokens: int = 64,
+    prefix_cache: bool = True,
+    is_pipelined: bool = True,
+) -> tuple[Engine, PageRunner]:
+    prefill = PrefillConfig(chunk_tokens=chunk_tokens, max_jobs=max_jobs)
+    config = SchedulerConfig(max_running=max_running, prefix_cache=prefix_cache, prefill=prefill)
+    host = HostCapacity(
+        page_tokens=PAGE,
+        num_dense_pages=num_dense_pages,
+        limit_bytes=limit_blocks * BLOCK_BYTES,
+        sink_tokens=SINK,
+        window_tokens=WINDOW,
+        lump_tokens=LUMP,
+        resident_tokens=RESIDENT,
+        bytes_of_run=bytes_of_run,
+    )
+    capacity = Capacity(num_pages, PAGE, 4000, 5000, host)
+    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES)
+    runner = PageRunner(SHAPE.num_layers, PAGE, num_pages=num_pages)
+    return Engine(scheduler, runner, None, is_pipelined), runner
+
+
+def ask(name: str, prompt: list[int], max_tokens: int = 8, profile: str = "offloaded", **more) -> EngineRequest:
+    return make_request(name, prompt, max_tokens=max_tokens, profile=profile, **more)
+
+
+def check_idle(engine: Engine, runner: PageRunner) -> None:
+    """Nothing is held but by idle contexts, they are charged what they have, and all of it comes back."""
+    residence = engine.scheduler.residence
+    contexts = residence.contexts
+    assert contexts is not None
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_prefilling, stats.num_waiting, stats.pages_used) == (0, 0, 0, 0)
+    assert contexts.num_held == 0
+    assert contexts.used_bytes == sum(context.charged_bytes for context in contexts._contexts.values())
+    assert contexts.used_bytes <= contexts.limit_bytes
+    assert contexts._num_promised == 0
+    assert contexts._dense.num_held == contexts.num_blocks
+    assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
+    while residence.evict_idle():
+        pass
+    assert (len(contexts), contexts.used_bytes, contexts._dense.num_held, contexts._owners) == (0, 0, 0, {})
+    assert residence.pages.num_held == 0
+    assert residence.pages.num_available == residence.pages.num_pages
+    assert sorted(contexts.take_closed()) == sorted(runner.contexts)
+
+
+def prefilled(runner: PageRunner) -> list[int]:
+    return [job.num_tokens for plan in runner.plans for job in plan.new_jobs]
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("length", [129, 200, 1000])
+def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelined: bool) -> None:
+    engine, runner = make_engine(is_pipelined=is_pipelined)
+    request = ask("a", prompt_of(length), max_tokens=300)
+    engine.submit([request])
+    check_output(request, drain(engine)["a"])
+    host = next(prompt.host for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts)
+    assert host is not None
+    assert (host.sink, host.source_id, host.is_sampled) == (SINK, None, False)
+    assert WINDOW <= length - host.end < WINDOW + PAGE
+    lumps = [deposit for plan in runner.plans for deposit in plan.deposits]
+    assert len(lumps) >= 3
+    assert all(deposit.end - deposit.begin == LUMP and not deposit.opens for deposit in lumps)
+    check_idle(engine, runner)
+
+
+def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_a_lump() -> None:
+    engine, runner = make_engine()
+    request = ask("a", prompt_of(RESIDENT), max_tokens=200)
+    engine.submit([request])
+    check_output(request, drain(engine)["a"])
+    deposits = [deposit for plan in runner.plans for deposit in plan.deposits]
+    assert [deposit.opens for deposit in deposits] == [True, False, False]
+    assert (deposits[0].begin, deposits[0].end) == (SINK, RESIDENT + LUMP - WINDOW)
+    before = [group.context_ids for plan in runner.plans for group in plan.decode]
+    assert before[0] is None
+    assert before[-1] == [deposits[0].context_id]
+    check_idle(engine, runner)
+
+
+def test_the_window_is_never_shorter_than_asked_nor_longer_than_a_lump_more() -> None:
+    engine, runner = make_engine()
+    engine.submit([ask("a", prompt_of(700), max_tokens=300)])
+    held = []
+    while engine.has_work:
+        engine.step()
+        for group in runner.plans[-1].decode:
+            context = runner.contexts.get((group.context_ids or [-1])[0])
+            if context is not None:
+                held.append(group.positions[0] + 1 - SINK - len(context))
+    assert min(held) >= WINDOW
+    assert max(held) < WINDOW + LUMP
+
+
+def test_a_profile_without_host_keeps_every_context_on_the_device() -> None:
+    engine, runner = make_engine()
+    request = ask("a", prompt_of(500), max_tokens=200, profile="exact")
+    engine.submit([request])
+    check_output(request, drain(engine)["a"])
+    assert not runner.contexts
+    assert not any(plan.deposits for plan in runner.plans)
+
+
+def test_the_next_turn_forks_the_context_of_the_last() -> None:
+    engine, runner = make_engine()
+    first = ask("a", prompt_of(500), max_tokens=150)
+    engine.submit([first])
+    answer = text(drain(engine)["a"])
+    second = ask("b", first.prompt_token_ids + answer + prompt_of(40, salt=2))
+    engine.submit([second])
+    deltas = drain(engine)["b"]
+    check_output(second, deltas)
+    down = 500 - WINDOW - (500 - WINDOW) % PAGE + 2 * LUMP
+    assert deltas[0].num_cached_tokens == down
+    assert prefilled(runner) == [500, 690 - down]
+    assert engine.stats().prefix_hits_tokens == down
+    check_idle(engine, runner)
+
+
+def test_asking_again_computes_the_window_alone() -> None:
+    engine, runner = make_engine()
+    for name in ("a", "b", "c"):
+        request = ask(name, prompt_of(500))
+        engine.submit([request])
+        check_output(request, drain(engine)[name])
+    assert prefilled(runner) == [500, 500 - 464, 500 - 464]
+    assert engine.scheduler.residence.contexts is not None
+    assert len(engine.scheduler.residence.contexts) == 1, "a context with nothing of its own is not kept"
+    check_idle(engine, runner)
+
+
+def test_profiles_do_not_share_contexts() -> None:
+    engine, runner = make_engine()
+    for profile in ("offloaded", "sampled"):
+        engine.submit([ask(profile, prompt_of(500), profile=profile)])
+        assert drain(engine)[profile][0].num_cached_tokens == 0
+    assert [p.host.is_sampled for plan in runner.plans for job in plan.new_jobs for p in job.prompts] == [False, True]
+
+
+def test_prompt_logprobs_fork_nothing() -> None:
+    engine, runner = make_engine()
+    engine.submit([ask("a", prompt_of(300))])
+    drain(engine)
+    request = ask("b", prompt_of(300), num_prompt_logprobs=0)
+    engine.submit([request])
+    deltas = drain(engine)["b"]
+    check_output(request, deltas)
+    assert deltas[0].num_cached_tokens == 0
+    check_idle(engine, runner)
+
+
+def test_rows_with_a_host_context_are_stepped_apart_from_those_without() -> None:
+    engine, runner = make_engine()
+    requests = [
+        ask("long", prompt_of(300), max_tokens=40),
+        ask("short", prompt_of(30, salt=1), max_tokens=60),
+        ask("exact", prompt_of(30, salt=2), max_tokens=60, profile="exact"),
+    ]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    shapes = [sorted((g.profile, g.context_ids is not None) for g in plan.decode) for plan in runner.plans]
+    assert [("exact", False), ("offloaded", False), ("offloaded", True)] in shapes
+
+
+def test_one_prompt_goes_down_at_a_time_and_short_ones_pass_it() -> None:
+    engine, runner = make_engine(chunk_tokens=256)
+    long = [ask(f"long{i}", prompt_of(900, salt=i), max_tokens=2) for i in range(3)]
+    short = ask("short", prompt_of(20, salt=9), max_tokens=2)
+    engine.submit([*long, short])
+    order = list(drain(engine))  # the runner holds the jobs to it
+    assert order[0] == "short"
+    check_idle(engine, runner)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_context_that_host_memory_can_never_hold_is_refused_and_told_what_fits() -> None:
+    engine, _ = make_engine(limit_blocks=40)
+    with pytest.raises(TooLargeError, match=r"700 \+ 50 = 750 tokens, host memory holds (\d+); .* host.memory_limit"):
+        engine.submit([ask("a", prompt_of(700), max_tokens=50)])
+    fits = engine.scheduler._capacity.longest_tokens(PROFILES["offloaded"])
+    assert fits < 750
+    engine.submit([ask("a", prompt_of(fits - 50), max_tokens=50)])
+    assert drain(engine)["a"][-1].finish_reason == "length"
+    with pytest.raises(TooLargeError, match="host memory holds"):
+        engine.submit([ask("b", prompt_of(fits), max_tokens=1)])
+
+
+def test_a_sampled_context_takes_its_tables_as_well() -> None:
+    engine, _ = make_engine(limit_blocks=40)
+    longest = {name: engine.scheduler._capacity.longest_tokens(profile) for name, profile in PROFILES.items()}
+    assert RESIDENT < longest["sampled"] < longest["offloaded"] < longest["exact"]
+
+
+def test_dense_pages_bound_a_context() -> None:
+    engine, _ = make_engine(num_dense_pages=20)
+    with pytest.raises(TooLargeError, match=r"dense layers' pages hold 383; shorten the request or raise gpu.kv_cache"):
+        engine.submit([ask("a", prompt_of(380), max_tokens=4)])
+
+
+def test_an_idle_context_gives_way_to_a_new_one() -> None:
+    engine, runner = make_engine(limit_blocks=60)
+    for salt in range(4):
+        request = ask(f"r{salt}", prompt_of(500, salt=salt))
+        engine.submit([request])
+        check_output(request, drain(engine)[request.request_id])
+    assert len(runner.contexts) == 2 or len(runner.contexts) == 1
+    engine.submit([ask("again", prompt_of(500, salt=0))])
+    assert drain(engine)["again"][0].num_cached_tokens == 0
+    check_idle(engine, runner)
+
+
+def test_a_request_waits_for_the_host_memory_of_another() -> None:
+    engine, runner = make_engine(limit_blocks=50)
+    requests = [ask(f"r{i}", prompt_of(500, salt=i), max_tokens=60) for i in range(2)]
+    engine.submit(requests)
+    most = 0
+    deltas: dict[str, list] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+        most = max(most, len({slot for plan in runner.plans[-1:] for group in plan.decode for slot in group.slots}))
+    assert most == 1
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_idle(engine, runner)
+
+
+def test_the_youngest_gives_way_when_host_memory_runs_out() -> None:
+    engine, runner = make_engine(limit_blocks=75, num_pages=200)
+    requests = [ask(f"r{i}", prompt_of(RESIDENT, salt=i), max_tokens=600) for i in range(2)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    assert engine.stats().preemptions > 0
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_idle(engine, runner)
+
+
+def test_who_gives_way_to_a_lack_of_pages_forks_what_it_left() -> None:
+    engine, runner = make_engine(num_pages=21)
+    requests = [
+        ask("exact", prompt_of(20, salt=9), max_tokens=260, profile="exact"),
+        *(ask(f"r{i}", prompt_of(300, salt=i), max_tokens=190) for i in range(2)),
+    ]
+    engine.submit(requests)
+    deltas = drain(engine)
+    assert engine.stats().preemptions > 0
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    begins = [prompt.begin for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
+    assert begins[:3] == [0, 0, 0]
+    assert all(begin >= 256 for begin in begins[3:])
+    check_idle(engine, runner)
+
+
+def test_prompts_that_go_down_leave_each_other_the_pages_to_grow() -> None:
+    for num_pages in range(14, 36):
+        engine, runner = make_engine(num_pages=num_pages)
+        engine.submit([ask(f"r{i}", prompt_of(300, salt=i), max_tokens=190) for i in range(4)])
+        drain(engine)
+        assert engine.stats().preemptions == 0
+        check_idle(engine, runner)
+
+
+def test_a_context_that_stands_in_its_own_forks_way_goes() -> None:
+    """The fork shares a little of a large context: both do not fit, so the prompt is computed anew."""
+    engine, runner = make_engine(limit_blocks=60)
+    shared = prompt_of(100)
+    for name, salt in (("a", 1), ("b", 2)):
+        request = ask(name, shared + prompt_of(700, salt=salt))
+        engine.submit([request])
+        check_output(request, drain(engine)[name])
+    check_idle(engine, runner)
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_prefill_leaves_nothing_in_host_memory() -> None:
+    engine, runner = make_engine()
+    engine.submit([ask("a", prompt_of(900))])
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.residence.num_promised_bytes > 0
+    engine.cancel(["a"])
+    assert engine.scheduler.residence.num_promised_bytes == 0
+    drain(engine)
+    engine.step()
+    assert not runner.contexts
+    check_idle(engine, runner)
+
+
+def test_a_cancelled_answer_leaves_its_context_for_the_next() -> None:
+    engine, runner = make_engine()
+    engine.submit([ask("a", prompt_of(500), max_tokens=400)])
+    while not engine.stats().num_running:
+        engine.step()
+    for _ in range(20):
+        engine.step()
+    engine.cancel(["a"])
+    request = ask("b", prompt_of(500))
+    engine.submit([request])
+    deltas = drain(engine)["b"]
+    check_output(request, deltas)
+    assert deltas[0].num_cached_tokens == 464
+    check_idle(engine, runner)
+
+
+def test_without_a_prefix_cache_no_context_outlives_its_request() -> None:
+    engine, runner = make_engine(prefix_cache=False)
+    request = ask("a", prompt_of(500), max_tokens=100)
+    engine.submit([request])
+    check_output(request, drain(engine)["a"])
+    assert engine.scheduler.residence.num_promised_bytes == 0
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("when", ["prefill", "decode", "opening"])
+def test_a_host_that_refuses_memory_ends_one_request_and_no_other(when: str, is_pipelined: bool) -> None:
+    engine, runner = make_engine(is_pipelined=is_pipelined)
+    prompt = prompt_of(RESIDENT if when == "opening" else 400)
+    engine.submit([ask("short", prompt_of(20, salt=1), max_tokens=300, profile="exact")])
+    engine.step()
+    runner.refuses_memory = when == "prefill"
+    engine.submit([ask("a", prompt, max_tokens=200)])
+    deltas: dict[str, list] = {"a": [], "short": []}
+    while engine.has_work:
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+        runner.refuses_memory |= bool(deltas["a"])
+    assert deltas["a"][-1].finish_reason == "error"
+    assert "host memory: asked 9" in deltas["a"][-1].error
+    assert [delta.finish_reason for delta in deltas["a"][:-1]] == [None] * (len(deltas["a"]) - 1)
+    assert deltas["short"][-1].finish_reason == "length"
+    runner.refuses_memory = False
+    again = ask("again", prompt, max_tokens=200)
+    engine.submit([again])
+    check_output(again, drain(engine)["again"])
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_context_without_finite_logits_is_found_by_nobody(is_pipelined: bool) -> None:
+    engine, runner = make_engine(is_pipelined=is_pipelined)
+    engine.submit([ask("before", prompt_of(400))])
+    drain(engine)
+    engine.submit([ask("a", prompt_of(400), max_tokens=100)])
+    while not engine.stats().num_running:
+        engine.step()
+    runner.broken.add(engine.scheduler._running[0].slot)
+    deltas = drain(engine)["a"]
+    assert deltas[-1].finish_reason == "error"
+    runner.broken.clear()
+    again = ask("again", prompt_of(400))
+    engine.submit([again])
+    deltas = drain(engine)["again"]
+    assert deltas[0].num_cached_tokens == 0
+    check_output(again, deltas)
+    check_idle(engine, runner)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
+    """Requests with the step at which each arrives and, for some, the step at which it is cancelled."""
+    entries = []
+    for index in range(draw(st.integers(1, 10))):
+        shared = prompt_of(draw(st.integers(0, 420)), salt=draw(st.integers(0, 1)))
+        own = draw(st.lists(st.integers(0, 49), min_size=1, max_size=20))
+        request = ask(
+            f"r{index}",
+            shared + own,
+            max_tokens=draw(st.integers(0, 260)),
+            num_prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+            profile=draw(st.sampled_from(["exact", "sampled", "offloaded", "offloaded"])),
+        )
+        entries.append((request, draw(st.integers(0, 200)), draw(st.none() | st.integers(0, 300))))
+    return entries
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    workload=workloads(),
+    num_pages=st.integers(46, 70),
+    num_dense_pages=st.integers(45, 120),
+    limit_blocks=st.integers(90, 160),
+    max_running=st.integers(1, 6),
+    chunk_tokens=st.sampled_from([48, 256]),
+    is_pipelined=st.booleans(),
+    prefix_cache=st.booleans(),
+)
+def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
+    workload: list[tuple[EngineRequest, int, int | None]],
+    num_pages: int,
+    num_dense_pages: int,
+    limit_blocks: int,
+    max_running: int,
+    chunk_tokens: int,
+    is_pipelined: bool,
+    prefix_cache: bool,
+) -> None:
+    """Whatever arrives, is cancelled or preempted: every other request gets the text of its lone run."""
+    engine, runner = make_engine(
+        num_pages=num_pages,
+        num_dense_pages=num_dense_pages,
+        limit_blocks=limit_blocks,
+        max_running=max_running,
+        chunk_tokens=chunk_tokens,
+        is_pipelined=is_pipelined,
+        prefix_cache=prefix_cache,
+    )
+    contexts = engine.scheduler.residence.contexts
+    assert contexts is not None
+    deltas: dict[str, list] = {request.request_id: [] for request, _, _ in workload}
+    cancelled: set[str] = set()
+    for step in range(20_000):
+        for request, arrives, leaves in workload:
+            if arrives == step:
+                engine.submit([request])
+            if leaves is not None and arrives <= step and leaves == step - arrives:
+                if not (deltas[request.request_id] and deltas[request.request_id][-1].finish_reason):
+                    cancelled.add(request.request_id)
+                engine.cancel([request.request_id])
+        if engine.has_work:
+            for delta in engine.step():
+                deltas[delta.request_id].append(delta)
+                assert delta.request_id not in cancelled
+            assert contexts.used_bytes <= contexts.limit_bytes
+        elif step > 200:
+            break
+    for request, _, _ in workload:
+        if request.request_id not in cancelled:
+            check_output(request, deltas[request.request_id])
+    check_idle(engine, runner)
