@@ -35,10 +35,9 @@ def _scatter_kernel(
     layer, head, inner = run // (heads * inners), run // inners % heads, run % inners
     value = tl.load(source + run * length + element, mask=element < length)
     address = tl.load(addresses + layer)
-    offset = head * head_stride + inner * inner_stride
+    target = address.to(tl.pointer_type(source.dtype.element_ty)) + head * head_stride + inner * inner_stride
     if ALIGNED:
-        address, offset = tl.multiple_of(address, 16), tl.multiple_of(offset, 16)
-    target = address.to(tl.pointer_type(source.dtype.element_ty)) + offset
+        target = tl.multiple_of(target, 16)
     tl.store(target + element, value, mask=element < length)
 
 

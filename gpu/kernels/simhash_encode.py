@@ -125,7 +125,7 @@ def encode_queries(queries: Tensor, hyperplanes: Hyperplanes) -> Tensor:
     if not runs_on_triton(queries) or queries.numel() == 0:
         encode_rows_reference(rows, hyperplanes, codes)
     else:
-        _launch(rows[None], hyperplanes, codes[None], QUERY_CONFIG)
+        _launch(rows.unsqueeze(0), hyperplanes, codes.unsqueeze(0), QUERY_CONFIG)
     return codes.view(requests, heads, hyperplanes.num_tables)
 
 

@@ -21,16 +21,24 @@ from triton.runtime.jit import JITFunction
 import gpu.kernels
 import transfer.merge
 from gpu.architecture import NAMED_SHAPES, Architecture
+from gpu.kernels.deposit_rows import deposit_rows
+from gpu.kernels.exchange_pack import exchange_pack, new_counters
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.kernels.race import race
+from gpu.kernels.restore_rows import restore_rows
 from gpu.kernels.rms_norm import add_rms_norm, rms_norm
 from gpu.kernels.rope_kv_write import rope_kv_write
+from gpu.kernels.scatter_runs import launch as scatter
+from gpu.kernels.simhash_encode import Hyperplanes, encode_keys, encode_queries
 from gpu.kernels.swiglu import swiglu
+from transfer.exchange import new_slot
 
 SHARED_KIB = {80: 163, 89: 99}
 TRITON_TYPES = {
     torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -107,6 +115,40 @@ def _merge(shape: Architecture, dtype: torch.dtype) -> None:
         transfer.merge.merge_outputs(out, lse, out, lse)
 
 
+def _rows(shape: Architecture, dtype: torch.dtype) -> None:
+    keys = torch.empty(shape.num_kv_heads, 64, shape.dim, dtype=dtype, device="cuda")
+    centre, scale = (
+        torch.empty(shape.num_kv_heads, shape.dim, device="cuda"),
+        torch.empty(shape.num_kv_heads, device="cuda"),
+    )
+    for stored, scales in ((torch.bfloat16, (None, None)), (torch.int8, (scale, centre))):
+        rows = torch.empty_like(keys, dtype=stored)
+        deposit_rows(keys, keys, centre, *scales, rows, rows)
+        restore_rows(rows, rows, centre, *scales, keys, keys)
+
+
+def _codes(shape: Architecture, dtype: torch.dtype) -> None:
+    planes = Hyperplanes(torch.empty(10, shape.dim, 160, dtype=dtype, device="cuda"), 150)
+    codes = torch.empty(shape.num_kv_heads, 150, 64, dtype=torch.uint16, device="cuda")
+    for stored in (dtype, torch.int8):
+        encode_keys(torch.empty(shape.num_kv_heads, 64, shape.dim, dtype=stored, device="cuda"), planes, codes)
+    encode_queries(torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda"), planes)
+
+
+def _pack(shape: Architecture, dtype: torch.dtype) -> None:
+    slot = new_slot(4, shape.num_heads, shape.dim, 150, dtype, torch.device("cpu"))
+    query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
+    codes = torch.empty(2, shape.num_heads, 150, dtype=torch.uint16, device="cuda")
+    exchange_pack(query, codes, new_counters(slot, torch.device("cuda")), slot)
+
+
+def _scatter(shape: Architecture, dtype: torch.dtype) -> None:
+    addresses = torch.empty(2, dtype=torch.int64, device="cuda")
+    for kind in (torch.int8, torch.int16):
+        source = torch.empty(2, shape.num_kv_heads, 150, 128, dtype=kind, device="cuda")
+        scatter(source, addresses, (2048 * 150, 2048, 1), True)
+
+
 # Every kernel, and the launches of it that a step makes. A kernel that is not here fails the last test.
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rms_norm_kernel": _norms,
@@ -117,6 +159,11 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_gemv_kernel": _projections,
     "_race_kernel": _race,
     "_merge_kernel": _merge,
+    "_deposit_kernel": _rows,
+    "_restore_kernel": _rows,
+    "_encode_kernel": _codes,
+    "_pack_kernel": _pack,
+    "_scatter_kernel": _scatter,
 }
 
 
