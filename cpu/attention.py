@@ -16,7 +16,7 @@ from cpu.lookup import SPANS
 from cpu.pieces import WINDOW_TOKENS, as_columns
 from cpu.plan import count_needs, fill_plan
 from cpu.rows import BLOCK_ROWS, COLUMNS
-from cpu.stages import STAGES, Batch, Buffers, Plan, Shape, attend_as
+from cpu.stages import LOOKUP_NS, ROWS_READ, SAMPLED_NS, SLOTS_TAKEN, STAGES, TOTALS, Batch, Buffers, Plan, Shape, attend_as
 from transfer.simd import emission, memory, team, values, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.region import Region, version
@@ -53,13 +53,16 @@ class Attended(NamedTuple):
     """A partial on the host, and what it cost. The arrays are overwritten by the workspace's next call.
 
     out: float32 `[requests, heads, dim]`; lse: float32 `[requests, heads]`, natural log; covered: int32 `[requests,
-    heads]`, tokens that the partial stands for; rows: keys read (as many values), a row shared by a group once.
+    heads]`, tokens that the partial stands for; rows: keys read (as many values), a row shared by a group once;
+    lookup_ns, sampled_ns: of the first thread, in the stage of lookups and exact parts, and in that of samples.
     """
 
     out: np.ndarray
     lse: np.ndarray
     covered: np.ndarray
     rows: int
+    lookup_ns: int
+    sampled_ns: int
 
 
 class HostAttention:
@@ -128,10 +131,10 @@ class HostAttention:
         step = whole._replace(sampled=whole.sampled[: needs.sampled], parts=whole.parts[: needs.parts])
         totals = self._buffers.totals
         totals[:] = 0
-        totals[0] = needs.parts * (shape.heads // shape.kv_heads)
+        totals[SLOTS_TAKEN] = needs.parts * (shape.heads // shape.kv_heads)
         self._buffers.counters.fill(0)
         self._region.run(threads, shape, self._columns, batch, step, self._buffers)
-        return Attended(out, lse, covered, int(totals[8]))
+        return Attended(out, lse, covered, int(totals[ROWS_READ]), int(totals[LOOKUP_NS]), int(totals[SAMPLED_NS]))
 
     def _grow(self, needs: plan.Needs, num_pieces: int, requests: int) -> None:
         """Make room for a batch larger than any before, with half as much again to spare."""
@@ -155,7 +158,7 @@ class HostAttention:
             slots=np.empty((slots, 2), np.int32),
             out=np.empty((slots, s.dim), np.float32),
             lse=np.empty(slots, np.float32),
-            totals=np.zeros(16, np.int64),
+            totals=np.zeros(TOTALS, np.int64),
             counters=new_counters(STAGES, threads),
             counts=np.zeros((threads, WINDOW_TOKENS), np.uint8),
             spans=np.empty((threads, s.tables * SPANS), np.int64),

@@ -41,10 +41,11 @@ from cpu.rows import (
 )
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
 from transfer.simd.memory import load_float32, store_float32, store_int32
-from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage
+from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, now_ns
 from transfer.simd.vectors import address_of, load
 
 STAGES = 3
+SLOTS_TAKEN, ROWS_READ, LOOKUP_NS, SAMPLED_NS, TOTALS = 0, 8, 9, 10, 16  # a line each for what all threads add to
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
 
@@ -95,7 +96,7 @@ class Plan(NamedTuple):
 
 class Buffers(NamedTuple):
     """Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and begin;
-    out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[16]`: slots taken, and a line on rows read; counters.
+    out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters.
     A thread's: counts uint8, spans int64, query and sums float32 `[group, dim]`, scores float32 `[4, BLOCK_ROWS]`,
     state float32 `[4, 16]`: maxima, masses, factors of products, rescaling.
     """
@@ -357,9 +358,14 @@ def _merge(team, shape, batch, plan, buffers, request, head):
 def attend_as(me, threads, shape, columns, batch, plan, buffers):
     """All that thread `me` does."""
     team = Team(buffers.counters, me, threads)
+    began = now_ns()
     rows = _first_stage(team, shape, columns, batch, plan, buffers)
-    atomic_add(address_of(buffers.totals) + 64, rows)
+    atomic_add(address_of(buffers.totals) + 8 * ROWS_READ, rows)
+    looked_up = now_ns()
     _second_stage(team, shape, columns, batch, plan, buffers)
+    if me == 0:
+        buffers.totals[LOOKUP_NS] = looked_up - began
+        buffers.totals[SAMPLED_NS] = now_ns() - looked_up
     items, done = batch.requests * shape.heads, 0
     item = claim(team, 2, items)
     while item >= 0:

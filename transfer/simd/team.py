@@ -57,6 +57,22 @@ def atomic_load(typing_context, address):
 
 
 @intrinsic
+def now_ns(typing_context):
+    """Nanoseconds of the monotonic clock."""
+    time_type, monotonic = ir.ArrayType(_I64, 2), 1
+
+    def emit(context, builder, signature, arguments):
+        time = cgutils.alloca_once(builder, time_type)
+        function_type = ir.FunctionType(_I32, [_I32, time.type])
+        clock = cgutils.get_or_insert_function(builder.module, function_type, "clock_gettime")
+        builder.call(clock, [ir.Constant(_I32, monotonic), time])
+        seconds, nanoseconds = (builder.extract_value(builder.load(time), index) for index in (0, 1))
+        return builder.add(builder.mul(seconds, ir.Constant(_I64, 10**9)), nanoseconds)
+
+    return types.int64(), emit
+
+
+@intrinsic
 def _pause(typing_context):
     def emit(context, builder, signature, arguments):
         function_type = ir.FunctionType(ir.VoidType(), [])
