@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from gpu.architecture import Architecture
 from gpu.deposit_memory import deposit_bytes
 from transfer.config import HostConfig
-from transfer.host_memory import bytes_per_token, without_tables
+from transfer.host_memory import TAIL_TOKENS, bytes_of_context, bytes_of_segment, bytes_per_token, without_tables
 from transfer.tier_shape import TierShape
 
 LUMP_TOKENS = 128  # what goes down at once from a running sequence's window: whole pages of every size
 STAGED_LAYERS = 2  # of a prompt that goes down: one computes while the other's rows leave
-EXCHANGE_SLOTS = 4  # one a half batch, with codes and without
+EXCHANGE_KINDS = 2  # with codes and without; each has rows for all that runs, in two half batches
 HYPERPLANE_COLUMN_STEP = 32
 CODE_BYTES, FLAG_BYTES, FLOAT_BYTES = 2, 4, 4
 ROW_BYTES = {"bfloat16": 2, "int8": 1}
@@ -70,10 +70,10 @@ class HostDemand:
 
     @property
     def exchange_bytes(self) -> int:
-        """Queries and codes on their way to the CPU, out and lse on their way back; in either memory."""
+        """Queries and codes on their way to the CPU, out and lse on their way back, in host memory."""
         heads, dim, tables = self.shape.num_heads, self.shape.dim, self.config.sampled.num_tables
         row = heads * (dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES) + FLAG_BYTES
-        return EXCHANGE_SLOTS * self.max_running * row
+        return EXCHANGE_KINDS * (self.max_running + 1) * row
 
     @property
     def hyperplane_bytes(self) -> int:
@@ -91,6 +91,11 @@ class HostDemand:
     def host_token_bytes(self) -> int:
         """A deposited token in host memory: rows, codes, tables, all layers."""
         return bytes_per_token(self.tier_shape)
+
+    def host_context_bytes(self, context: int) -> int:
+        """Of one context of this length that is down, and the open segment that its next tokens go to."""
+        num_tokens, shape = self.deposited_tokens(context), self.tier_shape
+        return bytes_of_context(shape, num_tokens) + bytes_of_segment(shape, TAIL_TOKENS) if num_tokens else 0
 
     @property
     def host_row_bytes(self) -> int:

@@ -121,10 +121,11 @@ def _divide(
         host_limit = budget.host_default_bytes
     host_tokens = host_limit // host.host_token_bytes
 
-    if down_tokens > host_tokens:
+    wanted_bytes = host.host_context_bytes(context)
+    if wanted_bytes > host_limit:
         return PlanError(
-            f"host.memory_limit_gib: a context of {context:,} tokens has {down_tokens:,} in host memory, "
-            f"{_gib(host_limit)} hold {host_tokens:,}; raise it or lower scheduler.max_context_tokens"
+            f"host.memory_limit_gib: a context of {context:,} tokens takes {_gib(wanted_bytes)} of host memory, there "
+            f"are {_gib(host_limit)}; raise it or lower scheduler.max_context_tokens"
         )
     room = kv_bytes - floor_bytes
     down_bytes = down_tokens * host.dense_token_bytes

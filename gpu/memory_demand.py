@@ -181,7 +181,7 @@ class Demand:
             return ()
         slots, is_cuda = self.host.exchange_bytes, self.device == "cuda"
         deposit = self.item("deposits", self.host.deposit_bytes(is_cuda), "rows and codes on their way down or up")
-        here = self.item("exchange", slots + self.host.hyperplane_bytes, "queries, codes, partials; hyperplanes")
+        here = self.item("exchange", slots + self.host.hyperplane_bytes, "queries, codes, partials, hyperplanes")
         if not is_cuda:
             return (deposit, here)
         return (deposit, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))

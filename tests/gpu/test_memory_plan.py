@@ -1,5 +1,6 @@
 """The memory plan: items fit their limits, what was asked for holds, and what does not fit says so in one line."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,24 @@ from gpu import logprobs, memory_demand
 from gpu.architecture import NAMED_SHAPES, Architecture, named_shape
 from gpu.config import GpuConfig
 from gpu.cpu_step import MAX_ROWS, CpuStep
+from gpu.deposit import Depositor
+from gpu.hop_steps import most_half_rows
+from gpu.host_demand import HostDemand
+from gpu.host_plan import DENSE_SHARE, resolve_host
 from gpu.kernels.cpu_paged_attention import PART_TOKENS
 from gpu.kernels.paged_decode_attention import num_splits
+from gpu.kernels.simhash_encode import arrange
+from gpu.kv_pool import KvPool
 from gpu.memory_demand import Demand
 from gpu.memory_plan import MemoryPlan, PlanError, plan_memory
 from gpu.prefill import LOGITS_BLOCK_ROWS
+from gpu.simhash import draw_projections
+from gpu.staging import Staging
 from tests.gpu.cpu_decoder import cpu_decoder
-from transfer.config import HostConfig
+from tests.reference_tier import ReferenceTier
+from transfer.config import HostConfig, SampledConfig
+from transfer.copies import Streams
+from transfer.exchange import new_slot
 from transfer.machine import GIB, MachineProfile, load_machine
 
 MACHINES = {
@@ -201,3 +213,199 @@ def test_a_card_too_old_for_bfloat16_is_refused_by_name() -> None:
     old = profile.model_copy(update={"gpu": profile.gpu.model_copy(update={"compute_capability": (7, 5)})})
     with pytest.raises(PlanError, match=r"7\.5, wanted 8\.0"):
         make_plan(SHAPE_8B, old, GpuConfig())
+
+
+# --- with KV in host memory ---------------------------------------------------------------------------------------
+
+
+def with_memory(machine: str, host_gib: float, gpu_gib: float | None = None) -> MachineProfile:
+    """A recorded machine with other memories."""
+    profile = MACHINES[machine].model_copy(update={"memory_bytes": int(host_gib * GIB)})
+    if gpu_gib is None or profile.gpu is None:
+        return profile
+    return profile.model_copy(update={"gpu": profile.gpu.model_copy(update={"memory_bytes": int(gpu_gib * GIB)})})
+
+
+def assert_holds_its_longest_context(plan: MemoryPlan) -> None:
+    """Everything fits its place, one context of the longest kind fits every kind of page, and one that stays too."""
+    for place, bound in plan.limit_bytes.items():
+        assert plan.used_bytes(place) <= bound
+    assert all(item.bytes >= 0 for item in plan.items)
+    page = plan.page_tokens
+    down = max(0, plan.max_context_tokens - plan.sink_tokens - plan.window_tokens)
+    if plan.max_context_tokens > plan.resident_tokens:
+        assert plan.num_dense_pages * page >= down
+        assert plan.host_tokens >= down
+    assert plan.num_pages * page >= min(plan.resident_tokens, plan.max_context_tokens)
+    running = plan.sink_tokens + plan.window_tokens + 2 * plan.lump_tokens
+    assert plan.num_pages * page >= min(running, plan.max_context_tokens)
+    assert plan.max_hidden_tokens >= plan.max_context_tokens
+    for tokens in (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.lump_tokens):
+        assert tokens % page == 0
+    assert plan.resident_tokens >= plan.sink_tokens + plan.window_tokens + plan.lump_tokens
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.sampled_from(sorted(NAMED_SHAPES)),
+    machine=st.sampled_from(sorted(MACHINES)),
+    host_gib=st.sampled_from([16, 128, 512]),
+    limit=st.none() | st.floats(0.5, 90),
+    kv_cache=st.none() | st.floats(0.01, 40),
+    host_limit=st.none() | st.floats(0.1, 400),
+    dense=st.none() | st.lists(st.integers(-1, 6), max_size=3),
+    resident=st.integers(0, 20_000),
+    rows=st.sampled_from(["bfloat16", "int8"]),
+    page_tokens=st.sampled_from([16, 32, 64]),
+    context=st.none() | st.integers(1, 140_000),
+    hidden=st.none() | st.integers(1, 200_000),
+    running=st.integers(1, 256),
+)
+def test_a_plan_with_host_memory_holds_its_longest_context_or_is_refused_in_one_line(
+    shape: str,
+    machine: str,
+    host_gib: int,
+    limit: float | None,
+    kv_cache: float | None,
+    host_limit: float | None,
+    dense: list[int] | None,
+    resident: int,
+    rows: str,
+    page_tokens: int,
+    context: int | None,
+    hidden: int | None,
+    running: int,
+) -> None:
+    gpu = GpuConfig.model_validate({"memory_limit_gib": limit, "kv_cache_gib": kv_cache, "page_tokens": page_tokens})
+    host = HostConfig.model_validate(
+        {"memory_limit_gib": host_limit, "dense_layers": dense, "resident_tokens": resident, "rows": rows}
+    )
+    try:
+        plan = make_plan(named_shape(shape), with_memory(machine, host_gib), gpu, context, hidden, running, host=host)
+    except PlanError as error:
+        message = str(error)
+        assert "\n" not in message
+        assert message.startswith(("gpu.", "scheduler.", "host."))
+        return
+    assert_holds_its_longest_context(plan)
+    assert context is None or plan.max_context_tokens == context
+    assert hidden is None or plan.max_hidden_tokens == hidden
+    again = make_plan(
+        named_shape(shape),
+        with_memory(machine, host_gib),
+        gpu.model_copy(update={"kv_cache_gib": plan.kv_bytes / GIB}),
+        plan.max_context_tokens,
+        plan.max_hidden_tokens,
+        running,
+        host=host.model_copy(
+            update={"memory_limit_gib": plan.host_limit_bytes / GIB, "dense_layers": plan.dense_layers}
+        ),
+    )
+    assert (again.items, again.num_pages, again.num_dense_pages) == (plan.items, plan.num_pages, plan.num_dense_pages)
+
+
+def test_an_8b_model_with_96k_context_fits_24_gb_beside_128_gib() -> None:
+    plan = make_plan(SHAPE_8B, with_memory("rtx4090", 128), GpuConfig(memory_limit_gib=23), 98_304, host=HostConfig())
+    assert_holds_its_longest_context(plan)
+    assert plan.dense_layers == (0, 16)
+    assert (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.lump_tokens) == (16, 64, 8192, 128)
+    assert plan.host_limit_bytes == 64 * GIB
+    assert plan.num_pages * plan.page_tokens < 98_304, "without host memory it would not fit"
+    with pytest.raises(PlanError):
+        make_plan(SHAPE_8B, with_memory("rtx4090", 128), GpuConfig(memory_limit_gib=23), 98_304)
+
+
+@pytest.mark.parametrize(
+    ("shape", "machine"),
+    [("codellama-34b", "a100-80g"), ("llama-2-13b", with_memory("a100-80g", 256, 48))],
+)
+def test_larger_models_with_16k_context_fit_the_cards_they_are_known_for(
+    shape: str, machine: str | MachineProfile
+) -> None:
+    assert_holds_its_longest_context(make_plan(named_shape(shape), machine, GpuConfig(), 16_384, host=HostConfig()))
+
+
+def test_on_the_cpu_a_context_goes_far_beyond_the_pages_that_were_asked_for() -> None:
+    gpu, host = GpuConfig(kv_cache_gib=0.5), HostConfig(dense_layers=(0,))
+    plan = make_plan(SHAPE_TINY, "laptop", gpu, 200_000, max_running=4, host=host)
+    assert_holds_its_longest_context(plan)
+    assert set(plan.limit_bytes) == {item.place for item in plan.items} == {"host"}
+    assert find_bytes(plan, "KV pages") + find_bytes(plan, "dense KV pages") <= GIB // 2
+    assert plan.num_pages * plan.page_tokens < 200_000 // 2
+
+
+def test_what_is_beyond_one_longest_context_goes_to_dense_pages_up_to_a_share() -> None:
+    plan = make_plan(SHAPE_8B, with_memory("a100-80g", 2048), GpuConfig(), 32_768, max_running=8, host=HostConfig())
+    dense, page_bytes = find_bytes(plan, "dense KV pages"), find_bytes(plan, "dense KV pages") // plan.num_dense_pages
+    assert DENSE_SHARE * plan.kv_bytes - page_bytes < dense <= DENSE_SHARE * plan.kv_bytes
+    small = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), 32_768, max_running=8, host=HostConfig(memory_limit_gib=10))
+    assert small.num_dense_pages == small.host_tokens // small.page_tokens
+
+
+def test_resident_pages_hold_the_windows_of_all_that_may_run_or_a_note_says_of_how_many() -> None:
+    machine = with_memory("rtx4090", 128)
+    few = make_plan(SHAPE_8B, machine, GpuConfig(memory_limit_gib=23), 98_304, max_running=16, host=HostConfig())
+    many = make_plan(SHAPE_8B, machine, GpuConfig(memory_limit_gib=23), 98_304, max_running=64, host=HostConfig())
+    assert few.num_pages * 16 >= 16 * (16 + 64 + 2 * 128)
+    assert not any("max_running" in note for note in few.notes)
+    assert any("scheduler.max_running is 64" in note for note in many.notes)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "context", "parts"),
+    [
+        (GpuConfig(), HostConfig(dense_layers=(0, 32)), None, ("host.dense_layers", "32", "0 to 31")),
+        (GpuConfig(), HostConfig(dense_layers=(-1,)), None, ("host.dense_layers", "-1")),
+        (GpuConfig(), HostConfig(dense_layers=tuple(range(32))), None, ("host.dense_layers", "all 32")),
+        (GpuConfig(), HostConfig(memory_limit_gib=100), None, ("host.memory_limit_gib", "100.00 GiB", "62.50 GiB")),
+        (GpuConfig(), HostConfig(memory_limit_gib=4), 98_304, ("host.memory_limit_gib", "98,304", "4.00 GiB")),
+        (GpuConfig(kv_cache_gib=1), HostConfig(), 65_536, ("gpu.kv_cache_gib", "1.00 GiB", "host.resident_tokens")),
+        (GpuConfig(memory_limit_gib=18.5), HostConfig(), 65_536, ("gpu.memory_limit_gib", "host.resident_tokens")),
+    ],
+)
+def test_what_does_not_fit_with_host_memory_names_the_key_to_change(
+    gpu: GpuConfig, host: HostConfig, context: int | None, parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(PlanError) as error:
+        make_plan(SHAPE_8B, "rtx4090", gpu, context, host=host)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_without_host_memory_there_is_none_of_it_in_the_plan() -> None:
+    plan = make_plan(SHAPE_8B, "rtx4090", GpuConfig())
+    tokens = (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.lump_tokens, plan.host_tokens)
+    assert (*tokens, plan.num_dense_pages, plan.host_limit_bytes) == (0,) * 7
+    assert plan.dense_layers == ()
+    assert not {"KV staging", "deposits", "exchange", "dense KV pages"} & {item.name for item in plan.items}
+
+
+def host_demand(page_tokens: int, max_running: int, config: HostConfig) -> HostDemand:
+    return resolve_host(config, SHAPE_TINY, page_tokens, 4, max_running)
+
+
+def test_staging_takes_what_is_planned() -> None:
+    demand = host_demand(16, 2, HostConfig())
+    shape, cpu = demand.tier_shape, torch.device("cpu")
+    pool = KvPool(SHAPE_TINY, 4, 4, demand.dense_layers, 16, 2, 160, torch.float32, cpu)
+    depositor = Depositor(replace(shape, num_tables=0), None, cpu, Streams(cpu))
+    staging = Staging(pool, ReferenceTier(shape, 0, 1, 1), depositor)
+    assert staging.keys.nbytes + staging.values.nbytes == 160 * demand.staging_token_bytes
+    dense, others = pool.key_pages[0], pool.key_pages[1]
+    assert dense[0].nbytes * 2 * len(demand.dense_layers) == 16 * demand.dense_token_bytes
+    assert (len(dense), len(others)) == (8, 4)
+
+
+@pytest.mark.parametrize("running", [1, 5, 64])
+def test_exchange_slots_and_hyperplanes_take_what_is_planned(running: int) -> None:
+    sampled = SampledConfig(bits_per_table=10, num_tables=75)
+    demand, cpu = host_demand(16, running, HostConfig(sampled=sampled)), torch.device("cpu")
+    planes = arrange(draw_projections(SHAPE_TINY.dim, 10, 75, 0, torch.float32, cpu))
+    assert planes.planes.nbytes == demand.hyperplane_bytes
+    taken = 0
+    for tables in (75, 0):
+        for rows in most_half_rows(running):
+            slot = new_slot(rows, SHAPE_TINY.num_heads, SHAPE_TINY.dim, tables, torch.float32, cpu)
+            tensors = (slot.queries, slot.codes, slot.flags, slot.out, slot.lse)
+            taken += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    assert 0.5 * demand.exchange_bytes * running / (running + 1) < taken <= demand.exchange_bytes
