@@ -2,6 +2,7 @@
 
 import typer
 
+from bench.kernel_commands import app as kernel
 from bench.load.command import serve
 from bench.machine_commands import engine, rates
 
@@ -10,3 +11,4 @@ app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its 
 app.command("serve")(serve)
 app.command("engine")(engine)
 app.command("rates")(rates)
+app.add_typer(kernel, name="kernel")

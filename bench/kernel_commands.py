@@ -1,0 +1,70 @@
+"""Arguments of `tandem bench kernel ...`, turned into benchmarks of one operation each. Measures nothing itself."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from bench.machine_commands import JsonFile, parse_batches, warn_if_busy
+
+if TYPE_CHECKING:
+    import torch
+
+    from bench.rows import Row
+
+app = typer.Typer(no_args_is_help=True, help="Measure one operation against its floor and a peer.")
+
+Device = Annotated[Literal["auto", "cuda", "cpu"], typer.Option()]
+Batch = Annotated[str, typer.Option(help="requests of a step, with commas")]
+
+
+@app.command()
+def hop(
+    batch: Batch = "1,8,16",
+    hops: Annotated[int, typer.Option(min=1, help="of a round")] = 1000,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time what a layer's question to the CPU costs when there is nothing to attend."""
+    from bench.exchange_hop import hop_rows
+
+    run_kernel(device, json_file, lambda resolved, console: hop_rows(parse_batches(batch), resolved, hops, console))
+
+
+@app.command()
+def simhash(
+    tokens: Annotated[int, typer.Option(min=1, help="keys of a KV head")] = 98_304,
+    batch: Batch = "1,16",
+    bits: Annotated[int, typer.Option(min=1, max=16, help="of a code (the paper's K)")] = 10,
+    tables: Annotated[int, typer.Option(min=1, help="hash tables (the paper's L)")] = 150,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time SimHash codes of a layer's keys, and of a decode step's queries."""
+    from bench.simhash_codes import simhash_rows
+
+    batches = parse_batches(batch)
+    run_kernel(
+        device, json_file, lambda resolved, console: simhash_rows(tokens, batches, bits, tables, resolved, console)
+    )
+
+
+def run_kernel(
+    device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
+) -> None:
+    """Measure on the device that was asked for and report; a wrong result ends with status 1 and no number."""
+    import torch
+
+    from bench.rows import GateError, report
+
+    console = Console(stderr=True)
+    warn_if_busy(console)
+    resolved = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        report(measure_rows(torch.device(resolved), console), json_file, Console())
+    except GateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None

@@ -1,0 +1,51 @@
+"""Rows of `tandem bench kernel`: each passes its gate and reports times; a wrong result gives none."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from bench import exchange_hop, simhash_codes
+from bench.cli import app
+from bench.rows import GateError
+
+CPU, QUIET = torch.device("cpu"), Console(quiet=True)
+
+
+def test_a_hop_row_for_each_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_hop, "ROUNDS", 2)
+    rows = exchange_hop.hop_rows((1, 3), CPU, 5, QUIET)
+    assert [row.config["rows"] for row in rows] == [1, 3]
+    assert all(row.ms > 0 and row.peer_ms > 0 for row in rows)
+
+
+def test_a_hop_that_brings_another_ask_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep_the_old_query(query, codes, counters, slot):
+        counters.add_(1)
+        slot.flags.copy_(counters)
+
+    monkeypatch.setattr(exchange_hop, "exchange_pack", keep_the_old_query)
+    with pytest.raises(GateError, match="hop 1 brought another ask"):
+        exchange_hop.hop_rows((1,), CPU, 5, QUIET)
+
+
+def test_codes_that_are_not_the_plain_ones_give_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(keys, planes, codes):
+        codes.view(torch.int16).zero_()
+
+    monkeypatch.setattr(simhash_codes, "encode_keys", zeros)
+    with pytest.raises(GateError, match="of the codes are the plain ones"):
+        simhash_codes.simhash_rows(600, (1,), 4, 5, CPU, QUIET)
+
+
+def test_the_commands_report_json_last() -> None:
+    asked = ["kernel", "simhash", "--tokens", "600", "--batch", "2", "--bits", "4", "--tables", "5", "--device", "cpu"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    assert [row["name"] for row in rows] == ["simhash of keys", "simhash of queries"]
+    done = CliRunner().invoke(app, ["kernel", "hop", "--batch", "1", "--hops", "3", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.strip().splitlines()[-1])[0]["name"] == "hop"
