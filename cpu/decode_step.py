@@ -13,7 +13,7 @@ import torch
 
 from cpu.attention import HostAttention
 from cpu.builder import Builder
-from cpu.context import Context
+from cpu.host_context import Context
 from cpu.pieces import EXACT, PIECE, SAMPLED
 from cpu.segment import TableState
 from transfer.exchange import ExchangeSlot, wait

@@ -8,7 +8,7 @@ shares its first tokens and grows gets a copy of them, so that what one appends 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpu.context import MERGE_DUE_SHARE, Context, Merge, Piece
+from cpu.host_context import MERGE_DUE_SHARE, Context, Merge, Piece
 from cpu.jobs import Source
 from cpu.segment import Centre, Segment
 from cpu.store import SegmentStore

@@ -11,7 +11,7 @@ import torch
 
 from cpu.attention import HostAttention
 from cpu.builder import Builder
-from cpu.context import Context, Piece
+from cpu.host_context import Context, Piece
 from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention
 from cpu.growth import Growth, SegmentReservation
 from cpu.segment import ROW_TYPES

@@ -16,7 +16,7 @@ from transfer.host_memory import slab_bytes
 from transfer.host_pages import Pages, interleave_thread
 from transfer.tier import HostMemoryError
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 LIMIT_KEY = "host.memory_limit_gib"
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ class SlabPool:
             asked = sum(classes)
             if self._in_use_bytes + asked > self.limit_bytes:
                 raise HostMemoryError(
-                    f"host memory: asked {_gib(asked)}, {_gib(self._in_use_bytes)} of {_gib(self.limit_bytes)} in use; "
-                    f"raise {LIMIT_KEY}, or run fewer or shorter contexts"
+                    f"host memory: asked {_size(asked)}, {self._describe_use()} in use; raise {LIMIT_KEY}, or run "
+                    "fewer or shorter contexts"
                 )
             self._in_use_bytes += asked
             found = [self._take_idle(size) for size in classes]
@@ -121,6 +121,9 @@ class SlabPool:
         for slab in idle:
             self._unmake(slab)
 
+    def _describe_use(self) -> str:
+        return f"{_size(self._in_use_bytes)} of {_size(self.limit_bytes)}"
+
     def _idle_bytes(self) -> int:
         return sum(slab.num_bytes for slab in self._idle)
 
@@ -149,9 +152,8 @@ class SlabPool:
         except (OSError, MemoryError) as error:
             log.warning("host_memory_refused bytes=%d in_use=%d error=%s", num_bytes, self._in_use_bytes, error)
             raise HostMemoryError(
-                f"host memory: asked the system for {_gib(num_bytes)}, it refused: {error}; {_gib(self._in_use_bytes)} "
-                f"of {_gib(self.limit_bytes)} in use; lower {LIMIT_KEY}, or raise `ulimit -l` (memlock) where pinning "
-                "failed"
+                f"host memory: asked the system for {_size(num_bytes)}, it refused: {error}; {self._describe_use()} in "
+                f"use; lower {LIMIT_KEY}, or raise `ulimit -l` (memlock) where pinning failed"
             ) from error
         if self._source.pin is not None:
             with self._lock:
@@ -170,5 +172,5 @@ class SlabPool:
             self._pinned_bytes -= slab.num_bytes
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

@@ -1,0 +1,96 @@
+"""A context: which tokens of which segments, in order, and how it reads each of them.
+
+It refuses to know memory and threads. Invariants: a context reads the first `tokens` of each of its segments, and each
+piece holds its segment; whether a piece is sampled changes only when the context grows.
+"""
+
+from dataclasses import dataclass, field
+from itertools import count
+
+from cpu.segment import Segment, TableState
+from transfer.host_memory import SEGMENT_TOKENS
+
+MERGE_DUE_SHARE = 16  # a merge is due when the context has grown by this share of it: it has been copied long before
+
+_new_version = count().__next__
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """The first `tokens` of a segment. is_sampled: by its tables (exactly, where they failed); else all is read."""
+
+    segment: Segment
+    tokens: int
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Pieces `[first, last)` of a context that are being copied into one segment, to take effect at `due_tokens`."""
+
+    first: int
+    last: int
+    target: Segment
+    due_tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class Context:
+    """version: changes with the pieces, and is never used twice."""
+
+    context_id: int
+    is_sampled: bool
+    pieces: list[Piece] = field(default_factory=list)
+    merge: Merge | None = None
+    version: int = field(default_factory=_new_version)
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.tokens for piece in self.pieces)
+
+    def touch(self) -> None:
+        self.version = _new_version()
+
+    def first_pieces(self, num_tokens: int) -> list[Piece]:
+        """The pieces of the first `num_tokens`, the last one cut."""
+        assert 0 <= num_tokens <= self.tokens, "context: no more tokens are asked for than it has"
+        cut, left = [], num_tokens
+        for piece in self.pieces:
+            if left == 0:
+                break
+            cut.append(Piece(piece.segment, min(piece.tokens, left), piece.is_sampled))
+            left -= cut[-1].tokens
+        return cut
+
+    def sample_sealed(self) -> None:
+        """Pieces of segments that are whole by now are sampled from here on."""
+        for piece in self.pieces:
+            is_due = self.is_sampled and piece.segment.has_codes and piece.segment.is_whole
+            piece.is_sampled = piece.is_sampled or is_due
+
+    def find_merge(self) -> tuple[int, int] | None:
+        """Pieces `[first, last)` that are to be one: sampled, of one centre, each sum at least half its neighbour.
+
+        So a token is copied a few times at most, and few small segments are left, whose offsets cost as much as large
+        ones'.
+        """
+        last = len(self.pieces)
+        while last > 0 and not self.pieces[last - 1].is_sampled:
+            last -= 1
+        if last == 0 or not self.pieces[last - 1].segment.is_whole:
+            return None
+        first, tokens = last - 1, self.pieces[last - 1].tokens
+        centre = self.pieces[last - 1].segment.centre
+        while first > 0:
+            piece = self.pieces[first - 1]
+            if not (piece.is_sampled and piece.segment.is_whole and piece.segment.centre is centre):
+                break
+            if piece.tokens > 2 * tokens or piece.tokens + tokens > SEGMENT_TOKENS:
+                break
+            first, tokens = first - 1, tokens + piece.tokens
+        return (first, last) if last - first > 1 else None
+
+    def can_merge(self, first: int, last: int) -> bool:
+        """Whether all tables of these pieces stand: where one failed, its codes are lost."""
+        states = [state for piece in self.pieces[first:last] for state in piece.segment.tables]
+        return all(state is TableState.BUILT for state in states)
