@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpu.architecture import Architecture
 from gpu.deposit_memory import deposit_bytes
 from transfer.config import HostConfig
-from transfer.host_memory import TAIL_TOKENS, bytes_of_context, bytes_of_segment, bytes_per_token, without_tables
+from transfer.host_memory import bytes_of_context, bytes_per_token, without_tables
 from transfer.tier_shape import TierShape
 
 LUMP_TOKENS = 128  # what goes down at once from a running sequence's window: whole pages of every size
@@ -93,9 +93,9 @@ class HostDemand:
         return bytes_per_token(self.tier_shape)
 
     def host_context_bytes(self, context: int) -> int:
-        """Of one context of this length that is down, and the open segment that its next tokens go to."""
+        """Of one context of this length that is down, and of open segments for what goes down later."""
         num_tokens, shape = self.deposited_tokens(context), self.tier_shape
-        return bytes_of_context(shape, num_tokens) + bytes_of_segment(shape, TAIL_TOKENS) if num_tokens else 0
+        return bytes_of_context(shape, num_tokens) + 2 * bytes_of_context(shape, LUMP_TOKENS) if num_tokens else 0
 
     @property
     def host_row_bytes(self) -> int:
@@ -107,8 +107,10 @@ class HostDemand:
         return min(self.sink_tokens + self.window_tokens + 2 * LUMP_TOKENS, self._whole_pages(context))
 
     def floor_tokens(self, context: int, num_sequences: int) -> int:
-        """What resident pages must hold: one sequence that stays on the device, or so many that are down."""
-        return max(min(self.resident_tokens, context), num_sequences * self.running_tokens(context))
+        """What resident pages must hold: one sequence that stays on the device, until its first lump is due, or so many
+        that are down."""
+        one = min(self.resident_tokens + LUMP_TOKENS, self._whole_pages(context))
+        return max(one, num_sequences * self.running_tokens(context))
 
     def deposited_tokens(self, context: int) -> int:
         """How many tokens of a context of this length are down, at most."""
