@@ -5,21 +5,49 @@ lse of sampled pieces estimates the mass of all that they cover (paper 2410.1617
 results do not depend on the number of threads; nothing is allocated once the largest batch has been seen.
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
-from cpu import collision, lookup, pieces, plan, rows, softmax, stages
+from cpu import collision, context, lookup, pieces, plan, rows, softmax, stages
 from cpu.collision import log_weights
+from cpu.context import (
+    BUFFERS,
+    CODES,
+    COVERED,
+    LOGS,
+    NUM_PARTS,
+    OUT,
+    PIECES,
+    PLAN,
+    REQUESTS,
+    new_context,
+    open_context,
+    set_arrays,
+    set_shape,
+)
 from cpu.lookup import SPANS
 from cpu.pieces import WINDOW_TOKENS, as_columns
 from cpu.plan import count_needs, fill_plan
 from cpu.rows import BLOCK_ROWS, COLUMNS
-from cpu.stages import LOOKUP_NS, ROWS_READ, SAMPLED_NS, SLOTS_TAKEN, STAGES, TOTALS, Batch, Buffers, Plan, Shape, attend_as
+from cpu.stages import (
+    LOOKUP_NS,
+    ROWS_READ,
+    SAMPLED_NS,
+    SLOTS_TAKEN,
+    STAGES,
+    STATE,
+    TOTALS,
+    Buffers,
+    Plan,
+    Shape,
+    attend_as,
+)
 from transfer.simd import emission, memory, team, values, vectors
 from transfer.simd.features import require_vectors
-from transfer.simd.region import Region, version
+from transfer.simd.region import start, version
 from transfer.simd.team import new_counters
 
 MAX_GROUP = 8
@@ -28,25 +56,21 @@ ROW_TYPES = (np.uint16, np.int8, np.float32)
 QUERY_TYPES = (np.uint16, np.float32)
 
 
-def _compile(version: int):  # type: ignore[no-untyped-def]
-    """`stages.attend_as`; numba's file cache looks at this source file alone, and at `version`."""
+_MODULES = (collision, context, emission, lookup, memory, pieces, plan, rows, softmax, stages, team, values, vectors)
 
-    @numba.njit(nogil=True, cache=True)
-    def work(me, threads, shape, columns, batch, plan, buffers):  # type: ignore[no-untyped-def]
+
+@cache
+def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> Any:
+    """`stages.attend_as` as a C function of the context's address. numba's file cache looks at this source file and at
+    the arguments here; `version` stands for the sources of all that is called."""
+
+    @numba.cfunc("void(int64, int64, int64)", cache=True)
+    def work(me, threads, context):  # type: ignore[no-untyped-def]
         if version >= 0:
-            attend_as(me, threads, shape, columns, batch, plan, buffers)
+            shape, batch, step, buffers = open_context(context, kind, query_kind)
+            attend_as(me, threads, shape, columns, batch, step, buffers)
 
     return work
-
-
-@numba.njit(nogil=True, cache=True, parallel=True)
-def _together(work, threads, shape, columns, batch, plan, buffers):
-    for me in numba.prange(threads):
-        work(np.int64(me), threads, shape, columns, batch, plan, buffers)
-
-
-_MODULES = (collision, emission, lookup, memory, pieces, plan, rows, softmax, stages, team, values, vectors)
-_work = _compile(version(*_MODULES))
 
 
 class Attended(NamedTuple):
@@ -94,13 +118,14 @@ class HostAttention:
         self._shape = Shape(
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
         )
-        self._columns = (0,) * (dim // COLUMNS)
-        self._threads = threads
-        self._plan = _new_plan(1, 1, 1, 1)
-        self._results = _new_results(1, heads, dim)
+        work = _compile(row_type(0), query_type(0), (0,) * (dim // COLUMNS), version(*_MODULES))
+        self._work = int(work.address)
+        self._context, self._threads = new_context(), threads
+        set_shape(self._context, self._shape, threads)
+        self._context[LOGS] = self._logs.ctypes.data
+        self._plan = self._new_plan(1, 1, 1, 1)
+        self._results = self._new_results(1)
         self._buffers = self._new_buffers(1, 1, 1)
-        empty = Batch(np.zeros((0, pieces.COLUMNS), np.int64), 0, 0, 0, 0, 0, 0, 0)
-        self._region = Region(_work, _together, self._shape, self._columns, empty, self._plan, self._buffers)
 
     def attend(self, table: np.ndarray, queries: np.ndarray, codes: np.ndarray | None, threads: int) -> Attended:
         """Attention of each request's query over its pieces.
@@ -121,29 +146,25 @@ class HostAttention:
             assert codes.flags.c_contiguous, "codes: contiguous"
         assert codes is not None or needs.sampled == 0, "codes: sampled pieces need the query's"
         self._grow(needs, len(table), requests)
-        out, lse, covered = (array[:requests] for array in self._results)
-        batch = Batch(
-            listed, requests, queries.ctypes.data, 0 if codes is None else codes.ctypes.data, self._logs.ctypes.data,
-            out.ctypes.data, lse.ctypes.data, covered.ctypes.data,
-        )  # fmt: skip
-        whole = self._plan
-        fill_plan(listed, requests, shape.heads, shape.kv_heads, *whole)
-        step = whole._replace(sampled=whole.sampled[: needs.sampled], parts=whole.parts[: needs.parts])
-        totals = self._buffers.totals
-        totals[:] = 0
+        fill_plan(listed, requests, shape.heads, shape.kv_heads, *self._plan)
+        row, totals = self._context, self._buffers.totals
+        row[REQUESTS : CODES + 1] = requests, queries.ctypes.data, 0 if codes is None else codes.ctypes.data
+        row[PIECES : NUM_PARTS + 1] = listed.ctypes.data, len(listed), needs.sampled, needs.parts
+        totals.fill(0)
         totals[SLOTS_TAKEN] = needs.parts * (shape.heads // shape.kv_heads)
         self._buffers.counters.fill(0)
-        self._region.run(threads, shape, self._columns, batch, step, self._buffers)
+        start(self._work, threads, row.ctypes.data)
+        out, lse, covered = (array[:requests] for array in self._results)
         return Attended(out, lse, covered, int(totals[ROWS_READ]), int(totals[LOOKUP_NS]), int(totals[SAMPLED_NS]))
 
     def _grow(self, needs: plan.Needs, num_pieces: int, requests: int) -> None:
         """Make room for a batch larger than any before, with half as much again to spare."""
         if len(self._results[0]) < requests:
-            self._results = _new_results(requests + requests // 2, self._shape.heads, self._shape.dim)
+            self._results = self._new_results(requests + requests // 2)
         have = self._plan
         wanted = (requests + 1, num_pieces, needs.sampled, needs.parts)
         if any(len(array) < n for array, n in zip((have[0], have[1], have[2], have[4]), wanted, strict=True)):
-            self._plan = _new_plan(*(n + n // 2 for n in wanted))
+            self._plan = self._new_plan(*(n + n // 2 for n in wanted))
         buffers = self._buffers
         heads = needs.sampled * self._shape.heads
         if len(buffers.ids) < needs.ids or len(buffers.found) < heads or len(buffers.slots) < needs.slots:
@@ -151,7 +172,7 @@ class HostAttention:
 
     def _new_buffers(self, ids: int, sampled_heads: int, slots: int) -> Buffers:
         s, threads, group = self._shape, self._threads, self._shape.heads // self._shape.kv_heads
-        return Buffers(
+        buffers = Buffers(
             ids=np.empty(ids, np.uint16),
             found=np.empty(sampled_heads, np.int32),
             first_slot=np.empty(sampled_heads, np.int32),
@@ -165,21 +186,29 @@ class HostAttention:
             query=np.empty((threads, group, s.dim), np.float32),
             sums=np.empty((threads, group, s.dim), np.float32),
             scores=np.empty((threads, 4, BLOCK_ROWS), np.float32),
-            state=np.empty((threads, 4, 16), np.float32),
+            state=np.empty((threads, 4, STATE), np.float32),
         )
+        set_arrays(self._context, BUFFERS, buffers)
+        return buffers
 
+    def _new_plan(self, requests: int, num_pieces: int, sampled: int, parts: int) -> Plan:
+        """Room for so many entries, one at least."""
+        step = Plan(
+            first_piece=np.empty(max(1, requests), np.int32),
+            ordinals=np.empty(max(1, num_pieces), np.int32),
+            sampled=np.empty(max(1, sampled), np.int32),
+            ids_at=np.empty((max(1, sampled), 2), np.int64),
+            parts=np.empty((max(1, parts), 4), np.int32),
+        )
+        set_arrays(self._context, PLAN, step)
+        return step
 
-def _new_plan(requests: int, num_pieces: int, sampled: int, parts: int) -> Plan:
-    """Room for so many entries, one at least."""
-    return Plan(
-        first_piece=np.empty(max(1, requests), np.int32),
-        ordinals=np.empty(max(1, num_pieces), np.int32),
-        sampled=np.empty(max(1, sampled), np.int32),
-        ids_at=np.empty((max(1, sampled), 2), np.int64),
-        parts=np.empty((max(1, parts), 4), np.int32),
-    )
-
-
-def _new_results(requests: int, heads: int, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    shape = (max(1, requests), heads)
-    return np.empty((*shape, dim), np.float32), np.empty(shape, np.float32), np.empty(shape, np.int32)
+    def _new_results(self, requests: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        shape = (requests, self._shape.heads)
+        results = (
+            np.empty((*shape, self._shape.dim), np.float32),
+            np.empty(shape, np.float32),
+            np.empty(shape, np.int32),
+        )
+        self._context[OUT : COVERED + 1] = [array.ctypes.data for array in results]
+        return results

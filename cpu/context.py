@@ -1,96 +1,76 @@
-"""A context: which tokens of which segments, in order, and how it reads each of them.
+"""What the threads of a region are given: one int64 row of numbers and addresses, and the arrays behind them.
 
-It refuses to know memory and threads. Invariants: a context reads the first `tokens` of each of its segments, and each
-piece holds its segment; whether a piece is sampled changes only when the context grows.
+A parallel region takes one address in microseconds, and thirty arrays in most of a millisecond. It refuses to know what
+the arrays are for (`cpu.stages` does). Invariant: `open_context` names each column once; who fills the row keeps the
+arrays alive.
 """
 
-from dataclasses import dataclass, field
-from itertools import count
+import numba
+import numpy as np
 
-from cpu.segment import Segment, TableState
-from transfer.host_memory import SEGMENT_TOKENS
+from cpu.lookup import SPANS
+from cpu.pieces import COLUMNS as PIECE_COLUMNS
+from cpu.pieces import WINDOW_TOKENS
+from cpu.rows import BLOCK_ROWS
+from cpu.stages import STATE, TOTALS, Batch, Buffers, Plan, Shape
+from transfer.simd.region import pointer_to
+from transfer.simd.team import COUNTER_INT64
 
-MERGE_DUE_SHARE = 16  # a merge is due when the context has grown by this share of it: it has been copied long before
-
-_new_version = count().__next__
-
-
-@dataclass(eq=False, slots=True)
-class Piece:
-    """The first `tokens` of a segment. is_sampled: by its tables (exactly, where they failed); else all is read."""
-
-    segment: Segment
-    tokens: int
-    is_sampled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """Pieces `[first, last)` of a context that are being copied into one segment, to take effect at `due_tokens`."""
-
-    first: int
-    last: int
-    target: Segment
-    due_tokens: int
+(
+    HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS,
+    REQUESTS, QUERIES, CODES, LOGS, OUT, LSE, COVERED, PIECES, NUM_PIECES, NUM_SAMPLED, NUM_PARTS, PLAN,
+) = range(19)  # fmt: skip
+BUFFERS = PLAN + len(Plan._fields)
+CONTEXT = BUFFERS + len(Buffers._fields)
 
 
-@dataclass(eq=False, slots=True)
-class Context:
-    """version: changes with the pieces, and is never used twice."""
+def new_context() -> np.ndarray:
+    return np.zeros(CONTEXT, np.int64)
 
-    context_id: int
-    is_sampled: bool
-    pieces: list[Piece] = field(default_factory=list)
-    merge: Merge | None = None
-    version: int = field(default_factory=_new_version)
 
-    @property
-    def tokens(self) -> int:
-        return sum(piece.tokens for piece in self.pieces)
+def set_shape(context: np.ndarray, shape: Shape, max_threads: int) -> None:
+    """All of a shape but its types; the scale as the bits of a float64."""
+    context[HEADS : MASK + 1] = shape.heads, shape.kv_heads, shape.dim, shape.tables, shape.mask
+    context.view(np.float64)[SCALE] = shape.scale
+    context[MAX_THREADS] = max_threads
 
-    def touch(self) -> None:
-        self.version = _new_version()
 
-    def first_pieces(self, num_tokens: int) -> list[Piece]:
-        """The pieces of the first `num_tokens`, the last one cut."""
-        assert 0 <= num_tokens <= self.tokens, "context: no more tokens are asked for than it has"
-        cut, left = [], num_tokens
-        for piece in self.pieces:
-            if left == 0:
-                break
-            cut.append(Piece(piece.segment, min(piece.tokens, left), piece.is_sampled))
-            left -= cut[-1].tokens
-        return cut
+def set_arrays(context: np.ndarray, first: int, arrays: Plan | Buffers) -> None:
+    """The addresses of a plan's or of the buffers' arrays; first: PLAN or BUFFERS."""
+    context[first : first + len(arrays)] = [array.ctypes.data for array in arrays]
 
-    def sample_sealed(self) -> None:
-        """Pieces of segments that are whole by now are sampled from here on."""
-        for piece in self.pieces:
-            is_due = self.is_sampled and piece.segment.has_codes and piece.segment.is_whole
-            piece.is_sampled = piece.is_sampled or is_due
 
-    def find_merge(self) -> tuple[int, int] | None:
-        """Pieces `[first, last)` that are to be one: sampled, of one centre, each sum at least half its neighbour.
-
-        So a token is copied a few times at most, and few small segments are left, whose offsets cost as much as large
-        ones'.
-        """
-        last = len(self.pieces)
-        while last > 0 and not self.pieces[last - 1].is_sampled:
-            last -= 1
-        if last == 0 or not self.pieces[last - 1].segment.is_whole:
-            return None
-        first, tokens = last - 1, self.pieces[last - 1].tokens
-        centre = self.pieces[last - 1].segment.centre
-        while first > 0:
-            piece = self.pieces[first - 1]
-            if not (piece.is_sampled and piece.segment.is_whole and piece.segment.centre is centre):
-                break
-            if piece.tokens > 2 * tokens or piece.tokens + tokens > SEGMENT_TOKENS:
-                break
-            first, tokens = first - 1, tokens + piece.tokens
-        return (first, last) if last - first > 1 else None
-
-    def can_merge(self, first: int, last: int) -> bool:
-        """Whether all tables of these pieces stand: where one failed, its codes are lost."""
-        states = [state for piece in self.pieces[first:last] for state in piece.segment.tables]
-        return all(state is TableState.BUILT for state in states)
+@numba.njit(nogil=True)
+def open_context(address, kind, query_kind):
+    """(shape, batch, plan, buffers) of `cpu.stages`; kind and query_kind: scalars of the rows' and queries' types."""
+    c = numba.carray(pointer_to(address), (CONTEXT,), np.int64)
+    scale = np.float32(numba.carray(pointer_to(address), (CONTEXT,), np.float64)[SCALE])
+    shape = Shape(kind, query_kind, c[HEADS], c[KV_HEADS], c[DIM], c[TABLES], c[MASK], scale)
+    pieces = numba.carray(pointer_to(c[PIECES]), (c[NUM_PIECES], PIECE_COLUMNS), np.int64)
+    batch = Batch(pieces, c[REQUESTS], c[QUERIES], c[CODES], c[LOGS], c[OUT], c[LSE], c[COVERED])
+    plan = Plan(
+        numba.carray(pointer_to(c[PLAN]), (c[REQUESTS] + 1,), np.int32),
+        numba.carray(pointer_to(c[PLAN + 1]), (c[NUM_PIECES],), np.int32),
+        numba.carray(pointer_to(c[PLAN + 2]), (c[NUM_SAMPLED],), np.int32),
+        numba.carray(pointer_to(c[PLAN + 3]), (c[NUM_SAMPLED], 2), np.int64),
+        numba.carray(pointer_to(c[PLAN + 4]), (c[NUM_PARTS], 4), np.int32),
+    )
+    threads, group, dim = c[MAX_THREADS], c[HEADS] // c[KV_HEADS], c[DIM]
+    at, unknown = BUFFERS, 1  # the first axis of a flat buffer: nothing here looks at it
+    buffers = Buffers(
+        numba.carray(pointer_to(c[at]), (unknown,), np.uint16),
+        numba.carray(pointer_to(c[at + 1]), (unknown,), np.int32),
+        numba.carray(pointer_to(c[at + 2]), (unknown,), np.int32),
+        numba.carray(pointer_to(c[at + 3]), (unknown, 2), np.int32),
+        numba.carray(pointer_to(c[at + 4]), (unknown, dim), np.float32),
+        numba.carray(pointer_to(c[at + 5]), (unknown,), np.float32),
+        numba.carray(pointer_to(c[at + 6]), (TOTALS,), np.int64),
+        numba.carray(pointer_to(c[at + 7]), (unknown, threads + 1, COUNTER_INT64), np.int64),
+        numba.carray(pointer_to(c[at + 8]), (threads, WINDOW_TOKENS), np.uint8),
+        numba.carray(pointer_to(c[at + 9]), (threads, c[TABLES] * SPANS), np.int64),
+        numba.carray(pointer_to(c[at + 10]), (threads, group, dim), np.float32),
+        numba.carray(pointer_to(c[at + 11]), (threads, group, dim), np.float32),
+        numba.carray(pointer_to(c[at + 12]), (threads, 4, BLOCK_ROWS), np.float32),
+        numba.carray(pointer_to(c[at + 13]), (threads, 4, STATE), np.float32),
+    )
+    return shape, batch, plan, buffers

@@ -46,7 +46,7 @@ def count_needs(pieces: np.ndarray, requests: int, heads: int, kv_heads: int) ->
     needs = Needs(*_count(pieces, requests, heads, kv_heads))
     if needs.slots < 0:
         raise ValueError(
-            f"pieces: got requests {pieces[:, REQUEST].tolist()} and ranges {pieces[:, [BEGIN, END, TOKENS]].tolist()}; "
+            f"pieces: got requests {pieces[:, REQUEST].tolist()}, ranges {pieces[:, [BEGIN, END, TOKENS]].tolist()}; "
             f"wanted requests in rising order below {requests}, and 0 <= begin <= end <= tokens"
         )
     return needs

@@ -46,6 +46,7 @@ from transfer.simd.vectors import address_of, load
 
 STAGES = 3
 SLOTS_TAKEN, ROWS_READ, LOOKUP_NS, SAMPLED_NS, TOTALS = 0, 8, 9, 10, 16  # a line each for what all threads add to
+STATE = 16  # float32 between the rows of a thread's state: more than the largest group
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
 
@@ -55,7 +56,7 @@ _add_four, _add_two, _add_one = add_rows(4), add_rows(2), add_rows(1)
 
 class Shape(NamedTuple):
     """kind, query_kind: scalars of the rows' and the queries' type; mask: buckets - 1. Beside it goes
-    `columns`, `dim // 64` zeros: numba passes no tuple in a tuple to a parallel region."""
+    `columns`, `dim // 64` zeros."""
 
     kind: np.uint16 | np.int8 | np.float32
     query_kind: np.uint16 | np.float32
@@ -95,10 +96,10 @@ class Plan(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and begin;
-    out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters.
+    """Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and
+    begin; out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters.
     A thread's: counts uint8, spans int64, query and sums float32 `[group, dim]`, scores float32 `[4, BLOCK_ROWS]`,
-    state float32 `[4, 16]`: maxima, masses, factors of products, rescaling.
+    state float32 `[4, STATE]`: maxima, masses, factors of products, rescaling.
     """
 
     ids: np.ndarray

@@ -1,7 +1,8 @@
 """One parallel region: a compiled function run by so many threads at once, each told its number.
 
-It refuses to know the work. Invariant: code in numba's cache on disk is of the sources and the vector width that it was
-made from: `version` stands for both. The work must go on whatever number of its threads has come (`team`).
+`Region` takes any arguments, and some tenths of a millisecond of Python a start; `start` takes one address, and a few
+microseconds. It refuses to know the work. Invariant: code in numba's cache on disk is of the sources and the vector
+width that it was made from: `version` stands for both. The work goes on whatever number of its threads has come.
 """
 
 from hashlib import sha256
@@ -10,8 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import numba
+import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core.types.function_type import CompileResultWAP
+from numba.extending import intrinsic
 
 from transfer.simd.features import SIMD
 
@@ -47,3 +51,51 @@ class Region:
         numba.set_num_threads(threads)
         self._together(self._work, threads, *arguments)
         numba.set_num_threads(with_threads)
+
+
+@intrinsic
+def _call(typing_context, function, me, threads, context):
+    """Call what lies at an address."""
+
+    def emit(lowering, builder, signature, arguments):
+        function, *others = arguments
+        kind = ir.FunctionType(ir.VoidType(), [other.type for other in others])
+        builder.call(builder.inttoptr(function, kind.as_pointer()), others)
+        return lowering.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), emit
+
+
+@intrinsic
+def pointer_to(typing_context, address):
+    """An address as `numba.carray` takes it."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), emit
+
+
+@numba.njit("void(int64, int64, int64)", nogil=True, cache=True, parallel=True)
+def _start(function, threads, context):
+    for me in numba.prange(threads):
+        _call(function, np.int64(me), threads, context)
+
+
+@numba.njit("void(int64, int64)", nogil=True, cache=True)
+def _start_alone(function, context):
+    _call(function, 0, 1, context)
+
+
+def start(function: int, threads: int, context: int) -> None:
+    """Run `void function(int64 me, int64 threads, int64 context)`, a C function's address, on so many threads.
+
+    An exception in it is lost. Without the GIL.
+    """
+    if threads == 1:
+        _start_alone(function, context)
+        return
+    with_threads = numba.get_num_threads()
+    numba.set_num_threads(threads)
+    _start(function, threads, context)
+    numba.set_num_threads(with_threads)
