@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, require, summarise
-from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.exchange_pack import catch_up, exchange_pack, new_counters
 from transfer.exchange import new_slot, wait
 from transfer.merge import merge_outputs
 
@@ -37,7 +37,7 @@ class Hop:
         self.lse = torch.zeros(rows, HEADS, device=device)
         self._run = self._captured(self._segment)
         self._run_copies = self._captured(self._copies)
-        self.counters.fill_(self.slot.stamp)
+        catch_up(self.counters, self.slot)
 
     @property
     def down_bytes(self) -> int:

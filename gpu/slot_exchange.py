@@ -7,7 +7,7 @@ stream alone, so it may be captured in a graph; the host's side of an ask is `sl
 import torch
 from torch import Tensor
 
-from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.exchange_pack import catch_up, exchange_pack, new_counters
 from gpu.kernels.simhash_encode import Hyperplanes, encode_queries
 from transfer.exchange import ExchangeSlot, new_slot
 from transfer.merge import merge_outputs
@@ -37,5 +37,5 @@ class SlotExchange:
         return Partial(*merge_outputs(resident.out, resident.lse, self.slot.out[:rows], self.slot.lse[:rows]))
 
     def forget_asks(self) -> None:
-        """Asks that the host did not count, of a warm-up, are not counted by the device either; in stream order."""
-        self._counters.fill_(self.slot.stamp)
+        """Asks that the host did not count, of a warm-up, are behind both sides; waits for the device."""
+        catch_up(self._counters, self.slot)

@@ -20,10 +20,15 @@ _LAST_STAMP = tl.constexpr(LAST_STAMP)
 
 
 def new_counters(slot: ExchangeSlot, device: torch.device) -> Tensor:
-    """The device's count of a slot's asks: int32 `[max_rows]`, all equal. After warm-up launches that the host did not
-    count, `counters.fill_(slot.stamp)` brings both together.
-    """
+    """The device's count of a slot's asks: int32 `[max_rows]`, all equal."""
     return torch.full((len(slot.flags),), slot.stamp, dtype=torch.int32, device=device)
+
+
+def catch_up(counters: Tensor, slot: ExchangeSlot) -> None:
+    """The host counts asks that it was not told of, of a warm-up; waits for the device. Counting back instead would
+    give stamps twice, and a flag of the first time would be taken for one of the second.
+    """
+    slot.stamp = int(counters[0])
 
 
 def exchange_pack_reference(queries: Tensor, codes: Tensor | None, counters: Tensor, slot: ExchangeSlot) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.exchange_pack import catch_up, exchange_pack, new_counters
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random
 from transfer.exchange import LAST_STAMP, ExchangeSlot, new_slot, wait
 from transfer.merge import NO_MASS, merge_outputs
@@ -64,6 +64,21 @@ def test_stamps_begin_anew_on_both_sides_after_the_last(dtype, device):
         wait(slot, 0, WAIT_S)
 
 
+def test_no_flag_of_a_warm_up_is_taken_for_an_asks(dtype, device):
+    slot = poisoned_slot(2, 4, 64, 0, dtype, device)
+    counters = new_counters(slot, torch.device(device))
+    queries = torch.zeros(2, 4, 64, dtype=dtype, device=device)
+    for _ in range(3):
+        exchange_pack(queries, None, counters, slot)
+    catch_up(counters, slot)
+    assert slot.stamp == 3
+    for _ in range(4):
+        slot.advance(2)
+        assert not (slot.flags == slot.stamp).any()
+        exchange_pack(queries, None, counters, slot)
+        wait(slot, 0, WAIT_S)
+
+
 def test_an_ask_that_does_not_fit_the_slot_is_named(dtype, device):
     slot = new_slot(2, 4, 64, 5, dtype, torch.device(device))
     counters = new_counters(slot, torch.device(device))
@@ -106,10 +121,11 @@ def test_every_hop_brings_this_asks_row_and_the_next_one_reads_its_answer(rows, 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             hop.compute()
-        hop.counters.fill_(hop.slot.stamp)
+        catch_up(hop.counters, hop.slot)
         run = graph.replay
     wanted = torch.zeros(rows, 8, 64, dtype=dtype)
-    for number in range(HOPS if device == "cuda" else 3):
+    asks = range(hop.slot.stamp, hop.slot.stamp + (HOPS if device == "cuda" else 3))
+    for number in asks:
         run()
         hop.slot.advance(rows)
         wait(hop.slot, number, WAIT_S)
