@@ -6,6 +6,7 @@ block's page holds final keys and values once every plan launched so far is carr
 """
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
 from scheduler.pages import PagePool, extend_hashes
 from scheduler.sequence import Sequence
@@ -20,7 +21,7 @@ class PrefixCache:
         self._pages = pages
         self._page_tokens = page_tokens
         self.is_enabled = enabled
-        self._seeds = {profile: model_key + key.encode() for profile, key in kv_keys.items()}
+        self._seeds = {profile: _seed(model_key, key) for profile, key in kv_keys.items()}
         self._computing: dict[bytes, Sequence] = {}
         self.queries_tokens = 0
         self.hits_tokens = 0
@@ -84,3 +85,8 @@ class PrefixCache:
         """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
         for digest in sequence.hashes:
             self._pages.retract(digest)
+
+
+def _seed(model_key: bytes, kv_key: str) -> bytes:
+    """A key of a digest: of any length, where a hash's own key is limited to 64 bytes."""
+    return blake2b(model_key + kv_key.encode(), digest_size=32).digest()
