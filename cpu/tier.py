@@ -11,9 +11,9 @@ import torch
 
 from cpu.attention import HostAttention
 from cpu.builder import Builder
-from cpu.host_context import Context, Piece
 from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention
 from cpu.growth import Growth, SegmentReservation
+from cpu.host_context import Context, Piece
 from cpu.segment import ROW_TYPES
 from cpu.store import SegmentStore
 from transfer.host_pages import map_pages, pin_pages, unpin_pages

@@ -1,0 +1,120 @@
+"""Background jobs: the most urgent first, none while decode holds the gate, and a failure ends its own job alone."""
+
+import threading
+import time
+
+import pytest
+
+from cpu.builder import Builder, Job
+
+
+class Log:
+    """Jobs that write down what they do, one entry a piece."""
+
+    def __init__(self, builder):
+        self.builder, self.entries = builder, []
+        self.over = threading.Semaphore(0)
+
+    def submit(self, name, urgency, pieces, is_wanted=lambda: True):
+        def work():
+            for number in range(pieces):
+                self.entries.append((name, number))
+                if pieces == 13:
+                    raise RuntimeError("a bad number of pieces")
+                yield
+
+        self.builder.submit(
+            Job(urgency, name, work(), is_wanted, lambda: self._end(name, "done"), lambda _: self._end(name, "failed"))
+        )
+
+    def wait(self, jobs):
+        for _ in range(jobs):
+            assert self.over.acquire(timeout=20)
+
+    def _end(self, name, how):
+        self.entries.append((name, how))
+        self.over.release()
+
+
+@pytest.fixture
+def builder():
+    builder = Builder(1)
+    yield builder
+    builder.shutdown()
+
+
+def test_the_most_urgent_job_goes_first_and_equals_in_order(builder):
+    log = Log(builder)
+    with builder.paused():
+        log.submit("plug", (0, 0), 1)
+        time.sleep(0.05)
+        for name, urgency in [("late", (1, 5)), ("second", (0, 9)), ("third", (0, 9)), ("first", (0, 2))]:
+            log.submit(name, urgency, 2)
+        assert log.entries == []
+    log.wait(5)
+    ended = [name for name, what in log.entries if what == "done"]
+    assert ended == ["plug", "first", "second", "third", "late"]
+
+
+def test_a_more_urgent_job_overtakes_between_two_pieces(builder):
+    log = Log(builder)
+    started = threading.Event()
+
+    def slow():
+        started.set()
+        for number in range(50):
+            log.entries.append(("slow", number))
+            time.sleep(0.002)
+            yield
+
+    builder.submit(Job((5,), "slow", slow(), lambda: True, log.over.release, lambda _: None))
+    assert started.wait(20)
+    log.submit("urgent", (0,), 1)
+    log.wait(2)
+    assert log.entries.index(("urgent", "done")) < log.entries.index(("slow", 49))
+
+
+def test_no_piece_begins_while_decode_holds_the_gate(builder):
+    log = Log(builder)
+    log.submit("long", (0,), 100_000)
+    for _ in range(20):
+        with builder.paused():
+            time.sleep(0.003)
+            before = len(log.entries)
+            time.sleep(0.01)
+            assert len(log.entries) == before
+        time.sleep(0.001)
+    assert len(log.entries) > 20
+
+
+def test_a_job_that_raises_fails_alone(builder, caplog):
+    log = Log(builder)
+    log.submit("bad", (0,), 13)
+    log.submit("good", (1,), 3)
+    log.wait(2)
+    assert ("bad", "failed") in log.entries
+    assert ("good", "done") in log.entries
+    assert "background_job_failed job=bad" in caplog.text
+
+
+def test_a_job_that_nobody_wants_ends_without_its_turn(builder):
+    log = Log(builder)
+    with builder.paused():
+        log.submit("plug", (0,), 1)
+        time.sleep(0.05)
+        log.submit("unwanted", (1,), 5, is_wanted=lambda: False)
+        builder.drop_unwanted()
+        assert log.entries == [("unwanted", "done")]
+    log.wait(2)
+    assert ("unwanted", 0) not in log.entries
+
+
+def test_shutdown_does_not_wait_for_jobs_nor_for_the_gate():
+    builder = Builder(2)
+    log = Log(builder)
+    for name in "abc":
+        log.submit(name, (0,), 10**9)
+    began = time.monotonic()
+    with builder.paused():
+        builder.shutdown()
+    assert time.monotonic() - began < 5

@@ -1,0 +1,309 @@
+"""Reservations: how contexts are cut into segments, what they take, when sampling begins, and what failing leaves."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import cpu.jobs
+from cpu.tables import build_tables
+from tests.cpu.test_tier import assert_dense
+from tests.cpu.tier_model import LAYERS, Device, new_tier, poisoned_pages, tier_shape
+from transfer.host_memory import TAIL_TOKENS, bytes_of_context, bytes_of_segment, without_tables
+from transfer.slabs import PageSource
+from transfer.tier import HostMemoryError
+
+LUMP = 128
+SELECTIVE = tier_shape(bits=5, tables=20)  # samples about a tenth of the keys
+
+
+@pytest.fixture
+def make_tier():
+    tiers = []
+
+    def make(*arguments, **named):
+        tiers.append(new_tier(*arguments, **named))
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.shutdown()
+        assert tier.stats().bytes_held == 0
+
+
+def rows_read(device, context_id):
+    before = device.tier.stats().attention.rows_read
+    device.attend([context_id])
+    return device.tier.stats().attention.rows_read - before
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+@pytest.mark.parametrize("tokens", [1, TAIL_TOKENS - 1, TAIL_TOKENS, 5000, 65_536, 65_537, 131_071])
+def test_a_reservation_takes_what_was_promised(make_tier, tokens, is_sampled):
+    tier = make_tier(tier_shape(bits=3, tables=3))
+    tier.open(1, is_sampled)
+    reservations = tier.reserve(1, tokens)
+    shape = tier.shape if is_sampled else without_tables(tier.shape)
+    assert tier.stats().bytes_in_use == bytes_of_context(shape, tokens)
+    assert [one.begin for one in reservations] == [0, *(one.end for one in reservations[:-1])]
+    assert reservations[-1].end == tokens
+    assert not any(one.has_centre for one in reservations)
+
+
+def test_small_reservations_share_a_tail_and_its_centre(make_tier):
+    tier = make_tier(tier_shape())
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 3000)
+        in_use = tier.stats().bytes_in_use
+        tail = tier.reserve(1, 1500)
+        grown = tier.stats().bytes_in_use
+        assert grown - in_use == bytes_of_segment(tier.shape, TAIL_TOKENS)
+        rest = tier.reserve(1, 500)
+        assert tier.stats().bytes_in_use == grown
+        parts = tier.reserve(1, 100)
+        assert [one.has_centre for one in (*tail, *rest, *parts)] == [True] * 4
+        assert [(one.begin, one.end) for one in parts] == [(5000, 5048), (5048, 5100)]
+        assert torch.equal(tail[0].layer(0).centre, parts[1].layer(0).centre)
+
+
+def test_a_full_tail_is_sampled_from_the_next_reservation_on(make_tier):
+    tier = make_tier(SELECTIVE)
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        for _ in range(TAIL_TOKENS // LUMP):
+            device.deposit(1, LUMP)
+        assert rows_read(device, 1) == TAIL_TOKENS * LAYERS, "a row is read once for the heads of a group"
+        device.deposit(1, LUMP)
+        assert LUMP * LAYERS < rows_read(device, 1) < TAIL_TOKENS * LAYERS
+
+
+def test_an_open_tail_is_sealed_by_a_reservation_that_needs_segments_of_its_own(make_tier):
+    tier = make_tier(SELECTIVE)
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 1500)
+        device.fork(1, 2, 1200, True)
+        for context_id in (1, 2):
+            device.deposit(context_id, 2100)
+            assert rows_read(device, context_id) < 1200 * LAYERS
+        device.fork(1, 3, 3600, False)
+        assert_dense(device, [3])
+
+
+def test_an_offloaded_context_reads_every_row_and_has_no_tables(make_tier):
+    tier = make_tier(SELECTIVE)
+    with Device(tier, 0) as device:
+        device.open(1, False)
+        device.deposit(1, 4000)
+        assert tier.stats().bytes_in_use == bytes_of_context(without_tables(tier.shape), 4000)
+        assert_dense(device, [1])
+        device.open(2, True)
+        device.deposit(2, 4000)
+        device.fork(2, 3, 3000, False)
+        assert_dense(device, [1, 3])
+
+
+def test_small_segments_are_merged_and_other_holders_keep_theirs(make_tier):
+    tier = make_tier(tier_shape())
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        for lump in range(6 * TAIL_TOKENS // LUMP):
+            device.deposit(1, LUMP)
+            if lump == 4 * TAIL_TOKENS // LUMP:
+                device.fork(1, 2, device.tokens(1), True)
+            assert_dense(device, [1])
+        assert tier.stats().merges >= 2
+        assert_dense(device, [1, 2])
+        device.close(2)
+        tier._store.wait_for_doomed()
+        assert tier.stats().segments <= 4
+
+
+def test_a_lone_heir_of_a_closed_context_goes_on_in_its_tail(make_tier):
+    tier = make_tier(tier_shape())
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 1000)
+        device.fork(1, 2, 1000, True)
+        in_use = tier.stats().bytes_in_use
+        device.close(1)
+        device.deposit(2, 500)
+        assert tier.stats().bytes_in_use == in_use
+        assert_dense(device, [2])
+
+
+def test_rows_come_back_as_they_were_stored(make_tier):
+    tier = make_tier(tier_shape("int8"))
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 2500)
+        device.deposit(1, 700)
+        for layer in range(LAYERS):
+            parts = tier.rows(1, layer, 3000)
+            keys = [
+                rows.keys.double() * rows.key_scale.double()[:, None, None] + rows.centre.double()[:, None]
+                for rows in parts
+            ]
+            values = [rows.values.double() * rows.value_scale.double()[:, None] for rows in parts]
+            assert all(rows.codes is None for rows in parts)
+            assert np.array_equal(torch.cat(keys, 1).numpy(), device.keys[1][layer][:, :3000])
+            assert np.array_equal(torch.cat(values, 1).numpy(), device.values[1][layer][:, :3000])
+
+
+def test_a_reservation_that_fails_changes_nothing(make_tier):
+    shape = tier_shape()
+    tier = make_tier(shape, bytes_of_context(shape, 3000) + bytes_of_context(shape, 100))
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 3000)
+        out, lse, _ = device.attend([1])
+        before = tier.stats()
+        with pytest.raises(HostMemoryError, match=r"asked .* in use; raise host.memory_limit_gib"):
+            tier.reserve(1, 4000)
+        after = tier.stats()
+        assert (after.bytes_in_use, after.tokens, after.segments) == (before.bytes_in_use, 3000, before.segments)
+        again, lse_again, _ = device.attend([1])
+        assert np.array_equal(out, again)
+        assert np.array_equal(lse, lse_again)
+        device.deposit(1, 100)
+        assert_dense(device, [1])
+
+
+def test_memory_that_is_closing_is_waited_for_before_a_reservation_fails(make_tier):
+    shape = tier_shape()
+    tier = make_tier(shape, bytes_of_context(shape, 3000))
+    with Device(tier, 0) as device:
+        for context_id in range(5):
+            device.open(context_id, True)
+            device.deposit(context_id, 3000)
+            device.close(context_id)
+
+
+def test_a_host_that_refuses_to_pin_is_told_of_and_the_rest_goes_on(make_tier):
+    refuses = []
+
+    def pin(pages):
+        if refuses:
+            raise OSError(12, "cudaHostRegister failed with CUDA error 2")
+
+    tier = make_tier(tier_shape(), source=PageSource(poisoned_pages, pin, lambda pages: None))
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 3000)
+        refuses.append(True)
+        device.open(2, True)
+        with pytest.raises(HostMemoryError, match=r"cudaHostRegister failed .*ulimit -l"):
+            device.deposit(2, 4000)
+        device.close(2)
+        tier._store.wait_for_doomed()
+        assert tier.stats().bytes_in_use == bytes_of_context(tier.shape, 3000)
+        assert_dense(device, [1])
+        refuses.clear()
+        device.open(3, True)
+        device.deposit(3, 4000)
+        assert_dense(device, [1, 3])
+
+
+def test_a_failed_build_leaves_its_layer_exact_and_is_counted(make_tier, monkeypatch, caplog):
+    calls = []
+
+    def fail_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("no tables today")
+        build_tables(*arguments)
+
+    monkeypatch.setattr(cpu.jobs, "build_tables", fail_once)
+    tier = make_tier(SELECTIVE)
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 3000)
+        out, _, queries = device.attend([1])
+        wanted, _ = device.expect([1], queries)
+        assert np.allclose(out[0], wanted[0], atol=1e-4)
+        assert not np.allclose(out[1], wanted[1], atol=1e-4)
+        assert (tier.stats().tables_failed, tier.stats().tables_built) == (1, LAYERS - 1)
+        assert "background_job_failed" in caplog.text
+        for _ in range(40):
+            device.deposit(1, LUMP)
+        device.attend([1])
+
+
+def test_attention_waits_for_rows_on_their_way_and_nothing_else_does(make_tier):
+    tier = make_tier(tier_shape())
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        lates = device.deposit_late(1, 3000)
+        began = time.monotonic()
+        timer = threading.Timer(0.3, lambda: [late.arrive() for late in lates])
+        timer.start()
+        later = device.deposit_late(1, 100)
+        for late in later:
+            late.arrive()
+        assert time.monotonic() - began < 0.3, "a reservation waits for no rows"
+        assert_dense(device, [1])
+        assert time.monotonic() - began >= 0.3
+
+
+def test_memory_of_a_closed_context_stays_until_its_rows_have_landed(make_tier):
+    tier = make_tier(tier_shape())
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        lates = device.deposit_late(1, 3000)
+        device.close(1)
+        assert tier.stats().bytes_in_use == bytes_of_context(tier.shape, 3000)
+        for late in lates:
+            late.arrive()
+        tier._store.wait_for_doomed()
+        assert tier.stats().bytes_in_use == 0
+
+
+def test_a_copy_that_fails_is_raised_where_its_rows_are_read(make_tier):
+    class Broken:
+        def synchronize(self):
+            raise RuntimeError("the device is gone")
+
+    tier = make_tier(tier_shape())
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit_late(1, 3000, Broken())
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            device.attend([1])
+
+
+def script(tier):
+    """The same calls each time, with forks, merges and closes among them; all answers on the way."""
+    answers = []
+    with Device(tier, 3) as device:
+        device.open(1, True)
+        device.deposit(1, 2600)
+        for lump in range(5 * TAIL_TOKENS // LUMP):
+            device.deposit(1, LUMP)
+            if lump % 20 == 7:
+                device.fork(1, 100 + lump, device.tokens(1) - 33, True)
+                device.deposit(100 + lump, 400 if lump % 40 == 7 else 2300)
+            if lump == 50:
+                device.close(107)
+            answers += device.attend(list(device.keys)[-3:])[:2]
+    return answers
+
+
+def test_answers_do_not_depend_on_when_tables_are_built(make_tier, monkeypatch):
+    wanted = script(make_tier(SELECTIVE))
+    assert make_tier(SELECTIVE).stats().merges == 0
+    for seed in range(2):
+        delays = random.Random(seed)
+
+        def build_late(*arguments, delays=delays):
+            time.sleep(delays.choice([0, 0, 0, 0.002, 0.01]))
+            build_tables(*arguments)
+
+        monkeypatch.setattr(cpu.jobs, "build_tables", build_late)
+        tier = make_tier(SELECTIVE)
+        got = script(tier)
+        assert tier.stats().merges > 0, "the script merges"
+        assert all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -1,0 +1,87 @@
+"""Whatever contexts open, fork, grow and close, attention is over their own rows, and the memory comes back."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu import pieces
+from cpu.tables import num_offsets
+from tests.cpu.tier_model import MAX_ROWS, Device, new_tier, tier_shape
+from tests.tolerances import TIER_FLOAT32, TIER_INT8
+from transfer import host_memory
+from transfer.host_memory import TAIL_TOKENS
+
+GROWTH = st.one_of(st.integers(1, 300), st.sampled_from([1, TAIL_TOKENS - 1, TAIL_TOKENS]), st.integers(1, 5000))
+STEP = st.tuples(
+    st.sampled_from(["open", "fork", "grow", "grow", "grow", "close"]), st.randoms(use_true_random=False), GROWTH
+)
+
+_ids = count()
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "int8"])
+def tier(request):
+    tier = new_tier(tier_shape(request.param))
+    yield tier
+    tier.shutdown()
+    assert tier.stats().bytes_held == 0
+
+
+def assert_dense(device, context_ids):
+    out, lse, queries = device.attend(context_ids)
+    wanted_out, wanted_lse = device.expect(context_ids, queries)
+    tolerance = TIER_INT8 if device.tier.shape.rows == "int8" else TIER_FLOAT32
+    np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=tolerance)
+
+
+def test_constants_of_the_store_are_the_kernels():
+    assert pieces.SEGMENT_TOKENS == host_memory.SEGMENT_TOKENS
+    assert pieces.WINDOW_TOKENS == host_memory.WINDOW_TOKENS
+    for tokens in (1, 2048, 32_768, 32_769, 65_536):
+        assert num_offsets(10, tokens) == host_memory.num_offsets(10, tokens)
+
+
+def take_step(device, kind, random, tokens):
+    """One call, on a context that is chosen at random."""
+    if kind == "open" or not device.keys:
+        context_id = next(_ids)
+        device.open(context_id, random.random() < 0.7)
+        device.deposit(context_id, tokens)
+        return
+    chosen = random.choice(list(device.keys))
+    if kind == "fork":
+        device.fork(chosen, next(_ids), random.randint(0, device.tokens(chosen)), random.random() < 0.7)
+    elif kind == "grow":
+        device.deposit(chosen, tokens)
+    else:
+        device.close(chosen)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps=st.lists(STEP, min_size=1, max_size=14), seed=st.integers(0, 2**32))
+def test_contexts_read_their_own_rows_and_their_memory_comes_back(tier, steps, seed):
+    with Device(tier, seed) as device:
+        for step in steps:
+            take_step(device, *step)
+            alive = list(device.keys)
+            for begin in range(0, len(alive), MAX_ROWS):
+                assert_dense(device, alive[begin : begin + MAX_ROWS])
+    tier._store.wait_for_doomed()
+    assert tier.stats().bytes_in_use == 0
+    assert tier.stats().segments == 0
+
+
+def test_the_comparison_sees_one_row_less(tier):
+    with Device(tier, 1) as device:
+        device.open(next(_ids), True)
+        (context_id,) = device.keys
+        device.deposit(context_id, 3000)
+        assert_dense(device, [context_id])
+        for record in (device.keys, device.values):
+            record[context_id] = record[context_id][:, :, :-1]
+        with pytest.raises(AssertionError):
+            assert_dense(device, [context_id])

@@ -1,0 +1,181 @@
+"""A device and a model to hold the host tier against: rows that are deposited, kept as plain lists, attended densely.
+
+The device writes rows as a real one does: centred, rounded, with codes by random hyperplanes, and, where a test wants
+it, late. The oracle is float64 softmax attention over the rows as they were stored.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from cpu.tier import CpuTier
+from transfer.copies import PASSED
+from transfer.exchange import new_slot
+from transfer.slabs import PageSource
+from transfer.tier import LayerRows, TierShape
+
+LAYERS, KV_HEADS, GROUP, DIM = 2, 1, 2, 64
+HEADS = KV_HEADS * GROUP
+POISON = 0xFF  # in every byte: NaN in bf16 and float32
+MAX_ROWS = 8
+
+
+def tier_shape(rows="bfloat16", bits=1, tables=64):
+    """With 1 bit and 64 tables every key near a right angle shares two buckets: all are sampled, with u = 1."""
+    return TierShape(tuple(range(3, 3 + LAYERS)), HEADS, KV_HEADS, DIM, rows, bits, tables)
+
+
+def poisoned_pages(num_bytes):
+    return np.full(num_bytes, POISON, np.uint8)
+
+
+def new_tier(shape, limit_bytes=2**30, source=PageSource(poisoned_pages, None, None)):
+    return CpuTier(shape, torch.float32, limit_bytes, 1, source)
+
+
+@dataclass
+class Late:
+    """Rows that are written when `arrive` is called, or when somebody waits for them after `delay_s`."""
+
+    write: object
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+    def arrive(self):
+        self.write()
+        self.arrived.set()
+
+    def synchronize(self):
+        assert self.arrived.wait(20), "the test never let the rows arrive"
+
+
+class Device:
+    """Deposits into a tier, and its own record of what it deposited: per context float64 keys and values by layer."""
+
+    def __init__(self, tier: CpuTier, seed: int) -> None:
+        self.tier, shape = tier, tier.shape
+        self.rng = np.random.default_rng(seed)
+        self.normals = np.random.default_rng(5).standard_normal((DIM, max(shape.num_tables, 1) * shape.bits_per_table))
+        self.keys, self.values = {}, {}  # id -> [layers, kv_heads, tokens, dim]
+
+    def open(self, context_id, is_sampled):
+        self.tier.open(context_id, is_sampled)
+        self.keys[context_id] = self.values[context_id] = np.zeros((LAYERS, KV_HEADS, 0, DIM))
+
+    def fork(self, source_id, context_id, num_tokens, is_sampled):
+        self.tier.fork(source_id, context_id, num_tokens, is_sampled)
+        self.keys[context_id] = self.keys[source_id][:, :, :num_tokens]
+        self.values[context_id] = self.values[source_id][:, :, :num_tokens]
+
+    def close(self, context_id):
+        self.tier.close(context_id)
+        del self.keys[context_id], self.values[context_id]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for context_id in list(self.keys):
+            self.close(context_id)
+
+    def tokens(self, context_id):
+        return self.keys[context_id].shape[2]
+
+    def deposit(self, context_id, num_tokens):
+        for late in self.deposit_late(context_id, num_tokens, PASSED):
+            assert late is PASSED
+
+    def deposit_late(self, context_id, num_tokens, done=None):
+        """The fills' `Late`s, in order; with `done` the rows are written at once."""
+        shape = (LAYERS, KV_HEADS, num_tokens, DIM)
+        keys, values = self.rng.standard_normal(shape) + 0.7, self.rng.standard_normal(shape)
+        reservations = self.tier.reserve(context_id, num_tokens)
+        first, stored, lates = self.tokens(context_id), [], []
+        assert [one.begin for one in reservations] == [first, *(one.end for one in reservations[:-1])]
+        assert reservations[-1].end == first + num_tokens
+        for one in reservations:
+            own = slice(one.begin - first, one.end - first)
+            layers = [
+                self._send(one, layer, keys[layer][:, own], values[layer][:, own], done, lates)
+                for layer in range(LAYERS)
+            ]
+            stored.append([np.stack(arrays) for arrays in zip(*layers, strict=True)])
+        for record, part in ((self.keys, 0), (self.values, 1)):
+            record[context_id] = np.concatenate([record[context_id], *(arrays[part] for arrays in stored)], axis=2)
+        return lates
+
+    def attend(self, context_ids):
+        """Answers of all layers: out `[layers, rows, heads, dim]`, lse `[layers, rows, heads]`, and the queries."""
+        rows = len(context_ids)
+        slot = new_slot(MAX_ROWS, HEADS, DIM, self.tier.shape.num_tables, torch.float32, torch.device("cpu"))
+        slot.out.fill_(torch.nan)
+        slot.lse.fill_(torch.nan)
+        attention = self.tier.attention(context_ids)
+        queries = np.random.default_rng(7).standard_normal((LAYERS, rows, HEADS, DIM)).astype(np.float32) * 1.5
+        out, lse = [], []
+        for layer in range(LAYERS):
+            slot.advance(rows)
+            slot.queries[:rows] = torch.from_numpy(queries[layer])
+            if slot.codes is not None:
+                slot.codes[:rows] = torch.from_numpy(self._codes(queries[layer]))
+            slot.flags[:rows] = slot.stamp
+            attention.run(layer, slot)
+            out.append(slot.out[:rows].numpy().copy())
+            lse.append(slot.lse[:rows].numpy().copy())
+        return np.stack(out), np.stack(lse), queries
+
+    def expect(self, context_ids, queries):
+        """Softmax attention over all rows of each context, float64: out and lse as `attend` gives them."""
+        out, lse = np.zeros(queries.shape), np.full(queries.shape[:-1], -np.inf)
+        for row, context_id in enumerate(context_ids):
+            keys, values = (np.repeat(store[context_id], GROUP, axis=1) for store in (self.keys, self.values))
+            if keys.shape[2] == 0:
+                continue
+            logits = np.einsum("lhd,lhtd->lht", queries[:, row].astype(np.float64), keys) / np.sqrt(DIM)
+            top = logits.max(-1, keepdims=True)
+            weights = np.exp(logits - top)
+            lse[:, row] = np.log(weights.sum(-1)) + top[..., 0]
+            out[:, row] = np.einsum("lht,lhtd->lhd", weights / weights.sum(-1, keepdims=True), values)
+        return out, lse
+
+    def _codes(self, rows):
+        """uint16 `[..., tables]` of rows `[..., dim]`."""
+        shape = self.tier.shape
+        bits = (rows.astype(np.float64) @ self.normals > 0).reshape(*rows.shape[:-1], -1, shape.bits_per_table)
+        return (bits << np.arange(shape.bits_per_table)).sum(-1).astype(np.uint16)
+
+    def _send(self, reservation, layer, keys, values, done, lates):
+        """Float64 keys and values as the tier keeps them; the rows themselves go when they go."""
+        rows = reservation.layer(layer)
+        if not reservation.has_centre:
+            _write_middles(rows, keys, values)
+        centre, scales = rows.centre.double(), (1.0, 1.0)
+        centred, plain = torch.from_numpy(keys) - centre[:, None], torch.from_numpy(values)
+        if rows.key_scale is None:
+            stored, kept = centred.bfloat16(), plain.bfloat16()
+        else:
+            scales = (rows.key_scale.double()[:, None, None], rows.value_scale.double()[:, None])
+            stored, kept = ((x / scale).round().clamp(-127, 127).to(torch.int8) for x, scale in zip(
+                (centred, plain), scales, strict=True))  # fmt: skip
+
+        def write():
+            rows.keys.copy_(stored)
+            rows.values.copy_(kept)
+            if rows.codes is not None:
+                rows.codes.copy_(torch.from_numpy(self._codes(stored.double().numpy()).transpose(0, 2, 1).copy()))
+
+        late = done or Late(write)
+        if late is PASSED:
+            write()
+        lates.append(late)
+        self.tier.fill(reservation, [layer], late)
+        return (stored.double() * scales[0] + centre[:, None]).numpy(), (kept.double() * scales[1]).numpy()
+
+
+def _write_middles(rows: LayerRows, keys, values):
+    rows.centre.copy_(torch.from_numpy(keys.mean(1)))
+    if rows.key_scale is not None:
+        centred = keys - rows.centre.double().numpy()[:, None]
+        rows.key_scale.copy_(torch.from_numpy(np.abs(centred).max((1, 2)) / 127))
+        rows.value_scale.copy_(torch.from_numpy(np.abs(values).max(1) / 127))
