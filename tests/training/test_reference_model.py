@@ -101,6 +101,20 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path, tokenizer_folder: 
         read_weights(other, tmp_path)
 
 
+@torch.no_grad()
+def test_a_layer_can_stand_twice_in_a_stack() -> None:
+    tokens, model = torch.arange(40)[None], make_model()
+    model.restack([1, 1])
+    for weights in [*model.matrices(), model.attention_norm, model.mlp_norm]:
+        assert torch.equal(weights[0], weights[1])
+    again = make_model()
+    again.restack([0, 1])
+    torch.testing.assert_close(again(tokens), make_model()(tokens))
+    assert not torch.allclose(model(tokens), again(tokens))
+    with pytest.raises(ValueError, match="name one for each place"):
+        model.restack([0, 2])
+
+
 def test_steps_lower_the_loss_of_a_batch(batch: Batch) -> None:
     model = make_model()
     optimizers = [
@@ -147,8 +161,9 @@ def test_hints_are_read_from_the_middle_layer(batch: Batch) -> None:
     nll, _ = model.hint_losses(middle, target.hints[:, 1], target.hints[:, 2])
     (nll * weigh_hints(target.hints)).sum().backward()
     moved = model.query.grad.abs().amax(dim=(1, 2))
-    assert moved[: TINY.layers // 2].min() > 0
-    assert moved[TINY.layers // 2 :].max() == 0
+    assert moved[: TINY.middle].min() > 0
+    assert moved[TINY.middle :].max() == 0
+    assert REFERENCE.layers // 2 < REFERENCE.middle < REFERENCE.layers - 2
 
 
 def test_an_answer_counts_only_whole() -> None:
@@ -203,7 +218,7 @@ def test_a_run_writes_a_folder_that_another_resumes_and_that_is_scored(
     small += ["--micro-tokens", "1024", "--batch-tokens", "1024", "--minutes", "0.05", "--reserve-s", "0"]
     small += ["--eval-prompts", "1", "--eval-lengths", "512", "--tokenizer", str(REFERENCE_FOLDER)]
     main([*small, "--out", str(tmp_path / "first")])
-    main([*small, "--out", str(tmp_path / "second"), "--resume", str(tmp_path / "first")])
+    main([*small, "--out", str(tmp_path / "second"), "--resume", str(tmp_path / "first"), "--layers", "1", "1"])
     asked = ["--folder", str(tmp_path / "second"), "--text", str(tmp_path / "novels.txt")]
     score([*asked, "--prompts", "1", "--lengths", "512", "--batch-tokens", "1024"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["scores"]["512"]["needle"] == 0.0

@@ -26,8 +26,8 @@ STAGES: dict[str, tuple[tuple[float, dict[int, float]], ...]] = {
         (1.0, {512: 0.1, 1024: 0.2, 4096: 0.4, 16384: 0.3}),
     ),
     "long": (
-        (0.35, {512: 0.3, 1024: 0.4, 4096: 0.3}),
-        (0.7, {512: 0.1, 1024: 0.3, 4096: 0.4, 16384: 0.2}),
+        (0.3, {256: 0.2, 512: 0.4, 1024: 0.4}),
+        (0.6, {512: 0.15, 1024: 0.35, 4096: 0.5}),
         (1.0, {512: 0.05, 1024: 0.2, 4096: 0.4, 16384: 0.35}),
     ),
     "tiny": ((1.0, {256: 1.0}),),
@@ -40,11 +40,11 @@ SHARES = {
     "several_values": 0.08,
     "several_keys": 0.05,
     "facts_one_hop": 0.06,
-    "facts_two_hops": 0.22,
-    "variables": 0.22,
-    "listing": 0.12,
+    "facts_two_hops": 0.17,
+    "variables": 0.15,
+    "listing": 0.15,
     "continue": 0.02,
-    "common_words": 0.14,
+    "common_words": 0.17,
 }
 SCORED_BY = {
     "needles": ("needle", "many_needles"),

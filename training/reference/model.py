@@ -2,8 +2,8 @@
 
 It knows tensors, no tasks and no devices' names but to choose attention. Tokens are flat everywhere but in attention,
 so the compiled pieces see one shape whatever the rows' length. The invariant: exported weights give the same logits in
-any implementation of Llama, but for bf16 rounding. The states after the middle layer can be read through the final
-norm and the embedding, as those of the last layer are; only training looks there.
+any implementation of Llama, but for bf16 rounding. The states after a middle layer can be read through the final norm
+and the embedding, as those of the last layer are; only training looks there.
 """
 
 import math
@@ -47,6 +47,12 @@ class Shape:
         attention = self.hidden * self.dim * 2 * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
         return self.vocab_size * self.hidden + self.layers * layer + self.hidden
+
+    @property
+    def middle(self) -> int:
+        """How many layers come before hints are read: a search by a name takes seven of twelve, another the last
+        four."""
+        return 2 * self.layers // 3
 
     def describe(self) -> dict[str, int]:
         return asdict(self)
@@ -95,6 +101,15 @@ class Llama(nn.Module):
         """What AdamW trains."""
         return [self.embedding, self.attention_norm, self.mlp_norm, self.final_norm]
 
+    def restack(self, order: list[int]) -> None:
+        """Make layer i what layer `order[i]` was, counted from 0. Raises ValueError where the order is no stack."""
+        layers = self.shape.layers
+        if len(order) != layers or not set(order) <= set(range(layers)):
+            raise ValueError(f"order of layers: asked {order}, have {layers} layers from 0; name one for each place")
+        with torch.no_grad():
+            for weights in [*self.matrices(), self.attention_norm, self.mlp_norm]:
+                weights.copy_(weights[order].clone())
+
     def compile(self) -> None:
         """Compile the pieces before and after attention, and the head; each is compiled once for all layers."""
         self.before = torch.compile(before, dynamic=False, fullgraph=True)
@@ -121,7 +136,7 @@ class Llama(nn.Module):
             q, k, v = (rows_of.view(rows, length, -1, shape.dim).transpose(1, 2) for rows_of in (q, k, v))
             out = self.attend(q, k, v).transpose(1, 2).reshape(rows * length, -1)
             hidden = self.after(hidden, out, output, mlp_norm, gate, up, down)
-            if 2 * (number + 1) == shape.layers:
+            if number + 1 == shape.middle:
                 middle = hidden
         return rms_norm(hidden, self.final_norm.to(self.compute)), middle
 

@@ -15,7 +15,7 @@ from training.reference.rows import ANSWER, FILLER, HINTS, LISTED, PLAIN_TEXT
 from training.reference.tasks import TASKS
 
 LISTED_WEIGHT = 0.02
-HINT_WEIGHTS = (1.0, 0.3, 0.5)
+HINT_WEIGHTS = (2.0, 1.0, 0.3, 0.5, 0.5)
 """Of a hint by its subject: a few stand for an answer, some dozens for a list."""
 WARM_UP_STEPS = 60
 

@@ -30,9 +30,11 @@ LISTS_A_ROW, LIST_TURN_TOKENS = 4, 44
 DEPTHS = 40
 
 
-HINTS = ("through", "assigned", "leader")
-"""What a hint is about: what an answer is found by, at a question's end; the variable that a sentence gives a value to,
-at its end; the most common word so far, in a list."""
+HINTS = ("first_hop", "city", "assigned", "leader", "common")
+"""What a hint is about: at a question's end, the city that an answer in two hops passes through or that is the answer,
+or a list's common word; the variable that a sentence gives a value to, at its end; in a list, the most common word so
+far."""
+ASKED_HINTS = {"facts_two_hops": "first_hop", "facts_one_hop": "city", "common_word": "common"}
 QUESTION_END_TOKENS = 4
 LEADER_HINTS, LEADER_TIMES, LEADER_LEAD = 40, 3, 2
 """Hints a list, and how often and how far ahead of the next a word must have come to be its leader."""
@@ -178,7 +180,7 @@ def lay_turn(tape: Tape, question: list[int], answer: list[int], turn: Turn, spe
     if turn.through:
         token = spelling.ids(f" {turn.through}")[0]
         for position in range(len(tape.tokens) - QUESTION_END_TOKENS, len(tape.tokens)):
-            tape.hint("through", position, token)
+            tape.hint(ASKED_HINTS[TASKS[turn.task]], position, token)
     tape.spans.append((turn.task, len(tape.tokens), len(tape.tokens) + len(answer)))
     tape.add(answer, ANSWER)
 

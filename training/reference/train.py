@@ -59,6 +59,7 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the Hugging Face folder to write")
     parser.add_argument("--minutes", type=float, required=True, help="all of it, from start to the written folder")
     parser.add_argument("--resume", type=Path, help="a folder that this wrote before")
+    parser.add_argument("--layers", type=int, nargs="+", help="of the resumed folder, from 0, which to begin with")
     parser.add_argument("--stage", choices=sorted(STAGES), default="full", help="which schedule of lengths")
     parser.add_argument("--tokenizer", type=Path, default=Path("deploy/models/reference"), help="its folder")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="reference")
@@ -154,6 +155,8 @@ class Training:
         model = Llama(shape, torch.bfloat16 if on_gpu else torch.float32)
         if self.arguments.resume:
             read_weights(model, self.arguments.resume)
+        if self.arguments.layers:
+            model.restack(self.arguments.layers)
         model.to(self.device)
         chosen, model.attend = choose_attention(shape, self.device, self.arguments.micro_tokens, lengths)
         if on_gpu:
