@@ -17,7 +17,7 @@ OPENING = """# Configuration
 
 One YAML file describes a deployment. Unknown keys are errors, relative paths are relative to the file, and what is left
 out is derived from the machine: `tandem plan CONFIG` prints the resolved tree. This page is written by
-`make docs` from the models in `server/config.py`, `scheduler/config.py` and `gpu/config.py`.
+`make docs` from the models in `server/config.py`, `scheduler/config.py`, `gpu/config.py` and `transfer/config.py`.
 """
 TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -31,11 +31,17 @@ def list_sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[B
     """Every settings model under `model` with its dotted key, outermost first, in the order of the fields."""
     sections = []
     for name, field in model.model_fields.items():
-        nested = field.annotation
-        if isinstance(nested, type) and issubclass(nested, BaseModel):
+        nested = find_section(field)
+        if nested is not None:
             sections.append((prefix + name, nested))
             sections += list_sections(nested, f"{prefix}{name}.")
     return sections
+
+
+def find_section(field: FieldInfo) -> type[BaseModel] | None:
+    """The settings model that a field holds, or may hold."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def write_section(model: type[BaseModel], name: str) -> str:
@@ -45,8 +51,7 @@ def write_section(model: type[BaseModel], name: str) -> str:
         lines += [" ".join(opening.split()), ""]
     lines += ["| key | value | default | |", "|---|---|---|---|"]
     for key, field in model.model_fields.items():
-        nested = field.annotation
-        if isinstance(nested, type) and issubclass(nested, BaseModel):
+        if find_section(field) is not None:
             continue
         cells = (f"`{key}`", describe_type(field), describe_default(field), field.description or "")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

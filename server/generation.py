@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpu.profiles import HOST_PROFILES
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Progress, Ready
 from server import logs
@@ -135,8 +136,7 @@ class Generation:
         stop_ids = sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)})
         profile = body.attention_profile or self._limits.default_profile
         if profile not in self._limits.profiles:
-            have = ", ".join(self._limits.profiles)
-            raise invalid("attention_profile", f"unknown profile {profile[:80]!r}; this server has: {have}")
+            raise invalid("attention_profile", self._why_unknown(profile[:80]))
         requests = []
         for request_id, index in self._index.items():
             job = self.job_of(index)
@@ -168,6 +168,11 @@ class Generation:
                 )
             )
         return requests
+
+    def _why_unknown(self, profile: str) -> str:
+        if profile in HOST_PROFILES and self._service.deployment.host is None:
+            return f"{profile!r} keeps KV in host memory; this deployment has no `host` section"
+        return f"unknown profile {profile!r}; this server has: {', '.join(self._limits.profiles)}"
 
     def _drop(self, reason: str) -> None:
         if self._open:

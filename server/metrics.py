@@ -5,7 +5,7 @@ Counters in the engine's `Stats` start at zero with each engine process; here th
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from scheduler.messages import Stats
+from scheduler.messages import HostStats, Stats
 
 _LONG_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -32,6 +32,27 @@ class Metrics:
         self.engine_steps = self._counter("tandem_engine_steps", "engine steps")
         self.engine_step_s = self._counter("tandem_engine_step_seconds", "time spent in engine steps")
         self.engine_restarts = self._counter("tandem_engine_restarts", "engine processes started after the first")
+        self.host_bytes = self._gauge("tandem_host_bytes_used", "host memory of deposited contexts")
+        self.host_bytes_promised = self._gauge(
+            "tandem_host_bytes_promised", "of host memory: what contexts have and may still take, by admission's count"
+        )
+        self.host_bytes_capacity = self._gauge("tandem_host_bytes_capacity", "host memory that contexts may take")
+        self.host_contexts = self._gauge("tandem_host_contexts", "contexts in host memory, idle ones among them")
+        self.host_tokens = self._gauge("tandem_host_tokens", "tokens in host memory, shared ones once")
+        self.host_segments = self._gauge("tandem_host_segments", "segments of tokens with tables of their own")
+        self.host_tables_built = self._counter("tandem_host_tables_built", "hash tables of a layer of a segment built")
+        self.host_tables_failed = self._counter(
+            "tandem_host_tables_failed", "hash tables that could not be built: the layer of the segment is read exactly"
+        )
+        self.host_tokens_covered = self._counter(
+            "tandem_host_tokens_covered", "deposited tokens that decode attended to, in each layer and head"
+        )
+        self.host_rows_read = self._counter("tandem_host_rows_read", "keys that the CPU read for them")
+        self.host_ready_s = self._counter(
+            "tandem_host_ready_seconds", "decode waited for deposits to land and tables to stand"
+        )
+        self.host_wait_s = self._counter("tandem_host_wait_seconds", "the CPU waited for a layer's queries")
+        self.host_attend_s = self._counter("tandem_host_attend_seconds", "the CPU attended")
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
         )  # stop, length, error, cancelled, lost (with the engine, or to a drain), refused
@@ -57,12 +78,31 @@ class Metrics:
         self.preemptions.inc(stats.preemptions - (last.preemptions if last else 0))
         self.engine_steps.inc(stats.steps - (last.steps if last else 0))
         self.engine_step_s.inc(stats.step_seconds - (last.step_seconds if last else 0.0))
+        if stats.host is not None:
+            self._take_host(stats.host, last.host if last else None)
         self._last = stats
+
+    def _take_host(self, host: HostStats, last: HostStats | None) -> None:
+        self.host_bytes.set(host.bytes_used)
+        self.host_bytes_promised.set(host.bytes_promised)
+        self.host_bytes_capacity.set(host.bytes_limit)
+        self.host_contexts.set(host.contexts)
+        self.host_tokens.set(host.tokens)
+        self.host_segments.set(host.segments)
+        self.host_tables_built.inc(host.tables_built - (last.tables_built if last else 0))
+        self.host_tables_failed.inc(host.tables_failed - (last.tables_failed if last else 0))
+        self.host_tokens_covered.inc(host.tokens_covered - (last.tokens_covered if last else 0))
+        self.host_rows_read.inc(host.rows_read - (last.rows_read if last else 0))
+        self.host_ready_s.inc(host.ready_seconds - (last.ready_seconds if last else 0.0))
+        self.host_wait_s.inc(host.wait_seconds - (last.wait_seconds if last else 0.0))
+        self.host_attend_s.inc(host.attend_seconds - (last.attend_seconds if last else 0.0))
 
     def engine_gone(self) -> None:
         """Its gauges are void, and the next engine counts from zero."""
         self._last = None
-        for gauge in (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up):
+        of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
+        of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_tokens, self.host_segments)
+        for gauge in (*of_device, *of_host):
             gauge.set(0)
 
     def text(self) -> bytes:

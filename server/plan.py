@@ -14,9 +14,11 @@ from rich.table import Table
 
 from gpu.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.config import ModelConfig
+from gpu.host_plan import resolve_host
 from gpu.memory_demand import Place
 from gpu.memory_plan import MemoryPlan, plan_memory
 from server.config import Deployment
+from transfer.host_memory import bytes_per_token, without_tables
 from transfer.machine import GIB, MachineProfile
 
 
@@ -120,7 +122,27 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
             "places": places,
             "items": items,
         },
+        "host": describe_host(plan),
         "notes": list(plan.notes),
+    }
+
+
+def describe_host(plan: ResolvedPlan) -> dict[str, int] | None:
+    """Where a long context's tokens lie, and what one takes in host memory by how it is read; None without a tier."""
+    memory, host = plan.memory, plan.deployment.host
+    if host is None:
+        return None
+    demand = resolve_host(
+        host, plan.architecture, memory.page_tokens, memory.dtype_bytes, plan.deployment.scheduler.max_running
+    )
+    return {
+        "resident_tokens": memory.resident_tokens,
+        "sink_tokens": memory.sink_tokens,
+        "window_tokens": memory.window_tokens,
+        "lump_tokens": memory.lump_tokens,
+        "sampled_token_bytes": bytes_per_token(demand.tier_shape),
+        "offloaded_token_bytes": bytes_per_token(without_tables(demand.tier_shape)),
+        "tokens": memory.host_tokens,
     }
 
 
@@ -137,6 +159,16 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
     console.print(yaml.safe_dump(dump_deployment(plan.deployment), sort_keys=False), highlight=False, markup=False)
     for place, limit in plan.memory.limit_bytes.items():
         console.print(_tabulate(plan, place, limit))
+    host = describe_host(plan)
+    if host is not None:
+        console.print(
+            "a context beyond {resident_tokens:,} tokens keeps {sink_tokens} in front and a window of {window_tokens} "
+            "to {longest} on the device; the rest goes down, {sampled_token_bytes:,} bytes a token if it is sampled, "
+            "{offloaded_token_bytes:,} if not; {tokens:,} sampled tokens fit".format(
+                **host, longest=host["window_tokens"] + host["lump_tokens"]
+            ),
+            highlight=False,
+        )
     for note in plan.notes:
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
 

@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from scheduler.messages import Ready
 from server.api_error import invalid, too_long
-from server.bodies import ChatBody, CompletionBody, Message
+from server.bodies import ChatBody, CompletionBody, GenerationBody, Message
 from server.service import Service
 from server.text import TextDecoder
 from server.tokenizer import Tokenizer
@@ -86,19 +86,25 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
 
 
 def completion_max_tokens(body: CompletionBody, prompt: Prompt, limits: Ready) -> int:
-    return _room("prompt", prompt, limits, "max_tokens", body.max_tokens, _DEFAULT_COMPLETION_TOKENS)
+    return _room("prompt", prompt, context_of(body, limits), "max_tokens", body.max_tokens, _DEFAULT_COMPLETION_TOKENS)
 
 
 def chat_max_tokens(body: ChatBody, prompt: Prompt, limits: Ready) -> int:
     """Without a limit, an answer may fill the context."""
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _room("messages", prompt, limits, field, asked, limits.max_context_tokens)
+    context = context_of(body, limits)
+    return _room("messages", prompt, context, field, asked, context)
 
 
-def _room(name: str, prompt: Prompt, limits: Ready, field: str, asked: int | None, default: int) -> int:
+def context_of(body: GenerationBody, limits: Ready) -> int:
+    """The longest prompt and answer of the attention profile that a body names; of an unknown one, of any."""
+    return limits.profiles.get(body.attention_profile or limits.default_profile, limits.max_context_tokens)
+
+
+def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None, default: int) -> int:
     """The output's limit; only a default is cut to what the context leaves. Raises ApiError 400 with both numbers."""
-    length, context = len(prompt.token_ids), limits.max_context_tokens
+    length = len(prompt.token_ids)
     if length > context or (length == context and asked != 0):
         raise too_long(name, f"{length} tokens, the model's context has {context}, prompt and answer together")
     if asked is None:

@@ -52,7 +52,7 @@ def _model(service: Service) -> dict[str, object]:
         "created": service.created,
         "owned_by": "tandem",
         "max_model_len": limits.max_context_tokens if limits is not None else None,
-        "attention_profiles": limits.profiles if limits is not None else [],
+        "attention_profiles": list(limits.profiles) if limits is not None else [],
     }
 
 

@@ -21,6 +21,7 @@ from scheduler.messages import (
     EngineRequest,
     Failed,
     FromEngine,
+    HostStats,
     Loading,
     Logprob,
     Outputs,
@@ -37,7 +38,11 @@ VOCAB = 8192
 CONTEXT = 16384
 EOS = 5
 CACHED = 7  # of every prompt longer than this
-PROFILES = ["exact", "slow", "long_prefill", "dies", "breaks", "too_large"]
+PROFILES = dict.fromkeys(["exact", "slow", "long_prefill", "dies", "breaks", "too_large"], CONTEXT) | {"narrow": 100}
+HOST_STATS = HostStats(
+    bytes_used=5000, bytes_promised=6000, bytes_limit=9000, contexts=3, tokens=400, segments=2, tables_built=60,
+    tables_failed=1, tokens_covered=8000, rows_read=160, ready_seconds=0.5, wait_seconds=0.25, attend_seconds=1.5,
+)  # fmt: skip
 
 
 @dataclass
@@ -135,7 +140,7 @@ class FakeEngine:
             stats = Stats(
                 num_running=len(self.running), num_prefilling=0, num_waiting=0, pages_used=len(self.running),
                 pages_cached=2, pages_total=1024, prefix_queries_tokens=100, prefix_hits_tokens=40, preemptions=1,
-                steps=self.steps, step_seconds=7.0,
+                steps=self.steps, step_seconds=7.0, host=HOST_STATS if "host" in self.settings else None,
             )  # fmt: skip
         if deltas or progress or stats:
             self.say(Outputs(deltas=deltas, progress=progress, stats=stats))

@@ -196,6 +196,21 @@ async def test_unknown_profiles_are_refused_with_the_list(live):
     assert "exact, slow" in error["message"]
 
 
+async def test_a_profile_of_host_memory_is_refused_where_there_is_none(live):
+    error = error_of(await live.http.post(COMPLETION, json={"prompt": "a", "attention_profile": "sampled"}))
+    assert "this deployment has no `host` section" in error["message"]
+    assert error["param"] == "attention_profile"
+
+
+async def test_each_profile_has_a_longest_context_of_its_own(live):
+    body = {"prompt": [7] * 90, "temperature": 0, "max_tokens": 20}
+    assert (await live.http.post(COMPLETION, json=body)).status_code == 200
+    error = error_of(await live.http.post(COMPLETION, json=body | {"attention_profile": "narrow"}))
+    assert "110, the context has 100" in error["message"]
+    cut = await live.http.post(COMPLETION, json=body | {"attention_profile": "narrow", "max_tokens": None})
+    assert cut.json()["usage"]["completion_tokens"] == 10
+
+
 async def test_a_default_limit_is_cut_to_the_context_but_a_given_one_is_not(live):
     body = {"prompt": [7] * 16380, "temperature": 0}
     assert (await live.http.post(COMPLETION, json=body)).json()["usage"]["completion_tokens"] == 4

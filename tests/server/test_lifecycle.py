@@ -162,6 +162,20 @@ async def test_counters_only_grow_when_the_engine_is_replaced(live):
     assert await live.metric("tandem_engine_steps_total") >= steps
 
 
+async def test_metrics_show_the_host_tier():
+    async with running_server(make_deployment(), fake_command(host=1)) as live:
+
+        async def is_told() -> bool:
+            return await live.metric("tandem_host_tokens") > 0
+
+        await live.until(is_told)
+        asked = ("bytes_used", "bytes_promised", "bytes_capacity", "contexts", "tokens", "segments")
+        assert [await live.metric(f"tandem_host_{name}") for name in asked] == [5000, 6000, 9000, 3, 400, 2]
+        asked = ("tables_built", "tables_failed", "tokens_covered", "rows_read", "ready_seconds", "wait_seconds",
+                 "attend_seconds")  # fmt: skip
+        assert [await live.metric(f"tandem_host_{name}_total") for name in asked] == [60, 1, 8000, 160, 0.5, 0.25, 1.5]
+
+
 async def test_an_engine_that_dies_of_a_request_takes_only_that_life_with_it(live):
     answer = await live.http.post(COMPLETION, json={"prompt": "one two three", "attention_profile": "dies"})
     assert answer.status_code == 503

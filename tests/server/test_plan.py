@@ -73,6 +73,19 @@ def test_printing_names_every_item_and_note() -> None:
         assert note[:60] in text
 
 
+def test_a_host_tier_is_described_with_the_bytes_of_a_token() -> None:
+    assert describe_plan(plan_recorded("laptop", "laptop"))["host"] is None
+    plan = plan_recorded("rtx4090", "rtx4090")
+    host = describe_plan(plan)["host"]
+    assert host["sampled_token_bytes"] > host["offloaded_token_bytes"] >= 30 * 8 * 2 * 128 * 2
+    assert host["tokens"] * host["sampled_token_bytes"] <= plan.memory.host_limit_bytes
+    assert host["tokens"] >= plan.memory.max_context_tokens == plan.architecture.max_context_tokens
+    page = io.StringIO()
+    print_plan(plan, Console(width=400, file=page))
+    assert f"{host['sampled_token_bytes']:,} bytes a token if it is sampled" in page.getvalue()
+    assert f"{host['tokens']:,} sampled tokens fit" in page.getvalue()
+
+
 def test_api_keys_are_counted_and_not_shown() -> None:
     tree = {"model": {"random_weights": "tiny"}, "server": {"api_keys": ["secret-1", "secret-2"]}}
     plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))
