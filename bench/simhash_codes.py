@@ -69,8 +69,8 @@ def _query_row(
 
 
 def _require_codes(codes: Tensor, rows: Tensor, projections: Projections) -> None:
-    wanted = encode_reference(rows, projections).to(torch.int32)
-    agreement = (codes.to(torch.int32) == wanted).float().mean().item()
+    wanted = encode_reference(rows, projections).cpu().to(torch.int32)
+    agreement = (codes.cpu().to(torch.int32) == wanted).float().mean().item()
     require(agreement > LEAST_AGREEMENT, f"{agreement:.4%} of the codes are the plain ones")
 
 
