@@ -4,8 +4,8 @@ MagicPIG (arXiv 2410.16179), section 4.2; paper: K = bits, L = num_tables. It re
 as they are, and a row's length does not matter, so int8 rows need no scale. Invariant: bit `i` of a code is set exactly
 where the product is above zero; keys and queries meet the same numbers of the same hyperplanes, products of bf16
 numbers are exact, and sums are float32, so only a product within their rounding of zero can fall on either side of it,
-and at every run of a kernel on the same one. Bytes moved: rows and codes once each; every program reads its hyperplanes from L2.
-The work is 2 * rows * dim * columns on tensor cores where rows are bf16 or int8.
+and at every run of a kernel on the same one. Bytes moved: rows and codes once each; every program reads its hyperplanes
+from L2. The work is 2 * rows * dim * columns on tensor cores where rows are bf16 or int8.
 """
 
 from dataclasses import dataclass
