@@ -14,7 +14,7 @@ import torch
 from cpu.attention import HostAttention
 from cpu.builder import Builder
 from cpu.host_context import Context
-from cpu.pieces import EXACT, PIECE, SAMPLED
+from cpu.pieces import COLUMNS, END, EXACT, MODE, PIECE, REQUEST, SAMPLED
 from cpu.segment import TableState
 from transfer.exchange import ExchangeSlot, wait
 
@@ -35,7 +35,8 @@ class AttentionCounts:
 
 
 class PieceTables:
-    """Tables of pieces of contexts and batches of them, kept while they hold."""
+    """Tables of pieces of contexts and batches of them, kept while they hold. int64 inside, since numpy copies
+    structures field by field."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -46,14 +47,16 @@ class PieceTables:
         """PIECE `[layers, pieces]` of a batch, if it was made before and holds."""
         return self._batches.get(tuple(context.version for context in contexts))
 
+    def knows(self, context: Context) -> bool:
+        """Whether a context has not changed since it was in a batch."""
+        return self._contexts.get(context.context_id, (-1, None))[0] == context.version
+
     def make(self, contexts: Sequence[Context]) -> np.ndarray:
         """PIECE `[layers, pieces]`; context i is request i. Rows have landed, tables stand."""
-        parts = []
-        for request, context in enumerate(contexts):
-            part = self._of_context(context).copy()
-            part["request"] = request
-            parts.append(part)
-        table = np.ascontiguousarray(np.concatenate(parts, axis=1))
+        parts = [self._of_context(context) for context in contexts]
+        columns = np.concatenate(parts, axis=1)  # [layers, pieces, COLUMNS]
+        columns[:, :, REQUEST] = np.repeat(np.arange(len(parts)), [part.shape[1] for part in parts])
+        table = columns.view(PIECE)[:, :, 0]
         if len(self._batches) >= MOST_TABLES:
             self._batches.clear()
         self._batches[tuple(context.version for context in contexts)] = table
@@ -61,23 +64,19 @@ class PieceTables:
 
     def forget(self, context: Context) -> None:
         self._contexts.pop(context.context_id, None)
-        self._batches = {
-            versions: table for versions, table in self._batches.items() if context.version not in versions
-        }
+        self._batches = {key: table for key, table in self._batches.items() if context.version not in key}
 
     def _of_context(self, context: Context) -> np.ndarray:
-        version, table = self._contexts.get(context.context_id, (-1, np.empty(0)))
-        if version == context.version:
-            return table
-        table = np.empty((self._num_layers, len(context.pieces)), PIECE)
+        if self.knows(context):
+            return self._contexts[context.context_id][1]
+        columns = np.empty((self._num_layers, len(context.pieces), COLUMNS), np.int64)
         for index, piece in enumerate(context.pieces):
-            own = table[:, index]
-            own[:] = piece.segment.places()
-            own["end"] = piece.tokens
+            columns[:, index] = piece.segment.places()
+            columns[:, index, END] = piece.tokens
             built = [state is TableState.BUILT for state in piece.segment.tables]
-            own["mode"] = np.where(built, SAMPLED, EXACT) if piece.is_sampled else EXACT
-        self._contexts[context.context_id] = context.version, table
-        return table
+            columns[:, index, MODE] = np.where(built, SAMPLED, EXACT) if piece.is_sampled else EXACT
+        self._contexts[context.context_id] = context.version, columns
+        return columns
 
 
 class Attend:

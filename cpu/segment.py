@@ -5,6 +5,7 @@ segment grows no more, and only then do codes become tables, in place; memory go
 All state that background threads change is guarded by one condition, the store's.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpu.pieces import PIECE
+from cpu.pieces import as_columns, new_pieces
 from transfer.host_memory import lay_out_centre, lay_out_layer, num_offsets
 from transfer.slabs import Slab, SlabPool
 from transfer.tier import LayerRows, TierShape
@@ -204,11 +205,14 @@ class Segment:
         )
 
     def places(self) -> np.ndarray:
-        """PIECE `[layers]`: where each layer lies. Range and mode are the caller's. The memory must be there."""
+        """Where each layer lies: PIECE as int64 `[layers, COLUMNS]`; ranges and modes are the caller's. Waits for
+        memory.
+        """
         if self._places is None:
-            self._places = np.zeros(len(self.shape.layers), PIECE)
-            for layer in range(len(self.shape.layers)):
-                self._describe(layer, self._places[layer])
+            places = new_pieces(len(self.shape.layers))
+            for layer, place in enumerate(places):
+                self._describe(layer, place)
+            self._places = as_columns(places)
         return self._places
 
     def _describe(self, layer: int, place: np.void) -> None:
@@ -235,7 +239,7 @@ class Segment:
 
 
 def _view(memory: np.ndarray, begin: int, shape: tuple[int, ...], kind: type) -> np.ndarray:
-    num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+    num_bytes = math.prod(shape) * np.dtype(kind).itemsize
     return memory[begin : begin + num_bytes].view(kind).reshape(shape)
 
 

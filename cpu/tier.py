@@ -132,8 +132,8 @@ class CpuTier:
         table = self._tables.find(contexts)
         if table is None:
             for context in contexts:
-                for piece in context.pieces:
-                    self._wait_for(piece)
+                if not self._tables.knows(context):
+                    self._wait_for(context.pieces)
             table = self._tables.make(contexts)
         return StepAttention(table, self._attend)
 
@@ -164,10 +164,11 @@ class CpuTier:
         self._builder.shutdown()
         self._pool.shutdown()
 
-    def _wait_for(self, piece: Piece) -> None:
-        self._store.wait_for_rows(piece.segment, range(len(self.shape.layers)), piece.tokens)
-        if piece.is_sampled:
-            self._store.wait_for_tables(piece.segment)
+    def _wait_for(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self._store.wait_for_rows(piece.segment, range(len(self.shape.layers)), piece.tokens)
+            if piece.is_sampled:
+                self._store.wait_for_tables(piece.segment)
 
 
 def open_tier(
