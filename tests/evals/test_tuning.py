@@ -93,11 +93,12 @@ def test_one_pass_measures_every_layer_that_is_not_dense() -> None:
     tokens = torch.randint(10, 8000, (200,), generator=torch.Generator().manual_seed(4)).tolist()
     passed: list[int] = []
     found = measure_grid(decoder, tokens, GRID, 4, Resident(4, 64), "0+half", 0, lambda: passed.append(1))
-    assert len(passed) == 10
-    assert sorted(found) == [1, 2, 3, 4, 6, 7, 8, 9]
+    layers = decoder.architecture.num_layers
+    assert len(passed) == layers
+    assert sorted(found) == sorted(set(range(layers)) - {0, layers // 2})
     rows = summarize_grid(found, 2, 200)
     assert [(one["bits_per_table"], one["num_tables"]) for one in rows] == [(3, 8), (3, 20), (5, 8), (5, 20)]
-    assert rows[0]["error"] == pytest.approx(sum(one["error"] for one in rows[0]["layers"]) / 8)
+    assert rows[0]["error"] == pytest.approx(sum(one["error"] for one in rows[0]["layers"]) / len(found))
     with pytest.raises(ValueError, match="--context"):
         measure_grid(decoder, tokens[:80], GRID, 4, Resident(4, 64), "", 0, lambda: None)
 
