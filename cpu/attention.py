@@ -5,7 +5,7 @@ lse of sampled pieces estimates the mass of all that they cover (paper 2410.1617
 results do not depend on the number of threads; nothing is allocated once the largest batch has been seen.
 """
 
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numba
@@ -59,7 +59,7 @@ QUERY_TYPES = (np.uint16, np.float32)
 _MODULES = (collision, context, emission, lookup, memory, pieces, plan, rows, softmax, stages, team, values, vectors)
 
 
-@cache
+@lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
 def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> Any:
     """`stages.attend_as` as a C function of the context's address. numba's file cache looks at this source file and at
     the arguments here; `version` stands for the sources of all that is called."""

@@ -36,7 +36,7 @@ def _check(rows: np.ndarray, out: np.ndarray, scale: np.ndarray, scales: tuple[i
 
 @numba.njit(nogil=True, cache=True)
 def _quantise_keys(rows, out, scale):
-    kv_heads, tokens, dim = rows.shape
+    kv_heads, _, dim = rows.shape
     top, inverse = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for head in range(kv_heads):
         _find_maxima(rows[head], top)
@@ -50,7 +50,7 @@ def _quantise_keys(rows, out, scale):
 
 @numba.njit(nogil=True, cache=True)
 def _quantise_values(rows, out, scale):
-    kv_heads, tokens, dim = rows.shape
+    kv_heads, _, dim = rows.shape
     top, inverse = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for head in range(kv_heads):
         _find_maxima(rows[head], top)
