@@ -34,7 +34,7 @@ SAMPLED = (
     "sampled:bits_per_table=11,num_tables=140",
 )
 """LSH sampling as its paper sets it (tables 1 to 4), sink, window and two dense layers included; and what `tandem tune
-lsh --budget 0.02 --bits 10,11,12 --tables 100,120,140,200,300` chooses for the reference model."""
+lsh --budget 0.02 --queries 12 --bits 11,12 --tables 140,200,300,400` chose for the reference model."""
 
 BESIDE_SAMPLED = (
     "topk:budget=0.05,sink=4,window=64,dense_layers=0+half",
