@@ -252,7 +252,7 @@ def test_shares_of_lengths_sum_to_one_at_any_progress() -> None:
 
 
 def test_a_kind_hardens_when_it_is_answered_and_eases_when_it_is_not() -> None:
-    curriculum = Curriculum(0.5)
+    curriculum = Curriculum(0.5, 0.1)
     kind = ROW_KINDS.index("variables")
     asked = np.zeros((len(LENGTHS), len(TASKS)))
     asked[0, TASKS.index("variables")] = FEWEST_ANSWERS

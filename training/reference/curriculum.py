@@ -30,6 +30,7 @@ STAGES: dict[str, tuple[tuple[float, dict[int, float]], ...]] = {
         (0.6, {512: 0.15, 1024: 0.35, 4096: 0.5}),
         (1.0, {512: 0.05, 1024: 0.2, 4096: 0.4, 16384: 0.35}),
     ),
+    "polish": ((1.0, {1024: 0.2, 4096: 0.3, 16384: 0.5}),),
     "tiny": ((1.0, {256: 1.0}),),
 }
 """Until a share of the time is over, the share of tokens by length."""
@@ -60,7 +61,7 @@ STEP_UP, STEP_DOWN = 0.2, 0.05
 SETTLE_S = 2.0
 """Seconds after a change of level in which answers do not count: rows of the old level are still queued."""
 FEWEST_ANSWERS = 150
-LEARNT_SHARE, LEFT_SHARE, PLATEAU_SHARE = 0.1, 2.0, 1.5
+LEFT_SHARE, PLATEAU_SHARE = 2.0, 1.5
 INHERITED = 0.8
 
 
@@ -79,10 +80,11 @@ def scored_by(kind: str) -> tuple[str, ...]:
 
 @dataclass
 class Curriculum:
-    """State of the adaptation. levels, shares: float64 `[lengths, kinds]`; hits, asked: answers since the last change
-    of a level, `[lengths, tasks]`."""
+    """State of the adaptation. learnt_share: of its usual share, what a kind keeps when it is done; levels, shares:
+    float64 `[lengths, kinds]`; hits, asked: answers since the last change of a level, `[lengths, tasks]`."""
 
     start_level: float
+    learnt_share: float
     levels: np.ndarray = field(init=False)
     shares: np.ndarray = field(init=False)
     hits: np.ndarray = field(init=False)
@@ -126,11 +128,10 @@ class Curriculum:
             self.levels[length, kind] = min(1.0, max(0.0, self.levels[length, kind] + move))
             self.shares[length, kind] = SHARES[ROW_KINDS[kind]] * self.keenness(accuracy, self.levels[length, kind])
 
-    @staticmethod
-    def keenness(accuracy: float, level: float) -> float:
-        """How much of its usual share a kind gets: more while it is being learnt, a tenth when it is done."""
+    def keenness(self, accuracy: float, level: float) -> float:
+        """How much of its usual share a kind gets: more while it is being learnt."""
         left = 1 - accuracy * level
-        return min(PLATEAU_SHARE, LEARNT_SHARE + LEFT_SHARE * left)
+        return min(PLATEAU_SHARE, self.learnt_share + LEFT_SHARE * left)
 
 
 def describe_levels(curriculum: Curriculum) -> Mapping[str, str]:

@@ -71,6 +71,7 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.35, help="the last share of the time, in which lr falls")
     parser.add_argument("--final", type=float, default=0.1, help="lr at the end, of its top")
     parser.add_argument("--start-level", type=float, default=0.0, help="of the curriculum, in [0, 1]")
+    parser.add_argument("--learnt-share", type=float, default=0.1, help="of its rows, what a solved kind keeps")
     parser.add_argument("--answer-weight", type=float, default=1.0, help="of answers against text in the loss")
     parser.add_argument("--hint-weight", type=float, default=0.5, help="of what the middle layer is taught in the loss")
     parser.add_argument("--text-scale", type=float, default=1.0, help="of the share of rows of text alone")
@@ -119,7 +120,7 @@ class Training:
         lengths = tuple(sorted({length for _, mix in STAGES[arguments.stage] for length in mix}))
         seed = arguments.seed * 97 + rank
         self.feed = Feed(library, arguments.workers, arguments.micro_tokens, lengths, seed, arguments.text_scale)
-        self.curriculum = Curriculum(arguments.start_level)
+        self.curriculum = Curriculum(arguments.start_level, arguments.learnt_share)
         self.steer(0.0)
         self.feed.start()
         self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
