@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from bench.machine_commands import JsonFile, parse_batches, warn_if_busy
+from bench.machine_commands import JsonFile, Threads, parse_batches, warn_if_busy
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,23 @@ def simhash(
     run_kernel(
         device, json_file, lambda resolved, console: simhash_rows(tokens, batches, bits, tables, resolved, console)
     )
+
+
+@app.command()
+def lsh(
+    keys: Annotated[int, typer.Option(min=1024, help="tokens of the context")] = 98_304,
+    threads: Threads = None,
+    bits: Annotated[int, typer.Option(min=1, max=16, help="of a code (the paper's K)")] = 10,
+    tables: Annotated[int, typer.Option(min=2, max=512, help="hash tables (the paper's L)")] = 150,
+    reps: Annotated[int, typer.Option(min=1, help="rounds")] = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """Time a layer's attention in host memory: tables, lookups, sampled and exact rows."""
+    from bench.lsh_kernel import LshBenchmark, lsh_rows
+    from transfer.machine import count_physical_cores
+
+    benchmark = LshBenchmark(keys, threads or count_physical_cores(), bits, tables, reps)
+    run_kernel("cpu", json_file, lambda _, console: lsh_rows(benchmark, console))
 
 
 def run_kernel(

@@ -42,7 +42,10 @@ def _quantise_keys(rows, out, scale):
         _find_maxima(rows[head], top)
         highest = np.float32(0.0)
         for column in range(dim):
-            highest = highest if top[column] <= highest else top[column]
+            if top[column] > highest or top[column] != top[column]:
+                highest = top[column]
+                if highest != highest:
+                    break
         scale[head] = highest / _LARGEST
         inverse[:] = _LARGEST / highest if highest > 0 else np.float32(0.0)
         _round_rows(rows[head], inverse, out[head])

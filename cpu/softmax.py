@@ -49,10 +49,10 @@ def prepare_query(kind, query_kind, query, dim, to):
     for column in range(dim):
         x = load(query_kind, query, column)
         squares += x * x
-        biggest = biggest if abs(x) <= biggest else abs(x)
+        biggest = abs(x) if abs(x) > biggest else biggest
     inverse_norm = _ONE / max(np.float32(math.sqrt(squares)), _TINY)
     if column_bytes(kind) == 1:
-        step = biggest / _INT16
+        step = biggest / _INT16 + (squares - squares)  # NaN in the query, or infinity, makes every product NaN
         inverse = _ONE / step if step > _ZERO else _ZERO
         for column in range(dim):
             scaled = load(query_kind, query, column) * inverse

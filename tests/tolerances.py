@@ -197,7 +197,7 @@ HOST_THREADS = 0.0
 # -log u between the table's borders against float64, for cosines above -0.5 and tables as they are used (u near 1 where
 # the cosine's arc is steep), in nats; u's own float32 rounding is 4e-6 at 60 nats.
 COLLISION_TABLE_NATS = 2e-4
-# u in float64 against sums of 50 digits, relative.
+# u in float64 against 250 digits, relative.
 COLLISION_FLOAT64 = 1e-11
 # Standard errors of a mean over independent projections: beyond five once in a million.
 UNBIASED_SIGMAS = 5.0

@@ -1,0 +1,141 @@
+"""Rows, hash tables and pieces for tests of host attention, and its oracle in float64 numpy.
+
+The oracle is written from paper (2410.16179) eq. (10) and (11) over the stored rows and raw codes: it shares nothing
+with the kernels but the table of pieces.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cpu.pieces import EXACT, SAMPLED, new_pieces
+from cpu.tables import build_tables, num_offsets
+
+ROW_TYPES = {"bf16": np.uint16, "int8": np.int8, "float32": np.float32}
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """Float32 to bf16 bits, towards zero."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass
+class Rows:
+    """A segment of one layer. keys, values: as stored, inside buffers of NaN or noise; codes: before tables."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    codes: np.ndarray
+    entries: np.ndarray
+    offsets: np.ndarray
+    centre: np.ndarray
+    key_scale: np.ndarray
+    value_scale: np.ndarray
+
+    def real_keys(self) -> np.ndarray:
+        """Float64 `[kv_heads, tokens, dim]`, without the centre."""
+        return _real(self.keys) * self.key_scale[:, None, None].astype(np.float64)
+
+    def real_values(self) -> np.ndarray:
+        return _real(self.values) * self.value_scale[:, None].astype(np.float64)
+
+
+def _real(rows: np.ndarray) -> np.ndarray:
+    return (from_bf16(rows) if rows.dtype == np.uint16 else rows).astype(np.float64)
+
+
+def make_rows(
+    generator: np.random.Generator, kind: str, kv_heads: int, tokens: int, dim: int, bits: int, tables: int
+) -> Rows:
+    """Gaussian rows with room to spare between heads; codes are random, with runs of equal ones."""
+    room = tokens + 7
+    if kind == "int8":
+        keys, values = (generator.integers(-127, 128, (kv_heads, room, dim)).astype(np.int8) for _ in range(2))
+        key_scale = generator.uniform(0.01, 0.02, kv_heads).astype(np.float32)
+        value_scale = generator.uniform(0.01, 0.02, (kv_heads, dim)).astype(np.float32)
+    else:
+        keys, values = (generator.standard_normal((kv_heads, room, dim)).astype(np.float32) for _ in range(2))
+        keys[:, tokens:], values[:, tokens:] = np.nan, np.nan
+        if kind == "bf16":
+            keys, values = to_bf16(keys), to_bf16(values)
+        key_scale, value_scale = np.ones(kv_heads, np.float32), np.ones((kv_heads, dim), np.float32)
+    codes = generator.integers(0, 1 << bits, (kv_heads, tables, tokens)).astype(np.uint16)
+    codes[:, :, : tokens // 4] = codes[:, :, :1]
+    entries, offsets = codes.copy(), np.full((kv_heads, tables, num_offsets(bits, tokens)), -1, np.int32)
+    for head in range(kv_heads):
+        build_tables(entries[head], offsets[head], bits, 0, tables, 1)
+    centre = generator.standard_normal((kv_heads, dim)).astype(np.float32)
+    return Rows(keys[:, :tokens], values[:, :tokens], codes, entries, offsets, centre, key_scale, value_scale)
+
+
+@dataclass
+class Context:
+    """A request's pieces: (rows, mode, begin, end)."""
+
+    pieces: list[tuple[Rows, int, int, int]] = field(default_factory=list)
+
+
+def table_of(contexts: list[Context]) -> np.ndarray:
+    table = new_pieces(sum(len(context.pieces) for context in contexts))
+    index = 0
+    for request, context in enumerate(contexts):
+        for rows, mode, begin, end in context.pieces:
+            piece = table[index]
+            index += 1
+            piece["request"], piece["mode"], piece["begin"], piece["end"] = request, mode, begin, end
+            piece["tokens"] = rows.keys.shape[1]
+            piece["keys"], piece["values"] = rows.keys.ctypes.data, rows.values.ctypes.data
+            piece["key_head_bytes"], piece["key_row_bytes"] = rows.keys.strides[:2]
+            piece["value_head_bytes"], piece["value_row_bytes"] = rows.values.strides[:2]
+            piece["centre"] = rows.centre.ctypes.data
+            if rows.keys.dtype == np.int8:
+                piece["key_scale"], piece["value_scale"] = rows.key_scale.ctypes.data, rows.value_scale.ctypes.data
+            if mode == SAMPLED:
+                piece["entries"], piece["offsets"] = rows.entries.ctypes.data, rows.offsets.ctypes.data
+                piece["entry_head_bytes"], piece["entry_table_bytes"] = rows.entries.strides[:2]
+                piece["offset_head_bytes"], piece["offset_table_bytes"] = rows.offsets.strides[:2]
+    return table
+
+
+def attention_oracle(
+    contexts: list[Context], queries: np.ndarray, codes: np.ndarray, bits: int, tables: int, scale: float
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """(out float64 `[requests, heads, dim]`, lse, keys read); queries: float64, codes: `[requests, heads, tables]`."""
+    requests, heads, dim = queries.shape
+    out, lse, read = np.zeros((requests, heads, dim)), np.full((requests, heads), -np.inf), 0
+    for request, context in enumerate(contexts):
+        for head in range(heads):
+            logits, values = [], []
+            for rows, mode, begin, end in context.pieces:
+                group = heads // len(rows.keys)
+                query, kv_head = queries[request, head], head // group
+                keys = rows.real_keys()[kv_head, begin:end]
+                weight = np.zeros(end - begin)
+                if mode == SAMPLED:
+                    same = rows.codes[kv_head, :, begin:end] == codes[request, head][:, None]
+                    cosine = keys @ query / np.linalg.norm(keys, axis=1) / np.linalg.norm(query)
+                    p = (1 - np.arccos(cosine) / np.pi) ** bits
+                    u = 1 - (1 - p) ** tables - tables * p * (1 - p) ** (tables - 1)
+                    sampled = same.sum(0) >= 2
+                    weight = np.where(sampled, -np.log(u), -np.inf)
+                    read += int(sampled.sum())
+                elif head % group == 0:
+                    read += end - begin
+                logits.append((keys + rows.centre[kv_head]) @ query * scale + weight)
+                values.append(rows.real_values()[kv_head, begin:end])
+            if not logits:
+                continue
+            every = np.concatenate(logits)
+            top = every.max(initial=-np.inf)
+            if top > -np.inf:
+                mass = np.exp(every - top)
+                lse[request, head] = top + np.log(mass.sum())
+                out[request, head] = mass @ np.concatenate(values) / mass.sum()
+    return out, lse, read
+
+
+__all__ = ["EXACT", "ROW_TYPES", "SAMPLED", "Context", "Rows", "attention_oracle", "make_rows", "table_of", "to_bf16"]
