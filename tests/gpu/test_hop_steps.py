@@ -1,13 +1,16 @@
 """Decoding through the host tier equals decoding with the whole context on the device, deposits in between included."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from gpu.hop_segments import HopInputs
+from gpu.hop_segments import HopInputs, HopSegments
 from gpu.hop_steps import half_sizes, halve, most_half_rows
 from gpu.kernels.simhash_encode import arrange, encode_rows_reference
 from gpu.runner import PROJECTION_SEED
@@ -236,6 +239,73 @@ def test_inputs_are_packed_and_padded() -> None:
     assert inputs.rows.context_lens.tolist() == [98, 86, 0]
     assert inputs.rows.slots.tolist() == [3, 0, -1]
     assert inputs.resident_lens.tolist() == [50, 22, 0]
+
+
+class Recorded:
+    """Stands in for a CUDA graph: a replay computes the recorded segment again, into the same tensors."""
+
+    recording: "Recorded | None" = None
+
+    def __init__(self) -> None:
+        self.segment = None
+
+    def replay(self) -> None:
+        self.segment()
+
+
+@contextmanager
+def recorded(graph: Recorded, pool: object) -> Iterator[None]:
+    Recorded.recording = graph
+    yield
+    Recorded.recording = None
+    assert graph.segment is not None
+
+
+def recordable(compute):
+    """A method of HopSegments whose results stay where its first call put them."""
+
+    def tensors(result) -> list[torch.Tensor]:
+        return (
+            [result] if isinstance(result, torch.Tensor) else [result.hidden, result.resident.out, result.resident.lse]
+        )
+
+    def computing(self, *arguments):
+        result = compute(self, *arguments)
+        if Recorded.recording is not None:
+
+            def again() -> None:
+                for kept, new in zip(tensors(result), tensors(compute(self, *arguments)), strict=True):
+                    kept.copy_(new)
+
+            Recorded.recording.segment = again
+        return result
+
+    return computing
+
+
+def test_graphs_of_padded_sizes_are_replayed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins()
+    twins.prefill(PROMPTS)
+    for name, fake in (
+        ("graph", recorded), ("CUDAGraph", Recorded), ("Stream", MagicMock), ("stream", lambda _: nullcontext()),
+        ("current_stream", MagicMock), ("graph_pool_handle", lambda: (0, 0)),
+    ):  # fmt: skip
+        monkeypatch.setattr(f"torch.cuda.{name}", fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    for name in ("begin", "go_on", "end"):
+        monkeypatch.setattr(HopSegments, name, recordable(getattr(HopSegments, name)))
+    told: list[float] = []
+    with torch.inference_mode():
+        twins.deposits._offload.capture((1, 5), told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    halves = twins.deposits._offload.decode_steps(False).halves
+    assert [sorted(half._captured) for half in halves] == [[1, 3], [2]]
+    for half in halves:
+        half.exchange.forget_asks()  # a real capture asks nothing
+    for slots in ([0], [1, 0], [2, 3, 4], [0, 1, 2, 3, 4]):
+        check_steps(twins, slots, 3)
+    assert all(half._graphs is not None for half in halves)
 
 
 @pytest.mark.gpu
