@@ -43,7 +43,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.num_unfinished > 0 or self._in_flight is not None
+        """Also once all requests are gone: what they held on the device and the host is given back now."""
+        scheduler = self.scheduler
+        return scheduler.num_unfinished > 0 or self._in_flight is not None or scheduler.has_changes
 
     def submit(self, requests: list[EngineRequest]) -> None:
         """Queue all or none. Raises QueueFullError or TooLargeError."""

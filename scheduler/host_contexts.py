@@ -198,6 +198,11 @@ class HostContexts:
             self.discard(min(leaves, key=lambda context: context.used))
         return bool(leaves)
 
+    @property
+    def has_closed(self) -> bool:
+        """Whether the device has yet to hear of some."""
+        return bool(self._closed)
+
     def take_closed(self) -> list[int]:
         """Contexts closed since the last call, for the device to hear of."""
         closed, self._closed = self._closed, []

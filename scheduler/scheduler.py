@@ -133,8 +133,11 @@ class Scheduler:
         return len(self._sequences)
 
     @property
-    def has_launched(self) -> bool:
-        return bool(self._launched)
+    def has_changes(self) -> bool:
+        """Whether the device holds what nobody needs: jobs, contexts, slots."""
+        contexts = self.residence.contexts
+        changes = self._changes.released_slots or self._changes.dropped_jobs
+        return bool(changes) or (contexts is not None and contexts.has_closed)
 
     # --- the next step ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,101 @@
+"""`tandem serve` with host memory on the reference model: long contexts through every profile, nothing left behind."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.server.test_end_to_end import FILLER, NEEDLE, QUESTION, serve
+
+HOST = {
+    "memory_limit_gib": 0.5,
+    "threads": 1,
+    "resident_tokens": 256,
+    "sampled": {"bits_per_table": 8, "num_tables": 75},
+}
+DOCUMENT = f"{FILLER * 64}{NEEDLE} {FILLER * 64}"
+CHAT = [{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory) -> Iterator[str]:
+    process, url = serve(tmp_path_factory.mktemp("served"), HOST)
+    yield url
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+
+
+@pytest.fixture(scope="module")
+def client(url) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240)
+
+
+def answer(client: OpenAI, messages: list[dict[str, str]], profile: str, max_tokens: int = 24):
+    return client.chat.completions.create(
+        model="reference",
+        messages=messages,
+        temperature=0,
+        max_tokens=max_tokens,
+        extra_body={"attention_profile": profile},
+    )
+
+
+def gauge(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics").text
+    return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
+
+
+def wait_until_zero(url: str, *names: str) -> None:
+    ends = time.monotonic() + 20
+    while any(gauge(url, name) for name in names):
+        assert time.monotonic() < ends, {name: gauge(url, name) for name in names}
+        time.sleep(0.1)
+
+
+def test_a_prefill_that_is_cancelled_leaves_no_host_bytes(url):
+    """First of all: idle contexts of the others would be there as well."""
+    body = {"prompt": [7 + i % 5000 for i in range(9_000)], "stream": True, "max_tokens": 4, "return_progress": True,
+            "attention_profile": "offloaded"}  # fmt: skip
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if "prompt_progress" in line and json.loads(line[6:])["prompt_progress"]["processed"] > 0:
+                break
+        while not gauge(url, "tandem_host_bytes_promised"):
+            time.sleep(0.05)
+    wait_until_zero(url, "tandem_host_bytes_promised", "tandem_host_bytes_used", "tandem_host_contexts")
+    wait_until_zero(url, "tandem_pages_used", "tandem_requests_prefilling")
+
+
+def test_what_is_read_whole_from_host_memory_answers_as_the_device_does(client, url):
+    exact = answer(client, CHAT, "exact", max_tokens=100).choices[0].message.content
+    offloaded = answer(client, CHAT, "offloaded", max_tokens=100).choices[0].message.content
+    assert "4815162" in exact
+    assert offloaded == exact
+    assert gauge(url, "tandem_host_rows_read_total") > 0
+    assert gauge(url, "tandem_host_contexts") == 1
+
+
+def test_a_sampled_context_finds_its_needle_and_the_next_turn_its_prefix(client, url):
+    covered, read = gauge(url, "tandem_host_tokens_covered_total"), gauge(url, "tandem_host_rows_read_total")
+    first = answer(client, CHAT, "sampled")
+    said = first.choices[0].message.content
+    assert "4815162" in said
+    more = [*CHAT, {"role": "assistant", "content": said}, {"role": "user", "content": QUESTION}]
+    second = answer(client, more, "sampled")
+    assert "4815162" in second.choices[0].message.content
+    assert second.usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.prompt_tokens
+    covered = gauge(url, "tandem_host_tokens_covered_total") - covered
+    assert 0 < gauge(url, "tandem_host_rows_read_total") - read < covered / 4, (
+        "all of it would be a row for each group of four heads"
+    )
+    assert gauge(url, "tandem_host_tables_built_total") > 0
+    assert gauge(url, "tandem_host_tables_failed_total") == 0
+
+
+def test_a_server_says_which_profiles_it_has(url):
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]
+    assert model["attention_profiles"] == ["exact", "sampled", "offloaded"]
