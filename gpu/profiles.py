@@ -14,12 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transfer.config import HostConfig
+from transfer.config import HOST_PROFILES, HostConfig
 
 if TYPE_CHECKING:
     from gpu.decode_attention import DecodeAttention
-
-HOST_PROFILES = ("sampled", "offloaded")
 
 
 class ProfileError(ValueError):

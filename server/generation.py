@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpu.profiles import HOST_PROFILES
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Progress, Ready
 from server import logs
@@ -19,6 +18,7 @@ from server.choice import Choice, Piece
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick
 from server.prompts import Prompt, check_token_ids
 from server.service import Service
+from transfer.config import HOST_PROFILES
 
 _SEED_MASK = 2**63 - 1
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from transfer.settings import Settings
 
 MAX_BITS_PER_TABLE = 16  # codes are uint16
+HOST_PROFILES = ("sampled", "offloaded")  # attention profiles that keep KV in host memory
 
 
 class SampledConfig(Settings):

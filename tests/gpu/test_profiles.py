@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpu.profiles import HOST_PROFILES, PROFILES, ProfileError, get_profile, profiles_for, register
-from transfer.config import HostConfig, SampledConfig
+from gpu.profiles import PROFILES, ProfileError, get_profile, profiles_for, register
+from transfer.config import HOST_PROFILES, HostConfig, SampledConfig
 
 HOST = HostConfig()
 
