@@ -5,6 +5,7 @@ lse of sampled pieces estimates the mass of all that they cover (paper 2410.1617
 results do not depend on the number of threads; nothing is allocated once the largest batch has been seen.
 """
 
+import time
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from cpu.pieces import WINDOW_TOKENS, as_columns
 from cpu.plan import count_needs, fill_plan
 from cpu.rows import BLOCK_ROWS, COLUMNS
 from cpu.stages import (
-    LOOKUP_NS,
+    LOOKED_UP_NS,
     ROWS_READ,
     SAMPLED_NS,
     SLOTS_TAKEN,
@@ -153,9 +154,11 @@ class HostAttention:
         totals.fill(0)
         totals[SLOTS_TAKEN] = needs.parts * (shape.heads // shape.kv_heads)
         self._buffers.counters.fill(0)
+        began_ns = time.monotonic_ns()
         start(self._work, threads, row.ctypes.data)
+        looked_up_ns, sampled_ns = int(totals[LOOKED_UP_NS]), int(totals[SAMPLED_NS])
         out, lse, covered = (array[:requests] for array in self._results)
-        return Attended(out, lse, covered, int(totals[ROWS_READ]), int(totals[LOOKUP_NS]), int(totals[SAMPLED_NS]))
+        return Attended(out, lse, covered, int(totals[ROWS_READ]), looked_up_ns - began_ns, sampled_ns - looked_up_ns)
 
     def _grow(self, needs: plan.Needs, num_pieces: int, requests: int) -> None:
         """Make room for a batch larger than any before, with half as much again to spare."""

@@ -45,7 +45,7 @@ from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, 
 from transfer.simd.vectors import address_of, load
 
 STAGES = 3
-SLOTS_TAKEN, ROWS_READ, LOOKUP_NS, SAMPLED_NS, TOTALS = 0, 8, 9, 10, 16  # a line each for what all threads add to
+SLOTS_TAKEN, ROWS_READ, LOOKED_UP_NS, SAMPLED_NS, TOTALS = 0, 8, 9, 10, 16  # a line each for what all threads add to
 STATE = 16  # float32 between the rows of a thread's state: more than the largest group
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
@@ -356,17 +356,21 @@ def _merge(team, shape, batch, plan, buffers, request, head):
 
 
 @numba.njit(nogil=True)
+def _note_time(totals, column):
+    """The first thread past a stage says when; a thread that comes late finds it said."""
+    if totals[column] == 0:
+        totals[column] = now_ns()
+
+
+@numba.njit(nogil=True)
 def attend_as(me, threads, shape, columns, batch, plan, buffers):
     """All that thread `me` does."""
     team = Team(buffers.counters, me, threads)
-    began = now_ns()
     rows = _first_stage(team, shape, columns, batch, plan, buffers)
     atomic_add(address_of(buffers.totals) + 8 * ROWS_READ, rows)
-    looked_up = now_ns()
+    _note_time(buffers.totals, LOOKED_UP_NS)
     _second_stage(team, shape, columns, batch, plan, buffers)
-    if me == 0:
-        buffers.totals[LOOKUP_NS] = looked_up - began
-        buffers.totals[SAMPLED_NS] = now_ns() - looked_up
+    _note_time(buffers.totals, SAMPLED_NS)
     items, done = batch.requests * shape.heads, 0
     item = claim(team, 2, items)
     while item >= 0:
