@@ -80,6 +80,33 @@ def engine(
         raise typer.Exit(1) from None
 
 
+def long(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `host` section")],
+    context: Annotated[int, typer.Option(min=64, help="tokens of a prompt")] = 98_304,
+    batch: Annotated[str, typer.Option(help="batch sizes, ascending, with commas")] = "1,2,4",
+    steps: Annotated[int, typer.Option(min=8, help="decode steps measured at each batch")] = 32,
+    profiles: Annotated[str, typer.Option(help="ours, then peers, with commas")] = "sampled,offloaded",
+    turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the second; 0: none")] = 32_768,
+    json_file: JsonFile = None,
+) -> None:
+    """Time contexts that outgrow the card: prefill, decode by batch, and the next turn of a conversation."""
+    from bench.long_context import LongContextBenchmark, run_long_context_benchmark
+    from bench.rows import GateError, report
+    from server.config import load_deployment
+
+    console = Console()
+    warn_if_busy(console)
+    deployment = load_deployment(config)
+    if deployment.host is None:
+        raise typer.BadParameter(f"{config} has no `host` section", param_hint="CONFIG")
+    benchmark = LongContextBenchmark(context, parse_batches(batch), steps, tuple(profiles.split(",")), turn)
+    try:
+        report(run_long_context_benchmark(benchmark, deployment, console), json_file, console)
+    except GateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
 def parse_batches(text: str) -> tuple[int, ...]:
     """`1,8` to (1, 8). Raises BadParameter."""
     try:

@@ -17,6 +17,7 @@ from gpu.load import DTYPES, load_architecture, load_runner
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.profiles import ProfileError, get_profile, profiles_for
 from gpu.runner import InFlight, Runner
+from gpu.step import StepPlan
 from scheduler.capacity import Capacity, HostCapacity
 from scheduler.config import EngineConfig
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Ready, Stats
@@ -61,7 +62,7 @@ class Engine:
         launched = None if plan.is_empty else self._runner.launch(plan)
         waited, self._in_flight = self._in_flight, launched
         deltas = self._collect(waited)
-        if not self._is_pipelined:
+        if not self._is_pipelined or _blocks(plan):
             waited, self._in_flight = self._in_flight, None
             deltas += self._collect(waited)
         self._num_steps += launched is not None
@@ -103,6 +104,11 @@ class Engine:
 
     def _collect(self, step: InFlight | None) -> list[Delta]:
         return [] if step is None else self.scheduler.postprocess(step.collect())
+
+
+def _blocks(plan: StepPlan) -> bool:
+    """Whether launching it waited for all but its last layers, as the CPU's part does: its tokens are nearly there."""
+    return any(group.context_ids is not None for group in plan.decode)
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
