@@ -56,7 +56,7 @@ def build_tables(entries: np.ndarray, offsets: np.ndarray, bits: int, begin: int
 def codes_from_tables(
     entries: np.ndarray, offsets: np.ndarray, bits: int, begin: int, end: int, codes: np.ndarray
 ) -> None:
-    """The inverse: codes uint16 `[tables, tokens]` (rows may lie apart) get tables `begin .. end`, to merge segments."""
+    """The inverse: codes uint16 `[tables, tokens]`, rows may lie apart, get tables `begin .. end`."""
     check_tables(entries, offsets, bits)
     assert 0 <= begin <= end <= len(entries), "tables: a range of those there are"
     assert codes.shape == entries.shape, "codes: one for every entry"
