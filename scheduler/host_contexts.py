@@ -191,9 +191,10 @@ class HostContexts:
         for context in list(self._contexts.values()):
             self._close_unused(context)
 
-    def evict_idle(self) -> bool:
-        """Close the idle context without forks whose last use is longest ago; False if there is none."""
-        leaves = [context for context in self._contexts.values() if not context.is_held and not context.num_forks]
+    def evict_idle(self, kept: HostContext | None) -> bool:
+        """Close the idle context without forks whose last use is longest ago, but not `kept`; False if there is none."""
+        idle = [context for context in self._contexts.values() if not context.is_held and context is not kept]
+        leaves = [context for context in idle if not context.num_forks]
         if leaves:
             self.discard(min(leaves, key=lambda context: context.used))
         return bool(leaves)
@@ -226,14 +227,9 @@ class HostContexts:
         """Idle contexts give way, but only if that is enough, and never `kept`."""
         if not self._can_free(num_bytes, num_pages, kept):
             return False
-        was_held = kept is not None and kept.is_held
-        if kept is not None:
-            kept.is_held = True
         while self.used_bytes + num_bytes > self.limit_bytes or num_pages > self._num_free_pages:
-            freed = self.evict_idle()
+            freed = self.evict_idle(kept)
             assert freed, "what can be freed was counted"
-        if kept is not None:
-            kept.is_held = was_held
         return True
 
     @property

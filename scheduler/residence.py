@@ -215,9 +215,9 @@ class Residence:
         sequence.context = None
         sequence.pages = []
 
-    def evict_idle(self) -> bool:
-        """Close one idle context; False if there is none."""
-        return self.contexts is not None and self.contexts.evict_idle()
+    def evict_idle(self, kept: HostContext | None) -> bool:
+        """Close one idle context, but not `kept`; False if there is none."""
+        return self.contexts is not None and self.contexts.evict_idle(kept)
 
     def take_closed(self) -> list[int]:
         """Contexts closed since the last call."""

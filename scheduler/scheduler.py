@@ -260,10 +260,11 @@ class Scheduler:
     def _take(self, sequence: Sequence, start: Start) -> bool:
         """Its pages, if there are enough beside what running ones may need next.
 
-        Where nobody runs, idle contexts give way as well: each holds a little of the device.
+        Where nobody runs, idle contexts give way as well, but for the one it starts from: each holds a little of the
+        device.
         """
         while not self.residence.take(sequence, start, self._running):
-            if next(self._holding(), None) is not None or not self.residence.evict_idle():
+            if next(self._holding(), None) is not None or not self.residence.evict_idle(start.source):
                 return False
         return True
 
