@@ -66,6 +66,8 @@ class Growth:
         rooms: list[tuple[int, Centre | None]] = [(plan.copied_tail, continued)] if plan.copied_tail else []
         rooms += [(capacity, None if is_bulk else continued) for _, capacity in plan.opened]
         segments = self._new_segments(shape, rooms, [context, *others])
+        if plan.copied_tail:
+            self._require_memory(segments)
         self._settle(context)
         begin, reservations = context.tokens, []
         if plan.copied_tail:
@@ -137,6 +139,17 @@ class Growth:
                 self.drop_merge(context)
             self._store.wait_for_doomed()
             return self._store.new_segments(shape, rooms)
+
+    def _require_memory(self, segments: Sequence[Segment]) -> None:
+        """Wait for the first one's memory, or give them all up: no reservation asks for what a copy goes into."""
+        try:
+            for layer in range(len(self._shape.layers)):
+                segments[0].wait_for_memory(layer)
+        except HostMemoryError:
+            with self._store.changed:
+                for segment in segments:
+                    segment.give_up()
+            raise
 
     def _settle(self, context: Context) -> None:
         """Let merges and seals of the past take effect, and begin the next merge."""

@@ -12,7 +12,14 @@ import cpu.jobs
 from cpu.tables import build_tables
 from tests.cpu.test_tier import assert_dense
 from tests.cpu.tier_model import LAYERS, Device, new_tier, poisoned_pages, tier_shape
-from transfer.host_memory import TAIL_TOKENS, bytes_of_context, bytes_of_segment, without_tables
+from transfer.host_memory import (
+    TAIL_TOKENS,
+    bytes_of_context,
+    bytes_of_segment,
+    lay_out_layer,
+    slab_bytes,
+    without_tables,
+)
 from transfer.slabs import PageSource
 from transfer.tier import HostMemoryError
 
@@ -206,6 +213,29 @@ def test_a_host_that_refuses_to_pin_is_told_of_and_the_rest_goes_on(make_tier):
         device.open(3, True)
         device.deposit(3, 4000)
         assert_dense(device, [1, 3])
+
+
+def test_a_host_that_refuses_room_for_a_copied_tail_leaves_the_fork_as_it_was(make_tier):
+    refused_bytes = []
+
+    def pin(pages):
+        if pages.nbytes in refused_bytes:
+            raise OSError(12, "cudaHostRegister failed with CUDA error 2")
+
+    tier = make_tier(tier_shape(), source=PageSource(poisoned_pages, pin, lambda pages: None))
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 6000)
+        device.deposit(1, 1000)
+        device.fork(1, 2, 6600, True)
+        before = tier.stats()
+        refused_bytes.append(slab_bytes(lay_out_layer(tier.shape, 600).num_bytes))
+        with pytest.raises(HostMemoryError, match="it refused"):
+            device.deposit(2, 6000)  # its own segment is granted, the copy of the tail's 600 tokens is not
+        tier._store.wait_for_doomed()
+        after = tier.stats()
+        assert (after.bytes_in_use, after.tokens) == (before.bytes_in_use, before.tokens)
+        assert_dense(device, [1, 2])
 
 
 def test_a_failed_build_leaves_its_layer_exact_and_is_counted(make_tier, monkeypatch, caplog):
