@@ -17,7 +17,7 @@ from gpu.kernels.deposit_rows import centre_of, deposit_rows, key_scale_of, valu
 from gpu.kernels.restore_rows import restore_rows
 from gpu.kernels.scatter_runs import scatter_runs
 from gpu.kernels.simhash_encode import Hyperplanes, encode_keys
-from transfer.copies import Event, Streams
+from transfer.copies import PASSED, Event, Streams
 from transfer.tier import LayerRows, TierShape
 
 COPIED_RUN_BYTES = 256 * 1024  # runs from this size on go by the copy engine, shorter ones by a kernel
@@ -47,6 +47,7 @@ class Depositor:
         is_cpu = device.type == "cpu"
         self._down = None if is_cpu else _Buffers(shape, shape.num_tables, device)
         self._up = None if is_cpu else _Buffers(shape, 0, device)
+        self._brought: Event = PASSED
 
     def send(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> Sent:
         """Keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_lump`."""
@@ -91,7 +92,12 @@ class Depositor:
                     self._bring_piece(_of_heads(segment, heads), into_keys[heads, begin:end],
                                       into_values[heads, begin:end])  # fmt: skip
                 begin = end
-            return self.streams.record()
+            self._brought = self.streams.record()
+        return self._brought
+
+    def wait_for_brought(self) -> None:
+        """Until no rows are on their way up; the host waits. Only then may the memory that they are in go."""
+        self._brought.synchronize()
 
     def _write(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> None:
         """One layer on the CPU."""

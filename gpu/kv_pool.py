@@ -117,18 +117,16 @@ class KvPool:
         row[run_begin : self.max_pages - count] = row[run_begin + count :].clone()  # the two overlap
         self.deposited_tokens[slot] = self.num_deposited_tokens(slot)
 
-    def gather_rows(self, page_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values `[layers, kv_heads, tokens, dim]` of resident pages, for the layers that go down; a copy."""
+    def gather_rows(self, page_ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Copy resident pages of the layers that go down to keys and values `[layers, kv_heads, tokens, dim]`, of which
+        layers and heads may lie apart.
+        """
         self._check_ids(page_ids, 0, self.num_pages)
         ids = upload(np.array(page_ids, dtype=np.int64), self.device)
-        kv_heads, _, dim = self.key_pages[0].shape[1:]
-        shape = (len(self.deposited_layers), kv_heads, len(page_ids), self.page_tokens, dim)
-        keys = torch.empty(shape, dtype=self.key_pages[0].dtype, device=self.device)
-        values = torch.empty_like(keys)
-        for place, layer in enumerate(self.deposited_layers):
-            keys[place] = self.key_pages[layer].index_select(0, ids).transpose(0, 1)
-            values[place] = self.value_pages[layer].index_select(0, ids).transpose(0, 1)
-        return keys.flatten(2, 3), values.flatten(2, 3)
+        for rows, pages in ((keys, self.key_pages), (values, self.value_pages)):
+            by_page = rows.unflatten(2, (-1, self.page_tokens))
+            for place, layer in enumerate(self.deposited_layers):
+                by_page[place] = pages[layer].index_select(0, ids).transpose(0, 1)
 
     def release(self, slot: int) -> None:
         """The slot is free: its next owner has nothing deposited yet."""

@@ -2,8 +2,9 @@
 
 It refuses to know which contexts go down and when: plans say. Invariants: a deposit's rows are copied from their pages
 before the pages are given up, in stream order; a deposit that the host refuses leaves pages and page tables as they
-were. Rows of more than a lump are gathered a layer at a time through one buffer, so that a context that grows past the
-resident limit takes no memory beside it; then the device waits for the link.
+were; a context is closed when nothing is on its way up. Lumps pass through one buffer, however many are due in a step,
+and rows of more than a lump a layer at a time through another, so that a context that grows past the resident limit
+takes no memory beside it; then the device waits for the link.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from gpu.kernels.simhash_encode import Hyperplanes
 from gpu.prefill import GatheredKv
 from gpu.slot_exchange import SlotExchange
 from gpu.step import Deposit
+from transfer.copies import PASSED, Event
 from transfer.tier import HostTier, LayerRows, Reservation
 
 NO_JOB = -1  # gathers rows for no prefill
@@ -42,6 +44,10 @@ class Offload:
         self._depositor = depositor
         self._pool = decoder.pool
         self._gathered = gathered
+        kv_heads, _, dim = decoder.pool.key_pages[0].shape[1:]
+        lump = (2, len(tier.shape.layers), kv_heads, LUMP_TOKENS, dim)  # keys and values
+        self._lump = torch.empty(lump, dtype=decoder.pool.key_pages[0].dtype, device=decoder.pool.device)
+        self._lump_read: Event = PASSED
         segments = HopSegments(decoder, exact_decode_attention, tier.shape.layers, last_tokens, workspace)
         self._exact = self._steps(segments, None)
         self._sampled = self._steps(segments, depositor.hyperplanes) if depositor.hyperplanes else None
@@ -54,6 +60,9 @@ class Offload:
         return self._sampled
 
     def close(self, context_ids: Sequence[int]) -> None:
+        """Their memory may go at once, so a prefix that a dropped prompt still brings up is waited for."""
+        if context_ids:
+            self._depositor.wait_for_brought()
         for context_id in context_ids:
             self.tier.close(context_id)
 
@@ -72,12 +81,15 @@ class Offload:
         self._pool.deposit(deposit.slot, deposit.begin, deposit.end, deposit.page_ids, deposit.dense_page_ids)
 
     def _send_lump(self, deposit: Deposit, rooms: Sequence[Room]) -> None:
-        keys, values = self._pool.gather_rows(deposit.page_ids)  # [layers, kv_heads, tokens, dim]
+        self._depositor.streams.wait_for(self._lump_read)
+        keys, values = self._lump[:, :, :, : deposit.end - deposit.begin]  # [layers, kv_heads, tokens, dim]
+        self._pool.gather_rows(deposit.page_ids, keys, values)
         first = rooms[0][0].begin
         for reservation, rows in rooms:
             own = slice(reservation.begin - first, reservation.end - first)
             sent = self._depositor.send_lump(keys[:, :, own], values[:, :, own], rows, reservation.has_centre)
             self.tier.fill(reservation, range(len(rows)), sent.done)
+            self._lump_read = sent.read  # the last one's: they are read in turn
 
     def _send_layers(self, deposit: Deposit, rooms: Sequence[Room]) -> None:
         first = rooms[0][0].begin - deposit.begin

@@ -134,8 +134,10 @@ def test_a_deposit_copies_the_dense_layers_rows_and_leaves_all_others_as_they_ar
 
 def test_gathered_rows_are_the_pages_of_the_layers_that_go_down() -> None:
     pool = make_tiered_pool()
-    keys, values = pool.gather_rows([11, 7, 30])
-    assert keys.shape == values.shape == (2, TINY.num_kv_heads, 3 * PAGE, TINY.dim)
+    room = torch.full((2, 2, TINY.num_kv_heads, 4 * PAGE, TINY.dim), torch.nan)
+    keys, values = room[:, :, :, : 3 * PAGE]
+    pool.gather_rows([11, 7, 30], keys, values)
+    assert room[:, :, :, 3 * PAGE :].isnan().all()
     for rows, pages in ((keys, pool.key_pages), (values, pool.value_pages)):
         for place, layer in enumerate((1, 3)):
             wanted = torch.cat([pages[layer][page] for page in (11, 7, 30)], dim=1)

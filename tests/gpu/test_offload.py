@@ -1,0 +1,94 @@
+"""Running sequences and the host tier: lumps share one buffer, and nothing is closed while it is on its way up."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.deposit import Sent
+from gpu.host_demand import HostDemand
+from gpu.offload import Offload
+from gpu.step import StepPlan
+from tests.gpu.reference_model import document_prompt
+from tests.gpu.twin_runners import DEFAULT_DENSE, Twins
+from transfer.config import HostConfig
+from transfer.copies import Event, Streams
+
+PAGE = 16
+
+
+class Point:
+    """An event that can be told from others."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class LoggedStreams(Streams):
+    """Says what the computing stream is told to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.waited: list[Event] = []
+
+    def record(self) -> Event:
+        return Point()
+
+    def wait_for(self, event: Event) -> None:
+        self.waited.append(event)
+
+
+def offload_of(twins: Twins) -> Offload:
+    assert twins.deposits._offload is not None
+    return twins.deposits._offload
+
+
+def test_a_lump_is_gathered_only_after_waiting_for_the_last_one_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins()
+    depositor, pool = offload_of(twins)._depositor, twins.deposits.pool
+    streams = depositor.streams = LoggedStreams()
+    send_lump, gather_rows, sent = depositor.send_lump, pool.gather_rows, []
+
+    def logged_send(keys: Tensor, *others: object) -> Sent:
+        result = send_lump(keys, *others)
+        if len(keys) > 1:  # all layers at once
+            sent.append((keys.untyped_storage().data_ptr(), result.read))
+        return result
+
+    def logged_gather(page_ids: list[int], keys: Tensor, values: Tensor) -> None:
+        assert [read for _, read in sent[-1:]] == [read for _, read in sent[-1:] if read in streams.waited]
+        gather_rows(page_ids, keys, values)
+
+    monkeypatch.setattr(depositor, "send_lump", logged_send)
+    monkeypatch.setattr(pool, "gather_rows", logged_gather)
+    twins.prefill([document_prompt(length, length) for length in (300, 301)])
+    for _ in range(70):
+        twins.step([0, 1])
+    assert len(sent) >= 2
+    assert len({buffer for buffer, _ in sent}) == 1
+
+
+def test_a_context_is_closed_when_nothing_is_on_its_way_up() -> None:
+    twins = Twins()
+    twins.prefill([document_prompt(300, 1)])
+    twins.step([0])
+    contexts = []
+
+    class Late(Point):
+        def synchronize(self) -> None:
+            contexts.append(100 in twins.tier.contexts)
+
+    offload_of(twins)._depositor._brought = Late()
+    twins.deposits.launch(StepPlan(released_slots=[0]))
+    assert contexts == []
+    twins.deposits.launch(StepPlan(closed_contexts=[100]))
+    assert contexts == [True]
+    assert twins.tier.contexts == {}
+
+
+def test_the_buffer_of_lumps_is_what_the_memory_plan_counts() -> None:
+    twins = Twins()
+    demand = HostDemand(twins.deposits.architecture, HostConfig(), DEFAULT_DENSE, PAGE, dtype_bytes=4, max_running=5)
+    assert offload_of(twins)._lump.nbytes == demand.deposit_bytes(is_cuda=False)
