@@ -18,7 +18,7 @@ from gpu.host_plan import resolve_host
 from gpu.memory_demand import Place
 from gpu.memory_plan import MemoryPlan, plan_memory
 from server.config import Deployment
-from transfer.host_memory import bytes_per_token, without_tables
+from transfer.host_memory import bytes_of_context, bytes_per_token, table_bytes_of_context, without_tables
 from transfer.machine import GIB, MachineProfile
 
 
@@ -128,13 +128,18 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
 
 
 def describe_host(plan: ResolvedPlan) -> dict[str, int] | None:
-    """Where a long context's tokens lie, and what one takes in host memory by how it is read; None without a tier."""
+    """Where a long context's tokens lie, and what one takes in host memory by how it is read; None without a tier.
+
+    longest_bytes: of the longest context where it is sampled, longest_table_bytes of these for hash tables (MagicPIG,
+    arXiv 2410.16179, Table 7).
+    """
     memory, host = plan.memory, plan.deployment.host
     if host is None:
         return None
     demand = resolve_host(
         host, plan.architecture, memory.page_tokens, memory.dtype_bytes, plan.deployment.scheduler.max_running
     )
+    longest_down_tokens = demand.deposited_tokens(memory.max_context_tokens)
     return {
         "resident_tokens": memory.resident_tokens,
         "sink_tokens": memory.sink_tokens,
@@ -142,6 +147,8 @@ def describe_host(plan: ResolvedPlan) -> dict[str, int] | None:
         "lump_tokens": memory.lump_tokens,
         "sampled_token_bytes": bytes_per_token(demand.tier_shape),
         "offloaded_token_bytes": bytes_per_token(without_tables(demand.tier_shape)),
+        "longest_bytes": bytes_of_context(demand.tier_shape, longest_down_tokens),
+        "longest_table_bytes": table_bytes_of_context(demand.tier_shape, longest_down_tokens),
         "tokens": memory.host_tokens,
     }
 
@@ -164,8 +171,12 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
         console.print(
             "a context beyond {resident_tokens:,} tokens keeps {sink_tokens} in front and a window of {window_tokens} "
             "to {longest} on the device; the rest goes down, {sampled_token_bytes:,} bytes a token if it is sampled, "
-            "{offloaded_token_bytes:,} if not; {tokens:,} sampled tokens fit".format(
-                **host, longest=host["window_tokens"] + host["lump_tokens"]
+            "{offloaded_token_bytes:,} if not; {tokens:,} sampled tokens fit; of the longest context {sampled_gib:.2f} "
+            "GiB go down if it is sampled, {table_gib:.2f} of them hash tables".format(
+                **host,
+                longest=host["window_tokens"] + host["lump_tokens"],
+                sampled_gib=host["longest_bytes"] / GIB,
+                table_gib=host["longest_table_bytes"] / GIB,
             ),
             highlight=False,
         )

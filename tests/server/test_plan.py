@@ -81,8 +81,12 @@ def test_a_host_tier_is_described_with_the_bytes_of_a_token() -> None:
     assert host["sampled_token_bytes"] > host["offloaded_token_bytes"] >= 30 * 8 * 2 * 128 * 2
     assert host["tokens"] * host["sampled_token_bytes"] <= plan.memory.host_limit_bytes
     assert host["tokens"] >= plan.memory.max_context_tokens == plan.architecture.max_context_tokens
+    down_tokens = plan.memory.max_context_tokens - host["sink_tokens"] - host["window_tokens"]
+    assert host["longest_table_bytes"] > down_tokens * 30 * 8 * 150 * 2
+    assert host["longest_bytes"] > host["longest_table_bytes"] + down_tokens * 30 * 8 * 2 * 128 * 2
     page = io.StringIO()
-    print_plan(plan, Console(width=400, file=page))
+    print_plan(plan, Console(width=500, file=page))
+    assert f"{host['longest_table_bytes'] / 2**30:.2f} of them hash tables" in page.getvalue()
     assert f"{host['sampled_token_bytes']:,} bytes a token if it is sampled" in page.getvalue()
     assert f"{host['tokens']:,} sampled tokens fit" in page.getvalue()
 
