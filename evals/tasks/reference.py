@@ -30,6 +30,11 @@ FEWEST_WORDS = 100
 LISTED_FEWEST, LISTED_MOST = 4, 24
 OPENING_WORDS, PASSAGE_WORDS = 10, 60
 COMMON_TIMES, OTHER_TIMES = 30, 2
+COUNTED = {
+    "common_word": (1, "What is the most common word in the list above?"),
+    "common_words": (3, "What are the 3 most common words in the list above, in alphabetical order?"),
+}
+"""How many words are common in a list, and how they are asked for."""
 
 Inserts = list[tuple[float, str]]
 Plan = tuple[Inserts, str, list[str], float | None, int]
@@ -76,7 +81,7 @@ def word_needle(draw: random.Random, words: list[str], depth: float | None) -> P
 
 
 def several_values(draw: random.Random, words: list[str]) -> Plan:
-    """Two numbers of one key, in order of appearance; of three or four the model names two."""
+    """The numbers of one key, in order of appearance."""
     distinct = Distinct(draw, words)
     key = distinct.key()
     numbers = [distinct.number() for _ in range(NUM_VALUES)]
@@ -176,7 +181,7 @@ OF_RULER = {
     "qa_1": "facts_one_hop",
     "qa_2": "facts_two_hops",
 }
-REFERENCE_TASKS = (*PLANS, "continue", "common_words")
+REFERENCE_TASKS = (*PLANS, "continue", *COUNTED)
 
 
 def generate_reference(request: Request, index: int) -> Sample:
@@ -184,8 +189,8 @@ def generate_reference(request: Request, index: int) -> Sample:
     task = OF_RULER.get(request.task, request.task)
     if task == "continue":
         return continue_passage(request, index)
-    if task == "common_words":
-        return common_words(request, index)
+    if task in COUNTED:
+        return common_words(request, index, task)
     draw = request.random(index)
     asked_depth = None if request.depths is None else request.depth(index, 0.0)
     inserts, question, answers, depth, max_new_tokens = PLANS[task](draw, plain_words(request.tokenizer), asked_depth)
@@ -232,19 +237,19 @@ def continue_passage(request: Request, index: int) -> Sample:
     return sample
 
 
-def common_words(request: Request, index: int) -> Sample:
-    """Three words come thirty times in a list whose others come twice."""
+def common_words(request: Request, index: int, task: str) -> Sample:
+    """One or three words come thirty times in a list whose others come twice."""
+    num_common, question = COUNTED[task]
     draw = request.random(index)
     words = words_of(draw)
-    common = [next(words) for _ in range(3)]
+    common = [next(words) for _ in range(num_common)]
     others = [next(words) for _ in range(request.length_tokens)]
     seed = draw.getrandbits(32)
 
     def build(amount: int) -> str:
         full, rest = divmod(amount, OTHER_TIMES)
         listed = common * COMMON_TIMES + others[:full] * OTHER_TIMES + others[full : full + rest]
-        question = "What are the 3 most common words in the list above, in alphabetical order?"
         return turn(", ".join(shuffled(listed, seed)), question)
 
     answer = ", ".join(sorted(common))
-    return make_sample(request, index, build, [answer], "exact_match", 24, None, raw("common_words"))
+    return make_sample(request, index, build, [answer], "exact_match", 24, None, raw(task))

@@ -129,7 +129,7 @@ def test_a_part_of_a_set_keeps_full_attention_beside_it() -> None:
     cells = cells_of("full", (4096,), None, ("sampled*", "topk*half"))
     assert {cell.methods[0] for cell in cells} == {"full"}
     assert {label.partition(":")[0] for cell in cells for label in cell.methods} == {"full", "sampled", "topk"}
-    assert len(cells) == 6  # the prefill cell has no such method
+    assert len(cells) == 9  # the prefill cell has no such method
     whole = estimate_seconds("full", cells_of("full", (4096,), None, ()))
     assert estimate_seconds("full", cells) < whole
     with pytest.raises(ValueError, match="nothing"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from evals.tasks import RULER_TASKS, TASK_NAMES, TASKS, generate
 from evals.tasks.fitting import count_chat_tokens, count_tokens
 from evals.tasks.haystack import Haystack, TextSource, text_source
 from evals.tasks.narrative import Narrator
-from evals.tasks.reference import OF_RULER, REFERENCE_TASKS, user_turn
+from evals.tasks.reference import COMMON_TIMES, COUNTED, OF_RULER, OTHER_TIMES, REFERENCE_TASKS, user_turn
 from tests.evals.tokenizers import ByteTokenizer, SpaceTokenizer
 from tests.tolerances import PROMPT_FILLED, PROSE_DISTINCT
 
@@ -171,6 +172,16 @@ def test_answers_of_the_counting_tasks_are_the_most_common_words(reference_token
     coded = sample.prompt.split("coded words. ")[1].split("\nQuestion")[0].split()
     counts = sorted(set(coded) - {"..."}, key=coded.count, reverse=True)
     assert counts[:3] == sample.answers
+
+
+@pytest.mark.parametrize("task", COUNTED)
+def test_common_words_of_the_reference_form_come_fifteen_times_as_often(task: str, reference_tokenizer: Any) -> None:
+    (sample,) = generate(task, reference_tokenizer, 2048, 1, 0, "reference", None)
+    counts = Counter(user_turn(sample.prompt).split("\n\n")[0].split(", ")).most_common()
+    common = sample.answers[0].split(", ")
+    assert len(common) == COUNTED[task][0]
+    assert {word for word, count in counts if count == COMMON_TIMES} == set(common)
+    assert max(count for word, count in counts if word not in common) == OTHER_TIMES
 
 
 def test_documents_that_the_question_needs_are_in_the_prompt(reference_tokenizer: Any, source: TextSource) -> None:

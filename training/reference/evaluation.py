@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evals.tasks.reference import COMMON_TIMES, OTHER_TIMES, PLANS
+from evals.tasks.reference import COMMON_TIMES, COUNTED, OTHER_TIMES, PLANS
 from evals.tasks.words import words_of
 from training.reference.feed import NO_HINT, Batch
 from training.reference.model import Llama
 from training.reference.rows import CONTINUE, Library, Row, RowError, document_row, draw_row, list_row, text_row
 from training.reference.tasks import TASKS, WORD_TOKENS, Exercise, other_words, shuffled, turn
 
-COMMON = {"common_word": 1, "common_words": 3}
-EVALUATED = (*PLANS, "common_word", "common_words", CONTINUE)
+EVALUATED = (*PLANS, *COUNTED, CONTINUE)
 
 
 @dataclass(frozen=True)
@@ -56,27 +55,23 @@ def exact(right: Tensor, spans: Tensor) -> Tensor:
     return (counted[spans[:, 2]] - counted[spans[:, 1]] == spans[:, 2] - spans[:, 1]).float()
 
 
-def common_exercise(num_common: int, length: int, draw: random.Random) -> Exercise:
+def common_exercise(task: str, length: int, draw: random.Random) -> Exercise:
     """The evaluations' list: common words thirty times, as many others twice as fill the length."""
+    num_common, question = COUNTED[task]
     words = words_of(draw)
     common = list(itertools.islice(words, num_common))
     left = 0.97 * (length - 60) - num_common * COMMON_TIMES * WORD_TOKENS
     others = other_words(words, left, num_common, OTHER_TIMES)
     listed = shuffled(draw, common * COMMON_TIMES + others * OTHER_TIMES)
-    if num_common == 1:
-        asked = turn("common_word", "What is the most common word in the list above?", common[0])
-    else:
-        question = "What are the 3 most common words in the list above, in alphabetical order?"
-        asked = turn("common_words", question, ", ".join(sorted(common)))
-    return Exercise([], [asked], ", ".join(listed))
+    return Exercise([], [turn(task, question, ", ".join(sorted(common)))], ", ".join(listed))
 
 
 def evaluation_row(library: Library, task: str, length: int, draw: random.Random) -> Row:
     """One prompt of a task with its answer. Raises RowError where the drawn one does not fit."""
     if task == CONTINUE:
         return draw_row(library, CONTINUE, {}, length, draw)
-    if task in COMMON:
-        return list_row(library, [common_exercise(COMMON[task], length, draw)], length, draw)
+    if task in COUNTED:
+        return list_row(library, [common_exercise(task, length, draw)], length, draw)
     inserts, question, answers, _, _ = PLANS[task](draw, library.words, None)
     sentences = [sentence for _, sentence in sorted(inserts, key=lambda insert: insert[0])]
     name = task if task in TASKS else "needle"

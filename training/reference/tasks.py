@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from evals.tasks.needles import Distinct
-from evals.tasks.reference import NUMBER_NEEDLE, WORD_NEEDLE, a
+from evals.tasks.reference import COUNTED, NUMBER_NEEDLE, WORD_NEEDLE, a
 from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
 from evals.tasks.words import PLAIN_WORDS, words_of
 
@@ -290,11 +290,12 @@ def common_words(room: Room) -> Exercise:
     common = list(itertools.islice(words, num_common))
     others = other_words(words, 0.97 * room.tokens - num_common * times * WORD_TOKENS, num_common, others_times)
     words_listed = common * times + others * others_times
+    task = "common_word" if num_common == 1 else "common_words"
+    _, question = COUNTED[task]
     if num_common == 1:
-        asked = turn_through("common_word", "What is the most common word in the list above?", common[0], common[0])
+        asked = turn_through(task, question, common[0], common[0])
     else:
-        question = "What are the 3 most common words in the list above, in alphabetical order?"
-        asked = turn("common_words", question, ", ".join(sorted(common)))
+        asked = turn(task, question, ", ".join(sorted(common)))
     return Exercise([], [asked], ", ".join(shuffled(draw, words_listed)))
 
 
