@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from gpu.architecture import read_architecture
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.runner import Runner
@@ -23,7 +24,7 @@ from gpu.step import (
 )
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "models" / "reference"
-NUM_LAYERS = 10
+NUM_LAYERS = read_architecture(FOLDER).num_layers
 GREEDY = SamplingParams(temperature=0.0)
 SUBJECTS = ["the captain", "the old doctor", "her sister", "a stranger", "Mr. Harding", "the boy", "the widow"]
 VERBS = ["walked to", "spoke of", "remembered", "looked upon", "turned from", "thought about", "wrote of", "left"]
