@@ -32,6 +32,7 @@ from training.reference.curriculum import (
 from training.reference.evaluation import accuracy, perplexity, place
 from training.reference.feed import Feed
 from training.reference.folder import read_weights, write_folder
+from training.reference.lineage import Run, read_lineage, write_lineage
 from training.reference.model import SHAPES, Llama, choose_attention
 from training.reference.muon import Muon
 from training.reference.objective import Counts, lr_at, weigh, weigh_hints
@@ -116,6 +117,7 @@ class Training:
     def __init__(self, arguments: argparse.Namespace, rank: int, folder: Path, begun: float) -> None:
         self.arguments, self.rank, self.begun = arguments, rank, begun
         self.world = arguments.gpus
+        self.earlier = read_lineage(arguments.resume) if arguments.resume else []
         library, self.held_out = load_libraries(arguments, folder)
         lengths = tuple(sorted({length for _, mix in STAGES[arguments.stage] for length in mix}))
         seed = arguments.seed * 97 + rank
@@ -317,13 +319,24 @@ class Training:
         self, scores: dict[int, dict[str, float]], perplexities: dict[int, float], prompts: dict[int, int]
     ) -> None:
         """The folder, with a card of what is known so far."""
-        tokens = {
-            "tokens trained on in the last run": self.trained_tokens,
-            "of them text alone": self.text_tokens,
-            "steps of the last run": self.step_number,
-        }
-        card = write_card(self.model.shape, tokens, scores, perplexities, prompts)
-        write_folder(self.model, self.arguments.tokenizer, self.arguments.out, card)
+        arguments = self.arguments
+        run = Run(
+            arguments.stage,
+            self.world,
+            round((time.time() - self.begun) / 60, 1),
+            self.step_number,
+            self.trained_tokens,
+            self.text_tokens,
+            tuple(arguments.layers) if arguments.layers else None,
+        )
+        runs = [*self.earlier, run]
+        write_folder(
+            self.model,
+            arguments.tokenizer,
+            arguments.out,
+            write_card(self.model.shape, runs, scores, perplexities, prompts),
+        )
+        write_lineage(arguments.out, runs)
 
 
 def run(rank: int, arguments: argparse.Namespace, folder: Path, begun: float) -> None:
