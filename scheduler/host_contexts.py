@@ -192,7 +192,7 @@ class HostContexts:
             self._close_unused(context)
 
     def evict_idle(self, kept: HostContext | None) -> bool:
-        """Close the idle context without forks whose last use is longest ago, but not `kept`; False if there is none."""
+        """Close the idle context without forks that was used longest ago, but not `kept`; False if there is none."""
         idle = [context for context in self._contexts.values() if not context.is_held and context is not kept]
         leaves = [context for context in idle if not context.num_forks]
         if leaves:
