@@ -7,7 +7,6 @@ alone: it is logged, its `fail` is called, and the others go on.
 import heapq
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Condition, Event, Thread
@@ -44,6 +43,7 @@ class Builder:
         self._is_over = False
         self._is_open = Event()
         self._is_open.set()
+        self._num_pauses = 0
         self._threads = [
             Thread(target=self._run, name=f"builder-{number}", daemon=True) for number in range(num_threads)
         ]
@@ -64,13 +64,15 @@ class Builder:
         for job in dropped:
             job.finish()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """No piece begins inside; one that runs may still run for its millisecond. For one thread at a time."""
+    def pause(self) -> None:
+        """No piece begins until `go_on`; one that runs may still run for its millisecond. Pauses of one thread add up."""
+        self._num_pauses += 1
         self._is_open.clear()
-        try:
-            yield
-        finally:
+
+    def go_on(self) -> None:
+        """The end of one pause."""
+        self._num_pauses -= 1
+        if self._num_pauses == 0:
             self._is_open.set()
 
     def shutdown(self) -> None:

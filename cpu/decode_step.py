@@ -87,24 +87,38 @@ class Attend:
 
 
 class StepAttention:
-    """See `transfer.tier.Attention`."""
+    """See `transfer.tier.Attention`. The builder pauses from the first layer's ask to the last one's answer: between
+    two layers there is less time than a piece takes, and every thread of an attention waits for the slowest.
+    """
 
     def __init__(self, table: np.ndarray, attend: Attend) -> None:
         """table: PIECE `[layers, pieces]`, row i of the slot's being request i."""
         self._table, self._attend = table, attend
+        self._pauses = False
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         """Raises ExchangeError if the device does not ask."""
+        try:
+            self._answer(layer, slot)
+        except BaseException:
+            self._end_pause()
+            raise
+        if layer == len(self._table) - 1:
+            self._end_pause()
+
+    def _answer(self, layer: int, slot: ExchangeSlot) -> None:
         attend, clock = self._attend, time.perf_counter
         began = clock()
         wait(slot, layer, ASK_LIMIT_S)
         asked = clock()
+        if not self._pauses:
+            attend.builder.pause()
+            self._pauses = True
         rows = slot.rows
         queries = slot.queries[:rows]
         bits = queries.view(torch.uint16) if queries.dtype is torch.bfloat16 else queries
         codes = None if slot.codes is None else slot.codes[:rows].numpy()
-        with attend.builder.paused():
-            answer = attend.kernel.attend(self._table[layer], bits.numpy(), codes, attend.num_threads)
+        answer = attend.kernel.attend(self._table[layer], bits.numpy(), codes, attend.num_threads)
         slot.out[:rows].numpy()[:] = answer.out
         slot.lse[:rows].numpy()[:] = answer.lse
         counts = attend.counts
@@ -113,3 +127,8 @@ class StepAttention:
         counts.attend_s += clock() - asked
         counts.rows_read += answer.rows
         counts.tokens_covered += int(answer.covered.sum(dtype=np.int64))
+
+    def _end_pause(self) -> None:
+        if self._pauses:
+            self._attend.builder.go_on()
+            self._pauses = False

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -36,6 +37,13 @@ class Log:
         self.over.release()
 
 
+@contextmanager
+def paused(builder):
+    builder.pause()
+    yield
+    builder.go_on()
+
+
 @pytest.fixture
 def builder():
     builder = Builder(1)
@@ -45,7 +53,7 @@ def builder():
 
 def test_the_most_urgent_job_goes_first_and_equals_in_order(builder):
     log = Log(builder)
-    with builder.paused():
+    with paused(builder):
         log.submit("plug", (0, 0), 1)
         time.sleep(0.05)
         for name, urgency in [("late", (1, 5)), ("second", (0, 9)), ("third", (0, 9)), ("first", (0, 2))]:
@@ -78,13 +86,24 @@ def test_no_piece_begins_while_decode_holds_the_gate(builder):
     log = Log(builder)
     log.submit("long", (0,), 100_000)
     for _ in range(20):
-        with builder.paused():
+        with paused(builder):
             time.sleep(0.003)
             before = len(log.entries)
             time.sleep(0.01)
             assert len(log.entries) == before
         time.sleep(0.001)
     assert len(log.entries) > 20
+
+
+def test_pauses_of_two_half_batches_add_up(builder):
+    log = Log(builder)
+    builder.pause()
+    with paused(builder):
+        log.submit("job", (0,), 1)
+    time.sleep(0.01)
+    assert not log.entries
+    builder.go_on()
+    log.wait(1)
 
 
 def test_a_job_that_raises_fails_alone(builder, caplog):
@@ -99,7 +118,7 @@ def test_a_job_that_raises_fails_alone(builder, caplog):
 
 def test_a_job_that_nobody_wants_ends_without_its_turn(builder):
     log = Log(builder)
-    with builder.paused():
+    with paused(builder):
         log.submit("plug", (0,), 1)
         time.sleep(0.05)
         log.submit("unwanted", (1,), 5, is_wanted=lambda: False)
@@ -115,6 +134,6 @@ def test_shutdown_does_not_wait_for_jobs_nor_for_the_gate():
     for name in "abc":
         log.submit(name, (0,), 10**9)
     began = time.monotonic()
-    with builder.paused():
+    with paused(builder):
         builder.shutdown()
     assert time.monotonic() - began < 5
