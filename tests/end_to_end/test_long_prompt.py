@@ -151,11 +151,9 @@ def test_the_same_prompt_twice_gives_the_same_text_within_the_pages(server: Serv
         answers.append(ask(server, request))
         seconds.append(time.monotonic() - began)
     growth, held = server.resident_bytes() - before, gauges(server)
-    print(
-        f"\n{LONG_TOKENS:,} tokens: {seconds[0]:.1f} s, again {seconds[1]:.1f} s; "
-        f"{server.metric('tandem_pages_capacity'):.0f} pages; resident {before / 2**20:.0f} MiB and {growth / 2**20:.0f} "
-        f"MiB more; held {held}"
-    )
+    pages = server.metric("tandem_pages_capacity")
+    print(f"\n{LONG_TOKENS:,} tokens: {seconds[0]:.1f} s, again {seconds[1]:.1f} s; {pages:.0f} pages; held {held}")
+    print(f"resident {before / 2**20:.0f} MiB, and {growth / 2**20:.0f} MiB more")
     texts = [answer["choices"][0]["text"] for answer in answers]
     assert texts[0] == texts[1]
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
