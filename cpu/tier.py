@@ -13,12 +13,12 @@ from cpu.attention import HostAttention
 from cpu.builder import Builder
 from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention
 from cpu.growth import Growth, SegmentReservation
-from cpu.host_context import Context, Piece
+from cpu.host_context import Context
 from cpu.segment import ROW_TYPES
 from cpu.store import SegmentStore
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
 from transfer.slabs import PageSource, SlabPool
-from transfer.tier import Filled, LayerRows, Reservation, TierShape
+from transfer.tier import ContextLostError, Filled, HostMemoryError, LayerRows, Reservation, TierShape
 
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
 BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
@@ -127,13 +127,16 @@ class CpuTier:
         return [piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces]
 
     def attention(self, context_ids: Sequence[int]) -> StepAttention:
-        """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand."""
+        """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand.
+
+        Raises ContextLostError for the first whose rows cannot come.
+        """
         contexts = [self._contexts[context_id] for context_id in context_ids]
         table = self._tables.find(contexts)
         if table is None:
             for context in contexts:
                 if not self._tables.knows(context):
-                    self._wait_for(context.pieces)
+                    self._wait_for(context)
             table = self._tables.make(contexts)
         return StepAttention(table, self._attend)
 
@@ -164,9 +167,12 @@ class CpuTier:
         self._builder.shutdown()
         self._pool.shutdown()
 
-    def _wait_for(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._store.wait_for_rows(piece.segment, range(len(self.shape.layers)), piece.tokens)
+    def _wait_for(self, context: Context) -> None:
+        for piece in context.pieces:
+            try:
+                self._store.wait_for_rows(piece.segment, range(len(self.shape.layers)), piece.tokens)
+            except HostMemoryError as error:
+                raise ContextLostError(context.context_id, str(error)) from error
             if piece.is_sampled:
                 self._store.wait_for_tables(piece.segment)
 

@@ -149,7 +149,8 @@ class HopSteps:
         """Logits, float32 `[rows, vocab]`, after one token a slot; the next step overwrites them.
 
         context_ids: the rows' contexts in the tier. Asynchronous up to the first question to the CPU; returns when the
-        last one is answered and the segment behind it launched.
+        last one is answered and the segment behind it launched. Raises ContextLostError before the first answer: the
+        step may be run again with other rows, since its first segment writes the same keys and values anew.
         """
         times, clock = self.times, time.perf_counter
         began = clock()

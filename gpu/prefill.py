@@ -165,7 +165,10 @@ class Prefill:
         """Compute one unit; the one that ends the last layer also samples, and ends the job."""
         state = self._jobs[unit.job_id]
         if not state.has_failed:
-            self._compute(state, unit)
+            try:
+                self._compute(state, unit)
+            except HostMemoryError as error:
+                self._fail(state, error)
         if unit.layer != self.decoder.architecture.num_layers - 1 or unit.end != state.offsets[-1]:
             return None
         finished = None if state.has_failed else self._finish(state)
@@ -173,6 +176,7 @@ class Prefill:
         return finished
 
     def _compute(self, state: _Job, unit: PrefillUnit) -> None:
+        """Raises HostMemoryError where the host has no room for a layer, or cannot give the prefix's rows back."""
         if state.hidden is None:
             state.hidden = self.decoder.embed(state.token_ids)
         staged = state.staged
@@ -189,10 +193,7 @@ class Prefill:
             unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend, pages
         )
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
-            try:
-                staged.end_layer(place)
-            except HostMemoryError as error:
-                self._fail(state, error)
+            staged.end_layer(place)
 
     def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor) -> Partial:
         """Attention of a packed chunk, prompt by prompt; query `[unit tokens, heads, dim]`."""

@@ -45,7 +45,7 @@ from gpu.upload import upload
 from gpu.weights import Progress, Weights
 from transfer.config import HostConfig
 from transfer.copies import Streams
-from transfer.tier import HostMemoryError, HostTier, TierShape
+from transfer.tier import ContextLostError, HostMemoryError, HostTier, TierShape
 
 PROJECTION_SEED = 241_016_179  # never changes: the same prompt falls into the same buckets
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
@@ -294,17 +294,21 @@ class Runner:
         timer.mark(0)
         decoded = []
         for group in groups:
-            going_on = without_slots(group, self._failures)
-            if not going_on.slots:
-                continue
-            sampled = self._sampler.sample(self._decode(going_on), going_on.slots, going_on.samples)
-            self._feed_back(sampled)
-            decoded.append(sampled)
+            while (going_on := without_slots(group, self._failures)).slots:
+                try:
+                    logits = self._decode(going_on)
+                except ContextLostError as error:  # before the CPU's first answer: the others begin anew without it
+                    self._failures |= _rows_of(going_on, error)
+                    continue
+                sampled = self._sampler.sample(logits, going_on.slots, going_on.samples)
+                self._feed_back(sampled)
+                decoded.append(sampled)
+                break
         timer.mark(1)
         return decoded, timer
 
     def _decode(self, group: DecodeGroup) -> torch.Tensor:
-        """Logits, float32 `[rows, vocab]`."""
+        """Logits, float32 `[rows, vocab]`. Raises ContextLostError."""
         if group.context_ids is None:
             return self.decode_steps(group.profile).run(group.slots, group.positions)
         assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
@@ -329,6 +333,12 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
         samples=[group.samples[row] for row in rows],
         context_ids=None if group.context_ids is None else [group.context_ids[row] for row in rows],
     )
+
+
+def _rows_of(group: DecodeGroup, error: ContextLostError) -> dict[int, str]:
+    """The group's slots over the context that is lost, and why."""
+    rows = zip(group.slots, group.context_ids or [], strict=True)
+    return {slot: str(error) for slot, context_id in rows if context_id == error.context_id}
 
 
 def _hyperplanes(shape: TierShape, dtype: torch.dtype, device: torch.device) -> Hyperplanes | None:

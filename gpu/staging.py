@@ -52,7 +52,7 @@ class Staging:
 class StagedPrompt:
     """A prompt on its way down. Making it opens its context, or forks it, and takes room for what goes down.
 
-    Raises HostMemoryError, here and in `end_layer`.
+    Raises HostMemoryError, here and where layers begin and end.
     """
 
     def __init__(self, staging: Staging, prompt: PrefillPrompt) -> None:

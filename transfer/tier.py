@@ -15,11 +15,28 @@ from torch import Tensor
 from transfer.exchange import ExchangeSlot
 from transfer.tier_shape import TierShape
 
-__all__ = ["Attention", "Filled", "HostMemoryError", "HostTier", "LayerRows", "Reservation", "TierShape"]
+__all__ = [
+    "Attention",
+    "ContextLostError",
+    "Filled",
+    "HostMemoryError",
+    "HostTier",
+    "LayerRows",
+    "Reservation",
+    "TierShape",
+]
 
 
 class HostMemoryError(Exception):
     """The host has no room, or refuses to pin; the message says what was asked, what there is, and what to change."""
+
+
+class ContextLostError(HostMemoryError):
+    """Rows of a context cannot come, since the host refused what they were to be copied into. Others are untouched."""
+
+    def __init__(self, context_id: int, reason: str) -> None:
+        super().__init__(reason)
+        self.context_id = context_id
 
 
 class Filled(Protocol):
@@ -90,7 +107,13 @@ class HostTier(Protocol):
         """These layers' rows (and codes, centre, scales) are on their way, and there when `done` says so."""
 
     def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
-        """The first `num_tokens` of the run, in order, to be read back. Waits for copies under way."""
+        """The first `num_tokens` of the run, in order, to be read back. Waits for copies under way.
+
+        Raises HostMemoryError where rows cannot come.
+        """
 
     def attention(self, context_ids: Sequence[int]) -> Attention:
-        """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand."""
+        """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand.
+
+        Raises ContextLostError for the first whose rows cannot come.
+        """
