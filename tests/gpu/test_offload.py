@@ -46,7 +46,7 @@ def offload_of(twins: Twins) -> Offload:
 
 
 def test_a_lump_is_gathered_only_after_waiting_for_the_last_one_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = Twins()
+    twins = Twins(lump_tokens=16)
     depositor, pool = offload_of(twins)._depositor, twins.deposits.pool
     streams = depositor.streams = LoggedStreams()
     send_lump, gather_rows, sent = depositor.send_lump, pool.gather_rows, []
@@ -64,7 +64,7 @@ def test_a_lump_is_gathered_only_after_waiting_for_the_last_one_to_be_read(monke
     monkeypatch.setattr(depositor, "send_lump", logged_send)
     monkeypatch.setattr(pool, "gather_rows", logged_gather)
     twins.prefill([document_prompt(length, length) for length in (300, 301)])
-    for _ in range(70):
+    for _ in range(20):
         twins.step([0, 1])
     assert len(sent) >= 2
     assert len({buffer for buffer, _ in sent}) == 1
