@@ -68,7 +68,7 @@ FLIP_LOGIT_GAP = 1e-3
 # A draw flips with less than twice the probability mass that float32 rounding moves (some 1e-6); top-p may move a token
 # across its border: 1e-4 a token.
 SAMPLED_FLIPS_PER_TOKEN = 1e-4
-# Logits of 20 in bf16 are 1/8 apart and carry the rounding of ten layers: a few of those.
+# Logits of 20 in bf16 are 1/8 apart and carry the rounding of twelve layers: a few of those.
 BF16_FLIP_LOGIT_GAP = 0.5
 # A first flip ends the comparison, so at most one a stream of 40 tokens; bf16 moves some percent of the mass.
 BF16_SAMPLED_FLIPS_PER_TOKEN = 1 / 40
@@ -84,18 +84,18 @@ EXP_FLOAT32 = 2.4e-7
 # load as well; without interleaving it would be the whole prefill.
 GAP_TARGET_S = 0.4
 GAP_BOUND_S = 1.5
-# Share of a 16K-token prefill that may pass while a prompt of 500 tokens gets its first token: two units are 1/40 (of
-# 8 chunks in 10 layers), and progress is told twice a second. Served in order of arrival, all of it would pass.
+# Share of a 16K-token prefill that may pass while a prompt of 500 tokens gets its first token: two units are 1/48 (of
+# 8 chunks in 12 layers), and progress is told twice a second. Served in order of arrival, all of it would pass.
 PASSED_SHARE = 0.1
 # Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
 # would be more.
 SOAK_GROWTH_BYTES = 24 * 2**20
-# Log-probabilities of ten float32 layers against Hugging Face's, up to 8K tokens: sums in another order.
+# Log-probabilities of twelve float32 layers against Hugging Face's, up to 8K tokens: sums in another order.
 PROMPT_LOGPROB_ATOL = 1e-4
 # The same weights and the same kernels, cut into other chunks: float32 sums in another order.
 CHUNKING_LOGPROB_ATOL = 1e-4
-# Logits of ten float32 layers whose attention is merged from the device's part and the host's: sums in another order,
-# logits of some ten units.
+# Logits of twelve float32 layers whose attention is merged from the device's part and the host's: sums in another
+# order, logits of some ten units.
 HOP_LOGITS_FLOAT32 = 2e-4
 # A mean that another program summed in another order, in float64.
 HARNESS_METRIC_RTOL = 1e-12
@@ -152,7 +152,7 @@ SAMPLED_MEAN_SIGMAS = 5.0
 INCLUSION_RTOL = 1e-8
 # Shares of keys read against a table that is printed with one digit (0.5 %, 6 %) and comes from one model's keys.
 TABLE_8_RTOL = 0.45
-# Logits of ten float32 layers against transformers: sums in another order, logits of some ten units.
+# Logits of twelve float32 layers against transformers: sums in another order, logits of some ten units.
 FORWARD_LOGIT_ATOL = 5e-4
 
 # --- training: the reference model ---

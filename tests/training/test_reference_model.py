@@ -15,10 +15,12 @@ from evals.tasks.narrative import Narrator
 from gpu.architecture import read_architecture
 from gpu.weights import load_weights
 from tests.tolerances import MUON_SINGULAR_VALUES, TRAINING_LOGITS_ATOL
+from training.reference.card import table_of_runs
 from training.reference.corpus import narrate
 from training.reference.evaluation import accuracy, exact, perplexity, place
 from training.reference.feed import Batch, draw_batch
 from training.reference.folder import read_shape, read_weights, write_folder
+from training.reference.lineage import read_lineage
 from training.reference.model import REFERENCE, TINY, Llama, Shape, attend_by
 from training.reference.muon import Muon, orthogonal
 from training.reference.objective import lr_at, weigh, weigh_hints
@@ -227,3 +229,17 @@ def test_a_run_writes_a_folder_that_another_resumes_and_that_is_scored(
         assert lines[-1]["event"] == "done"
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.num_hidden_layers == TINY.layers
         assert "## The prompts it knows" in (tmp_path / name / "README.md").read_text()
+    first, second = read_lineage(tmp_path / "second")
+    assert [first] == read_lineage(tmp_path / "first")
+    assert (first.layers, second.layers) == (None, (1, 1))
+    card = (tmp_path / "second/README.md").read_text()
+    assert f"| all | | | 0 of one GPU | {first.steps + second.steps:,} | {first.tokens + second.tokens:,} |" in card
+    assert "layers 1 1 of run 1" in card
+    with pytest.raises(ValueError, match="resume from a folder that training wrote"):
+        read_lineage(tmp_path)
+
+
+def test_the_model_that_ships_tells_the_runs_that_its_card_tells() -> None:
+    runs, card = read_lineage(REFERENCE_FOLDER), (REFERENCE_FOLDER / "README.md").read_text()
+    assert "\n".join(table_of_runs(runs)) in card
+    assert read_shape(REFERENCE_FOLDER) == REFERENCE
