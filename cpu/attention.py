@@ -5,7 +5,6 @@ lse of sampled pieces estimates the mass of all that they cover (paper 2410.1617
 results do not depend on the number of threads; nothing is allocated once the largest batch has been seen.
 """
 
-import time
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,25 +18,33 @@ from cpu.context import (
     CODES,
     COVERED,
     LOGS,
+    NUM_IDS,
     NUM_PARTS,
+    NUM_PIECES,
+    NUM_SAMPLED,
+    NUM_SLOTS,
     OUT,
     PIECES,
     PLAN,
+    QUERIES,
     REQUESTS,
+    ROOM_IDS,
+    ROOM_PARTS,
+    ROOM_PIECES,
+    ROOM_REQUESTS,
+    ROOM_SLOTS,
     new_context,
     open_context,
     set_arrays,
     set_shape,
 )
 from cpu.lookup import SPANS
-from cpu.pieces import WINDOW_TOKENS, as_columns
-from cpu.plan import count_needs, fill_plan
+from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS, as_columns
+from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, PLANNED, make_plan
 from cpu.rows import BLOCK_ROWS, COLUMNS
 from cpu.stages import (
-    LOOKED_UP_NS,
     ROWS_READ,
     SAMPLED_NS,
-    SLOTS_TAKEN,
     STAGES,
     STATE,
     TOTALS,
@@ -61,9 +68,13 @@ _MODULES = (collision, context, emission, lookup, memory, pieces, plan, rows, so
 
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
-def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> Any:
-    """`stages.attend_as` as a C function of the context's address. numba's file cache looks at this source file and at
-    the arguments here; `version` stands for the sources of all that is called."""
+def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> tuple[Any, Any]:
+    """`plan.make_plan` and `stages.attend_as` as C functions of the context's address. numba's file cache looks at this
+    source file and at the arguments here; `version` stands for the sources of all that is called."""
+
+    @numba.cfunc("int64(int64)", cache=True)
+    def prepare(context):  # type: ignore[no-untyped-def]
+        return make_plan(context, kind, query_kind) if version >= 0 else NO_TABLE
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
     def work(me, threads, context):  # type: ignore[no-untyped-def]
@@ -71,7 +82,7 @@ def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int)
             shape, batch, step, buffers = open_context(context, kind, query_kind)
             attend_as(me, threads, shape, columns, batch, step, buffers)
 
-    return work
+    return prepare, work
 
 
 class Attended(NamedTuple):
@@ -119,13 +130,15 @@ class HostAttention:
         self._shape = Shape(
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
         )
-        work = _compile(row_type(0), query_type(0), (0,) * (dim // COLUMNS), version(*_MODULES))
-        self._work = int(work.address)
+        prepare, work = _compile(row_type(0), query_type(0), (0,) * (dim // COLUMNS), version(*_MODULES))
+        self._prepare, self._work = int(prepare.address), int(work.address)
         self._context, self._threads = new_context(), threads
+        self._address, self._row = self._context.ctypes.data, memoryview(self._context)
         set_shape(self._context, self._shape, threads)
         self._context[LOGS] = self._logs.ctypes.data
         self._plan = self._new_plan(1, 1, 1, 1)
         self._results = self._new_results(1)
+        self._answer = self._results  # those of the requests of the last call
         self._buffers = self._new_buffers(1, 1, 1)
 
     def attend(self, table: np.ndarray, queries: np.ndarray, codes: np.ndarray | None, threads: int) -> Attended:
@@ -133,45 +146,56 @@ class HostAttention:
 
         table: PIECE `[pieces]` of this row type; queries: `[requests, heads, dim]`, contiguous, of query_type; codes:
         uint16 `[requests, heads, tables]`, contiguous; None: no piece is sampled. A request without pieces, or whose
-        samples are empty, gets (0, -inf). A NaN in a query or key makes its own heads NaN.
+        samples are empty, gets (0, -inf). A NaN in a query or key makes its own heads NaN. Raises ValueError if
+        requests do not rise or a range is not in its segment.
+
+        Caches are cold here, so each line of Python costs several times what it does elsewhere.
         """
-        shape, listed, requests = self._shape, as_columns(table), len(queries)
-        assert queries.shape[1:] == (shape.heads, shape.dim), "queries: [requests, heads, dim]"
+        shape, requests, row = self._shape, len(queries), self._row
+        assert table.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
+        assert table.flags.c_contiguous, "pieces: contiguous"
+        assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
         assert queries.dtype == self.query_type, "queries: of the type that was compiled for"
         assert queries.flags.c_contiguous, "queries: contiguous"
         assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"
-        needs = count_needs(listed, requests, shape.heads, shape.kv_heads)
+        row[REQUESTS], row[QUERIES] = requests, queries.ctypes.data
+        row[PIECES], row[NUM_PIECES], row[CODES] = table.ctypes.data, len(table), 0
         if codes is not None:
             assert codes.shape == (requests, shape.heads, shape.tables), "codes: [requests, heads, tables]"
             assert codes.dtype == np.uint16, "codes: uint16"
             assert codes.flags.c_contiguous, "codes: contiguous"
-        assert codes is not None or needs.sampled == 0, "codes: sampled pieces need the query's"
-        self._grow(needs, len(table), requests)
-        fill_plan(listed, requests, shape.heads, shape.kv_heads, *self._plan)
-        row, totals = self._context, self._buffers.totals
-        row[REQUESTS : CODES + 1] = requests, queries.ctypes.data, 0 if codes is None else codes.ctypes.data
-        row[PIECES : NUM_PARTS + 1] = listed.ctypes.data, len(listed), needs.sampled, needs.parts
-        totals.fill(0)
-        totals[SLOTS_TAKEN] = needs.parts * (shape.heads // shape.kv_heads)
-        self._buffers.counters.fill(0)
-        began_ns = time.monotonic_ns()
-        start(self._work, threads, row.ctypes.data)
-        looked_up_ns, sampled_ns = int(totals[LOOKED_UP_NS]), int(totals[SAMPLED_NS])
-        out, lse, covered = (array[:requests] for array in self._results)
-        return Attended(out, lse, covered, int(totals[ROWS_READ]), looked_up_ns - began_ns, sampled_ns - looked_up_ns)
+            row[CODES] = codes.ctypes.data
+        outcome = start(self._prepare, self._work, threads, self._address)
+        if outcome == NO_ROOM:
+            self._grow()
+            outcome = start(self._prepare, self._work, threads, self._address)
+        if outcome == NO_TABLE:
+            listed = as_columns(table)
+            raise ValueError(
+                f"pieces: got requests {listed[:, REQUEST].tolist()}, ranges "
+                f"{listed[:, [BEGIN, END, TOKENS]].tolist()}; wanted requests in rising order below {requests}, and "
+                f"0 <= begin <= end <= tokens"
+            )
+        assert outcome != NO_CODES, "codes: sampled pieces need the query's"
+        assert outcome == PLANNED, "plan: room for what the plan itself counted"
+        if len(self._answer[0]) != requests:
+            out, lse, covered = self._results
+            self._answer = out[:requests], lse[:requests], covered[:requests]
+        rows_read, began_ns, looked_up_ns, sampled_ns = self._buffers.totals[ROWS_READ : SAMPLED_NS + 1].tolist()
+        return Attended(*self._answer, rows_read, looked_up_ns - began_ns, sampled_ns - looked_up_ns)
 
-    def _grow(self, needs: plan.Needs, num_pieces: int, requests: int) -> None:
+    def _grow(self) -> None:
         """Make room for a batch larger than any before, with half as much again to spare."""
-        if len(self._results[0]) < requests:
-            self._results = self._new_results(requests + requests // 2)
-        have = self._plan
-        wanted = (requests + 1, num_pieces, needs.sampled, needs.parts)
-        if any(len(array) < n for array, n in zip((have[0], have[1], have[2], have[4]), wanted, strict=True)):
-            self._plan = self._new_plan(*(n + n // 2 for n in wanted))
-        buffers = self._buffers
-        heads = needs.sampled * self._shape.heads
-        if len(buffers.ids) < needs.ids or len(buffers.found) < heads or len(buffers.slots) < needs.slots:
-            self._buffers = self._new_buffers(*(n + n // 2 for n in (needs.ids, heads, needs.slots)))
+        row, heads = self._context, self._shape.heads
+        if row[REQUESTS] > row[ROOM_REQUESTS]:
+            self._results = self._answer = self._new_results(int(row[REQUESTS]) * 3 // 2)
+        wanted = tuple(row[NUM_PIECES : NUM_PARTS + 1].tolist())
+        room = row[ROOM_PIECES : ROOM_PARTS + 1].tolist()
+        if len(self._plan.first_piece) <= row[ROOM_REQUESTS] or any(n > m for n, m in zip(wanted, room, strict=True)):
+            self._plan = self._new_plan(int(row[ROOM_REQUESTS]), *(n + n // 2 for n in wanted))
+        wanted = (int(row[NUM_IDS]), int(row[NUM_SAMPLED]) * heads, int(row[NUM_SLOTS]))
+        if any(n > room for n, room in zip(wanted, row[ROOM_IDS : ROOM_SLOTS + 1].tolist(), strict=True)):
+            self._buffers = self._new_buffers(*(n + n // 2 for n in wanted))
 
     def _new_buffers(self, ids: int, sampled_heads: int, slots: int) -> Buffers:
         s, threads, group = self._shape, self._threads, self._shape.heads // self._shape.kv_heads
@@ -192,18 +216,20 @@ class HostAttention:
             state=np.empty((threads, 4, STATE), np.float32),
         )
         set_arrays(self._context, BUFFERS, buffers)
+        self._context[ROOM_IDS : ROOM_SLOTS + 1] = ids, sampled_heads, slots
         return buffers
 
     def _new_plan(self, requests: int, num_pieces: int, sampled: int, parts: int) -> Plan:
         """Room for so many entries, one at least."""
         step = Plan(
-            first_piece=np.empty(max(1, requests), np.int32),
+            first_piece=np.empty(requests + 1, np.int32),
             ordinals=np.empty(max(1, num_pieces), np.int32),
             sampled=np.empty(max(1, sampled), np.int32),
             ids_at=np.empty((max(1, sampled), 2), np.int64),
             parts=np.empty((max(1, parts), 4), np.int32),
         )
         set_arrays(self._context, PLAN, step)
+        self._context[ROOM_PIECES : ROOM_PARTS + 1] = num_pieces, sampled, parts
         return step
 
     def _new_results(self, requests: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -213,5 +239,6 @@ class HostAttention:
             np.empty(shape, np.float32),
             np.empty(shape, np.int32),
         )
+        self._context[ROOM_REQUESTS] = requests
         self._context[OUT : COVERED + 1] = [array.ctypes.data for array in results]
         return results

@@ -16,10 +16,13 @@ from cpu.stages import STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 
+# Of the shape, of the batch, what the plan took (first of them: NUM_SAMPLED), and what there is room for.
 (
-    HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS,
-    REQUESTS, QUERIES, CODES, LOGS, OUT, LSE, COVERED, PIECES, NUM_PIECES, NUM_SAMPLED, NUM_PARTS, PLAN,
-) = range(19)  # fmt: skip
+    HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS,
+    REQUESTS, QUERIES, CODES, PIECES, OUT, LSE, COVERED,
+    NUM_PIECES, NUM_SAMPLED, NUM_PARTS, NUM_IDS, NUM_SLOTS,
+    ROOM_REQUESTS, ROOM_PIECES, ROOM_SAMPLED, ROOM_PARTS, ROOM_IDS, ROOM_HEADS, ROOM_SLOTS, PLAN,
+) = range(28)  # fmt: skip
 BUFFERS = PLAN + len(Plan._fields)
 CONTEXT = BUFFERS + len(Buffers._fields)
 
@@ -41,9 +44,15 @@ def set_arrays(context: np.ndarray, first: int, arrays: Plan | Buffers) -> None:
 
 
 @numba.njit(nogil=True)
+def open_row(address):
+    """The context itself."""
+    return numba.carray(pointer_to(address), (CONTEXT,), np.int64)
+
+
+@numba.njit(nogil=True)
 def open_context(address, kind, query_kind):
     """(shape, batch, plan, buffers) of `cpu.stages`; kind and query_kind: scalars of the rows' and queries' types."""
-    c = numba.carray(pointer_to(address), (CONTEXT,), np.int64)
+    c = open_row(address)
     scale = np.float32(numba.carray(pointer_to(address), (CONTEXT,), np.float64)[SCALE])
     shape = Shape(kind, query_kind, c[HEADS], c[KV_HEADS], c[DIM], c[TABLES], c[MASK], scale)
     pieces = numba.carray(pointer_to(c[PIECES]), (c[NUM_PIECES], PIECE_COLUMNS), np.int64)

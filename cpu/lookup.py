@@ -65,7 +65,9 @@ def fetch_offsets(piece, kv_head, codes, tables, mask):
     """Start to fetch what `fetch_bucket` reads. codes: address of uint16 `[tables]`, the query's."""
     windows, _, _ = _windows(piece)
     for table in range(tables):
-        prefetch_middle(_offset(piece, kv_head, table, codes, mask, windows))
+        offset = _offset(piece, kv_head, table, codes, mask, windows)
+        prefetch_middle(offset)
+        prefetch_middle(offset + 4 * windows)  # the bucket's end may lie on the next line
 
 
 @numba.njit(nogil=True)

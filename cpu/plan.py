@@ -1,36 +1,81 @@
 """The plan of one layer's attention: which lookups and which exact parts there are, and where their results go.
 
-Made on the calling thread before the region, in some microseconds, from the table of pieces. It refuses to know rows.
-Invariant: its order is that of the table, so partials merge in one order whatever thread computes them.
+Made from the table of pieces by the thread that starts the region, in a microsecond or two and in the same call. It
+refuses to know rows. Invariant: its order is that of the table, so partials merge in one order whatever thread computes
+them.
 """
 
-from typing import NamedTuple
-
 import numba
-import numpy as np
 
+from cpu.context import (
+    CODES,
+    HEADS,
+    KV_HEADS,
+    NUM_IDS,
+    NUM_PARTS,
+    NUM_PIECES,
+    NUM_SAMPLED,
+    NUM_SLOTS,
+    REQUESTS,
+    ROOM_HEADS,
+    ROOM_IDS,
+    ROOM_PARTS,
+    ROOM_PIECES,
+    ROOM_REQUESTS,
+    ROOM_SAMPLED,
+    ROOM_SLOTS,
+    open_context,
+    open_row,
+)
 from cpu.lookup import room_for
 from cpu.pieces import BEGIN, END, MODE, REQUEST, SAMPLED, TOKENS
-from cpu.stages import PART_ROWS, PART_SAMPLES
+from cpu.stages import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES
+from transfer.simd.team import now_ns
+
+PLANNED, NO_TABLE, NO_ROOM, NO_CODES = range(4)  # what comes of it
 
 
-class Needs(NamedTuple):
-    """What a table of pieces takes: sampled pieces, ids, exact parts, slots of partials. -1s: the table is no table."""
+@numba.njit(nogil=True)
+def make_plan(context, kind, query_kind):
+    """Write what the pieces take and, if there is room, the plan's arrays (see `cpu.stages.Plan`); totals and counters
+    of the region are set to its start."""
+    row = open_row(context)
+    began_ns = now_ns()
+    if not _count(row, open_context(context, kind, query_kind)[1].pieces):
+        return NO_TABLE
+    if row[NUM_SAMPLED] > 0 and row[CODES] == 0:
+        return NO_CODES
+    if not (
+        row[REQUESTS] <= row[ROOM_REQUESTS]
+        and row[NUM_PIECES] <= row[ROOM_PIECES]
+        and row[NUM_SAMPLED] <= row[ROOM_SAMPLED]
+        and row[NUM_PARTS] <= row[ROOM_PARTS]
+        and row[NUM_IDS] <= row[ROOM_IDS]
+        and row[NUM_SAMPLED] * row[HEADS] <= row[ROOM_HEADS]
+        and row[NUM_SLOTS] <= row[ROOM_SLOTS]
+    ):
+        return NO_ROOM
+    shape, batch, plan, buffers = open_context(context, kind, query_kind)
+    _fill(shape, batch, plan)
+    buffers.totals[:] = 0
+    buffers.totals[BEGAN_NS] = began_ns
+    buffers.totals[SLOTS_TAKEN] = row[NUM_PARTS] * (shape.heads // shape.kv_heads)
+    for counter in range(STAGES):
+        buffers.counters[counter, :, 0] = 0
+    return PLANNED
 
-    sampled: int
-    ids: int
-    parts: int
-    slots: int
 
-
-@numba.njit(nogil=True, cache=True)
-def _count(pieces, requests, heads, kv_heads):
-    sampled, ids, parts, slots, last = 0, 0, 0, 0, 0
+@numba.njit(nogil=True)
+def _count(row, pieces):
+    """Write what a table takes: sampled pieces, exact parts, ids, slots of partials. False: it is none, for requests do
+    not rise or a range is not in its segment."""
+    heads, kv_heads = row[HEADS], row[KV_HEADS]
+    sampled, parts, ids, slots, last = 0, 0, 0, 0, 0
     for index in range(len(pieces)):
         piece = pieces[index]
         begin, end = piece[BEGIN], piece[END]
-        if not (last <= piece[REQUEST] < requests and 0 <= begin <= end <= piece[TOKENS]):
-            return -1, -1, -1, -1
+        if not (last <= piece[REQUEST] < row[REQUESTS] and 0 <= begin <= end <= piece[TOKENS]):
+            return False
         last = piece[REQUEST]
         if piece[MODE] == SAMPLED:
             sampled += 1
@@ -38,43 +83,34 @@ def _count(pieces, requests, heads, kv_heads):
             slots += (end - begin + PART_SAMPLES - 1) // PART_SAMPLES * heads
         else:
             parts += (end - begin + PART_ROWS - 1) // PART_ROWS * kv_heads
-    return sampled, ids, parts, slots + parts * (heads // kv_heads)
+    row[NUM_SAMPLED], row[NUM_PARTS] = sampled, parts
+    row[NUM_IDS], row[NUM_SLOTS] = ids, slots + parts * (heads // kv_heads)
+    return True
 
 
-def count_needs(pieces: np.ndarray, requests: int, heads: int, kv_heads: int) -> Needs:
-    """Of int64 `[pieces, COLUMNS]`. Raises ValueError if requests do not rise or a range is not in its segment."""
-    needs = Needs(*_count(pieces, requests, heads, kv_heads))
-    if needs.slots < 0:
-        raise ValueError(
-            f"pieces: got requests {pieces[:, REQUEST].tolist()}, ranges {pieces[:, [BEGIN, END, TOKENS]].tolist()}; "
-            f"wanted requests in rising order below {requests}, and 0 <= begin <= end <= tokens"
-        )
-    return needs
-
-
-@numba.njit(nogil=True, cache=True)
-def fill_plan(pieces, requests, heads, kv_heads, first_piece, ordinals, sampled, ids_at, parts):
-    """Write the plan's arrays (see `cpu.stages.Plan`), which are large enough."""
+@numba.njit(nogil=True)
+def _fill(shape, batch, plan):
+    pieces = batch.pieces
     order, ids, part, request = 0, 0, 0, 0
-    first_piece[0] = 0
+    plan.first_piece[0] = 0
     for index in range(len(pieces)):
         piece = pieces[index]
         while request < piece[REQUEST]:
             request += 1
-            first_piece[request] = index
+            plan.first_piece[request] = index
         begin, end = piece[BEGIN], piece[END]
         if piece[MODE] == SAMPLED:
-            ordinals[index], sampled[order] = order, index
-            ids_at[order, 0], ids_at[order, 1] = ids, room_for(begin, end)
-            ids += room_for(begin, end) * heads
+            plan.ordinals[index], plan.sampled[order] = order, index
+            plan.ids_at[order, 0], plan.ids_at[order, 1] = ids, room_for(begin, end)
+            ids += room_for(begin, end) * shape.heads
             order += 1
             continue
-        ordinals[index] = part
-        for kv_head in range(kv_heads):
+        plan.ordinals[index] = part
+        for kv_head in range(shape.kv_heads):
             for at in range(begin, end, PART_ROWS):
-                parts[part, 0], parts[part, 1] = index, kv_head
-                parts[part, 2], parts[part, 3] = at, min(at + PART_ROWS, end)
+                plan.parts[part, 0], plan.parts[part, 1] = index, kv_head
+                plan.parts[part, 2], plan.parts[part, 3] = at, min(at + PART_ROWS, end)
                 part += 1
-    while request < requests:
+    while request < batch.requests:
         request += 1
-        first_piece[request] = len(pieces)
+        plan.first_piece[request] = len(pieces)

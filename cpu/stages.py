@@ -45,7 +45,7 @@ from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, 
 from transfer.simd.vectors import address_of, load
 
 STAGES = 3
-SLOTS_TAKEN, ROWS_READ, LOOKED_UP_NS, SAMPLED_NS, TOTALS = 0, 8, 9, 10, 16  # a line each for what all threads add to
+SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, TOTALS = 0, 8, 9, 10, 11, 16  # two lines
 STATE = 16  # float32 between the rows of a thread's state: more than the largest group
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same

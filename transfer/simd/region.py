@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.types.function_type import CompileResultWAP
 from numba.extending import intrinsic
 
@@ -76,26 +77,53 @@ def pointer_to(typing_context, address):
     return types.voidptr(types.int64), emit
 
 
-@numba.njit("void(int64, int64, int64)", nogil=True, cache=True, parallel=True)
-def _start(function, threads, context):
-    for me in numba.prange(threads):
-        _call(function, np.int64(me), threads, context)
+@intrinsic
+def _ask(typing_context, function, context):
+    """The int64 that a function at an address returns."""
+
+    def emit(lowering, builder, signature, arguments):
+        function, context = arguments
+        kind = ir.FunctionType(context.type, [context.type])
+        return builder.call(builder.inttoptr(function, kind.as_pointer()), [context])
+
+    return types.int64(types.int64, types.int64), emit
 
 
-@numba.njit("void(int64, int64)", nogil=True, cache=True)
-def _start_alone(function, context):
-    _call(function, 0, 1, context)
+@intrinsic
+def _set_threads(typing_context, threads):
+    """Let numba's regions have so many threads, from 1 to NUMBA_NUM_THREADS; returns how many they had.
 
-
-def start(function: int, threads: int, context: int) -> None:
-    """Run `void function(int64 me, int64 threads, int64 context)`, a C function's address, on so many threads.
-
-    An exception in it is lost. Without the GIL.
+    As `numba.set_num_threads`, which takes locks between processes, and whose callers numba does not cache.
     """
+
+    def emit(context, builder, signature, arguments):
+        kinds = {
+            "get_num_threads": ir.FunctionType(ir.IntType(64), []),
+            "set_num_threads": ir.FunctionType(ir.VoidType(), [ir.IntType(32)]),
+        }
+        read, write = (cgutils.get_or_insert_function(builder.module, kind, name) for name, kind in kinds.items())
+        before = builder.call(read, [])
+        builder.call(write, [builder.trunc(arguments[0], ir.IntType(32))])
+        return before
+
+    return types.int64(types.int64), emit
+
+
+@numba.njit("int64(int64, int64, int64, int64)", nogil=True, cache=True, parallel=True)
+def start(prepare, work, threads, context):
+    """Run `int64 prepare(int64 context)` on the calling thread and, if it returns 0, `void work(int64 me, int64
+    threads, int64 context)` on so many threads; both are addresses of C functions. Returns what `prepare` did.
+
+    An exception in either is lost. Without the GIL.
+    """
+    refused = _ask(prepare, context)
+    if refused != 0:
+        return refused
     if threads == 1:
-        _start_alone(function, context)
-        return
-    with_threads = numba.get_num_threads()
-    numba.set_num_threads(threads)
-    _start(function, threads, context)
-    numba.set_num_threads(with_threads)
+        _call(work, 0, 1, context)
+        return refused
+    with_threads = _set_threads(threads)
+    for me in numba.prange(threads):
+        _call(work, np.int64(me), threads, context)
+    _set_threads(with_threads)
+    return refused
