@@ -10,9 +10,11 @@ import numba
 import numpy as np
 
 from cpu.pieces import SEGMENT_TOKENS, WINDOW_TOKENS
+from transfer.simd.memory import copy_bytes, load_int32, load_uint16, store_int16, store_int32
 from transfer.simd.team import Team, claim, new_counters
+from transfer.simd.vectors import address_of
 
-_STREAMS = 2  # histograms counted side by side: runs of equal codes do not wait for one another
+_STREAMS = 4  # histograms counted side by side: runs of equal codes do not wait for one another
 
 
 def num_windows(tokens: int) -> int:
@@ -64,57 +66,76 @@ def codes_from_tables(
     _undo(entries, offsets, bits, begin, end, codes)
 
 
-@numba.njit(nogil=True, cache=True)
-def _sort_table(row, offsets, bits, places, tile):
-    """places: int32 `[_STREAMS, num_offsets]`; tile: uint16 `[tokens]`."""
-    tokens, mask = len(row), (1 << bits) - 1
-    windows = (tokens + WINDOW_TOKENS - 1) // WINDOW_TOKENS
-    lists = windows << bits
-    first, second = places[0], places[1]
-    for at in range(lists):
-        first[at] = 0
-        second[at] = 0
+@numba.njit(nogil=True)
+def _sort_table(entries, tokens, offsets, bits, places, tile):
+    """Addresses: entries uint16 `[tokens]`; offsets int32 `[num_offsets]`; places int32 `[windows, _STREAMS, buckets]`;
+    tile uint16 `[tokens]`."""
+    mask, windows = (1 << bits) - 1, (tokens + WINDOW_TOKENS - 1) // WINDOW_TOKENS
+    stream_bytes = 4 << bits
+    for byte in range(0, windows * _STREAMS * stream_bytes, 4):
+        store_int32(places + byte, 0)
     for window in range(windows):
-        begin, end = window * WINDOW_TOKENS, min(tokens, (window + 1) * WINDOW_TOKENS)
-        for token in range(begin, end - 1, 2):
-            first[np.uint64((row[token] & mask) * windows + window)] += 1
-            second[np.uint64((row[token + 1] & mask) * windows + window)] += 1
-        if (end - begin) % 2:
-            first[np.uint64((row[end - 1] & mask) * windows + window)] += 1
-    total = np.int32(0)
-    for at in range(lists):
-        count = first[at] + second[at]
-        offsets[at] = total
-        first[at] = total
-        total += count
-    offsets[lists] = total
+        first = places + window * _STREAMS * stream_bytes
+        second, third, fourth = first + stream_bytes, first + 2 * stream_bytes, first + 3 * stream_bytes
+        begin = entries + 2 * window * WINDOW_TOKENS
+        end = min(entries + 2 * tokens, begin + 2 * WINDOW_TOKENS)
+        whole = begin + (end - begin) // 8 * 8
+        for code in range(begin, whole, 8):
+            _count(first, code, mask)
+            _count(second, code + 2, mask)
+            _count(third, code + 4, mask)
+            _count(fourth, code + 6, mask)
+        for code in range(whole, end, 2):
+            _count(first, code, mask)
+    total = 0
+    for bucket in range(1 << bits):
+        for window in range(windows):
+            place = places + window * _STREAMS * stream_bytes + 4 * bucket
+            count = 0
+            for stream in range(_STREAMS):
+                count += load_int32(place + stream * stream_bytes)
+            store_int32(offsets + 4 * (bucket * windows + window), total)
+            store_int32(place, total)
+            total += count
+    store_int32(offsets + 4 * (windows << bits), total)
     for window in range(windows):
-        begin, end = window * WINDOW_TOKENS, min(tokens, (window + 1) * WINDOW_TOKENS)
-        for token in range(begin, end):
-            at = np.uint64((row[token] & mask) * windows + window)
-            place = first[at]
-            tile[np.uint64(place)] = token - begin
-            first[at] = place + 1
-    row[:] = tile
+        first, begin = places + window * _STREAMS * stream_bytes, window * WINDOW_TOKENS
+        for token in range(begin, min(tokens, begin + WINDOW_TOKENS)):
+            at = first + 4 * (load_uint16(entries + 2 * token) & mask)
+            place = load_int32(at)
+            store_int16(tile + 2 * place, token - begin)
+            store_int32(at, place + 1)
+    copy_bytes(entries, tile, 2 * tokens)
+
+
+@numba.njit(nogil=True)
+def _count(histogram, code, mask):
+    at = histogram + 4 * (load_uint16(code) & mask)
+    store_int32(at, load_int32(at) + 1)
 
 
 @numba.njit(nogil=True, cache=True)
 def _build(entries, offsets, bits, begin, end):
-    places = np.empty((_STREAMS, offsets.shape[1]), np.int32)
-    tile = np.empty(entries.shape[1], np.uint16)
+    tokens = entries.shape[1]
+    places, tile = np.empty(_STREAMS * offsets.shape[1], np.int32), np.empty(tokens, np.uint16)
     for table in range(begin, end):
-        _sort_table(entries[table], offsets[table], bits, places, tile)
+        _sort_table(
+            address_of(entries[table]), tokens, address_of(offsets[table]), bits, address_of(places), address_of(tile)
+        )
 
 
 @numba.njit(nogil=True, cache=True, parallel=True)
 def _build_together(entries, offsets, bits, begin, end, threads, counters):
     for me in numba.prange(threads):
         team = Team(counters, np.int64(me), threads)
-        places = np.empty((_STREAMS, offsets.shape[1]), np.int32)
-        tile = np.empty(entries.shape[1], np.uint16)
+        tokens = entries.shape[1]
+        places, tile = np.empty(_STREAMS * offsets.shape[1], np.int32), np.empty(tokens, np.uint16)
         table = claim(team, 0, end - begin)
         while table >= 0:
-            _sort_table(entries[begin + table], offsets[begin + table], bits, places, tile)
+            at = begin + table
+            _sort_table(
+                address_of(entries[at]), tokens, address_of(offsets[at]), bits, address_of(places), address_of(tile)
+            )
             table = claim(team, 0, end - begin)
 
 

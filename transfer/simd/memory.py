@@ -72,6 +72,18 @@ def store_int32(typing_context, address, value):
     return types.void(types.int64, types.int64), emit
 
 
+@intrinsic
+def copy_bytes(typing_context, to, source, count):
+    """Copy so many bytes between places that do not overlap."""
+
+    def emit(context, builder, signature, arguments):
+        to, source, count = arguments
+        cgutils.raw_memcpy(builder, _pointer(builder, to, I8), _pointer(builder, source, I8), count, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
 def _prefetcher(where: int) -> Any:
     @intrinsic
     def fetch(typing_context, address):
