@@ -68,6 +68,7 @@ class _Segments:
             keys, values = (_aligned(rows[:, begin:end]) for rows in (layer.keys, layer.values))
             codes = _aligned(layer.codes[:, :, begin:end])
             offsets = np.zeros((KV_HEADS, benchmark.tables, num_offsets(benchmark.bits, end - begin)), np.int32)
+            offsets = _aligned(offsets)
             kept = {"codes": codes, "entries": _aligned(codes), "offsets": offsets, "centre": layer.centre}
             narrow = [_aligned(np.zeros(keys.shape, np.int8)) for _ in range(2)]
             kept["key_scale"] = np.empty(KV_HEADS, np.float32)
@@ -174,7 +175,7 @@ def _measure(
     benchmark: LshBenchmark, layer: Layer, segments: _Segments, kernels: dict[str, HostAttention],
     rates: dict[str, float], console: Console,
 ) -> list[Row]:  # fmt: skip
-    cold = np.ones(COLD_BYTES // 8, np.int64)
+    cold = torch.ones(COLD_BYTES // 8, dtype=torch.int64)  # read by as many threads, so no core's cache is left out
     times: dict[str, list[float]] = {}
     read: dict[str, list[int]] = {kind: [] for kind in kernels}
 
