@@ -1,0 +1,292 @@
+"""The engine with a real model and a real host tier when the host or a request fails: one request ends with the reason,
+those beside it say what they say alone, and nothing is left behind.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import cpu.store
+import cpu.tier
+from gpu.config import GpuConfig, ModelConfig
+from gpu.decoder import Decoder
+from gpu.sampling_params import SamplingParams
+from scheduler.capacity import TooLargeError
+from scheduler.config import EngineConfig, SchedulerConfig
+from scheduler.engine import Engine, load_engine
+from scheduler.messages import Delta, EngineRequest
+from tests.gpu.reference_model import FOLDER
+from transfer.config import HostConfig, SampledConfig
+from transfer.host_pages import map_pages
+from transfer.slabs import PageSource
+from transfer.tier import HostMemoryError
+
+RESIDENT = 128
+LONG = 600
+BULK = 2_150  # its tables are built at once
+VOCAB = 8192
+STEPS = 20_000
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Engine]:
+    config = EngineConfig(
+        model=ModelConfig(path=FOLDER),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.25, threads=1),
+        host=HostConfig(
+            memory_limit_gib=0.06,
+            threads=1,
+            resident_tokens=RESIDENT,
+            sampled=SampledConfig(bits_per_table=6, num_tables=20),
+        ),
+        scheduler=SchedulerConfig(max_running=5, max_context_tokens=2600),
+    )
+    engine, _ = load_engine(config, lambda *_: None)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def engine(loaded: Engine) -> Iterator[Engine]:
+    yield loaded
+    check_idle(loaded)
+
+
+def check_idle(engine: Engine) -> None:
+    """Idle contexts go; then nothing is held."""
+    residence = engine.scheduler.residence
+    while residence.evict_idle(None):
+        pass
+    while engine.has_work:
+        engine.step()
+    engine._tier._store.wait_for_doomed()
+    stats = engine._tier.stats()
+    assert (stats.contexts, stats.tokens, stats.bytes_in_use) == (0, 0, 0)
+    assert residence.num_promised_bytes == 0
+    assert residence.pages.num_held == 0
+    assert engine._runner.num_prefill_jobs == 0
+
+
+def prompt_of(num_tokens: int, salt: int) -> list[int]:
+    return np.random.default_rng(salt).integers(10, VOCAB, num_tokens).tolist()
+
+
+def ask(name: str, prompt: list[int], max_tokens: int = 6, profile: str = "sampled") -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=max_tokens,
+        stop_token_ids=[],
+        attention_profile=profile,
+        arrival_s=time.monotonic(),
+    )
+
+
+def run(engine: Engine, requests: list[EngineRequest], before_step: Callable[[], None] = lambda: None) -> dict:
+    """All deltas of requests that come together, by name."""
+    deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
+    engine.submit(requests)
+    for _ in range(STEPS):
+        if not engine.has_work:
+            return deltas
+        before_step()
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    raise AssertionError("the engine does not come to an end")
+
+
+def text(deltas: list[Delta]) -> list[int]:
+    assert deltas[-1].finish_reason == "length", deltas[-1]
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def alone(engine: Engine, request: EngineRequest) -> list[int]:
+    """The text of a lone run, which leaves nothing for others to begin with."""
+    said = text(run(engine, [request])[request.request_id])
+    check_idle(engine)
+    return said
+
+
+def refuse(engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """From now on the system gives no memory, or does not pin it."""
+    pool = engine._tier._pool
+
+    def fail(_: object) -> None:
+        raise OSError(12, "refused by the test")
+
+    source = PageSource(fail, None, None) if kind == "map" else PageSource(map_pages, fail, lambda _: None)
+    monkeypatch.setattr(pool, "_source", source)
+    with pool._lock:
+        pool._idle.clear()
+
+
+def test_requests_wait_for_host_memory_and_one_that_never_fits_is_told_what_does(engine: Engine) -> None:
+    requests = [ask(f"r{salt}", prompt_of(LONG, salt), 4) for salt in range(5)]
+    expected = [alone(engine, request) for request in requests]
+    most = 0
+
+    def watch() -> None:
+        nonlocal most
+        most = max(most, engine._tier.stats().contexts)
+
+    deltas = run(engine, requests, watch)
+    assert [text(deltas[request.request_id]) for request in requests] == expected
+    assert most < 5
+    with pytest.raises(TooLargeError, match=r"asked 2500 \+ 200 = 2700 tokens, the context is 2600; shorten"):
+        engine.submit([ask("never", prompt_of(2500, 1), 200)])
+
+
+@pytest.mark.parametrize("kind", ["map", "pin"])
+@pytest.mark.parametrize("when", ["prefill", "lump"])
+def test_a_host_that_refuses_ends_one_request_and_says_why(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, when: str, kind: str
+) -> None:
+    other = ask("other", prompt_of(40, 1), 12, "exact")
+    expected = alone(engine, other)
+    request = ask("long", prompt_of(LONG if when == "prefill" else RESIDENT + 120, 2), 30)
+    with monkeypatch.context() as patch:
+        refuse(engine, patch, kind)
+        deltas = run(engine, [other, request])
+    last = deltas["long"][-1]
+    assert last.finish_reason == "error"
+    assert "refused by the test" in last.error
+    assert "lower host.memory_limit_gib" in last.error
+    assert text(deltas["other"]) == expected
+    check_idle(engine)
+    assert len(alone(engine, request)) == 30
+
+
+def test_a_copied_tail_that_the_host_refuses_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention finds it out, in a step that has begun; the others' rows of that step begin anew."""
+    first = prompt_of(LONG, 3)
+    others = [ask("other", prompt_of(LONG, 4), 12), ask("exact", prompt_of(40, 1), 12, "exact")]
+    expected = [alone(engine, other) for other in others]
+    run(engine, [ask("first", first)])
+
+    def refused(*_: object) -> Iterator[None]:
+        raise HostMemoryError("host memory: asked 9, refused by the test")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu.store, "copy_layer", refused)
+        deltas = run(engine, [ask("fork", first + prompt_of(300, 5), 12), *others])
+    assert deltas["fork"][-1].finish_reason == "error"
+    assert "refused by the test" in deltas["fork"][-1].error
+    assert [text(deltas[other.request_id]) for other in others] == expected
+
+
+def test_tables_that_cannot_be_built_leave_their_rows_read_exactly(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = prompt_of(BULK, 6)
+    whole = alone(engine, ask("offloaded", prompt, 8, "offloaded"))
+    before = engine.stats().host
+
+    def broken(*_: object) -> Iterator[None]:
+        raise ValueError("no table today")
+        yield
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(cpu.store, "build_layer", broken)
+        said = alone(engine, ask("sampled", prompt, 8))
+    after = engine.stats().host
+    assert said == whole
+    assert after.tables_failed - before.tables_failed == len(engine._tier.shape.layers)
+    assert after.tables_built == before.tables_built
+    assert "background_job_failed job=tables" in caplog.text
+    assert "no table today" in caplog.text
+
+
+@pytest.mark.parametrize("profile", ["sampled", "offloaded"])
+def test_a_token_without_a_finite_embedding_ends_its_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, profile: str
+) -> None:
+    """What its prefill leaves in staging and pages is not read by the prompt that comes after it."""
+    others = [ask(name, prompt_of(LONG, salt), 10, profile) for name, salt in (("one", 7), ("two", 8))]
+    expected = [alone(engine, other) for other in others]
+    bad_token = next(token for token in range(10, VOCAB) if all(token not in one.prompt_token_ids for one in others))
+    prompt = prompt_of(LONG, 9)
+    prompt[LONG // 2] = bad_token
+    embed = Decoder.embed
+
+    def spoilt(decoder: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
+        return embed(decoder, token_ids).masked_fill((token_ids == bad_token)[:, None], torch.nan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "embed", spoilt)
+        deltas = run(engine, [others[0], ask("bad", prompt, 10, profile), others[1]])
+    assert deltas["bad"][-1].finish_reason == "error"
+    assert [text(deltas[other.request_id]) for other in others] == expected
+
+
+@pytest.mark.parametrize("profile", ["sampled", "offloaded"])
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_rows_that_turn_into_nan_on_the_host_end_their_request_alone(engine: Engine, profile: str, what: str) -> None:
+    other, bad = (
+        ask("other", prompt_of(LONG, 7), 10, profile),
+        ask("bad", prompt_of(BULK if profile == "sampled" else LONG, 9), 10, profile),
+    )
+    expected = alone(engine, other)
+    spoilt: list[int] = []
+
+    def spoil() -> None:
+        running = {one.request_id: one for one in engine.scheduler._running}
+        if not spoilt and "bad" in running:
+            context = engine._tier._contexts[running["bad"].context.context_id]
+            for piece in context.pieces:
+                getattr(piece.segment, what)(0).view(np.uint8)[:] = 0xFF
+            spoilt.append(1)
+
+    deltas = run(engine, [bad, other], spoil)
+    assert spoilt
+    assert deltas["bad"][-1].finish_reason == "error"
+    assert text(deltas["other"]) == expected
+
+
+def test_a_prefill_is_cancelled_while_its_copies_are_under_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ask("other", prompt_of(40, 1), 12, "exact")
+    expected = alone(engine, other)
+    tier, arrived = engine._tier, threading.Event()
+    fill = tier.fill
+
+    class Late:
+        def synchronize(self) -> None:
+            assert arrived.wait(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "fill", lambda reservation, layers, done: fill(reservation, layers, Late()))
+        engine.submit([ask("long", prompt_of(BULK, 2))])
+        while not any(segment.fills[0] for segment in tier._store._segments):
+            engine.step()
+        engine.cancel(["long"])
+        deltas = run(engine, [other])
+    assert text(deltas["other"]) == expected
+    assert tier.stats().contexts == 0
+    assert tier.stats().bytes_in_use > 0, "copies still write there"
+    arrived.set()
+
+
+def test_an_engine_whose_memory_is_not_pinned_does_not_start_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_refusing(*arguments: object, is_pinned: bool) -> object:
+        return open_tier(*arguments, is_pinned=True)
+
+    def pin(_: object) -> None:
+        raise OSError(2, "cudaHostRegister failed with CUDA error 2; locked memory is 64 KiB (ulimit -l)")
+
+    open_tier = cpu.tier.open_tier
+    monkeypatch.setattr("scheduler.engine.open_tier", open_refusing)
+    monkeypatch.setattr("cpu.tier.pin_pages", pin)
+    config = EngineConfig(
+        model=ModelConfig(random_weights="tiny"),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.1, threads=1),
+        host=HostConfig(memory_limit_gib=0.1, threads=1, resident_tokens=RESIDENT),
+        scheduler=SchedulerConfig(max_running=2, max_context_tokens=2048),
+    )
+    with pytest.raises(HostMemoryError, match=r"cudaHostRegister failed .* raise `ulimit -l`"):
+        load_engine(config, lambda *_: None)
