@@ -65,7 +65,7 @@ class Builder:
             job.finish()
 
     def pause(self) -> None:
-        """No piece begins until `go_on`; one that runs may still run for its millisecond. Pauses of one thread add up."""
+        """No piece begins until `go_on`; one that runs may still run for its millisecond. Pauses add up."""
         self._num_pauses += 1
         self._is_open.clear()
 

@@ -106,9 +106,7 @@ def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None
     """The output's limit; only a default is cut to what the context leaves. Raises ApiError 400 with both numbers."""
     length = len(prompt.token_ids)
     if length > context or (length == context and asked != 0):
-        raise too_long(
-            name, f"{length} tokens, the attention profile has room for {context}, prompt and answer together"
-        )
+        raise too_long(name, f"{length} tokens, the attention profile has room for {context} with the answer")
     if asked is None:
         return min(default, context - length)
     if length + asked > context:
