@@ -32,7 +32,7 @@ def serve(folder: Path, host: dict[str, object] | None = None) -> tuple[subproce
     tree["model"]["path"] = str(REFERENCE)
     tree["server"] = {"port": 0}
     tree |= {} if host is None else {"host": host}
-    tree.setdefault("gpu", {}).update(kv_cache_gib=0.25, threads=1)
+    tree.setdefault("gpu", {}).update(kv_cache_gib=0.4, threads=1)
     config, log = folder / "laptop.yaml", folder / "server.log"
     config.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", str(config)]
