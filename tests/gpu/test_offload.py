@@ -1,43 +1,18 @@
 """Running sequences and the host tier: lumps share one buffer, and nothing is closed while it is on its way up."""
 
 import pytest
-import torch
 from torch import Tensor
 
 from gpu.deposit import Sent
 from gpu.host_demand import HostDemand
 from gpu.offload import Offload
 from gpu.step import StepPlan
+from tests.gpu.logged_streams import LoggedStreams, Point
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import DEFAULT_DENSE, Twins
 from transfer.config import HostConfig
-from transfer.copies import Event, Streams
 
 PAGE = 16
-
-
-class Point:
-    """An event that can be told from others."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-class LoggedStreams(Streams):
-    """Says what the computing stream is told to wait for."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.waited: list[Event] = []
-
-    def record(self) -> Event:
-        return Point()
-
-    def wait_for(self, event: Event) -> None:
-        self.waited.append(event)
 
 
 def offload_of(twins: Twins) -> Offload:

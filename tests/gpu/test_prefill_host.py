@@ -23,6 +23,7 @@ from tests.gpu.host_prefill import (
     host_prompt,
     units_of,
 )
+from tests.gpu.logged_streams import LoggedStreams
 from tests.reference_tier import ReferenceReservation
 from tests.tolerances import (
     CHUNKING_LOGPROB_ATOL,
@@ -31,7 +32,7 @@ from tests.tolerances import (
     HOST_ROW_BFLOAT16,
     HOST_ROW_INT8,
 )
-from transfer.copies import Event, Streams
+from transfer.copies import Event
 from transfer.tier import HostMemoryError
 
 LENGTH = 345
@@ -351,30 +352,6 @@ def test_in_bfloat16_a_prompt_goes_down_and_comes_up_again_as_its_prefix(
     assert_rows_are_down(stand, CONTEXT, plain, 0, host_prompt(LENGTH, 0).end, tolerance)
     run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
     torch.testing.assert_close(stand.sampler.logits, second, rtol=0, atol=HOST_LOGIT_BFLOAT16_ATOL)
-
-
-class Point:
-    """An event that can be told from others."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-class LoggedStreams(Streams):
-    """Says what the computing stream is told to wait for."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.waited: list[Event] = []
-
-    def record(self) -> Event:
-        return Point()
-
-    def wait_for(self, event: Event) -> None:
-        self.waited.append(event)
 
 
 @pytest.mark.parametrize("has_prefix", [False, True])
