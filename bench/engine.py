@@ -159,7 +159,7 @@ def _summary(ours: Sequence[float], theirs: Sequence[float], peer: str, agreemen
 @torch.inference_mode()
 def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
     """The step that was captured, without sampling and without the host: inputs are left as they were."""
-    steps = runner._decode_steps[PROFILE]
+    steps = runner.decode_steps(PROFILE)
     steps.run(list(range(batch)), [position] * batch)
     segments = steps._captured[batch].segments
 
