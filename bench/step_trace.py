@@ -1,0 +1,115 @@
+"""Where the time of a decode step goes: the device's parts from one trace, the CPU's from counters.
+
+It refuses to know engines and requests: a step is a call. Tracing slows what it traces, so parts are compared with one
+another, and a step's time is measured without it. The device's parts are lengths of time in which at least one of
+their events ran: streams overlap, so parts may add up to more than the step, and what is idle is what none covers.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from rich.table import Table
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+STEPS = 8
+_WARMUP_STEPS = 2  # with the tracer attached, before it records
+_WAITS = ("await_answer",)  # parts of kernels' names
+_COPIES = ("Memcpy", "_deposit_kernel", "_restore_kernel", "_scatter_kernel")
+
+Counters = Callable[[], dict[str, float]]
+
+
+class DeviceEvent(NamedTuple):
+    """A kernel or copy, on the device's clock."""
+
+    name: str
+    start_us: float
+    duration_us: float
+
+
+def device_parts(events: Sequence[DeviceEvent], span_us: float, steps: int) -> dict[str, float]:
+    """Milliseconds a step of `steps` in `span_us`: `device_busy_ms` (kernels that compute), `wait_for_cpu_ms` (a kernel
+    that spins until the CPU has answered), `copies_ms` (over the link or within, and deposits' kernels), `idle_ms`.
+    """
+    waits = [event for event in events if any(part in event.name for part in _WAITS)]
+    copies = [event for event in events if any(part in event.name for part in _COPIES)]
+    others = set(events).difference(waits, copies)
+    times = {
+        "device_busy_ms": _covered_us(others),
+        "wait_for_cpu_ms": _covered_us(waits),
+        "copies_ms": _covered_us(copies),
+        "idle_ms": max(0.0, span_us - _covered_us(events)),
+    }
+    return {name: us / 1e3 / steps for name, us in times.items()}
+
+
+def trace_steps(
+    step: Callable[[], None], counters: Counters, device: torch.device, path: Path | None
+) -> dict[str, float]:
+    """Milliseconds of the parts of a step, of STEPS traced calls of `step`: `step_ms`, on CUDA `device_parts`, and each
+    counter (seconds so far, by name) as `<name>_ms`.
+
+    path: where a Chrome trace goes, which on the CPU is the only reason to trace.
+    """
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    tracer = profile(activities=[activity]) if device.type == "cuda" or path is not None else None
+    if tracer is not None:
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")  # captured graphs are replayed after the trace
+        tracer.prepare_trace()
+    for _ in range(_WARMUP_STEPS):
+        step()
+    _synchronize(device)
+    if tracer is not None:
+        tracer.start_trace()
+    before, began = counters(), perf_counter()
+    for _ in range(STEPS):
+        step()
+    _synchronize(device)
+    span_us, after = 1e6 * (perf_counter() - began), counters()
+    parts = {"step_ms": span_us / 1e3 / STEPS}
+    if tracer is not None:
+        tracer.stop_trace()
+        if device.type == "cuda":
+            parts |= device_parts(_device_events(tracer), span_us, STEPS)
+        if path is not None:
+            tracer.export_chrome_trace(str(path))
+    return parts | {f"{name}_ms": 1e3 * (after[name] - before[name]) / STEPS for name in before}
+
+
+def tabulate_parts(parts: dict[str, float]) -> Table:
+    """A line to each part, in milliseconds and as a share of the step."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part")
+    for column in ("ms a step", "of it"):
+        table.add_column(column, justify="right")
+    for name, ms in parts.items():
+        table.add_row(name.removesuffix("_ms").replace("_", " "), f"{ms:.3f}", f"{ms / parts['step_ms']:.0%}")
+    return table
+
+
+def _device_events(tracer: profile) -> list[DeviceEvent]:
+    events: Iterable[FunctionEvent] = tracer.events() or ()  # type: ignore[no-untyped-call]
+    return [
+        DeviceEvent(event.name, event.time_range.start, event.time_range.end - event.time_range.start)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+
+
+def _covered_us(events: Iterable[DeviceEvent]) -> float:
+    """Length of the union of the events' intervals."""
+    covered, end = 0.0, float("-inf")
+    for _, start, duration in sorted(events, key=lambda event: event.start_us):
+        covered += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    return covered
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
