@@ -85,13 +85,16 @@ def long(
     context: Annotated[int, typer.Option(min=64, help="tokens of a prompt")] = 98_304,
     batch: Annotated[str, typer.Option(help="batch sizes, ascending, with commas")] = "1,2,4",
     steps: Annotated[int, typer.Option(min=8, help="decode steps measured at each batch")] = 32,
-    profiles: Annotated[str, typer.Option(help="ours, then peers, with commas")] = "sampled,offloaded",
+    seconds: Annotated[float, typer.Option(help="or as many as begin in so many seconds, 4 at least")] = 6.0,
+    profiles: Annotated[str, typer.Option(help="ours, then its peer, with commas")] = "sampled,offloaded",
     turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the second; 0: none")] = 32_768,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="a Chrome trace of a few steps goes there")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Time contexts that outgrow the card: prefill, decode by batch, and the next turn of a conversation."""
     from bench.long_context import LongContextBenchmark, run_long_context_benchmark
     from bench.rows import GateError, report
+    from gpu.profiles import ProfileError
     from server.config import load_deployment
 
     console = Console()
@@ -99,10 +102,15 @@ def long(
     deployment = load_deployment(config)
     if deployment.host is None:
         raise typer.BadParameter(f"{config} has no `host` section", param_hint="CONFIG")
-    benchmark = LongContextBenchmark(context, parse_batches(batch), steps, tuple(profiles.split(",")), turn)
+    batches, most = tuple(sorted(set(parse_batches(batch)))), deployment.scheduler.max_running
+    if batches[-1] > most:
+        raise typer.BadParameter(f"got {batches[-1]}; {config} has scheduler.max_running {most}", param_hint="--batch")
+    names = tuple(profiles.split(","))
+    benchmark = LongContextBenchmark(context, batches, steps, seconds, names, turn, trace)
     try:
-        report(run_long_context_benchmark(benchmark, deployment, console), json_file, console)
-    except GateError as error:
+        for rows in run_long_context_benchmark(benchmark, deployment, console):
+            report(rows, json_file, console)  # a run that is cut keeps the profiles before
+    except (GateError, ProfileError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 

@@ -1,0 +1,134 @@
+"""The client of `bench.long_context`: requests to an engine in this process, stepped by hand, and steps' counters.
+
+It refuses to know floors, peers and what is printed. Invariant: a time of decode is of steps that drew a token for each
+request of the batch, behind others that warmed it up.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from bench.rows import require
+from gpu.sampling_params import SamplingParams
+from scheduler.engine import Engine
+from scheduler.messages import EngineRequest, HostStats
+
+MIN_STEPS = 4  # measured, however long they take
+_WARMUP_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Decode at one batch: milliseconds a step, and by counters per step where they went and what the CPU read."""
+
+    step_ms: list[float]
+    rows_read: float
+    rows_down: float  # of all heads and layers
+    wait_ms: float  # for queries, on the host
+    attend_ms: float
+
+    @property
+    def fraction_read(self) -> float:
+        """Of what all query heads have down; a row that a group reads together is read once."""
+        return self.rows_read / max(self.rows_down, 1.0)
+
+
+class Client:
+    """Requests to one engine, stepped by hand."""
+
+    def __init__(self, engine: Engine, vocab_size: int, max_context_tokens: int) -> None:
+        self.engine = engine
+        self.vocab_size = vocab_size
+        self.max_context_tokens = max_context_tokens
+        self._number = 0
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Random tokens, other ones at each call."""
+        self._number += 1
+        tokens: list[int] = np.random.default_rng(self._number).integers(0, self.vocab_size, num_tokens).tolist()
+        return tokens
+
+    def submit(self, prompt: list[int], max_tokens: int, profile: str) -> str:
+        request_id = f"long-{time.monotonic_ns()}"
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=max_tokens,
+            stop_token_ids=[],
+            attention_profile=profile,
+            arrival_s=time.monotonic(),
+        )
+        self.engine.submit([request])
+        return request_id
+
+    def until_first_token(self, request_id: str) -> float:
+        """Seconds until a request's first token; others go on."""
+        began = time.perf_counter()
+        while True:
+            for delta in self.engine.step():
+                require(delta.error is None, f"request failed: {delta.error}")
+                if delta.request_id == request_id and delta.token_ids:
+                    return time.perf_counter() - began
+
+    def finish(self, request_id: str) -> list[int]:
+        """All tokens of a request that has not begun."""
+        tokens: list[int] = []
+        while True:
+            for delta in self.engine.step():
+                if delta.request_id == request_id:
+                    tokens += delta.token_ids
+                    if delta.finish_reason is not None:
+                        require(delta.error is None, f"request failed: {delta.error}")
+                        return tokens
+
+    def steps(self, batch: int, count: int, limit_s: float) -> Batch:
+        """Timed steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS."""
+        for _ in range(_WARMUP_STEPS):
+            self.engine.step()
+        before = self.host_stats()
+        times: list[float] = []
+        first = began = time.perf_counter()
+        while len(times) < MIN_STEPS or (len(times) < count and began - first < limit_s):
+            self.step(batch)
+            now = time.perf_counter()
+            times.append(1e3 * (now - began))
+            began = now
+        return _difference(before, self.host_stats(), times)
+
+    def step(self, batch: int) -> None:
+        """One step. Raises GateError where it draws no token for each of `batch` requests."""
+        num_tokens = sum(len(delta.token_ids) for delta in self.engine.step())
+        require(num_tokens == batch, f"a step drew {num_tokens} tokens; wanted {batch}")
+
+    def host_stats(self) -> HostStats:
+        stats = self.engine.stats().host
+        assert stats is not None, "the deployment has a host section"
+        return stats
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far, on the host: of the tier's threads, and of each part of the steps that have a part on it."""
+        stats = self.host_stats()
+        hops = asdict(self.engine._runner.hop_times)
+        return {"host_wait": stats.wait_seconds, "host_attend": stats.attend_seconds} | {
+            f"hop_{name.removesuffix('_s')}": value for name, value in hops.items() if name.endswith("_s")
+        }
+
+    def drain(self, request_ids: Sequence[str]) -> None:
+        self.engine.cancel(list(request_ids))
+        while self.engine.has_work:
+            self.engine.step()
+        self.engine.step()
+
+
+def _difference(before: HostStats, after: HostStats, times: list[float]) -> Batch:
+    count = len(times)
+    return Batch(
+        times,
+        (after.rows_read - before.rows_read) / count,
+        (after.tokens_covered - before.tokens_covered) / count,
+        1e3 * (after.wait_seconds - before.wait_seconds) / count,
+        1e3 * (after.attend_seconds - before.attend_seconds) / count,
+    )

@@ -1,0 +1,149 @@
+"""Floors of contexts that outgrow the card: a decode step, a prompt's prefill, a turn over a prefix that is down.
+
+Knows shapes, dtypes as they were resolved, and where tokens lie; refuses to know the engine. A floor counts what cannot
+be left out (bytes that are read or cross the link once, FLOPs of products) and divides it by rates that this machine
+was measured at. Weights and rows are read one after the other: what overlaps can beat a step's floor.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from bench.rates import measure_device_rates
+from bench.rows import measure
+from cpu.rates import GIB, measure_host_rates, measure_read_rate
+from gpu.architecture import Architecture
+from gpu.host_demand import CODE_BYTES, ROW_BYTES
+from gpu.load import DTYPES, load_architecture
+from gpu.memory_plan import MemoryPlan
+from gpu.profiles import Profile
+from scheduler.capacity import HostCapacity
+from scheduler.config import EngineConfig
+from scheduler.engine import find_tier_shape, host_capacity, plan_engine
+from transfer.machine import count_physical_cores
+from transfer.tier_shape import TierShape
+
+_MATMUL = 2048  # on the CPU: a few tenths of a second
+_WARMUPS, _REPEATS = 2, 7
+
+
+class Floor(NamedTuple):
+    """`text` says what over which rate gives `ms`."""
+
+    text: str
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LongFloors:
+    """Of one deployment on this machine. stream_gb_s: the rate at which the device reads its weights."""
+
+    architecture: Architecture
+    plan: MemoryPlan
+    shape: TierShape
+    capacity: HostCapacity
+    rates: dict[str, float]
+    stream_gb_s: float
+
+    def decode(self, profile: Profile, context: int, batch: int, rows_read: float | None) -> Floor:
+        """A step of `batch` rows. rows_read: keys that the CPU reads in it, and as many values; None: not counted yet,
+        and the floor is the device's part alone.
+        """
+        weight_bytes = self.architecture.num_weights_read_per_token * self.plan.dtype_bytes
+        kv_bytes = batch * self._resident_bytes(profile, context)
+        ms = (weight_bytes + kv_bytes) / self.stream_gb_s / 1e6
+        text = f"{weight_bytes / 1e9:.3f} GB of weights, {kv_bytes / 1e9:.3f} of KV over {self.stream_gb_s:.0f} GB/s"
+        if rows_read is None:
+            return Floor(f"{text}; the rows that the CPU reads come on top, once counted", ms)
+        host_gb_s = self.rates["host_stream_gb_s"]
+        ms += rows_read * self._row_bytes / host_gb_s / 1e6
+        return Floor(f"{text}, {rows_read:,.0f} rows over {host_gb_s:.0f} GB/s", ms)
+
+    def prefill(self, profile: Profile, num_tokens: int) -> Floor:
+        """A prompt of `num_tokens`: its products, or its rows and codes on their way down, whichever takes longer."""
+        code_bytes = self.shape.num_tables * CODE_BYTES if profile.samples else 0
+        num_bytes = self._deposited(profile, num_tokens) * self._rows_of_token * (self._row_bytes + code_bytes)
+        return self._slower(self._flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
+
+    def next_turn(self, profile: Profile, first_prompt: int, begin: int, end: int) -> Floor:
+        """Tokens `[begin, end)` over a prefix whose first prompt is down: products, or the rows on their way up."""
+        num_bytes = self._deposited(profile, first_prompt) * self._rows_of_token * self._row_bytes
+        return self._slower(self._flops(begin, end), num_bytes, "up", "host_to_device_gb_s")
+
+    @property
+    def _row_bytes(self) -> int:
+        """A key and a value of one KV head, as the host keeps them."""
+        return 2 * self.shape.dim * ROW_BYTES[self.shape.rows]
+
+    @property
+    def _rows_of_token(self) -> int:
+        return len(self.shape.layers) * self.shape.num_kv_heads
+
+    def _deposited(self, profile: Profile, num_tokens: int) -> int:
+        """Tokens of a prompt that are down."""
+        if not profile.uses_host:
+            return 0
+        return max(0, self.capacity.prompt_end(num_tokens) - self.capacity.sink_tokens)
+
+    def _resident_bytes(self, profile: Profile, context: int) -> int:
+        """Keys and values of one context that are on the device."""
+        layer_bytes = self.architecture.kv_bytes_per_token(self.plan.dtype_bytes) // self.architecture.num_layers
+        down = self._deposited(profile, context) * len(self.shape.layers)
+        return (context * self.architecture.num_layers - down) * layer_bytes
+
+    def _flops(self, begin: int, end: int) -> float:
+        """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
+        model, num_tokens = self.architecture, end - begin
+        products = 2 * (num_tokens * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
+        pairs = (end * (end + 1) - begin * (begin + 1)) // 2
+        return products + 4 * model.num_layers * model.num_heads * model.dim * pairs
+
+    def _slower(self, flops: float, num_bytes: int, way: str, link: str) -> Floor:
+        """Where the device is the CPU, nothing crosses a link."""
+        tflop_s = self.rates.get("bf16_matmul_tflop_s") or self.rates["host_matmul_tflop_s"]
+        products = Floor(f"{flops / 1e12:.4g} TFLOP at {tflop_s:.3g} TFLOP/s", flops / tflop_s / 1e9)
+        if link not in self.rates:
+            return products
+        gb_s = self.rates[link]
+        copies = Floor(f"{num_bytes / 1e9:.3g} GB {way} at {gb_s:.0f} GB/s", num_bytes / gb_s / 1e6)
+        return max(products, copies, key=lambda floor: floor.ms)
+
+
+def measure_floors(config: EngineConfig) -> LongFloors:
+    """Plan as the engine will, and measure the rates. Takes several seconds, and GiB that are free again after.
+
+    Raises ModelError or PlanError.
+    """
+    assert config.host is not None, "long floors: a deployment with a host section"
+    architecture = load_architecture(config.model)
+    plan = plan_engine(config, architecture)
+    shape = find_tier_shape(config, architecture, plan)
+    weight_bytes = architecture.num_weights_read_per_token * plan.dtype_bytes
+    rates = measure_host_rates(count_physical_cores())
+    if plan.device == "cuda":
+        rates |= measure_device_rates(torch.device("cuda"))
+        stream = rates["device_stream_gb_s"]
+    else:
+        rates |= _measure_cpu_device(plan, weight_bytes)
+        stream = max(rates["host_stream_gb_s"], rates["host_weights_gb_s"])
+    return LongFloors(architecture, plan, shape, host_capacity(plan, shape), rates, stream)
+
+
+def _measure_cpu_device(plan: MemoryPlan, weight_bytes: int) -> dict[str, float]:
+    """`host_weights_gb_s`: of weights that may live in the cache; `host_matmul_tflop_s`: in the better dtype."""
+    torch.set_num_threads(plan.threads)
+    flops = 2 * _MATMUL**3
+    times = []
+    for dtype in {torch.float32, DTYPES[plan.dtype]}:
+        matrix = torch.randn(_MATMUL, _MATMUL).to(dtype)
+        out = torch.empty_like(matrix)
+
+        def multiply(matrix: torch.Tensor = matrix, out: torch.Tensor = out) -> None:
+            torch.mm(matrix, matrix, out=out)
+
+        times.append(measure(multiply, torch.device("cpu"), _WARMUPS, _REPEATS).ms)
+    return {
+        "host_weights_gb_s": measure_read_rate(count_physical_cores(), min(weight_bytes, GIB)),
+        "host_matmul_tflop_s": flops / min(times) / 1e9,
+    }
