@@ -52,7 +52,7 @@ def trace_steps(
     step: Callable[[], None], counters: Counters, device: torch.device, path: Path | None
 ) -> dict[str, float]:
     """Milliseconds of the parts of a step, of STEPS traced calls of `step`: `step_ms`, on CUDA `device_parts`, and each
-    counter (seconds so far, by name) as `<name>_ms`.
+    counter (seconds so far, by name) as `<name>_ms`. A driver that lets nobody trace gives no parts of the device.
 
     path: where a Chrome trace goes, which on the CPU is the only reason to trace.
     """
@@ -74,8 +74,9 @@ def trace_steps(
     parts = {"step_ms": span_us / 1e3 / STEPS}
     if tracer is not None:
         tracer.stop_trace()
-        if device.type == "cuda":
-            parts |= device_parts(_device_events(tracer), span_us, STEPS)
+        events = _device_events(tracer)
+        if events:
+            parts |= device_parts(events, span_us, STEPS)
         if path is not None:
             tracer.export_chrome_trace(str(path))
     return parts | {f"{name}_ms": 1e3 * (after[name] - before[name]) / STEPS for name in before}
