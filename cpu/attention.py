@@ -14,10 +14,13 @@ import numpy as np
 from cpu import collision, context, lookup, pieces, plan, rows, softmax, stages
 from cpu.collision import log_weights
 from cpu.context import (
+    ANSWERED,
     BUFFERS,
     CODES,
     COVERED,
+    FLAGS,
     LOGS,
+    LSE,
     NUM_IDS,
     NUM_PARTS,
     NUM_PIECES,
@@ -33,6 +36,7 @@ from cpu.context import (
     ROOM_PIECES,
     ROOM_REQUESTS,
     ROOM_SLOTS,
+    STAMP,
     new_context,
     open_context,
     set_arrays,
@@ -40,9 +44,10 @@ from cpu.context import (
 )
 from cpu.lookup import SPANS
 from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS, as_columns
-from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, PLANNED, make_plan
+from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED, make_plan
 from cpu.rows import BLOCK_ROWS, COLUMNS
 from cpu.stages import (
+    BEGAN_NS,
     ROWS_READ,
     SAMPLED_NS,
     STAGES,
@@ -53,6 +58,8 @@ from cpu.stages import (
     Shape,
     attend_as,
 )
+from transfer import exchange
+from transfer.exchange import ExchangeSlot
 from transfer.simd import emission, memory, team, values, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.region import start, version
@@ -64,7 +71,9 @@ ROW_TYPES = (np.uint16, np.int8, np.float32)
 QUERY_TYPES = (np.uint16, np.float32)
 
 
-_MODULES = (collision, context, emission, lookup, memory, pieces, plan, rows, softmax, stages, team, values, vectors)
+_MODULES = (
+    collision, context, emission, exchange, lookup, memory, pieces, plan, rows, softmax, stages, team, values, vectors,
+)  # fmt: skip
 
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
@@ -99,6 +108,27 @@ class Attended(NamedTuple):
     rows: int
     lookup_ns: int
     sampled_ns: int
+
+
+class Ask(NamedTuple):
+    """Where the asks of a step stand in an exchange slot: its rows in use, and addresses. codes: 0 without."""
+
+    rows: int
+    queries: int
+    codes: int
+    flags: int
+    out: int
+    lse: int
+    answered: int
+
+
+class Answered(NamedTuple):
+    """What an answer cost: rows as in `Attended`; tokens covered, of all heads; began_ns: of the monotonic clock, when
+    the ask was there."""
+
+    rows: int
+    covered: int
+    began_ns: int
 
 
 class HostAttention:
@@ -158,13 +188,49 @@ class HostAttention:
         assert queries.dtype == self.query_type, "queries: of the type that was compiled for"
         assert queries.flags.c_contiguous, "queries: contiguous"
         assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"
-        row[REQUESTS], row[QUERIES] = requests, queries.ctypes.data
-        row[PIECES], row[NUM_PIECES], row[CODES] = table.ctypes.data, len(table), 0
+        row[REQUESTS], row[QUERIES], row[CODES] = requests, queries.ctypes.data, 0
         if codes is not None:
             assert codes.shape == (requests, shape.heads, shape.tables), "codes: [requests, heads, tables]"
             assert codes.dtype == np.uint16, "codes: uint16"
             assert codes.flags.c_contiguous, "codes: contiguous"
             row[CODES] = codes.ctypes.data
+        row[FLAGS], row[ANSWERED] = 0, 0
+        row[OUT], row[LSE] = self._own
+        self._start(table, threads)
+        if len(self._answer[0]) != requests:
+            out, lse, covered = self._results
+            self._answer = out[:requests], lse[:requests], covered[:requests]
+        rows_read, began_ns, looked_up_ns, sampled_ns = self._buffers.totals[ROWS_READ : SAMPLED_NS + 1].tolist()
+        return Attended(*self._answer, rows_read, looked_up_ns - began_ns, sampled_ns - looked_up_ns)
+
+    def asks_in(self, slot: ExchangeSlot) -> Ask:
+        """For `answer`: the slot's rows in use, which it must keep. Its queries are of query_type."""
+        shape, queries, codes = self._shape, slot.queries, slot.codes
+        assert queries.shape[1:] == (shape.heads, shape.dim), "slot: queries [rows, heads, dim]"
+        assert queries.element_size() == self.query_type.itemsize, "slot: queries of the type that was compiled for"
+        assert codes is None or codes.shape[1:] == (shape.heads, shape.tables), "slot: codes [rows, heads, tables]"
+        return Ask(
+            slot.rows, queries.data_ptr(), codes.data_ptr() if codes is not None else 0, slot.flags.data_ptr(),
+            slot.out.data_ptr(), slot.lse.data_ptr(), slot.answered.data_ptr(),
+        )  # fmt: skip
+
+    def answer(self, table: np.ndarray, ask: Ask, stamp: int, threads: int) -> Answered | None:
+        """As `attend`, in one call from the slot's flags to the stamp of its answer; row i asks for request i.
+
+        None: the flags did not have the stamp within `transfer.exchange.LOOKS` looks, and nothing was done.
+        """
+        row = self._row
+        row[REQUESTS], row[QUERIES], row[CODES], row[FLAGS], row[OUT], row[LSE], row[ANSWERED] = ask
+        row[STAMP] = stamp
+        if not self._start(table, threads):
+            return None
+        totals = self._buffers.totals
+        return Answered(int(totals[ROWS_READ]), int(self._results[2][: ask.rows].sum()), int(totals[BEGAN_NS]))
+
+    def _start(self, table: np.ndarray, threads: int) -> bool:
+        """The region over what stands in the context; False: nobody asked. Raises ValueError for a wrong table."""
+        row = self._row
+        row[PIECES], row[NUM_PIECES] = table.ctypes.data, len(table)
         outcome = start(self._prepare, self._work, threads, self._address)
         if outcome == NO_ROOM:
             self._grow()
@@ -173,22 +239,20 @@ class HostAttention:
             listed = as_columns(table)
             raise ValueError(
                 f"pieces: got requests {listed[:, REQUEST].tolist()}, ranges "
-                f"{listed[:, [BEGIN, END, TOKENS]].tolist()}; wanted requests in rising order below {requests}, and "
-                f"0 <= begin <= end <= tokens"
+                f"{listed[:, [BEGIN, END, TOKENS]].tolist()}; wanted requests in rising order below {row[REQUESTS]}, "
+                f"and 0 <= begin <= end <= tokens"
             )
         assert outcome != NO_CODES, "codes: sampled pieces need the query's"
-        assert outcome == PLANNED, "plan: room for what the plan itself counted"
-        if len(self._answer[0]) != requests:
-            out, lse, covered = self._results
-            self._answer = out[:requests], lse[:requests], covered[:requests]
-        rows_read, began_ns, looked_up_ns, sampled_ns = self._buffers.totals[ROWS_READ : SAMPLED_NS + 1].tolist()
-        return Attended(*self._answer, rows_read, looked_up_ns - began_ns, sampled_ns - looked_up_ns)
+        assert outcome in (PLANNED, NOT_ASKED), "plan: room for what the plan itself counted"
+        return bool(outcome == PLANNED)
 
     def _grow(self) -> None:
         """Make room for a batch larger than any before, with half as much again to spare."""
         row, heads = self._context, self._shape.heads
         if row[REQUESTS] > row[ROOM_REQUESTS]:
             self._results = self._answer = self._new_results(int(row[REQUESTS]) * 3 // 2)
+            if row[ANSWERED] == 0:
+                row[OUT], row[LSE] = self._own
         wanted = tuple(row[NUM_PIECES : NUM_PARTS + 1].tolist())
         room = row[ROOM_PIECES : ROOM_PARTS + 1].tolist()
         if len(self._plan.first_piece) <= row[ROOM_REQUESTS] or any(n > m for n, m in zip(wanted, room, strict=True)):
@@ -240,5 +304,6 @@ class HostAttention:
             np.empty(shape, np.int32),
         )
         self._context[ROOM_REQUESTS] = requests
-        self._context[OUT : COVERED + 1] = [array.ctypes.data for array in results]
+        self._own = results[0].ctypes.data, results[1].ctypes.data
+        self._context[COVERED] = results[2].ctypes.data
         return results

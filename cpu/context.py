@@ -19,10 +19,10 @@ from transfer.simd.team import COUNTER_INT64
 # Of the shape, of the batch, what the plan took (first of them: NUM_SAMPLED), and what there is room for.
 (
     HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS,
-    REQUESTS, QUERIES, CODES, PIECES, OUT, LSE, COVERED,
+    REQUESTS, QUERIES, CODES, PIECES, OUT, LSE, COVERED, FLAGS, STAMP, ANSWERED,
     NUM_PIECES, NUM_SAMPLED, NUM_PARTS, NUM_IDS, NUM_SLOTS,
     ROOM_REQUESTS, ROOM_PIECES, ROOM_SAMPLED, ROOM_PARTS, ROOM_IDS, ROOM_HEADS, ROOM_SLOTS, PLAN,
-) = range(28)  # fmt: skip
+) = range(31)  # fmt: skip
 BUFFERS = PLAN + len(Plan._fields)
 CONTEXT = BUFFERS + len(Buffers._fields)
 
@@ -56,7 +56,7 @@ def open_context(address, kind, query_kind):
     scale = np.float32(numba.carray(pointer_to(address), (CONTEXT,), np.float64)[SCALE])
     shape = Shape(kind, query_kind, c[HEADS], c[KV_HEADS], c[DIM], c[TABLES], c[MASK], scale)
     pieces = numba.carray(pointer_to(c[PIECES]), (c[NUM_PIECES], PIECE_COLUMNS), np.int64)
-    batch = Batch(pieces, c[REQUESTS], c[QUERIES], c[CODES], c[LOGS], c[OUT], c[LSE], c[COVERED])
+    batch = Batch(pieces, c[REQUESTS], c[QUERIES], c[CODES], c[LOGS], c[OUT], c[LSE], c[COVERED], c[STAMP], c[ANSWERED])
     plan = Plan(
         numba.carray(pointer_to(c[PLAN]), (c[REQUESTS] + 1,), np.int32),
         numba.carray(pointer_to(c[PLAN + 1]), (c[NUM_PIECES],), np.int32),

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cpu.attention import HostAttention
+from cpu.attention import Ask, HostAttention
 from cpu.builder import Builder
 from cpu.host_context import Context
 from cpu.pieces import COLUMNS, END, EXACT, MODE, PIECE, REQUEST, SAMPLED
 from cpu.segment import TableState
-from transfer.exchange import ExchangeSlot, wait
+from transfer.exchange import ExchangeSlot, late, wait
 
 ASK_LIMIT_S = 20.0  # for the device to come to a layer: a step behind a whole prefill unit takes a second or two
 MOST_TABLES = 64  # of batches that are kept: half batches of a few groups, and those of the steps before
@@ -89,11 +89,14 @@ class Attend:
 class StepAttention:
     """See `transfer.tier.Attention`. The builder pauses from the first layer's ask to the last one's answer: between
     two layers there is less time than a piece takes, and every thread of an attention waits for the slowest.
+
+    Between an ask and its answer there is no line of Python: what a call needs is looked up while the device computes.
     """
 
     def __init__(self, table: np.ndarray, attend: Attend) -> None:
         """table: PIECE `[layers, pieces]`, row i of the slot's being request i."""
         self._table, self._attend = table, attend
+        self._ask: Ask | None = None
         self._pauses = False
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
@@ -107,26 +110,25 @@ class StepAttention:
             self._end_pause()
 
     def _answer(self, layer: int, slot: ExchangeSlot) -> None:
-        attend, clock = self._attend, time.perf_counter
+        attend, clock = self._attend, time.perf_counter_ns
         began = clock()
-        wait(slot, layer, ASK_LIMIT_S)
-        asked = clock()
-        if not self._pauses:
+        if self._ask is None:
+            self._ask = attend.kernel.asks_in(slot)
+            wait(slot, layer, ASK_LIMIT_S)  # for a whole prefill unit perhaps, and tables are built meanwhile
             attend.builder.pause()
             self._pauses = True
-        rows = slot.rows
-        queries = slot.queries[:rows]
-        bits = queries.view(torch.uint16) if queries.dtype is torch.bfloat16 else queries
-        codes = None if slot.codes is None else slot.codes[:rows].numpy()
-        answer = attend.kernel.attend(self._table[layer], bits.numpy(), codes, attend.num_threads)
-        slot.out[:rows].numpy()[:] = answer.out
-        slot.lse[:rows].numpy()[:] = answer.lse
+        while True:
+            answered = attend.kernel.answer(self._table[layer], self._ask, slot.stamp, attend.num_threads)
+            if answered is not None:
+                break
+            if clock() - began > ASK_LIMIT_S * 1e9:
+                raise late(slot, layer, ASK_LIMIT_S)
         counts = attend.counts
         counts.asks += 1
-        counts.wait_s += asked - began
-        counts.attend_s += clock() - asked
-        counts.rows_read += answer.rows
-        counts.tokens_covered += int(answer.covered.sum(dtype=np.int64))
+        counts.wait_s += (answered.began_ns - began) / 1e9
+        counts.attend_s += (clock() - answered.began_ns) / 1e9
+        counts.rows_read += answered.rows
+        counts.tokens_covered += answered.covered
 
     def _end_pause(self) -> None:
         if self._pauses:

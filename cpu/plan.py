@@ -1,14 +1,15 @@
 """The plan of one layer's attention: which lookups and which exact parts there are, and where their results go.
 
-Made from the table of pieces by the thread that starts the region, in a microsecond or two and in the same call. It
-refuses to know rows. Invariant: its order is that of the table, so partials merge in one order whatever thread computes
-them.
+Made from the table of pieces by the thread that starts the region, in a microsecond or two and in the same call, while
+the device is still on its way to its ask. It refuses to know rows. Invariant: its order is that of the table, so
+partials merge in one order whatever thread computes them.
 """
 
 import numba
 
 from cpu.context import (
     CODES,
+    FLAGS,
     HEADS,
     KV_HEADS,
     NUM_IDS,
@@ -24,23 +25,24 @@ from cpu.context import (
     ROOM_REQUESTS,
     ROOM_SAMPLED,
     ROOM_SLOTS,
+    STAMP,
     open_context,
     open_row,
 )
 from cpu.lookup import room_for
 from cpu.pieces import BEGIN, END, MODE, REQUEST, SAMPLED, TOKENS
 from cpu.stages import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES
+from transfer.exchange import LOOKS, await_rows
 from transfer.simd.team import now_ns
 
-PLANNED, NO_TABLE, NO_ROOM, NO_CODES = range(4)  # what comes of it
+PLANNED, NO_TABLE, NO_ROOM, NO_CODES, NOT_ASKED = range(5)  # what comes of it
 
 
 @numba.njit(nogil=True)
 def make_plan(context, kind, query_kind):
     """Write what the pieces take and, if there is room, the plan's arrays (see `cpu.stages.Plan`); totals and counters
-    of the region are set to its start."""
+    of the region are set to its start. Where there are flags, wait for them: NOT_ASKED after so many looks."""
     row = open_row(context)
-    began_ns = now_ns()
     if not _count(row, open_context(context, kind, query_kind)[1].pieces):
         return NO_TABLE
     if row[NUM_SAMPLED] > 0 and row[CODES] == 0:
@@ -58,10 +60,12 @@ def make_plan(context, kind, query_kind):
     shape, batch, plan, buffers = open_context(context, kind, query_kind)
     _fill(shape, batch, plan)
     buffers.totals[:] = 0
-    buffers.totals[BEGAN_NS] = began_ns
     buffers.totals[SLOTS_TAKEN] = row[NUM_PARTS] * (shape.heads // shape.kv_heads)
     for counter in range(STAGES):
         buffers.counters[counter, :, 0] = 0
+    if row[FLAGS] != 0 and await_rows(row[FLAGS], row[REQUESTS], row[STAMP], LOOKS) >= 0:
+        return NOT_ASKED
+    buffers.totals[BEGAN_NS] = now_ns()
     return PLANNED
 
 

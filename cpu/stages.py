@@ -40,6 +40,7 @@ from cpu.rows import (
     score_samples,
 )
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
+from transfer.exchange import store_release
 from transfer.simd.memory import load_float32, store_float32, store_int32
 from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, now_ns
 from transfer.simd.vectors import address_of, load
@@ -70,7 +71,7 @@ class Shape(NamedTuple):
 
 class Batch(NamedTuple):
     """Addresses of arrays `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered. logs: of
-    `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`."""
+    `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`. answered: where the stamp goes in the end, or 0."""
 
     pieces: np.ndarray
     requests: int
@@ -80,6 +81,8 @@ class Batch(NamedTuple):
     out: int
     lse: int
     covered: int
+    stamp: int
+    answered: int
 
 
 class Plan(NamedTuple):
@@ -378,3 +381,5 @@ def attend_as(me, threads, shape, columns, batch, plan, buffers):
         done += 1
         item = claim(team, 2, items)
     end_stage(team, 2, items, done)
+    if me == 0 and batch.answered != 0:  # before the region's own end, which waits for every thread to leave
+        store_release(batch.answered, batch.stamp)

@@ -2,9 +2,11 @@
 
 It refuses to know requests, deposits, and how the CPU attends. A batch is cut into two half batches, each with its own
 exchange slot: the device computes one's next segment while the CPU attends for the other. On CUDA a segment is a graph
-for the next larger captured size; sizes beyond the ladder, and the CPU device, run the same segments eagerly.
+for the next larger captured size, launched ahead of the answer that it begins with. Sizes beyond the ladder, and the
+CPU device, run the same segments eagerly and behind the answer: a launch that allocates or loads may wait for a device
+that would wait for this host.
 Invariants: a slot has one ask open at a time, and its stamps are counted by the host as by the device; rows of padding
-have slot -1 and no context, and the CPU is told of real rows alone.
+have slot -1 and no context, and the CPU is told of real rows alone; no device is left waiting for an answer.
 """
 
 import time
@@ -18,7 +20,7 @@ from gpu.decode_graphs import WARMUP_STEPS
 from gpu.hop_segments import Carry, HopInputs, HopSegments
 from gpu.slot_exchange import SlotExchange
 from gpu.upload import upload
-from transfer.tier import HostTier
+from transfer.tier import Attention, HostTier
 
 MIN_ROWS_TO_HALVE = 2  # a single row leaves nothing to compute while the CPU attends
 
@@ -61,6 +63,11 @@ class HalfBatch:
         self._inputs: HopInputs | None = None
         self._carry: Carry | None = None
 
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether segments of the step under way are launched ahead of answers: the device waits by itself."""
+        return self._graphs is not None
+
     def begin(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Launch the first segment."""
         pool, last_tokens = self.segments.decoder.pool, self.segments.last_tokens
@@ -77,38 +84,36 @@ class HalfBatch:
             self._graphs.inputs.buffer.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
             self._graphs.segments[0].replay()
 
-    def go_on(self, ask: int) -> None:
-        """Ask `ask` has its answer: launch the segment up to the next."""
-        self.exchange.slot.advance(self._rows)
+    def go_on(self, ask: int) -> Tensor | None:
+        """Launch the segment that begins with the answer to `ask`; the last one's logits `[rows, vocab]` come back."""
+        is_last = ask + 1 == self.segments.num_asks
         if self._graphs is not None:
             self._graphs.segments[ask + 1].replay()
-            return
+            return self._graphs.logits[: self._rows] if is_last else None
         assert self._inputs is not None
         assert self._carry is not None, "half batch: go_on before begin"
-        self._carry = self.segments.go_on(ask, self._carry, self._inputs, self.exchange)
-
-    def end(self) -> Tensor:
-        """The last ask has its answer: launch the last segment, whose logits `[rows, vocab]` come back."""
-        if self._graphs is not None:
-            self._graphs.segments[-1].replay()
-            return self._graphs.logits[: self._rows]
-        assert self._inputs is not None
-        assert self._carry is not None, "half batch: end before begin"
+        if not is_last:
+            self._carry = self.segments.go_on(ask, self._carry, self._inputs, self.exchange)
+            return None
         logits = self.segments.end(self._carry, self._inputs, self.exchange)
         self._inputs = self._carry = None
         return logits
 
+    def expect_next(self) -> None:
+        """The ask under way has its answer, and the next one is on its way."""
+        self.exchange.slot.advance(self._rows)
+
     def capture(self, size: int, pool: tuple[int, int]) -> None:
-        """Graphs for up to `size` rows. Nobody answers while warming up: what stands in the slot is merged."""
+        """Graphs for up to `size` rows. Nobody answers while warming up, so the slot is released."""
         last_tokens = self.segments.last_tokens
         packed = HopInputs.pack([], [], [], size, len(last_tokens) - 1)
         inputs = HopInputs(upload(packed, last_tokens.device), size)
+        self.exchange.slot.release()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARMUP_STEPS):
                 self._warm_up(inputs)
-            self.exchange.forget_asks()
         torch.cuda.current_stream().wait_stream(stream)
         graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -124,6 +129,7 @@ class HalfBatch:
         with recorded():
             logits = self.segments.end(carry, inputs, self.exchange)
         self._captured[size] = _Captured(inputs, graphs, logits)
+        self.exchange.forget_asks()
 
     def _warm_up(self, inputs: HopInputs) -> None:
         carry = self.segments.begin(inputs, self.exchange)
@@ -159,25 +165,39 @@ class HopSteps:
             half.begin(slots[rows], positions[rows])
         launched = clock()
         attentions = [self.tier.attention(context_ids[rows]) for _, rows in parts]
-        asked = clock()
         times.launch_s += launched - began
-        times.ready_s += asked - launched
-        logits = []
-        for ask in range(self.num_asks):
-            for (half, _), attention in zip(parts, attentions, strict=True):
-                attention.run(ask, half.exchange.slot)
-                answered = clock()
-                if ask + 1 < self.num_asks:
-                    half.go_on(ask)
-                else:
-                    logits.append(half.end())
-                times.attention_s += answered - asked
-                asked = clock()
-                times.launch_s += asked - answered
+        times.ready_s += clock() - launched
+        try:
+            logits = [
+                answer
+                for ask in range(self.num_asks)
+                for (half, _), attention in zip(parts, attentions, strict=True)
+                if (answer := self._hop(ask, half, attention)) is not None
+            ]
+        except BaseException:
+            for half in self.halves:
+                half.exchange.slot.release()
+            raise
         times.steps += 1
         times.rows += len(slots)
         times.asks += self.num_asks * len(parts)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _hop(self, ask: int, half: HalfBatch, attention: Attention) -> Tensor | None:
+        """Answer an ask and launch the segment behind it, whichever may come first; logits of the last one."""
+        times, clock = self.times, time.perf_counter
+        began = clock()
+        logits = half.go_on(ask) if half.goes_ahead else None
+        launched = clock()
+        attention.run(ask, half.exchange.slot)
+        answered = clock()
+        if not half.goes_ahead:
+            logits = half.go_on(ask)
+        if logits is None:
+            half.expect_next()
+        times.attention_s += answered - launched
+        times.launch_s += launched - began + clock() - answered
+        return logits
 
     def capture(self, batch_sizes: Sequence[int], pools: Sequence[tuple[int, int]],
                 on_progress: Callable[[float], None]) -> None:  # fmt: skip

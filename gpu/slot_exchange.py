@@ -1,12 +1,13 @@
 """The device's side of one exchange slot: queries and their codes go out, the CPU's partial comes in.
 
 It refuses to know layers and how a step is launched. Invariant: whatever is called here is ordered by the device's
-stream alone, so it may be captured in a graph; the host's side of an ask is `slot.advance`.
+stream alone, so it may be captured in a graph; the host's side is `slot.advance` and `slot.give_answer`.
 """
 
 import torch
 from torch import Tensor
 
+from gpu.kernels.await_answer import await_answer
 from gpu.kernels.exchange_pack import catch_up, exchange_pack, new_counters
 from gpu.kernels.simhash_encode import Hyperplanes, encode_queries
 from transfer.exchange import ExchangeSlot, new_slot
@@ -32,10 +33,13 @@ class SlotExchange:
         exchange_pack(query, codes, self._counters, self.slot)
 
     def merge_answer(self, resident: Partial) -> Partial:
-        """`resident`, float32 `[rows, heads, dim]`, merged with the answer that stands in the slot."""
+        """`resident`, float32 `[rows, heads, dim]`, merged with the answer to the last ask, which it waits for."""
+        await_answer(self._counters, self.slot)
         rows = len(resident.out)
         return Partial(*merge_outputs(resident.out, resident.lse, self.slot.out[:rows], self.slot.lse[:rows]))
 
     def forget_asks(self) -> None:
-        """Asks that the host did not count, of a warm-up, are behind both sides; waits for the device."""
+        """Asks that the host did not count, of a warm-up in which the slot was released, are behind both sides; waits
+        for the device.
+        """
         catch_up(self._counters, self.slot)

@@ -1,7 +1,8 @@
 """Where a decode step's queries wait for the CPU and its answers for the device: one slot a half batch.
 
-It refuses to know layers and requests. Invariant: a row's flag holds the stamp of the ask that its query and codes
-belong to, and is written after them, so a reader that sees the stamp sees the row.
+It refuses to know layers and requests. Invariants: a row's flag holds the stamp of the ask that its query and codes
+belong to, and is written after them, so a reader that sees the stamp sees the row; `answered` holds the stamp of the
+last answer in the same way, so a device that is launched ahead of the answer waits for it by itself.
 """
 
 import time
@@ -16,6 +17,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 LAST_STAMP = 2**31 - 1  # stamps are int32 and begin anew at 0 after this one
+RELEASED = -1  # in place of the stamp of an answer: the device does not wait for any
 LOOKS = 1 << 16  # at a flag, between two looks at the clock: a few milliseconds
 
 _I32 = ir.IntType(32)
@@ -30,8 +32,8 @@ class ExchangeSlot:
     """Host memory that the device reads and writes (pinned where it is CUDA).
 
     queries: `[max_rows, heads, dim]`, the device's dtype, rotated; codes: uint16 `[max_rows, heads, tables]` or None;
-    flags: int32 `[max_rows]`; out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; rows: in use by
-    the step under way; stamp: of the ask under way.
+    flags: int32 `[max_rows]`; out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; answered: int32
+    `[1]`, the stamp of the last answer, or RELEASED; rows: in use by the step under way; stamp: of the ask under way.
     """
 
     queries: Tensor
@@ -39,6 +41,7 @@ class ExchangeSlot:
     flags: Tensor
     out: Tensor
     lse: Tensor
+    answered: Tensor
     rows: int
     stamp: int
 
@@ -47,6 +50,14 @@ class ExchangeSlot:
         assert 0 < rows <= len(self.flags), f"exchange slot: asked {rows} rows, have {len(self.flags)}"
         self.rows = rows
         self.stamp = (self.stamp + 1) & LAST_STAMP
+
+    def give_answer(self) -> None:
+        """`out` and `lse` are those of the ask under way."""
+        self.answered.fill_(self.stamp)
+
+    def release(self) -> None:
+        """The device waits for no answer until `give_answer`: what stands in `out` and `lse` is merged."""
+        self.answered.fill_(RELEASED)
 
 
 def new_slot(
@@ -64,6 +75,7 @@ def new_slot(
         flags=zeros((max_rows,), torch.int32),
         out=zeros((max_rows, heads, dim), torch.float32),
         lse=zeros((max_rows, heads), torch.float32),
+        answered=zeros((1,), torch.int32),
         rows=0,
         stamp=0,
     )
@@ -72,13 +84,18 @@ def new_slot(
 def wait(slot: ExchangeSlot, layer: int, limit_s: float) -> None:
     """Spin, without the GIL, until the rows of the ask under way are there. Raises ExchangeError after `limit_s`."""
     address, deadline = slot.flags.data_ptr(), time.monotonic() + limit_s
-    while (row := _await_rows(address, slot.rows, slot.stamp, LOOKS)) >= 0:
+    while await_rows(address, slot.rows, slot.stamp, LOOKS) >= 0:
         if time.monotonic() > deadline:
-            seen = int(slot.flags[row])
-            raise ExchangeError(
-                f"exchange: layer {layer}: row {row} of {slot.rows} has stamp {seen} after {limit_s:g} s, "
-                f"wanted {slot.stamp}; the device is behind or has failed"
-            )
+            raise late(slot, layer, limit_s)
+
+
+def late(slot: ExchangeSlot, layer: int, limit_s: float) -> ExchangeError:
+    """The error of an ask that was awaited for `limit_s` seconds: it names the first row that has not come."""
+    row = int((slot.flags[: slot.rows] != slot.stamp).int().argmax())
+    return ExchangeError(
+        f"exchange: layer {layer}: row {row} of {slot.rows} has stamp {int(slot.flags[row])} after {limit_s:g} s, "
+        f"wanted {slot.stamp}; the device is behind or has failed"
+    )
 
 
 @intrinsic
@@ -101,8 +118,21 @@ def _pause(typing_context):  # type: ignore[no-untyped-def]
     return types.void(), emit
 
 
+@intrinsic
+def store_release(typing_context, address, value):  # type: ignore[no-untyped-def]
+    """Store the low 32 bits of an int64; who sees them sees all that was stored before."""
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        address, value = arguments
+        pointer = builder.inttoptr(address, _I32.as_pointer())
+        builder.store_atomic(builder.trunc(value, _I32), pointer, "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
-def _await_rows(address, rows, stamp, looks):  # type: ignore[no-untyped-def]
+def await_rows(address, rows, stamp, looks):  # type: ignore[no-untyped-def]
     """-1 when the flags of all rows have the stamp; else, after so many looks, the first row that has not."""
     for row in range(rows):
         while _load_acquire(address + 4 * row) != stamp:

@@ -80,7 +80,7 @@ class Attention(Protocol):
     """A decode step's rows against their deposited contexts. Made once a step, used once a layer, in layer order."""
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        """Wait for the layer's queries in `slot`, attend, and leave out and lse there.
+        """Wait for the layer's queries in `slot`, attend, leave out and lse there, and then the answer's stamp.
 
         The lse is natural, over all that the context has down, the centre's term given back.
         """

@@ -25,10 +25,11 @@ def new_counters(slot: ExchangeSlot, device: torch.device) -> Tensor:
 
 
 def catch_up(counters: Tensor, slot: ExchangeSlot) -> None:
-    """The host counts asks that it was not told of, of a warm-up; waits for the device. Counting back instead would
-    give stamps twice, and a flag of the first time would be taken for one of the second.
+    """The host counts asks that it was not told of, of a warm-up, as answered; waits for the device. Counting back
+    instead would give stamps twice, and a flag of the first time would be taken for one of the second.
     """
     slot.stamp = int(counters[0])
+    slot.give_answer()
 
 
 def exchange_pack_reference(queries: Tensor, codes: Tensor | None, counters: Tensor, slot: ExchangeSlot) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from gpu.hop_segments import HopInputs, HopSegments
-from gpu.hop_steps import half_sizes, halve, most_half_rows
+from gpu.hop_steps import HalfBatch, HopSteps, HopTimes, half_sizes, halve, most_half_rows
 from gpu.kernels.simhash_encode import arrange, encode_rows_reference
 from gpu.runner import PROJECTION_SEED
 from gpu.simhash import draw_projections
@@ -20,6 +21,7 @@ from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import GREEDY, NUM_LAYERS, document_prompt, layer_units
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_TABLES, Twins
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
+from transfer.exchange import ExchangeError
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 NUM_STEPS = 64
@@ -292,6 +294,7 @@ def test_graphs_of_padded_sizes_are_replayed_in_turn(monkeypatch: pytest.MonkeyP
     ):  # fmt: skip
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(HalfBatch, "goes_ahead", False)  # there is no device that could wait
     for name in ("begin", "go_on", "end"):
         monkeypatch.setattr(HopSegments, name, recordable(getattr(HopSegments, name)))
     told: list[float] = []
@@ -301,11 +304,55 @@ def test_graphs_of_padded_sizes_are_replayed_in_turn(monkeypatch: pytest.MonkeyP
     assert told[-1] == 1.0
     halves = twins.deposits._offload.decode_steps(False).halves
     assert [sorted(half._captured) for half in halves] == [[1, 3], [2]]
-    for half in halves:
-        half.exchange.forget_asks()  # a real capture asks nothing
     for slots in ([0], [1, 0], [2, 3, 4], [0, 1, 2, 3, 4]):
         check_steps(twins, slots, 3)
     assert all(half._graphs is not None for half in halves)
+
+
+class RecordingHalf:
+    """A half batch of one row that writes down what is launched, and a tier's attention that does so with answers."""
+
+    def __init__(self, name: str, goes_ahead: bool, log: list[str], fails_at: int | None = None) -> None:
+        self.name, self.goes_ahead, self.log, self.fails_at = name, goes_ahead, log, fails_at
+        self.segments = SimpleNamespace(num_asks=2)
+        self.exchange = SimpleNamespace(slot=SimpleNamespace(release=lambda: log.append(f"release {name}")))
+
+    def begin(self, slots, positions) -> None:
+        self.log.append(f"begin {self.name}")
+
+    def go_on(self, ask: int) -> torch.Tensor | None:
+        self.log.append(f"launch {self.name}{ask}")
+        return torch.zeros(1, 3) if ask == 1 else None
+
+    def expect_next(self) -> None:
+        pass
+
+    def run(self, ask: int, slot) -> None:
+        if ask == self.fails_at:
+            raise ExchangeError("the device is behind")
+        self.log.append(f"answer {self.name}{ask}")
+
+
+def run_recorded(halves: list[RecordingHalf]) -> None:
+    of_row = iter(halves)
+    tier = SimpleNamespace(attention=lambda context_ids: next(of_row))
+    HopSteps(halves, tier, HopTimes()).run([0, 1], [9, 9], [100, 101])
+
+
+def test_a_segment_is_launched_ahead_of_its_answer_where_the_device_can_wait() -> None:
+    log: list[str] = []
+    run_recorded([RecordingHalf("a", True, log), RecordingHalf("b", False, log)])
+    assert log == [
+        "begin a", "begin b", "launch a0", "answer a0", "answer b0", "launch b0", "launch a1", "answer a1",
+        "answer b1", "launch b1",
+    ]  # fmt: skip
+
+
+def test_no_device_is_left_waiting_when_an_answer_fails() -> None:
+    log: list[str] = []
+    with pytest.raises(ExchangeError, match="behind"):
+        run_recorded([RecordingHalf("a", True, log), RecordingHalf("b", True, log, fails_at=1)])
+    assert log[-3:] == ["launch b1", "release a", "release b"]
 
 
 @pytest.mark.gpu

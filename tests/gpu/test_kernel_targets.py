@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 import gpu.kernels
 import transfer.merge
 from gpu.architecture import NAMED_SHAPES, Architecture
+from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
@@ -139,7 +140,9 @@ def _pack(shape: Architecture, dtype: torch.dtype) -> None:
     slot = new_slot(4, shape.num_heads, shape.dim, 150, dtype, torch.device("cpu"))
     query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
     codes = torch.empty(2, shape.num_heads, 150, dtype=torch.uint16, device="cuda")
-    exchange_pack(query, codes, new_counters(slot, torch.device("cuda")), slot)
+    counters = new_counters(slot, torch.device("cuda"))
+    exchange_pack(query, codes, counters, slot)
+    await_answer(counters, slot)
 
 
 def _scatter(shape: Architecture, dtype: torch.dtype) -> None:
@@ -163,6 +166,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_restore_kernel": _rows,
     "_encode_kernel": _codes,
     "_pack_kernel": _pack,
+    "_await_answer_kernel": _pack,
     "_scatter_kernel": _scatter,
 }
 

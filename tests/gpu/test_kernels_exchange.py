@@ -1,9 +1,13 @@
-"""An ask of the CPU as it stands in a slot, and on a GPU the whole hop, a thousand times in CUDA graphs."""
+"""An ask of the CPU as it stands in a slot, and on a GPU the whole hop, a thousand times in CUDA graphs: launched when
+the answer is there, and launched ahead of it."""
+
+import time
 
 import numpy as np
 import pytest
 import torch
 
+from gpu.kernels.await_answer import await_answer
 from gpu.kernels.exchange_pack import catch_up, exchange_pack, new_counters
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random
 from transfer.exchange import LAST_STAMP, ExchangeSlot, new_slot, wait
@@ -71,7 +75,7 @@ def test_no_flag_of_a_warm_up_is_taken_for_an_asks(dtype, device):
     for _ in range(3):
         exchange_pack(queries, None, counters, slot)
     catch_up(counters, slot)
-    assert slot.stamp == 3
+    assert slot.stamp == int(slot.answered) == 3
     for _ in range(4):
         slot.advance(2)
         assert not (slot.flags == slot.stamp).any()
@@ -105,6 +109,7 @@ class Hop:
         self.empty = torch.zeros(rows, 8, 64, device=device), torch.full((rows, 8), NO_MASS, device=device)
 
     def compute(self) -> None:
+        await_answer(self.counters, self.slot)
         out, _ = merge_outputs(*self.empty, self.slot.out[: self.rows], self.slot.lse[: self.rows])
         self.query.copy_(out)
         self.codes.view(torch.int16).copy_(self.counters[: self.rows, None, None].expand(-1, 8, 30))
@@ -134,3 +139,45 @@ def test_every_hop_brings_this_asks_row_and_the_next_one_reads_its_answer(rows, 
         wanted = torch.full_like(wanted, number % 251) + torch.arange(64, dtype=dtype) % 3
         hop.slot.out[:rows] = wanted
         hop.slot.lse[:rows] = float(number % 7)
+        hop.slot.give_answer()
+
+
+@pytest.mark.gpu
+def test_what_is_launched_ahead_waits_for_the_answer_to_its_ask(dtype, device):
+    """A stamp that is written before its answer, or waited for in vain, would bring the ask before."""
+    if device == "cpu":
+        pytest.skip("the CPU is not launched ahead")
+    hop = Hop(3, dtype, device)
+    hop.slot.release()
+    hop.compute()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hop.compute()
+    catch_up(hop.counters, hop.slot)
+    graph.replay()
+    for number in range(HOPS):
+        hop.slot.advance(3)
+        graph.replay()
+        wait(hop.slot, number, WAIT_S)
+        if number % 100 == 1:
+            time.sleep(0.01)  # long enough for a device that does not wait
+            assert (hop.slot.flags[:3] == hop.slot.stamp).all()
+        if number:
+            assert (hop.slot.queries[:3] == (number - 1) % 251).all(), f"hop {number}"
+        hop.slot.out[:3] = float(number % 251)
+        hop.slot.lse[:3] = 0.0
+        hop.slot.give_answer()
+    hop.slot.release()
+    torch.cuda.synchronize()
+
+
+def test_an_answer_to_another_ask_is_not_taken_on_the_cpu(dtype, device):
+    if device == "cuda":
+        pytest.skip("a device would wait")
+    hop = Hop(1, dtype, device)
+    hop.compute()
+    with pytest.raises(AssertionError, match="ask 1 has the answer to ask 0"):
+        hop.compute()
+    hop.slot.release()
+    hop.compute()
