@@ -1,7 +1,7 @@
 """`tandem bench long`: contexts that outgrow the card, through the engine: prefill, decode by batch, the next turn.
 
 Drives the engine of a deployment in this process with prompts of random tokens, one profile after the other; the first
-profile is ours, the second its peer at the same batch. `bench.long_floors` says what bounds each number. Random weights
+profile is ours, the second its peer at the same batch, over contexts that ours brought down. `bench.long_floors` says what bounds each number. Random weights
 spread keys evenly: the fraction read is printed beside every time. A peer that reads everything may be a hundred times
 slower, so no batch is stepped for longer than a limit. Where a step's time goes comes from a trace of ours alone, after
 its timed steps (`bench.step_trace`).
@@ -33,11 +33,13 @@ _QUESTION_TOKENS = 256  # of the second turn
 
 @dataclass(frozen=True, slots=True)
 class LongContextBenchmark:
-    """`context` tokens a prompt; `batches` ascending; `steps` measured at each, or as many as `seconds` have room for
-    and MIN_STEPS at least; `turn` tokens of a first turn, or 0; `trace`: where a Chrome trace goes, or None.
+    """`context` tokens a prompt, `prompts` of them: further requests repeat them, and share what is down; `batches`
+    ascending; `steps` measured at each, or as many as `seconds` have room for and MIN_STEPS at least; `turn` tokens of
+    a first turn, or 0; `trace`: where a Chrome trace goes, or None.
     """
 
     context: int
+    prompts: int
     batches: tuple[int, ...]
     steps: int
     seconds: float
@@ -50,7 +52,7 @@ class LongContextBenchmark:
 class Served:
     """One profile's numbers. `parts` of a traced step of the largest batch, of the first profile alone."""
 
-    first_token_s: list[float]
+    first_token_s: list[float]  # of prompts that were computed whole
     batches: dict[int, Batch]
     device_gib: float
     host_gib: float
@@ -62,7 +64,9 @@ class Served:
 def run_long_context_benchmark(
     benchmark: LongContextBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
-    """After each profile the rows so far, of prefill, each batch and the second turn. Raises GateError."""
+    """After each profile the rows so far: of each batch, and of the first one's prefill and second turn. Raises
+    GateError.
+    """
     config = EngineConfig(
         model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler
     )
@@ -75,10 +79,11 @@ def run_long_context_benchmark(
     engine, ready = load_engine(config, lambda *_: None)
     try:
         client = Client(engine, ready.vocab_size, ready.max_context_tokens)
+        prompts = [client.prompt(benchmark.context) for _ in range(benchmark.prompts)]
         served: dict[str, Served] = {}
         for profile in profiles:
             console.print(f"profile {profile.name}", highlight=False)
-            served[profile.name] = _serve(client, benchmark, profile, floors, not served, console)
+            served[profile.name] = _serve(client, prompts, benchmark, profile, floors, not served, console)
             yield _rows(benchmark, deployment, served, floors)
     finally:
         engine.shutdown()
@@ -88,13 +93,14 @@ def _announce(
     console: Console, benchmark: LongContextBenchmark, profiles: Sequence[Profile], floors: LongFloors
 ) -> None:
     """What is known before anything runs."""
+    first = profiles[0]
+    announce(console, f"prefill, {first.name}", *floors.prefill(first, benchmark.context))
     for profile in profiles:
-        announce(console, f"prefill, {profile.name}", *floors.prefill(profile, benchmark.context))
         for batch in benchmark.batches:
             floor = floors.decode(profile, benchmark.context, batch, None)
             announce(console, f"decode step, {profile.name}, batch {batch}", *floor)
-        if benchmark.turn:
-            announce(console, f"second turn, {profile.name}", *_turn_floor(benchmark, profile, floors))
+    if benchmark.turn:
+        announce(console, f"second turn, {first.name}", *_turn_floor(benchmark, first, floors))
 
 
 def _turn_floor(benchmark: LongContextBenchmark, profile: Profile, floors: LongFloors) -> Floor:
@@ -103,8 +109,8 @@ def _turn_floor(benchmark: LongContextBenchmark, profile: Profile, floors: LongF
 
 
 def _serve(
-    client: Client, benchmark: LongContextBenchmark, profile: Profile, floors: LongFloors, is_traced: bool,
-    console: Console,
+    client: Client, prompts: Sequence[list[int]], benchmark: LongContextBenchmark, profile: Profile,
+    floors: LongFloors, is_first: bool, console: Console,
 ) -> Served:  # fmt: skip
     first_token_s, batches = [], {}
     running: list[str] = []
@@ -112,20 +118,23 @@ def _serve(
     for batch in benchmark.batches:
         while len(running) < batch:
             max_tokens = min(4096, client.max_context_tokens - benchmark.context)
-            running.append(client.submit(client.prompt(benchmark.context), max_tokens, profile.name))
-            first_token_s.append(client.until_first_token(running[-1]))
-            console.print(f"  prefill {len(running)}: {first_token_s[-1]:.2f} s", highlight=False)
+            is_new = is_first and len(running) < len(prompts)
+            running.append(client.submit(prompts[len(running) % len(prompts)], max_tokens, profile.name))
+            seconds = client.until_first_token(running[-1])
+            console.print(f"  {'prefill' if is_new else 'again'} {len(running)}: {seconds:.2f} s", highlight=False)
+            if is_new:
+                first_token_s.append(seconds)
         batches[batch] = client.steps(batch, benchmark.steps, benchmark.seconds)
         peak_host = max(peak_host, client.host_stats().bytes_used / GIB)
         floor = floors.decode(profile, benchmark.context, batch, batches[batch].rows_read)
         _print_batch(console, batch, batches[batch], floor)
-    if is_traced:
+    if is_first:
         device = torch.device(floors.plan.device)
         parts = trace_steps(lambda: client.step(len(running)), client.seconds, device, benchmark.trace)
         console.print(f"  a traced step, batch {len(running)}:", highlight=False)
         console.print(tabulate_parts(parts))
     client.drain(running)
-    turns = _take_turns(client, benchmark, profile.name, console) if benchmark.turn else None
+    turns = _take_turns(client, benchmark, profile.name, console) if benchmark.turn and is_first else None
     device_gib = torch.cuda.max_memory_reserved() / GIB if floors.plan.device == "cuda" else 0.0
     process_gib = psutil.Process().memory_info().rss / GIB
     return Served(first_token_s, batches, device_gib, peak_host, process_gib, turns, parts)
@@ -182,12 +191,12 @@ def _rows(
                 extras=_extras(ours, measured, batch, timing.ms), **common,
             )  # fmt: skip
             rows.append(row)
-        first, others = ours.first_token_s[0], ours.first_token_s[1:]
-        extras = {"beside_streams_s": others}
-        floor = floors.prefill(profile, benchmark.context)
-        against = peer, None if theirs is None else theirs.first_token_s[0]
-        of_prompt = f"{shape}, {benchmark.context:,} tokens"
-        rows.append(_first_token_row(f"prefill, {name}", of_prompt, first, floor, *against, extras, common))
+        if ours.first_token_s:
+            first, *others = ours.first_token_s
+            extras = {"beside_streams_s": others}
+            floor = floors.prefill(profile, benchmark.context)
+            of_prompt = f"{shape}, {benchmark.context:,} tokens"
+            rows.append(_first_token_row(f"prefill, {name}", of_prompt, first, floor, None, None, extras, common))
         if ours.turns_s is not None:
             floor = _turn_floor(benchmark, profile, floors)
             of_turn = f"{shape}, {_QUESTION_TOKENS} tokens over {benchmark.turn + _ANSWER_TOKENS:,}"

@@ -84,6 +84,7 @@ def long(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `host` section")],
     context: Annotated[int, typer.Option(min=64, help="tokens of a prompt")] = 98_304,
     batch: Annotated[str, typer.Option(help="batch sizes, ascending, with commas")] = "1,2,4",
+    prompts: Annotated[int | None, typer.Option(min=1, help="which requests repeat; default: one each")] = None,
     steps: Annotated[int, typer.Option(min=8, help="decode steps measured at each batch")] = 32,
     seconds: Annotated[float, typer.Option(help="or as many as begin in so many seconds, 4 at least")] = 6.0,
     profiles: Annotated[str, typer.Option(help="ours, then its peer, with commas")] = "sampled,offloaded",
@@ -106,7 +107,7 @@ def long(
     if batches[-1] > most:
         raise typer.BadParameter(f"got {batches[-1]}; {config} has scheduler.max_running {most}", param_hint="--batch")
     names = tuple(profiles.split(","))
-    benchmark = LongContextBenchmark(context, batches, steps, seconds, names, turn, trace)
+    benchmark = LongContextBenchmark(context, prompts or batches[-1], batches, steps, seconds, names, turn, trace)
     try:
         for rows in run_long_context_benchmark(benchmark, deployment, console):
             report(rows, json_file, console)  # a run that is cut keeps the profiles before
