@@ -1,10 +1,10 @@
 """`tandem bench long`: contexts that outgrow the card, through the engine: prefill, decode by batch, the next turn.
 
 Drives the engine of a deployment in this process with prompts of random tokens, one profile after the other; the first
-profile is ours, the second its peer at the same batch, over contexts that ours brought down. `bench.long_floors` says what bounds each number. Random weights
-spread keys evenly: the fraction read is printed beside every time. A peer that reads everything may be a hundred times
-slower, so no batch is stepped for longer than a limit. Where a step's time goes comes from a trace of ours alone, after
-its timed steps (`bench.step_trace`).
+profile is ours, the second its peer at the same batch, over contexts that ours brought down. `bench.long_floors` says
+what bounds each number. Random weights spread keys evenly: the fraction read is printed beside every time. A peer that
+reads everything may be a hundred times slower, so no batch is stepped for longer than a limit. Where a step's time goes
+comes from a trace of ours alone, after its timed steps (`bench.step_trace`).
 """
 
 from collections.abc import Iterator, Sequence
