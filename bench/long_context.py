@@ -1,10 +1,11 @@
 """`tandem bench long`: contexts that outgrow the card, through the engine: prefill, decode by batch, the next turn.
 
 Drives the engine of a deployment in this process with prompts of random tokens, one profile after the other; the first
-profile is ours, the second its peer at the same batch, over contexts that ours brought down. `bench.long_floors` says
-what bounds each number. Random weights spread keys evenly: the fraction read is printed beside every time. A peer that
-reads everything may be a hundred times slower, so no batch is stepped for longer than a limit. Where a step's time goes
-comes from a trace of ours alone, after its timed steps (`bench.step_trace`).
+profile is ours, the second its peer at the same batch, whose requests share one prompt: a prefill beside a slow peer's
+stream may take minutes. `bench.long_floors` says what bounds each number. Random weights spread keys evenly: the
+fraction read is printed beside every time. A peer that reads everything may be a hundred times slower, so no batch is
+stepped for longer than a limit. Where a step's time goes comes from a trace of ours alone, after its timed steps
+(`bench.step_trace`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,9 +65,7 @@ class Served:
 def run_long_context_benchmark(
     benchmark: LongContextBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
-    """After each profile the rows so far: of each batch, and of the first one's prefill and second turn. Raises
-    GateError.
-    """
+    """After each profile the rows so far: prefill, batches, the first one's second turn. Raises GateError."""
     config = EngineConfig(
         model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler
     )
@@ -83,7 +82,8 @@ def run_long_context_benchmark(
         served: dict[str, Served] = {}
         for profile in profiles:
             console.print(f"profile {profile.name}", highlight=False)
-            served[profile.name] = _serve(client, prompts, benchmark, profile, floors, not served, console)
+            own = prompts[: None if not served else 1]
+            served[profile.name] = _serve(client, own, benchmark, profile, floors, not served, console)
             yield _rows(benchmark, deployment, served, floors)
     finally:
         engine.shutdown()
@@ -94,8 +94,8 @@ def _announce(
 ) -> None:
     """What is known before anything runs."""
     first = profiles[0]
-    announce(console, f"prefill, {first.name}", *floors.prefill(first, benchmark.context))
     for profile in profiles:
+        announce(console, f"prefill, {profile.name}", *floors.prefill(profile, benchmark.context))
         for batch in benchmark.batches:
             floor = floors.decode(profile, benchmark.context, batch, None)
             announce(console, f"decode step, {profile.name}, batch {batch}", *floor)
@@ -118,7 +118,7 @@ def _serve(
     for batch in benchmark.batches:
         while len(running) < batch:
             max_tokens = min(4096, client.max_context_tokens - benchmark.context)
-            is_new = is_first and len(running) < len(prompts)
+            is_new = len(running) < len(prompts)
             running.append(client.submit(prompts[len(running) % len(prompts)], max_tokens, profile.name))
             seconds = client.until_first_token(running[-1])
             console.print(f"  {'prefill' if is_new else 'again'} {len(running)}: {seconds:.2f} s", highlight=False)
@@ -191,12 +191,12 @@ def _rows(
                 extras=_extras(ours, measured, batch, timing.ms), **common,
             )  # fmt: skip
             rows.append(row)
-        if ours.first_token_s:
-            first, *others = ours.first_token_s
-            extras = {"beside_streams_s": others}
-            floor = floors.prefill(profile, benchmark.context)
-            of_prompt = f"{shape}, {benchmark.context:,} tokens"
-            rows.append(_first_token_row(f"prefill, {name}", of_prompt, first, floor, None, None, extras, common))
+        first, *others = ours.first_token_s
+        extras = {"beside_streams_s": others}
+        floor = floors.prefill(profile, benchmark.context)
+        against = peer, None if theirs is None else theirs.first_token_s[0]
+        of_prompt = f"{shape}, {benchmark.context:,} tokens"
+        rows.append(_first_token_row(f"prefill, {name}", of_prompt, first, floor, *against, extras, common))
         if ours.turns_s is not None:
             floor = _turn_floor(benchmark, profile, floors)
             of_turn = f"{shape}, {_QUESTION_TOKENS} tokens over {benchmark.turn + _ANSWER_TOKENS:,}"
