@@ -79,11 +79,12 @@ COMPILED_LOGITS_FLOAT32 = 3e-5
 COMPILED_LOGITS_BFLOAT16 = 4e-3
 # exp in float32, relative: two units in the last place.
 EXP_FLOAT32 = 2.4e-7
-# Seconds between a stream's tokens while a 16K-token prompt is prefilled on one thread: what the server is asked to aim
+# Seconds between a stream's tokens while an 8K-token prompt is prefilled on one thread: what the server is asked to aim
 # for; the mean keeps to it. A single step may take more (its cost is predicted), most of all on a machine that others
-# load as well; without interleaving it would be the whole prefill.
+# load as well. Without interleaving, one gap would be all of the prefill: more than a third of it on any machine.
 GAP_TARGET_S = 0.4
 GAP_BOUND_S = 1.5
+GAP_SHARE = 1 / 3
 # Share of a 16K-token prefill that may pass while a prompt of 500 tokens gets its first token: two units are 1/48 (of
 # 8 chunks in 12 layers), and progress is told twice a second. Served in order of arrival, all of it would pass.
 PASSED_SHARE = 0.1
@@ -92,6 +93,8 @@ PASSED_SHARE = 0.1
 SOAK_GROWTH_BYTES = 24 * 2**20
 # Log-probabilities of twelve float32 layers against Hugging Face's, up to 8K tokens: sums in another order.
 PROMPT_LOGPROB_ATOL = 1e-4
+# Share of positions at which the second-best token is further than that below the best: its choice would be seen.
+SECOND_BEST_SEEN = 0.99
 # The same weights and the same kernels, cut into other chunks: float32 sums in another order.
 CHUNKING_LOGPROB_ATOL = 1e-4
 # Logits of twelve float32 layers whose attention is merged from the device's part and the host's: sums in another
