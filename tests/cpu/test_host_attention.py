@@ -146,12 +146,12 @@ def test_a_batch_of_few_requests_and_many_pieces_leaves_room_for_many_requests()
 def test_when_every_key_is_sampled_the_result_is_dense_attention() -> None:
     """One bucket holds all keys, and so many tables that u is 1."""
     bits, tables, generator = 1, 300, np.random.default_rng(5)
-    rows = make_rows(generator, "bf16", 2, 1500, 64, bits, tables)
+    rows = make_rows(generator, "float32", 2, 1500, 64, bits, tables)
     queries, real = make_queries(generator, "float32", 1, 4, 64)
     codes = np.zeros((1, 4, tables), np.uint16)
     rows.entries[:] = np.arange(1500, dtype=np.uint16)
     rows.offsets[:] = [0, 1500, 1500]
-    kernel = attention("bf16", "float32", 4, 2, 64, bits, tables)
+    kernel = attention("float32", "float32", 4, 2, 64, bits, tables)
     got = kernel.attend(table_of([Context([(rows, SAMPLED, 0, 1500)])]), queries, codes, 1)
     dense, lse, _ = attention_oracle([Context([(rows, EXACT, 0, 1500)])], real, codes, bits, tables, 64**-0.5)
     assert_equal(got, dense, lse, HOST_ATTENTION_FLOAT32)
@@ -202,10 +202,10 @@ def test_more_tables_than_a_counter_counts() -> None:
 @pytest.mark.parametrize("tokens", [32_768, 40_000, 65_536])
 def test_a_long_segment_is_looked_up_window_by_window(tokens: int) -> None:
     generator = np.random.default_rng(8)
-    rows = make_rows(generator, "bf16", 1, tokens, 64, 9, 16)
+    rows = make_rows(generator, "float32", 1, tokens, 64, 9, 16)
     queries, real = make_queries(generator, "float32", 1, 4, 64)
     codes = generator.integers(0, 1 << 9, (1, 4, 16)).astype(np.uint16)
-    kernel = attention("bf16", "float32", 4, 1, 64, 9, 16)
+    kernel = attention("float32", "float32", 4, 1, 64, 9, 16)
     for begin, end in ((0, tokens), (32_700, min(tokens, 32_900)), (tokens - 100, tokens), (1, 30_000)):
         context = [Context([(rows, SAMPLED, begin, end)])]
         got = kernel.attend(table_of(context), queries, codes, 2)
@@ -219,14 +219,14 @@ def test_a_long_segment_is_looked_up_window_by_window(tokens: int) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_a_poisoned_query_stays_with_its_head(kind: str, poison: float, mode: int) -> None:
     generator = np.random.default_rng(9)
-    rows = make_rows(generator, kind, 2, 900, 64, BITS, TABLES)
+    rows = make_rows(generator, kind, 2, 900, 128, BITS, TABLES)
     context = [Context([(rows, mode, 0, 900)])] * 2
-    queries, _ = make_queries(generator, "float32", 2, 8, 64)
+    queries, _ = make_queries(generator, "bf16", 2, 8, 128)
     codes = np.broadcast_to(rows.codes[1, :, 0], (2, 8, TABLES)).copy()
-    kernel = attention(kind, "float32", 8, 2, 64, BITS, TABLES)
+    kernel = attention(kind, "bf16", 8, 2, 128, BITS, TABLES)
     clean = kernel.attend(table_of(context), queries, codes, 2)
     clean = clean._replace(out=clean.out.copy(), lse=clean.lse.copy())
-    queries[1, 5, 3] = poison
+    queries[1, 5, 3:4] = to_bf16(np.array([poison]))
     got = kernel.attend(table_of(context), queries, codes, 2)
     others = np.ones((2, 8), bool)
     others[1, 5] = False
@@ -329,8 +329,10 @@ def test_mass_and_weighted_values_are_unbiased_over_projections() -> None:
 
 @pytest.mark.skipif(LANES == 8, reason="this process has the narrow vectors already")
 def test_the_narrow_vectors_compute_the_same() -> None:
+    """Rows of each type, queries of both, dims of both: each type takes ten seconds to compile."""
     assert not missing_features("avx2")
-    names = "ragged_batch or every_key or window_by_window or poisoned"
+    types = "bf16-bf16 or int8-bf16 or float32-float32"
+    names = f"(ragged_batch and ({types})) or every_key or window_by_window or poisoned"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", names],
         env=os.environ | {"TANDEM_SIMD": "avx2"}, capture_output=True, text=True, timeout=280,
