@@ -1,6 +1,7 @@
 """Times one layer's LSH-sampled attention on the host: tables, lookups, sampled and exact rows, bf16 and int8.
 
-It refuses to know engines and stores: two segments of one context, a step of one request. Caches are cold: a large
+It refuses to know engines and stores: two segments of one context, a step of one request, asked in an exchange slot and
+answered there as in a decode step. Caches are cold: a large
 buffer is read between any two measurements. Floors are rows over the rate at which this host reads rows at random, or
 in a stream, measured in the same run; the peer is torch's attention over the whole context, one KV head's query group
 as its rows, which is how a program without sampling would do it.
@@ -25,6 +26,7 @@ from cpu.pieces import EXACT, SAMPLED, SEGMENT_TOKENS, new_pieces
 from cpu.quantise import quantise_keys, quantise_values
 from cpu.rates import measure_host_rates
 from cpu.tables import build_tables, num_offsets
+from transfer.exchange import ExchangeSlot, new_slot
 from transfer.simd.features import SIMD
 
 SCALE = DIM**-0.5
@@ -187,13 +189,16 @@ def _measure(
         return returned
 
     def sample(kind: str, table: np.ndarray, step: int) -> None:
-        queries, codes = _step(layer, step)
+        _put_ask(slot, *_step(layer, step))
+        ask = kernels[kind].asks_in(slot)
         name = f"lookup+attend {kind}"
-        got = timed(name, lambda: kernels[kind].attend(table, queries, codes, benchmark.threads))
+        got = timed(name, lambda: kernels[kind].answer(table, ask, slot.stamp, benchmark.threads))
+        require(got is not None, "an ask that stands in the slot was not seen")
         read[kind].append(got.rows)
         times.setdefault(f"lookup {kind}", []).append(got.lookup_ns / 1e6)
         times.setdefault(f"attend {kind}", []).append(got.sampled_ns / 1e6)
 
+    slot = new_slot(1, HEADS, DIM, benchmark.tables, torch.bfloat16, torch.device("cpu"))
     queries, _ = _step(layer, 0)
     peer = [_as_tensor(rows)[None] for rows in (queries.reshape(KV_HEADS, -1, DIM), layer.keys, layer.values)]
     sampled = {kind: segments.pieces(kind, SAMPLED) for kind in kernels}
@@ -211,6 +216,15 @@ def _measure(
         timed("peer", lambda: scaled_dot_product_attention(*peer, scale=SCALE))
     timings = {name: summarise(values) for name, values in times.items()}
     return _rows(benchmark, timings, {kind: float(np.mean(rows)) for kind, rows in read.items()}, rates)
+
+
+def _put_ask(slot: ExchangeSlot, queries: np.ndarray, codes: np.ndarray) -> None:
+    """As the device does; the answer is what a decode step waits for."""
+    slot.advance(1)
+    slot.queries[:] = _as_tensor(queries)
+    assert slot.codes is not None
+    slot.codes[:] = torch.from_numpy(codes)
+    slot.flags.fill_(slot.stamp)
 
 
 def _as_tensor(bits: np.ndarray) -> torch.Tensor:

@@ -47,7 +47,6 @@ from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS, as_col
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED, make_plan
 from cpu.rows import BLOCK_ROWS, COLUMNS
 from cpu.stages import (
-    BEGAN_NS,
     ROWS_READ,
     SAMPLED_NS,
     STAGES,
@@ -123,12 +122,14 @@ class Ask(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What an answer cost: rows as in `Attended`; tokens covered, of all heads; began_ns: of the monotonic clock, when
-    the ask was there."""
+    """What an answer cost: rows and stages as in `Attended`; covered: tokens, of all heads; began_ns: of the monotonic
+    clock, when the ask was there."""
 
     rows: int
     covered: int
     began_ns: int
+    lookup_ns: int
+    sampled_ns: int
 
 
 class HostAttention:
@@ -224,8 +225,9 @@ class HostAttention:
         row[STAMP] = stamp
         if not self._start(table, threads):
             return None
-        totals = self._buffers.totals
-        return Answered(int(totals[ROWS_READ]), int(self._results[2][: ask.rows].sum()), int(totals[BEGAN_NS]))
+        rows_read, began_ns, looked_up_ns, sampled_ns = self._buffers.totals[ROWS_READ : SAMPLED_NS + 1].tolist()
+        covered = int(self._results[2][: ask.rows].sum())
+        return Answered(rows_read, covered, began_ns, looked_up_ns - began_ns, sampled_ns - looked_up_ns)
 
     def _start(self, table: np.ndarray, threads: int) -> bool:
         """The region over what stands in the context; False: nobody asked. Raises ValueError for a wrong table."""
