@@ -8,7 +8,6 @@ gets exactly one final delta unless it is cancelled.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,27 +18,25 @@ from gpu.step import (
     DecodeGroup,
     Deposit,
     PageWrite,
-    PrefillJob,
-    PrefillPrompt,
     PrefillUnit,
     SampledToken,
     StepPlan,
     StepResult,
     TokenLogprob,
 )
-from scheduler.capacity import Capacity, QueueFullError
+from scheduler.admission import Admission
+from scheduler.capacity import Capacity
 from scheduler.config import SchedulerConfig
 from scheduler.cost_model import CostModel
 from scheduler.host_contexts import HostContext
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import finish_reason, make_delta, make_failure, make_progress
-from scheduler.residence import Residence, Start
+from scheduler.residence import Residence
 from scheduler.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
 
-_MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
 _LEAST_PREFILL_SHARE = 0.1  # of the token gap target, however long decode takes
 
 
@@ -92,12 +89,10 @@ class Scheduler:
         self.pages = self.residence.pages
         self.prefixes = self.residence.prefixes
         self._sequences: dict[str, Sequence] = {}  # not finished
-        self._waiting: deque[Sequence] = deque()
+        self._admission = Admission(config, capacity.max_hidden_tokens, self.residence, self._prefill)
         self._running: list[Sequence] = []
-        self._free_slots = list(range(config.max_running - 1, -1, -1))
         self._launched: deque[_Launched] = deque()
         self._changes = _Changes()
-        self._next_job_id = 0
         self._seconds_since_decode = 0.0  # of prefill units, as estimated
         self.num_preemptions = 0
 
@@ -107,16 +102,9 @@ class Scheduler:
         """Queue all of these or none. Raises QueueFullError, or TooLargeError for one that can never fit."""
         for request in requests:
             self._capacity.check(request, self._profiles[request.attention_profile])
-        num_new = len(requests)
-        if len(self._waiting) + num_new > self._config.max_queue + len(self._free_slots):
-            raise QueueFullError(
-                f"queue: {len(self._waiting)} requests wait, asked {num_new} more, room for {self._config.max_queue}; "
-                "try again later or raise scheduler.max_queue"
-            )
-        for request in requests:
-            sequence = Sequence(request, list(request.prompt_token_ids))
-            self._sequences[request.request_id] = sequence
-            self._waiting.append(sequence)
+        sequences = [Sequence(request, list(request.prompt_token_ids)) for request in requests]
+        self._admission.queue(sequences)
+        self._sequences |= {sequence.request_id: sequence for sequence in sequences}
 
     def cancel(self, request_ids: list[str]) -> None:
         """Forget these requests: pages and slots are free at once, and so is what a prefill has brought to the host.
@@ -148,7 +136,7 @@ class Scheduler:
         """
         writes = self._grow_running()
         deposits, runs = self._deposit()
-        new_jobs, new_writes = self._admit()
+        new_jobs, new_writes = self._admission.admit(self._running)
         drawing = [sequence for sequence in self._running if sequence.wants_draw]
         entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
         budget = self._prefill_seconds() - self._seconds_since_decode if drawing else None
@@ -204,97 +192,6 @@ class Scheduler:
         for run in launched.runs:
             self.residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
-
-    # --- admission ----------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> tuple[list[PrefillJob], list[PageWrite]]:
-        """Take from the queue, in order, what fits; what does not fit may be passed by what does, a bounded number of
-        times. Short prompts admitted together share a job."""
-        admitted: list[tuple[Sequence, Start]] = []
-        num_hidden = self._prefill.num_hidden_tokens
-        passed: list[Sequence] = []
-        for sequence in list(self._waiting):
-            room = self._config.prefill.max_jobs - len(self._prefill.jobs)
-            if not self._free_slots or self._num_jobs(admitted) >= room:
-                break
-            start, awaits = self.residence.find(sequence)
-            if sequence.num_in_flight or awaits or (start.end and self._is_depositing(admitted)):
-                continue
-            num_new = len(sequence.tokens) - start.begin
-            if num_hidden + num_new > self._capacity.max_hidden_tokens or not self._take(sequence, start):
-                passed.append(sequence)
-                if sequence.num_bypassed > _MOST_BYPASSES:
-                    break
-                continue
-            for other in passed:
-                other.num_bypassed += 1
-            self._waiting.remove(sequence)
-            self._enter(sequence, start.begin)
-            admitted.append((sequence, start))
-            num_hidden += num_new
-        writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for sequence, _ in admitted]
-        return [self._start_job(batch) for batch in self._pack(admitted)], writes
-
-    def _pack(self, admitted: list[tuple[Sequence, Start]]) -> list[list[tuple[Sequence, Start]]]:
-        """Prompts that share a job: in order, up to one chunk of tokens together; one that goes down is alone."""
-        batches: list[list[tuple[Sequence, Start]]] = []
-        room = 0
-        for sequence, start in admitted:
-            num_new = len(sequence.tokens) - start.begin
-            if not start.end and num_new <= room:
-                batches[-1].append((sequence, start))
-                room -= num_new
-            else:
-                batches.append([(sequence, start)])
-                room = 0 if start.end else self._config.prefill.chunk_tokens - num_new
-        return batches
-
-    def _num_jobs(self, admitted: list[tuple[Sequence, Start]]) -> int:
-        return len(self._pack(admitted))
-
-    def _is_depositing(self, admitted: list[tuple[Sequence, Start]]) -> bool:
-        """Whether a prompt under way goes down: staging has room for one."""
-        under_way = [prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts]
-        return any(under_way) or any(start.end for _, start in admitted)
-
-    def _take(self, sequence: Sequence, start: Start) -> bool:
-        """Its pages, if there are enough beside what running ones may need next.
-
-        Where nobody runs, idle contexts give way as well, but for the one it starts from: each holds a little of the
-        device.
-        """
-        while not self.residence.take(sequence, start, self._running):
-            if next(self._holding(), None) is not None or not self.residence.evict_idle(start.source):
-                return False
-        return True
-
-    def _start_job(self, batch: list[tuple[Sequence, Start]]) -> PrefillJob:
-        prompts = [
-            PrefillPrompt(
-                slot=sequence.slot,
-                token_ids=sequence.token_array(),
-                begin=start.begin,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                sampling=sequence.request.sampling,
-                profile=sequence.request.attention_profile,
-                host=self.residence.host_prompt(sequence, start),
-            )
-            for sequence, start in batch
-        ]
-        job = PrefillJob(self._next_job_id, prompts)
-        self._next_job_id += 1
-        self._prefill.jobs.append(JobInProgress(job, [sequence for sequence, _ in batch]))
-        return job
-
-    def _enter(self, sequence: Sequence, begin: int) -> None:
-        sequence.state = State.PREFILLING
-        sequence.slot = self._free_slots.pop()
-        sequence.num_bypassed = 0
-        self.prefixes.start(sequence, begin)
-        if sequence.started_s is None:
-            sequence.started_s = time.monotonic()
-            sequence.num_cached_tokens = begin
-            self.prefixes.count(len(sequence.tokens), begin)
 
     # --- running and leaving ------------------------------------------------------------------------------------------
 
@@ -359,13 +256,13 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self._vacate(sequence)
         sequence.state = State.WAITING
-        self._waiting.appendleft(sequence)
+        self._admission.waiting.appendleft(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give back slot and pages. What a prefill has brought to the host is of no use before it ends."""
         self.residence.leave(sequence, is_kept=sequence.state is State.RUNNING and not sequence.has_failed)
         self._changes.released_slots.append(sequence.slot)
-        self._free_slots.append(sequence.slot)
+        self._admission.free_slots.append(sequence.slot)
         sequence.slot = -1
 
     def _retire(self, sequence: Sequence) -> None:
@@ -376,7 +273,7 @@ class Scheduler:
             self._running.remove(sequence)
             self._vacate(sequence)
         else:
-            self._waiting.remove(sequence)
+            self._admission.waiting.remove(sequence)
         self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
@@ -445,7 +342,7 @@ class Scheduler:
         return Stats(
             num_running=len(self._running),
             num_prefilling=sum(len(entry.sequences) for entry in self._prefill.jobs),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._admission.waiting),
             pages_used=self.pages.num_held - num_idle_sinks,
             pages_cached=self.pages.num_idle + num_idle_sinks,
             pages_total=self.pages.num_pages,
