@@ -115,19 +115,23 @@ class Hop:
         self.codes.view(torch.int16).copy_(self.counters[: self.rows, None, None].expand(-1, 8, 30))
         exchange_pack(self.query, self.codes, self.counters, self.slot)
 
+    def capture(self) -> torch.cuda.CUDAGraph:
+        self.slot.release()
+        self.compute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.compute()
+        catch_up(self.counters, self.slot)
+        return graph
+
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_every_hop_brings_this_asks_row_and_the_next_one_reads_its_answer(rows, dtype, device):
     hop = Hop(rows, dtype, device)
     run = hop.compute
     if device == "cuda":
-        hop.compute()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            hop.compute()
-        catch_up(hop.counters, hop.slot)
-        run = graph.replay
+        run = hop.capture().replay
     wanted = torch.zeros(rows, 8, 64, dtype=dtype)
     asks = range(hop.slot.stamp, hop.slot.stamp + (HOPS if device == "cuda" else 3))
     for number in asks:
@@ -148,13 +152,7 @@ def test_what_is_launched_ahead_waits_for_the_answer_to_its_ask(dtype, device):
     if device == "cpu":
         pytest.skip("the CPU is not launched ahead")
     hop = Hop(3, dtype, device)
-    hop.slot.release()
-    hop.compute()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hop.compute()
-    catch_up(hop.counters, hop.slot)
+    graph = hop.capture()
     graph.replay()
     for number in range(HOPS):
         hop.slot.advance(3)
