@@ -28,6 +28,7 @@ class Batch:
     rows_down: float  # of all heads and layers
     wait_ms: float  # for queries, on the host
     attend_ms: float
+    ready_ms: float  # that the first step of the batch waited for copies to land and tables to stand
 
     @property
     def fraction_read(self) -> float:
@@ -86,6 +87,7 @@ class Client:
 
     def steps(self, batch: int, count: int, limit_s: float) -> Batch:
         """Timed steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS."""
+        begun = self.host_stats()
         for _ in range(_WARMUP_STEPS):
             self.engine.step()
         before = self.host_stats()
@@ -96,7 +98,8 @@ class Client:
             now = time.perf_counter()
             times.append(1e3 * (now - began))
             began = now
-        return _difference(before, self.host_stats(), times)
+        ready_ms = 1e3 * (before.ready_seconds - begun.ready_seconds)
+        return _difference(before, self.host_stats(), times, ready_ms)
 
     def step(self, batch: int) -> None:
         """One step. Raises GateError where it draws no token for each of `batch` requests."""
@@ -123,7 +126,7 @@ class Client:
         self.engine.step()
 
 
-def _difference(before: HostStats, after: HostStats, times: list[float]) -> Batch:
+def _difference(before: HostStats, after: HostStats, times: list[float], ready_ms: float) -> Batch:
     count = len(times)
     return Batch(
         times,
@@ -131,4 +134,5 @@ def _difference(before: HostStats, after: HostStats, times: list[float]) -> Batc
         (after.tokens_covered - before.tokens_covered) / count,
         1e3 * (after.wait_seconds - before.wait_seconds) / count,
         1e3 * (after.attend_seconds - before.attend_seconds) / count,
+        ready_ms,
     )

@@ -145,7 +145,8 @@ def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor) ->
     console.print(
         f"  batch {batch}: {timing.ms:.2f} ms a step ({timing.p10:.2f}-{timing.p90:.2f} in {len(measured.step_ms)}), "
         f"{measured.fraction_read:.2%} of what heads have down read, host waits {measured.wait_ms:.2f} ms and attends "
-        f"{measured.attend_ms:.2f}; floor {floor.ms:.2f} ({floor.text})",
+        f"{measured.attend_ms:.2f}, before the first one {measured.ready_ms:.0f} for tables; floor {floor.ms:.2f} "
+        f"({floor.text})",
         highlight=False,
         soft_wrap=True,
     )
@@ -214,6 +215,7 @@ def _extras(ours: Served, measured: Batch, batch: int, step_ms: float) -> dict[s
         "rows_read": measured.rows_read,
         "host_wait_ms": measured.wait_ms,
         "host_attend_ms": measured.attend_ms,
+        "first_step_ready_ms": measured.ready_ms,
         "device_gib": ours.device_gib,
         "host_gib": ours.host_gib,
         "process_gib": ours.process_gib,

@@ -52,6 +52,7 @@ from cpu.stages import (
     STAGES,
     STATE,
     TOTALS,
+    WAITED_NS,
     Buffers,
     Plan,
     Shape,
@@ -122,11 +123,12 @@ class Ask(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What an answer cost: rows and stages as in `Attended`; covered: tokens, of all heads; began_ns: of the monotonic
-    clock, when the ask was there."""
+    """What an answer cost: rows and stages as in `Attended`; covered: tokens, of all heads; waited_ns: for the ask, in
+    the last call alone; began_ns: of the monotonic clock, when it was there."""
 
     rows: int
     covered: int
+    waited_ns: int
     began_ns: int
     lookup_ns: int
     sampled_ns: int
@@ -183,12 +185,9 @@ class HostAttention:
         Caches are cold here, so each line of Python costs several times what it does elsewhere.
         """
         shape, requests, row = self._shape, len(queries), self._row
-        assert table.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
-        assert table.flags.c_contiguous, "pieces: contiguous"
         assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
         assert queries.dtype == self.query_type, "queries: of the type that was compiled for"
         assert queries.flags.c_contiguous, "queries: contiguous"
-        assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"
         row[REQUESTS], row[QUERIES], row[CODES] = requests, queries.ctypes.data, 0
         if codes is not None:
             assert codes.shape == (requests, shape.heads, shape.tables), "codes: [requests, heads, tables]"
@@ -225,13 +224,16 @@ class HostAttention:
         row[STAMP] = stamp
         if not self._start(table, threads):
             return None
-        rows_read, began_ns, looked_up_ns, sampled_ns = self._buffers.totals[ROWS_READ : SAMPLED_NS + 1].tolist()
         covered = int(self._results[2][: ask.rows].sum())
-        return Answered(rows_read, covered, began_ns, looked_up_ns - began_ns, sampled_ns - looked_up_ns)
+        rows_read, began, looked_up, sampled, waited = self._buffers.totals[ROWS_READ : WAITED_NS + 1].tolist()
+        return Answered(rows_read, covered, waited, began, looked_up - began, sampled - looked_up)
 
     def _start(self, table: np.ndarray, threads: int) -> bool:
         """The region over what stands in the context; False: nobody asked. Raises ValueError for a wrong table."""
         row = self._row
+        assert table.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
+        assert table.flags.c_contiguous, "pieces: contiguous"
+        assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"
         row[PIECES], row[NUM_PIECES] = table.ctypes.data, len(table)
         outcome = start(self._prepare, self._work, threads, self._address)
         if outcome == NO_ROOM:
@@ -255,13 +257,13 @@ class HostAttention:
             self._results = self._answer = self._new_results(int(row[REQUESTS]) * 3 // 2)
             if row[ANSWERED] == 0:
                 row[OUT], row[LSE] = self._own
-        wanted = tuple(row[NUM_PIECES : NUM_PARTS + 1].tolist())
-        room = row[ROOM_PIECES : ROOM_PARTS + 1].tolist()
-        if len(self._plan.first_piece) <= row[ROOM_REQUESTS] or any(n > m for n, m in zip(wanted, room, strict=True)):
-            self._plan = self._new_plan(int(row[ROOM_REQUESTS]), *(n + n // 2 for n in wanted))
-        wanted = (int(row[NUM_IDS]), int(row[NUM_SAMPLED]) * heads, int(row[NUM_SLOTS]))
-        if any(n > room for n, room in zip(wanted, row[ROOM_IDS : ROOM_SLOTS + 1].tolist(), strict=True)):
-            self._buffers = self._new_buffers(*(n + n // 2 for n in wanted))
+        sizes = _larger(row[NUM_PIECES : NUM_PARTS + 1].tolist(), row[ROOM_PIECES : ROOM_PARTS + 1].tolist())
+        if sizes is not None or len(self._plan.first_piece) <= row[ROOM_REQUESTS]:
+            self._plan = self._new_plan(int(row[ROOM_REQUESTS]), *(sizes or row[ROOM_PIECES : ROOM_PARTS + 1].tolist()))
+        wanted = [int(row[NUM_IDS]), int(row[NUM_SAMPLED]) * heads, int(row[NUM_SLOTS])]
+        sizes = _larger(wanted, row[ROOM_IDS : ROOM_SLOTS + 1].tolist())
+        if sizes is not None:
+            self._buffers = self._new_buffers(*sizes)
 
     def _new_buffers(self, ids: int, sampled_heads: int, slots: int) -> Buffers:
         s, threads, group = self._shape, self._threads, self._shape.heads // self._shape.kv_heads
@@ -309,3 +311,10 @@ class HostAttention:
         self._own = results[0].ctypes.data, results[1].ctypes.data
         self._context[COVERED] = results[2].ctypes.data
         return results
+
+
+def _larger(wanted: list[int], room: list[int]) -> list[int] | None:
+    """Rooms of which those that are too small get half as much again as is wanted; None if none is."""
+    if all(size <= most for size, most in zip(wanted, room, strict=True)):
+        return None
+    return [most if size <= most else size + size // 2 for size, most in zip(wanted, room, strict=True)]

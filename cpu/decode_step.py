@@ -25,7 +25,9 @@ QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 
 @dataclass(slots=True)
 class AttentionCounts:
-    """Sums over all asks. wait_s: for the device; rows_read: keys (values: as many); tokens_covered: by head."""
+    """Sums over all asks. wait_s: for the device, with nothing else to do; rows_read: keys (values: as many);
+    tokens_covered: by head.
+    """
 
     asks: int = 0
     wait_s: float = 0.0
@@ -90,7 +92,8 @@ class StepAttention:
     """See `transfer.tier.Attention`. The builder pauses from the first layer's ask to the last one's answer: between
     two layers there is less time than a piece takes, and every thread of an attention waits for the slowest.
 
-    Between an ask and its answer there is no line of Python: what a call needs is looked up while the device computes.
+    A call waits for its ask with all looked up, so that no line of Python lies between the two where the device is the
+    slower one; where the asks of two half batches stand already, it does.
     """
 
     def __init__(self, table: np.ndarray, attend: Attend) -> None:
@@ -109,23 +112,30 @@ class StepAttention:
         if layer == len(self._table) - 1:
             self._end_pause()
 
+    def give_up(self) -> None:
+        """The step will not be finished."""
+        self._end_pause()
+
     def _answer(self, layer: int, slot: ExchangeSlot) -> None:
-        attend, clock = self._attend, time.perf_counter_ns
+        attend, counts, clock = self._attend, self._attend.counts, time.perf_counter_ns
         began = clock()
         if self._ask is None:
             self._ask = attend.kernel.asks_in(slot)
             wait(slot, layer, ASK_LIMIT_S)  # for a whole prefill unit perhaps, and tables are built meanwhile
+            counts.wait_s += (clock() - began) / 1e9
             attend.builder.pause()
             self._pauses = True
+        assert self._ask.flags == slot.flags.data_ptr(), "attention: one slot a step"
         while True:
+            called = clock()
             answered = attend.kernel.answer(self._table[layer], self._ask, slot.stamp, attend.num_threads)
             if answered is not None:
                 break
+            counts.wait_s += (clock() - called) / 1e9
             if clock() - began > ASK_LIMIT_S * 1e9:
                 raise late(slot, layer, ASK_LIMIT_S)
-        counts = attend.counts
         counts.asks += 1
-        counts.wait_s += (answered.began_ns - began) / 1e9
+        counts.wait_s += answered.waited_ns / 1e9
         counts.attend_s += (clock() - answered.began_ns) / 1e9
         counts.rows_read += answered.rows
         counts.tokens_covered += answered.covered

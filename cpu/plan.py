@@ -1,7 +1,7 @@
 """The plan of one layer's attention: which lookups and which exact parts there are, and where their results go.
 
-Made from the table of pieces by the thread that starts the region, in a microsecond or two and in the same call, while
-the device is still on its way to its ask. It refuses to know rows. Invariant: its order is that of the table, so
+Made from the table of pieces by the thread that starts the region, in a microsecond or two and in the same call, before
+it waits for the device's ask. It refuses to know rows. Invariant: its order is that of the table, so
 partials merge in one order whatever thread computes them.
 """
 
@@ -31,7 +31,7 @@ from cpu.context import (
 )
 from cpu.lookup import room_for
 from cpu.pieces import BEGIN, END, MODE, REQUEST, SAMPLED, TOKENS
-from cpu.stages import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES
+from cpu.stages import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES, WAITED_NS
 from transfer.exchange import LOOKS, await_rows
 from transfer.simd.team import now_ns
 
@@ -63,9 +63,11 @@ def make_plan(context, kind, query_kind):
     buffers.totals[SLOTS_TAKEN] = row[NUM_PARTS] * (shape.heads // shape.kv_heads)
     for counter in range(STAGES):
         buffers.counters[counter, :, 0] = 0
+    planned_ns = now_ns()
     if row[FLAGS] != 0 and await_rows(row[FLAGS], row[REQUESTS], row[STAMP], LOOKS) >= 0:
         return NOT_ASKED
     buffers.totals[BEGAN_NS] = now_ns()
+    buffers.totals[WAITED_NS] = buffers.totals[BEGAN_NS] - planned_ns
     return PLANNED
 
 

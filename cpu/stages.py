@@ -40,13 +40,12 @@ from cpu.rows import (
     score_samples,
 )
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
-from transfer.exchange import store_release
-from transfer.simd.memory import load_float32, store_float32, store_int32
+from transfer.simd.memory import load_float32, store_float32, store_int32, store_release_int32
 from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, now_ns
 from transfer.simd.vectors import address_of, load
 
 STAGES = 3
-SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, TOTALS = 0, 8, 9, 10, 11, 16  # two lines
+SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS, TOTALS = 0, 8, 9, 10, 11, 12, 16  # two lines
 STATE = 16  # float32 between the rows of a thread's state: more than the largest group
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
@@ -380,6 +379,5 @@ def attend_as(me, threads, shape, columns, batch, plan, buffers):
         _merge(team, shape, batch, plan, buffers, item // shape.heads, item % shape.heads)
         done += 1
         item = claim(team, 2, items)
-    end_stage(team, 2, items, done)
-    if me == 0 and batch.answered != 0:  # before the region's own end, which waits for every thread to leave
-        store_release(batch.answered, batch.stamp)
+    if end_stage(team, 2, items, done) and batch.answered != 0:  # not at the region's end, which waits for all to leave
+        store_release_int32(batch.answered, batch.stamp)

@@ -6,9 +6,12 @@ for the next larger captured size, launched ahead of the answer that it begins w
 CPU device, run the same segments eagerly and behind the answer: a launch that allocates or loads may wait for a device
 that would wait for this host.
 Invariants: a slot has one ask open at a time, and its stamps are counted by the host as by the device; rows of padding
-have slot -1 and no context, and the CPU is told of real rows alone; no device is left waiting for an answer.
+have slot -1 and no context, and the CPU is told of real rows alone; no device is left waiting for an answer. Whenever
+a segment is launched, those launched before it have their answers: so a launch may wait for the device, but its own
+segment must not have to end (CUDA_LAUNCH_BLOCKING): then nothing is launched ahead.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from gpu.slot_exchange import SlotExchange
 from gpu.upload import upload
 from transfer.tier import Attention, HostTier
 
+LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
 MIN_ROWS_TO_HALVE = 2  # a single row leaves nothing to compute while the CPU attends
 
 
@@ -66,11 +70,13 @@ class HalfBatch:
     @property
     def goes_ahead(self) -> bool:
         """Whether segments of the step under way are launched ahead of answers: the device waits by itself."""
-        return self._graphs is not None
+        return self._graphs is not None and not LAUNCHES_BLOCK
 
     def begin(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Launch the first segment."""
         pool, last_tokens = self.segments.decoder.pool, self.segments.last_tokens
+        if self.exchange.slot.is_released:  # a step before this one failed
+            self.exchange.forget_asks()
         self._rows = len(slots)
         size = min((size for size in self._captured if size >= self._rows), default=self._rows)
         deposited = [pool.num_deposited_tokens(slot) for slot in slots]
@@ -177,6 +183,8 @@ class HopSteps:
         except BaseException:
             for half in self.halves:
                 half.exchange.slot.release()
+            for attention in attentions:
+                attention.give_up()
             raise
         times.steps += 1
         times.rows += len(slots)

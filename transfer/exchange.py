@@ -10,17 +10,14 @@ from dataclasses import dataclass
 
 import numba
 import torch
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
+
+from transfer.simd.memory import load_acquire_int32
+from transfer.simd.team import pause
 
 LAST_STAMP = 2**31 - 1  # stamps are int32 and begin anew at 0 after this one
 RELEASED = -1  # in place of the stamp of an answer: the device does not wait for any
 LOOKS = 1 << 16  # at a flag, between two looks at the clock: a few milliseconds
-
-_I32 = ir.IntType(32)
 
 
 class ExchangeError(Exception):
@@ -54,6 +51,10 @@ class ExchangeSlot:
     def give_answer(self) -> None:
         """`out` and `lse` are those of the ask under way."""
         self.answered.fill_(self.stamp)
+
+    @property
+    def is_released(self) -> bool:
+        return int(self.answered) == RELEASED
 
     def release(self) -> None:
         """The device waits for no answer until `give_answer`: what stands in `out` and `lse` is merged."""
@@ -98,46 +99,13 @@ def late(slot: ExchangeSlot, layer: int, limit_s: float) -> ExchangeError:
     )
 
 
-@intrinsic
-def _load_acquire(typing_context, address):  # type: ignore[no-untyped-def]
-    """The int32 at `address`, read anew each time; what is read after it is not older."""
-
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.load_atomic(builder.inttoptr(arguments[0], _I32.as_pointer()), "acquire", 4, typ=_I32)
-
-    return types.int32(types.int64), emit
-
-
-@intrinsic
-def _pause(typing_context):  # type: ignore[no-untyped-def]
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        function_type = ir.FunctionType(ir.VoidType(), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), emit
-
-
-@intrinsic
-def store_release(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Store the low 32 bits of an int64; who sees them sees all that was stored before."""
-
-    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        address, value = arguments
-        pointer = builder.inttoptr(address, _I32.as_pointer())
-        builder.store_atomic(builder.trunc(value, _I32), pointer, "release", 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
-
-
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
 def await_rows(address, rows, stamp, looks):  # type: ignore[no-untyped-def]
     """-1 when the flags of all rows have the stamp; else, after so many looks, the first row that has not."""
     for row in range(rows):
-        while _load_acquire(address + 4 * row) != stamp:
+        while load_acquire_int32(address + 4 * row) != stamp:
             looks -= 1
             if looks <= 0:
                 return row
-            _pause()
+            pause()
     return -1

@@ -80,14 +80,18 @@ class Attention(Protocol):
     """A decode step's rows against their deposited contexts. Made once a step, used once a layer, in layer order."""
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        """Wait for the layer's queries in `slot`, attend, leave out and lse there, and then the answer's stamp.
+        """Wait for the layer's queries in `slot`, which is the step's, attend, leave out and lse there, and then the
+        answer's stamp. Raises ExchangeError if the device does not ask.
 
         The lse is natural, over all that the context has down, the centre's term given back.
         """
 
+    def give_up(self) -> None:
+        """The step will not be finished: what `run` holds between two layers is let go."""
+
 
 class HostTier(Protocol):
-    """Deposited contexts, by id. All methods are called from one thread; none waits for a device but `attention`."""
+    """Deposited contexts, by id. All methods are called from one thread; those that wait for copies say so."""
 
     shape: TierShape
 

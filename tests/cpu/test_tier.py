@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu import pieces
+from cpu import decode_step, pieces
 from cpu.tables import num_offsets
 from tests.cpu.tier_model import MAX_ROWS, Device, new_tier, tier_shape
 from tests.tolerances import TIER_FLOAT32, TIER_INT8
 from transfer import host_memory
+from transfer.exchange import ExchangeError
 from transfer.host_memory import TAIL_TOKENS
 
 GROWTH = st.one_of(st.integers(1, 300), st.sampled_from([1, TAIL_TOKENS - 1, TAIL_TOKENS]), st.integers(1, 5000))
@@ -85,3 +86,28 @@ def test_the_comparison_sees_one_row_less(tier):
             record[context_id] = record[context_id][:, :, :-1]
         with pytest.raises(AssertionError):
             assert_dense(device, [context_id])
+
+
+def test_an_ask_that_comes_late_is_answered_in_the_same_call(tier):
+    """The call waits for the flags of every layer; one that did not would answer the ask before."""
+    with Device(tier, 1) as device:
+        context_id = next(_ids)
+        device.open(context_id, True)
+        device.deposit(context_id, 700)
+        wanted, _, _ = device.attend([context_id])
+        waited = tier.stats().attention.wait_s
+        got, _, _ = device.attend([context_id], late_s=0.03)
+        np.testing.assert_array_equal(got, wanted)
+        assert tier.stats().attention.wait_s - waited > 0.02 * len(wanted)
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_an_ask_that_never_comes_is_named_and_the_builder_goes_on(tier, asked, monkeypatch):
+    monkeypatch.setattr(decode_step, "ASK_LIMIT_S", 0.1)
+    with Device(tier, 1) as device:
+        context_id = next(_ids)
+        device.open(context_id, True)
+        device.deposit(context_id, 700)
+        with pytest.raises(ExchangeError, match=f"layer {asked}: row 0 of 1"):
+            device.attend([context_id], asks=asked)
+        assert tier._builder._is_open.is_set()

@@ -105,8 +105,11 @@ class Device:
             record[context_id] = np.concatenate([record[context_id], *(arrays[part] for arrays in stored)], axis=2)
         return lates
 
-    def attend(self, context_ids):
-        """Answers of all layers: out `[layers, rows, heads, dim]`, lse `[layers, rows, heads]`, and the queries."""
+    def attend(self, context_ids, late_s=0.0, asks=LAYERS):
+        """Answers of all layers: out `[layers, rows, heads, dim]`, lse `[layers, rows, heads]`, and the queries.
+
+        late_s: from the call for an answer to its ask; asks: layers that are asked, the others never.
+        """
         rows = len(context_ids)
         slot = new_slot(MAX_ROWS, HEADS, DIM, self.tier.shape.num_tables, torch.float32, torch.device("cpu"))
         slot.out.fill_(torch.nan)
@@ -119,8 +122,11 @@ class Device:
             slot.queries[:rows] = torch.from_numpy(queries[layer])
             if slot.codes is not None:
                 slot.codes[:rows] = torch.from_numpy(self._codes(queries[layer]))
-            slot.flags[:rows] = slot.stamp
+            ask = threading.Timer(late_s, slot.flags[:rows].fill_, [slot.stamp])
+            if layer < asks:
+                ask.start() if late_s else ask.function(*ask.args)
             attention.run(layer, slot)
+            assert int(slot.answered) == slot.stamp
             out.append(slot.out[:rows].numpy().copy())
             lse.append(slot.lse[:rows].numpy().copy())
         return np.stack(out), np.stack(lse), queries

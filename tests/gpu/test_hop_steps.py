@@ -20,6 +20,7 @@ from gpu.slot_exchange import SlotExchange
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import GREEDY, NUM_LAYERS, document_prompt, layer_units
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_TABLES, Twins
+from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
 from transfer.exchange import ExchangeError
 
@@ -332,6 +333,9 @@ class RecordingHalf:
             raise ExchangeError("the device is behind")
         self.log.append(f"answer {self.name}{ask}")
 
+    def give_up(self) -> None:
+        self.log.append(f"give up {self.name}")
+
 
 def run_recorded(halves: list[RecordingHalf]) -> None:
     of_row = iter(halves)
@@ -352,7 +356,23 @@ def test_no_device_is_left_waiting_when_an_answer_fails() -> None:
     log: list[str] = []
     with pytest.raises(ExchangeError, match="behind"):
         run_recorded([RecordingHalf("a", True, log), RecordingHalf("b", True, log, fails_at=1)])
-    assert log[-3:] == ["launch b1", "release a", "release b"]
+    assert log[-5:] == ["launch b1", "release a", "release b", "give up a", "give up b"]
+
+
+def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that stays released, or a stamp that is one behind, would merge an old answer or wait for ever."""
+    twins = Twins()
+    twins.prefill(PROMPTS[:2])
+    check_steps(twins, [0, 1], 1)
+    steps = twins.deposits._offload.decode_steps(False)
+    fails = MagicMock(side_effect=ExchangeError("the device is behind"))
+    positions = [twins.sequences[slot].num_tokens for slot in (0, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceAttention, "run", fails)
+        with torch.inference_mode(), pytest.raises(ExchangeError):
+            steps.run([0, 1], positions, [100, 101])
+    assert all(half.exchange.slot.is_released for half in steps.halves)
+    check_steps(twins, [0, 1], 3)
 
 
 @pytest.mark.gpu

@@ -73,6 +73,28 @@ def store_int32(typing_context, address, value):
 
 
 @intrinsic
+def load_acquire_int32(typing_context, address):
+    """The int32 at `address`, read anew each time; what is read after it is not older."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.sext(builder.load_atomic(_pointer(builder, arguments[0], I32), "acquire", 4, typ=I32), I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def store_release_int32(typing_context, address, value):
+    """Store the low 32 bits of an int64; who sees them sees all that was stored before."""
+
+    def emit(context, builder, signature, arguments):
+        pointer = _pointer(builder, arguments[0], I32)
+        builder.store_atomic(builder.trunc(arguments[1], I32), pointer, "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
 def copy_bytes(typing_context, to, source, count):
     """Copy so many bytes between places that do not overlap."""
 

@@ -73,7 +73,9 @@ def now_ns(typing_context):
 
 
 @intrinsic
-def _pause(typing_context):
+def pause(typing_context):
+    """What a spinning thread does between two looks."""
+
     def emit(context, builder, signature, arguments):
         function_type = ir.FunctionType(ir.VoidType(), [])
         builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
@@ -118,14 +120,14 @@ def is_over(team, stage, items):
 
 @numba.njit(nogil=True)
 def end_stage(team, stage, items, done):
-    """Report `done` items and wait until all are."""
+    """Report `done` items and wait until all are. Returns whether these were the last; true for one thread alone."""
     counter = _counter(team, stage, team.threads)
-    if done > 0:
-        atomic_add(counter, done)
+    is_last = done > 0 and atomic_add(counter, done) + done == items
     looks = 0
     while atomic_load(counter) < items:
         looks += 1
         if looks < SPINS:
-            _pause()
+            pause()
         else:
             _yield_core()
+    return is_last
