@@ -34,7 +34,7 @@ SAMPLED = (
     "sampled:bits_per_table=11,num_tables=140",
 )
 """LSH sampling as its paper sets it (tables 1 to 4), sink, window and two dense layers included; and one that reads a
-quarter of the first one's keys, as `tandem tune lsh` says of the reference model."""
+third of the first one's keys."""
 
 BESIDE_SAMPLED = (
     "topk:budget=0.05,sink=4,window=64,dense_layers=0+half",
