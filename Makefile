@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
     --no-binary jieba,rouge-score,sqlitedict,word2number
 
+# Tests run in two processes, file by file; in one where they would share a GPU.
+PROCESSES := $(if $(filter cuda,$(EXTRA)),0,2)
+
 .PHONY: run install test lint docs clean
 .DELETE_ON_ERROR:
 
@@ -18,7 +21,7 @@ run: install
 install: $(VENV)/installed-$(EXTRA)
 
 test: $(VENV)/installed-$(EXTRA)-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-$(EXTRA)-test
 	$(BIN)/ruff check .
