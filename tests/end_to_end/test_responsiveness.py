@@ -177,7 +177,7 @@ def test_requests_with_the_prefix_of_a_prefill_under_way_wait_for_it_and_share_i
 def test_memory_keeps_to_the_plan(server: ServerProcess, folder: Path) -> None:
     """Peaks of both processes since they began: prompt logprobs, 30 draws at once, and what the tests above did."""
     scored = body(4_000, 10, max_tokens=1, echo=True, logprobs=5)
-    drawn = [body(300, salt, max_tokens=4, temperature=1.0, top_p=0.9, top_k=50) for salt in range(11, 41)]
+    drawn = [body(100, salt, max_tokens=4, temperature=1.0, top_p=0.9, top_k=50) for salt in range(11, 41)]
     with ThreadPoolExecutor(30) as pool:
         answers = list(pool.map(lambda it: httpx.post(f"{server.url}/v1/completions", json=it, timeout=250), drawn))
     answers.append(httpx.post(f"{server.url}/v1/completions", json=scored, timeout=250))

@@ -29,8 +29,8 @@ from tests.gpu.reference_model import (
 from tests.tolerances import BF16_AGREEMENT_LOSS, PROMPT_LOGPROB_ATOL, SECOND_BEST_SEEN
 
 NUM_STEPS = 256
-LENGTHS = [8000] + [2000] * 3 + [1000] * 4 + [500] * 4 + [200] * 6 + [60, 1]
-AGREEMENT_PROMPTS = range(2, 8)  # of 2,000 and 1,000 tokens
+LENGTHS = [8000] + [2000] * 2 + [1000] * 4 + [500] * 4 + [200] * 7 + [60, 1]
+AGREEMENT_PROMPTS = range(1, 7)  # of 2,000 and 1,000 tokens
 WITH_LOGPROBS = SamplingParams(temperature=0.0, num_prompt_logprobs=1)
 
 
