@@ -1,9 +1,9 @@
 """Times the hop between device and CPU that a layer of a decode step makes, with nothing to attend: `hop`.
 
 A hop: launch a segment that merges what stands in the slot and packs the next ask, and see its flags; as it is where
-nothing is launched ahead of answers. It refuses
-to know attention and models; the shape is a layer of Llama 3.1 8B with 150 tables. Peer: the same by copies into pinned
-memory and a stream that is waited for. Rows count 1,000 hops, so their milliseconds are microseconds a hop.
+nothing is launched ahead of answers. It refuses to know attention and models; the shape is a layer of Llama 3.1 8B with
+150 tables. Peer: the same by copies into pinned memory and a stream that is waited for. Rows count 1,000 hops, so their
+milliseconds are microseconds a hop.
 """
 
 import time

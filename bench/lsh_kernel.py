@@ -1,10 +1,10 @@
 """Times one layer's LSH-sampled attention on the host: tables, lookups, sampled and exact rows, bf16 and int8.
 
 It refuses to know engines and stores: two segments of one context, a step of one request, asked in an exchange slot and
-answered there as in a decode step. Caches are cold: a large
-buffer is read between any two measurements. Floors are rows over the rate at which this host reads rows at random, or
-in a stream, measured in the same run; the peer is torch's attention over the whole context, one KV head's query group
-as its rows, which is how a program without sampling would do it.
+answered there as in a decode step. Caches are cold: a large buffer is read between any two measurements. Floors are
+rows over the rate at which this host reads rows at random, or in a stream, measured in the same run; the peer is
+torch's attention over the whole context, one KV head's query group as its rows, which is how a program without sampling
+would do it.
 """
 
 import time
