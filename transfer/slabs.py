@@ -6,7 +6,7 @@ waits for the next claim of its class, since pinning is slow, and goes back to t
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,6 +64,7 @@ class SlabPool:
         self._in_use_bytes = 0
         self._pinned_bytes = 0
         self._idle: list[Slab] = []  # oldest first
+        self._evicted: deque[Slab] = deque()  # pinned until a thread comes to them
         self._threads = ThreadPoolExecutor(num_threads, "slabs", interleave_thread)
 
     @property
@@ -72,8 +73,9 @@ class SlabPool:
 
     @property
     def bytes_held(self) -> int:
-        """In use or idle."""
+        """In use or idle; what the host refused is not held."""
         with self._lock:
+            self._drop_refused()
             return self._in_use_bytes + self._idle_bytes()
 
     @property
@@ -91,14 +93,19 @@ class SlabPool:
                     "fewer or shorter contexts"
                 )
             self._in_use_bytes += asked
+            self._drop_refused()
             found = [self._take_idle(size) for size in classes]
             self._evict()
         return [slab or self._order(size) for slab, size in zip(found, classes, strict=True)]
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Have idle slabs ready for a claim of these sizes, as far as there is room that nobody uses."""
+        """Have idle slabs ready for a claim of these sizes, as far as there is room that nobody uses.
+
+        One that the host refused is asked for again.
+        """
         wanted = Counter(slab_bytes(size) for size in sizes)
         with self._lock:
+            self._drop_refused()
             wanted.subtract(slab.num_bytes for slab in self._idle)
             for size, missing in wanted.items():
                 for _ in range(missing):
@@ -110,16 +117,18 @@ class SlabPool:
         with self._lock:
             for slab in slabs:
                 self._in_use_bytes -= slab.num_bytes
-                if not slab.cancel() and not slab.is_refused:
+                if not slab.cancel():
                     self._idle.append(slab)
 
     def shutdown(self) -> None:
-        """Stop the threads and give idle slabs back to the system."""
+        """Stop the threads, and give slabs that are idle or evicted back to the system; those not begun never come."""
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
-            idle, self._idle = self._idle, []
-        for slab in idle:
-            self._unmake(slab)
+            self._drop_refused()
+            self._evicted += self._idle
+            self._idle = []
+        while self._evicted:
+            self._unmake_next()
 
     def _describe_use(self) -> str:
         return f"{_size(self._in_use_bytes)} of {_size(self.limit_bytes)}"
@@ -127,9 +136,13 @@ class SlabPool:
     def _idle_bytes(self) -> int:
         return sum(slab.num_bytes for slab in self._idle)
 
+    def _drop_refused(self) -> None:
+        """Forget idle slabs that will never come."""
+        self._idle = [slab for slab in self._idle if not slab.is_refused]
+
     def _take_idle(self, num_bytes: int) -> Slab | None:
         for index, slab in enumerate(self._idle):
-            if slab.num_bytes == num_bytes and not slab.is_refused:
+            if slab.num_bytes == num_bytes:
                 return self._idle.pop(index)
         return None
 
@@ -139,7 +152,8 @@ class SlabPool:
             slab = self._idle.pop(0)
             held -= slab.num_bytes
             if not slab.cancel():
-                self._threads.submit(self._unmake, slab)
+                self._evicted.append(slab)
+                self._threads.submit(self._unmake_next)
 
     def _order(self, num_bytes: int) -> Slab:
         return Slab(num_bytes, self._threads.submit(self._make, num_bytes))
@@ -160,12 +174,15 @@ class SlabPool:
                 self._pinned_bytes += num_bytes
         return pages
 
-    def _unmake(self, slab: Slab) -> None:
-        """The system has pages back when their last view is gone, which is here."""
-        if self._source.unpin is None or slab.is_refused:
+    def _unmake_next(self) -> None:
+        """The system has pages of an evicted slab back when their last view is gone, which is here."""
+        slab = self._evicted.popleft()
+        if self._source.unpin is None:
             return
         try:
             self._source.unpin(slab.wait())
+        except HostMemoryError:
+            return  # it never came
         except OSError as error:
             log.error("host_memory_unpin_failed bytes=%d error=%s", slab.num_bytes, error)
         with self._lock:

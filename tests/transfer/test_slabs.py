@@ -1,6 +1,7 @@
 """Slabs of host memory: a claim holds at once or not at all, freed ones are used again, refusals say what to change."""
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ class Host:
 
     def __init__(self):
         self.mapped, self.pinned, self.refusal = [], [], None
-        self.may_map = threading.Event()
+        self.may_map, self.may_unpin = threading.Event(), threading.Event()
         self.may_map.set()
+        self.may_unpin.set()
         self.source = PageSource(self.map, self.pin, self.unpin)
 
     def map(self, num_bytes):
@@ -35,7 +37,15 @@ class Host:
         self.pinned.append(pages.ctypes.data)
 
     def unpin(self, pages):
+        assert self.may_unpin.wait(20)
         self.pinned.remove(pages.ctypes.data)
+
+
+def wait_until(is_so):
+    ends = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -48,6 +58,7 @@ def pool(host):
     pool = SlabPool(LIMIT, host.source, 2)
     yield pool
     host.may_map.set()
+    host.may_unpin.set()
     pool.shutdown()
     assert pool.bytes_in_use == pool.bytes_pinned == pool.bytes_held == len(host.pinned) == 0
 
@@ -142,6 +153,48 @@ def test_a_refusal_of_the_host_is_told_where_the_slab_is_waited_for(pool, host, 
     slabs = pool.claim([2 * SIZE])
     slabs[0].wait()
     pool.release(slabs)
+
+
+def test_prepared_slabs_that_the_host_refused_are_not_held_and_are_asked_for_again(pool, host):
+    host.refusal = OSError(12, "cudaHostRegister failed")
+    pool.prepare([2 * SIZE])
+    wait_until(lambda: len(host.mapped) == 1 and pool.bytes_held == 0)
+    host.refusal = None
+    pool.prepare([2 * SIZE])
+    assert pool.bytes_held == 2 * SIZE
+    (slab,) = pool.claim([2 * SIZE])
+    assert len(slab.wait()) == 2 * SIZE
+    assert host.mapped == [2 * SIZE] * 2
+    pool.release([slab])
+
+
+def test_a_slab_given_back_on_its_way_is_not_held_once_the_host_has_refused_it(pool, host):
+    host.refusal = OSError(12, "cudaHostRegister failed")
+    host.may_map.clear()
+    slabs = pool.claim([SIZE])
+    wait_until(slabs[0]._pages.running)
+    pool.release(slabs)
+    assert pool.bytes_held == SIZE
+    host.may_map.set()
+    wait_until(lambda: pool.bytes_held == 0)
+
+
+def test_slabs_that_wait_to_be_unpinned_are_at_shutdown_and_orders_never_begin(host):
+    pool = SlabPool(LIMIT, host.source, 1)
+    slabs = pool.claim([SIZE] * 8)
+    for slab in slabs:
+        slab.wait()
+    pool.release(slabs)
+    host.may_unpin.clear()
+    orders = pool.claim([3 * SIZE, 5 * SIZE])
+    stopping = threading.Thread(target=pool.shutdown)
+    stopping.start()
+    wait_until(lambda: all(order.is_refused for order in orders))
+    host.may_unpin.set()
+    stopping.join()
+    assert host.pinned == []
+    assert pool.bytes_pinned == 0
+    assert host.mapped == [SIZE] * 8
 
 
 def test_pages_are_zero_aligned_to_huge_pages_and_outlive_their_slab():
