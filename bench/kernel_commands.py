@@ -24,11 +24,11 @@ Batch = Annotated[str, typer.Option(help="requests of a step, with commas")]
 @app.command()
 def hop(
     batch: Batch = "1,8,16",
-    hops: Annotated[int, typer.Option(min=1, help="of a round")] = 1000,
+    hops: Annotated[int, typer.Option(min=1, help="of a round; whole steps of 32 are run")] = 1000,
     device: Device = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Time what a layer's question to the CPU costs when there is nothing to attend."""
+    """Time what a layer's question to the CPU costs when there is nothing to attend, launched ahead and behind."""
     from bench.exchange_hop import hop_rows
 
     run_kernel(device, json_file, lambda resolved, console: hop_rows(parse_batches(batch), resolved, hops, console))

@@ -1,6 +1,8 @@
 """Rows of `tandem bench kernel`: each passes its gate and reports times; a wrong result gives none."""
 
 import json
+import time
+from threading import Thread
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 from bench import exchange_hop, simhash_codes
 from bench.cli import app
 from bench.rows import GateError
+from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot
 
 CPU, QUIET = torch.device("cpu"), Console(quiet=True)
 
@@ -26,9 +29,52 @@ def test_a_hop_that_brings_another_ask_gives_no_number(monkeypatch: pytest.Monke
         counters.add_(1)
         slot.flags.copy_(counters)
 
-    monkeypatch.setattr(exchange_hop, "exchange_pack", keep_the_old_query)
-    with pytest.raises(GateError, match="hop 1 brought another ask"):
+    monkeypatch.setattr("gpu.slot_exchange.exchange_pack", keep_the_old_query)
+    with pytest.raises(GateError, match="hop 2 brought another ask than that of answer 1"):
         exchange_hop.hop_rows((1,), CPU, 5, QUIET)
+
+
+def in_a_thread(hops: exchange_hop.Hops, await_answer, monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
+    """A step that is launched ahead computes beside the host, as a graph does on its device."""
+    monkeypatch.setattr("gpu.slot_exchange.await_answer", await_answer)
+    launched: list[Thread] = []
+    whole = hops._whole
+
+    def launch() -> None:
+        for before in launched:
+            before.join(20)
+        launched.append(Thread(target=whole))
+        launched[-1].start()
+
+    hops._whole = launch
+    return launched
+
+
+def await_on_the_host(counters: torch.Tensor, slot: ExchangeSlot) -> None:
+    deadline = time.monotonic() + 20
+    while int(slot.answered) not in (int(counters[0]), RELEASED):
+        assert time.monotonic() < deadline, "an answer does not come"
+        time.sleep(0)
+
+
+def test_hops_that_are_launched_ahead_wait_for_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    hops = exchange_hop.Hops(2, CPU)
+    launched = in_a_thread(hops, await_on_the_host, monkeypatch)
+    exchange_hop.check_hops(hops, goes_ahead=True)
+    launched[-1].join(20)
+    assert len(launched) == 2
+    assert not launched[-1].is_alive()
+    exchange_hop.check_hops(hops, goes_ahead=False)
+
+
+def test_a_device_that_does_not_wait_gives_no_number_and_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    hops = exchange_hop.Hops(1, CPU)
+    monkeypatch.setattr(exchange_hop, "WAIT_S", 0.1)
+    launched = in_a_thread(hops, lambda counters, slot: None, monkeypatch)
+    with pytest.raises((GateError, ExchangeError)):
+        exchange_hop.check_hops(hops, goes_ahead=True)
+    launched[-1].join(20)
+    assert hops.slot.is_released
 
 
 def test_codes_that_are_not_the_plain_ones_give_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,4 +94,4 @@ def test_the_commands_report_json_last() -> None:
     assert [row["name"] for row in rows] == ["simhash of keys", "simhash of queries"]
     done = CliRunner().invoke(app, ["kernel", "hop", "--batch", "1", "--hops", "3", "--device", "cpu"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout.strip().splitlines()[-1])[0]["name"] == "hop"
+    assert json.loads(done.stdout.strip().splitlines()[-1])[0]["name"] == "hop behind its answer"
