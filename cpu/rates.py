@@ -14,6 +14,8 @@ import numba
 import numpy as np
 import psutil
 
+from transfer.simd.threads import start_threads
+
 GIB = 2**30
 ROW_BYTES = 256  # one bf16 row of a head of 128: the unit in which sampled attention reads
 CACHE_MULTIPLE = 4
@@ -89,6 +91,7 @@ def measure_host_rates(threads: int, *, gib: float | None = None) -> dict[str, f
     buffer = _touched_buffer(num_bytes)
     rows = buffer.reshape(-1, ROW_BYTES // _INT64_BYTES)
     order = np.random.default_rng(0).permutation(len(rows)).astype(np.int32)
+    start_threads()
     with_threads = numba.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     try:
@@ -103,6 +106,7 @@ def measure_host_rates(threads: int, *, gib: float | None = None) -> dict[str, f
 def measure_read_rate(threads: int, num_bytes: int) -> float:
     """GB/s of reading one buffer of `num_bytes` over and over: from the cache, if it fits there."""
     buffer = _touched_buffer(num_bytes)
+    start_threads()
     with_threads = numba.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     try:

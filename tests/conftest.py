@@ -15,11 +15,6 @@ def pytest_configure() -> None:
         return
     os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / "build" / "numba" / worker)
     os.environ["OMP_NUM_THREADS"] = "1"
-    import numba
-    import torch
-
-    numba.get_num_threads()  # starts numba's threads, and gives torch as many
-    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ COMMAND = [
     "--tasks", "needle", "--lengths", "256", "--samples", "12", "--method", "full", "--method", "streaming:budget=0.1",
 ]  # fmt: skip
 PATIENCE_S = 120
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # numba gives torch as many as it has
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def count_lines(path: Path) -> int:

@@ -19,6 +19,9 @@ from numba.core.types.function_type import CompileResultWAP
 from numba.extending import intrinsic
 
 from transfer.simd.features import SIMD
+from transfer.simd.threads import start_threads
+
+start_threads()
 
 
 def version(*modules: ModuleType) -> int:
