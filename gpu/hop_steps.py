@@ -1,14 +1,14 @@
 """Decode steps over contexts that are partly in host memory: device and CPU take turns, a layer at a time.
 
 It refuses to know requests, deposits, and how the CPU attends. A batch is cut into two half batches, each with its own
-exchange slot: the device computes one's next segment while the CPU attends for the other. On CUDA a segment is a graph
-for the next larger captured size, launched ahead of the answer that it begins with. Sizes beyond the ladder, and the
-CPU device, run the same segments eagerly and behind the answer: a launch that allocates or loads may wait for a device
-that would wait for this host.
-Invariants: a slot has one ask open at a time, and its stamps are counted by the host as by the device; rows of padding
-have slot -1 and no context, and the CPU is told of real rows alone; no device is left waiting for an answer. Whenever
-a segment is launched, those launched before it have their answers: so a launch may wait for the device, but its own
-segment must not have to end (CUDA_LAUNCH_BLOCKING): then nothing is launched ahead.
+exchange slot: the device computes one's next segment while the CPU attends for the other. On CUDA a whole step, both
+half batches in turns, is one graph for the next larger captured size: it waits for each answer by itself, so the host
+launches once and then only answers. Sizes beyond the ladder, and the CPU device, run the same segments eagerly, each
+behind its answer: a launch that allocates or loads may wait for a device that would wait for this host.
+Invariants: a slot has one ask open at a time, and its stamps are counted by the host as by the device; segments are
+computed in the order in which the host answers, on one stream; rows of padding have slot -1 and no context, and the CPU
+is told of real rows alone; no device is left waiting for an answer. A launch that must end before it returns
+(CUDA_LAUNCH_BLOCKING) cannot wait for answers: then no step is captured.
 """
 
 import os
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ MIN_ROWS_TO_HALVE = 2  # a single row leaves nothing to compute while the CPU at
 class HopTimes:
     """Totals over all hop steps so far, by the host's clock; a benchmark takes differences.
 
-    rows: of all steps; launch_s: handing segments to the device (on the CPU: computing them); ready_s: waiting for
+    rows: of all steps; launch_s: handing steps to the device (on the CPU: computing them); ready_s: waiting for
     deposits to land and tables to stand; attention_s: in `Attention.run`, waiting for queries and attending.
     """
 
@@ -45,103 +46,52 @@ class HopTimes:
     attention_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Captured:
-    """One size's graphs: `segments[i]` up to ask i, the last one to the logits, float32 `[rows, vocab]`."""
-
-    inputs: HopInputs
-    segments: list[torch.cuda.CUDAGraph]
-    logits: Tensor
-
-
 class HalfBatch:
-    """One of two half batches: its exchange slot and graphs, and how far its step under way has come."""
+    """One of two half batches: its exchange slot, and how far its eager step under way has come."""
 
     def __init__(self, segments: HopSegments, exchange: SlotExchange) -> None:
         self.segments = segments
         self.exchange = exchange
-        self.max_rows = len(exchange.slot.flags)
-        self._captured: dict[int, _Captured] = {}
-        self._rows = 0
-        self._graphs: _Captured | None = None
         self._inputs: HopInputs | None = None
         self._carry: Carry | None = None
 
-    @property
-    def goes_ahead(self) -> bool:
-        """Whether segments of the step under way are launched ahead of answers: the device waits by itself."""
-        return self._graphs is not None and not LAUNCHES_BLOCK
+    def pack(self, slots: Sequence[int], positions: Sequence[int], size: int) -> np.ndarray:
+        """The bytes of `HopInputs` of these rows, padded to `size`."""
+        deposited = [self.segments.decoder.pool.num_deposited_tokens(slot) for slot in slots]
+        return HopInputs.pack(slots, positions, deposited, size, len(self.segments.last_tokens) - 1)
 
-    def begin(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Launch the first segment."""
-        pool, last_tokens = self.segments.decoder.pool, self.segments.last_tokens
+    def to_device(self, packed: np.ndarray, size: int) -> HopInputs:
+        return HopInputs(upload(packed, self.segments.last_tokens.device), size)
+
+    def expect(self, rows: int) -> None:
+        """The first ask of a step is on its way."""
         if self.exchange.slot.is_released:  # a step before this one failed
             self.exchange.forget_asks()
-        self._rows = len(slots)
-        size = min((size for size in self._captured if size >= self._rows), default=self._rows)
-        deposited = [pool.num_deposited_tokens(slot) for slot in slots]
-        packed = HopInputs.pack(slots, positions, deposited, size, len(last_tokens) - 1)
-        self.exchange.slot.advance(self._rows)
-        self._graphs = self._captured.get(size)
-        if self._graphs is None:
-            self._inputs = HopInputs(upload(packed, last_tokens.device), size)
-            self._carry = self.segments.begin(self._inputs, self.exchange)
-        else:
-            self._graphs.inputs.buffer.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
-            self._graphs.segments[0].replay()
+        self.exchange.slot.advance(rows)
+
+    def begin(self, inputs: HopInputs) -> None:
+        """The first segment."""
+        self._inputs, self._carry = inputs, self.segments.begin(inputs, self.exchange)
 
     def go_on(self, ask: int) -> Tensor | None:
-        """Launch the segment that begins with the answer to `ask`; the last one's logits `[rows, vocab]` come back."""
-        is_last = ask + 1 == self.segments.num_asks
-        if self._graphs is not None:
-            self._graphs.segments[ask + 1].replay()
-            return self._graphs.logits[: self._rows] if is_last else None
+        """The segment that begins with the answer to `ask`; the last one's logits `[rows, vocab]` come back."""
         assert self._inputs is not None
         assert self._carry is not None, "half batch: go_on before begin"
-        if not is_last:
+        if ask + 1 < self.segments.num_asks:
             self._carry = self.segments.go_on(ask, self._carry, self._inputs, self.exchange)
             return None
         logits = self.segments.end(self._carry, self._inputs, self.exchange)
         self._inputs = self._carry = None
         return logits
 
-    def expect_next(self) -> None:
-        """The ask under way has its answer, and the next one is on its way."""
-        self.exchange.slot.advance(self._rows)
 
-    def capture(self, size: int, pool: tuple[int, int]) -> None:
-        """Graphs for up to `size` rows. Nobody answers while warming up, so the slot is released."""
-        last_tokens = self.segments.last_tokens
-        packed = HopInputs.pack([], [], [], size, len(last_tokens) - 1)
-        inputs = HopInputs(upload(packed, last_tokens.device), size)
-        self.exchange.slot.release()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUP_STEPS):
-                self._warm_up(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        graphs: list[torch.cuda.CUDAGraph] = []
+@dataclass(slots=True)
+class _CapturedStep:
+    """A step of one size: `inputs` and `logits`, float32 `[rows, vocab]`, of each half batch."""
 
-        def recorded() -> torch.cuda.graph:
-            graphs.append(torch.cuda.CUDAGraph())
-            return torch.cuda.graph(graphs[-1], pool=pool)
-
-        with recorded():
-            carry = self.segments.begin(inputs, self.exchange)
-        for ask in range(self.segments.num_asks - 1):
-            with recorded():
-                carry = self.segments.go_on(ask, carry, inputs, self.exchange)
-        with recorded():
-            logits = self.segments.end(carry, inputs, self.exchange)
-        self._captured[size] = _Captured(inputs, graphs, logits)
-        self.exchange.forget_asks()
-
-    def _warm_up(self, inputs: HopInputs) -> None:
-        carry = self.segments.begin(inputs, self.exchange)
-        for ask in range(self.segments.num_asks - 1):
-            carry = self.segments.go_on(ask, carry, inputs, self.exchange)
-        self.segments.end(carry, inputs, self.exchange)
+    inputs: list[HopInputs]
+    graph: torch.cuda.CUDAGraph
+    logits: list[Tensor]
 
 
 class HopSteps:
@@ -156,30 +106,37 @@ class HopSteps:
         assert self.num_asks > 0, "hop steps: no layer goes down; step as the exact profile does"
         self.tier = tier
         self.times = times
+        self._captured: dict[int, _CapturedStep] = {}
 
     def run(self, slots: Sequence[int], positions: Sequence[int], context_ids: Sequence[int]) -> Tensor:
         """Logits, float32 `[rows, vocab]`, after one token a slot; the next step overwrites them.
 
-        context_ids: the rows' contexts in the tier. Asynchronous up to the first question to the CPU; returns when the
-        last one is answered and the segment behind it launched. Raises ContextLostError before the first answer: the
-        step may be run again with other rows, since its first segment writes the same keys and values anew.
+        context_ids: the rows' contexts in the tier. Returns when the last question to the CPU is answered and what is
+        behind it launched. Raises ContextLostError before the first answer: the step may be run again with other rows,
+        since it writes the same keys and values anew.
         """
         times, clock = self.times, time.perf_counter
-        began = clock()
         parts = list(zip(self.halves, halve(len(slots)), strict=False))
-        for half, rows in parts:
-            half.begin(slots[rows], positions[rows])
-        launched = clock()
-        attentions = [self.tier.attention(context_ids[rows]) for _, rows in parts]
-        times.launch_s += launched - began
-        times.ready_s += clock() - launched
+        captured = self._captured.get(min((size for size in self._captured if size >= len(slots)), default=0))
+        attentions: list[Attention] = []
         try:
-            logits = [
-                answer
-                for ask in range(self.num_asks)
-                for (half, _), attention in zip(parts, attentions, strict=True)
-                if (answer := self._hop(ask, half, attention)) is not None
-            ]
+            began = clock()
+            for place, (half, rows) in enumerate(parts):
+                half.expect(rows.stop - rows.start)
+                size = captured.inputs[place].rows.rows if captured else rows.stop - rows.start
+                packed = half.pack(slots[rows], positions[rows], size)
+                if captured:
+                    staged = torch.from_numpy(packed).pin_memory()
+                    captured.inputs[place].buffer.copy_(staged, non_blocking=True)
+                else:
+                    half.begin(half.to_device(packed, size))
+            if captured:
+                captured.graph.replay()
+            launched = clock()
+            attentions += [self.tier.attention(context_ids[rows]) for _, rows in parts]
+            times.launch_s += launched - began
+            times.ready_s += clock() - launched
+            logits = self._answer(parts, attentions, is_eager=captured is None)
         except BaseException:
             for half in self.halves:
                 half.exchange.slot.release()
@@ -189,39 +146,65 @@ class HopSteps:
         times.steps += 1
         times.rows += len(slots)
         times.asks += self.num_asks * len(parts)
+        if captured:
+            logits = [own[: rows.stop - rows.start] for own, (_, rows) in zip(captured.logits, parts, strict=True)]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _hop(self, ask: int, half: HalfBatch, attention: Attention) -> Tensor | None:
-        """Answer an ask and launch the segment behind it, whichever may come first; logits of the last one."""
-        times, clock = self.times, time.perf_counter
-        began = clock()
-        logits = half.go_on(ask) if half.goes_ahead else None
-        launched = clock()
-        attention.run(ask, half.exchange.slot)
-        answered = clock()
-        if not half.goes_ahead:
-            logits = half.go_on(ask)
-        if logits is None:
-            half.expect_next()
-        times.attention_s += answered - launched
-        times.launch_s += launched - began + clock() - answered
+    def _answer(
+        self, parts: Sequence[tuple[HalfBatch, slice]], attentions: Sequence[Attention], is_eager: bool
+    ) -> list[Tensor]:
+        """Answer all asks of a step; eager segments are computed behind their answers, and their logits come back."""
+        times, clock, logits = self.times, time.perf_counter, []
+        for ask in range(self.num_asks):
+            for (half, rows), attention in zip(parts, attentions, strict=True):
+                began = clock()
+                attention.run(ask, half.exchange.slot)
+                answered = clock()
+                last = half.go_on(ask) if is_eager else None
+                if last is not None:
+                    logits.append(last)
+                if ask + 1 < self.num_asks:
+                    half.exchange.slot.advance(rows.stop - rows.start)
+                times.attention_s += answered - began
+                times.launch_s += clock() - answered
         return logits
 
-    def capture(self, batch_sizes: Sequence[int], pools: Sequence[tuple[int, int]],
-                on_progress: Callable[[float], None]) -> None:  # fmt: skip
-        """Capture half batches of batches of these sizes, largest first.
-
-        `pools[i]` is the memory of half batch i alone: the two take turns, so one's carry must outlive the other's
-        segments.
+    def capture(self, batch_sizes: Sequence[int], pool: tuple[int, int], on_progress: Callable[[float], None]) -> None:
+        """Capture steps of these batch sizes and of a single row, largest first; `pool` is the graphs' memory, which
+        other steps may share: one runs at a time.
         """
-        wanted = [
-            (half, pool, size)
-            for place, (half, pool) in enumerate(zip(self.halves, pools, strict=True))
-            for size in half_sizes(batch_sizes, place)
-        ]
-        for done, (half, pool, size) in enumerate(wanted):
-            half.capture(size, pool)
-            on_progress((done + 1) / len(wanted))
+        sizes = sorted({1, *batch_sizes}, reverse=True)
+        for done, size in enumerate(sizes):
+            if not LAUNCHES_BLOCK:
+                self._capture(size, pool)
+            on_progress((done + 1) / len(sizes))
+
+    def _capture(self, size: int, pool: tuple[int, int]) -> None:
+        """Nobody answers while it warms up, so slots are released."""
+        parts = list(zip(self.halves, (rows.stop - rows.start for rows in halve(size)), strict=False))
+        inputs = [half.to_device(half.pack([], [], rows), rows) for half, rows in parts]
+        for half, _ in parts:
+            half.exchange.slot.release()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_STEPS):
+                self._compute(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = self._compute(inputs)
+        self._captured[size] = _CapturedStep(inputs, graph, logits)
+        for half, _ in parts:
+            half.exchange.forget_asks()
+
+    def _compute(self, inputs: Sequence[HopInputs]) -> list[Tensor]:
+        """A step whose answers come by themselves, in the order of `_answer`; the half batches' logits."""
+        parts = list(zip(self.halves, inputs, strict=False))
+        for half, own in parts:
+            half.begin(own)
+        segments = [half.go_on(ask) for ask in range(self.num_asks) for half, _ in parts]
+        return [logits for logits in segments if logits is not None]
 
 
 def halve(rows: int) -> list[slice]:
@@ -232,13 +215,6 @@ def halve(rows: int) -> list[slice]:
     return [slice(0, middle), slice(middle, rows)]
 
 
-def half_sizes(batch_sizes: Sequence[int], place: int) -> list[int]:
-    """Sizes of half batch 0 or 1 in batches of these sizes, largest first."""
-    parts = [halve(size) for size in batch_sizes]
-    return sorted({part[place].stop - part[place].start for part in parts if place < len(part)}, reverse=True)
-
-
 def most_half_rows(max_rows: int) -> list[int]:
     """Most rows of each half batch in batches of up to `max_rows`."""
-    sizes = [half_sizes(range(1, max_rows + 1), place) for place in (0, 1)]
-    return [largest[0] for largest in sizes if largest]
+    return [rows.stop - rows.start for rows in halve(max_rows)]

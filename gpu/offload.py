@@ -106,10 +106,10 @@ class Offload:
     def capture(self, batch_sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
         """CUDA graphs of both kinds of steps, for batches of these sizes."""
         kinds = [steps for steps in (self._exact, self._sampled) if steps is not None]
-        pools = [torch.cuda.graph_pool_handle() for _ in self._exact.halves]
+        pool = torch.cuda.graph_pool_handle()
         for done, steps in enumerate(kinds):
             begin = done / len(kinds)
-            steps.capture(batch_sizes, pools, lambda part, begin=begin: on_progress(begin + part / len(kinds)))
+            steps.capture(batch_sizes, pool, lambda part, begin=begin: on_progress(begin + part / len(kinds)))
 
     def _steps(self, segments: HopSegments, hyperplanes: Hyperplanes | None) -> HopSteps:
         shape, last_tokens = self.tier.shape, segments.last_tokens

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transfer.exchange import ExchangeSlot
-from transfer.tier import Filled, HostMemoryError, LayerRows, Reservation, TierShape
+from transfer.tier import Filled, HostMemoryError, HostTier, LayerRows, Reservation, TierShape
 
 SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
 UNWRITTEN_CODE = 65_535
@@ -139,9 +139,7 @@ class ReferenceTier:
 
     def stored(self, context_id: int, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a whole run, float64 `[kv_heads, tokens, dim]`, the centre given back."""
-        parts = [_restore(rows) for rows in self.rows(context_id, layer, self.num_tokens(context_id))]
-        none = torch.empty(self.shape.num_kv_heads, 0, self.shape.dim, dtype=torch.float64)
-        return torch.cat([none, *(keys for keys, _ in parts)], 1), torch.cat([none, *(v for _, v in parts)], 1)
+        return stored_rows(self, context_id, layer, self.num_tokens(context_id))
 
     def put(self, context_id: int, keys: Tensor, values: Tensor) -> None:
         """Deposit rows `[layers, kv_heads, tokens, dim]` (rotated, not centred) by hand; bfloat16 tiers only."""
@@ -205,6 +203,13 @@ class ReferenceAttention:
             assert time.monotonic() < deadline, (
                 f"reference tier: flags {slot.flags[: slot.rows].tolist()}, wanted stamp {slot.stamp} in all"
             )
+
+
+def stored_rows(tier: HostTier, context_id: int, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a run's first tokens, float64 `[kv_heads, tokens, dim]`, the centre given back."""
+    parts = [_restore(rows) for rows in tier.rows(context_id, layer, num_tokens)]
+    none = torch.empty(tier.shape.num_kv_heads, 0, tier.shape.dim, dtype=torch.float64)
+    return torch.cat([none, *(keys for keys, _ in parts)], 1), torch.cat([none, *(values for _, values in parts)], 1)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

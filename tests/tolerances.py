@@ -100,6 +100,9 @@ CHUNKING_LOGPROB_ATOL = 1e-4
 # Logits of twelve float32 layers whose attention is merged from the device's part and the host's: sums in another
 # order, logits of some ten units.
 HOP_LOGITS_FLOAT32 = 2e-4
+# The same where every key is sampled (1 bit, 64 tables): keys almost opposite to the query may be missed or weigh twice
+# as much, and have next to no weight.
+HOP_LOGITS_ALL_SAMPLED = 5e-3
 # A mean that another program summed in another order, in float64.
 HARNESS_METRIC_RTOL = 1e-12
 # bf16: share of positions whose most likely token is float32's, below transformers' own share, at most.

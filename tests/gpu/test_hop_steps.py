@@ -1,9 +1,11 @@
 """Decoding through the host tier equals decoding with the whole context on the device, deposits in between included."""
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from threading import Thread
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -11,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.hop_segments import HopInputs, HopSegments
-from gpu.hop_steps import HalfBatch, HopSteps, HopTimes, half_sizes, halve, most_half_rows
+from gpu.hop_segments import HopInputs
+from gpu.hop_steps import HopSteps, HopTimes, halve, most_half_rows
 from gpu.kernels.simhash_encode import arrange, encode_rows_reference
 from gpu.runner import PROJECTION_SEED
 from gpu.simhash import draw_projections
@@ -22,7 +24,8 @@ from tests.gpu.reference_model import GREEDY, NUM_LAYERS, document_prompt, layer
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_TABLES, Twins
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
-from transfer.exchange import ExchangeError
+from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot
+from transfer.tier import ContextLostError
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 NUM_STEPS = 64
@@ -40,7 +43,7 @@ def check_steps(twins: Twins, slots: list[int], num_steps: int) -> None:
         assert furthest(twins, slots) < HOP_LOGITS_FLOAT32
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5])
+@pytest.mark.parametrize("num_rows", [1, 5])
 def test_logits_equal_those_of_the_exact_profile_over_64_steps(num_rows: int) -> None:
     twins = Twins()
     twins.prefill(PROMPTS[:num_rows])
@@ -79,8 +82,8 @@ def test_any_set_of_dense_layers_decodes_the_same(dense_layers: tuple[int, ...])
 @pytest.mark.parametrize("window_tokens", [64, 65])
 def test_borders_of_sink_and_window_fall_right_for_every_page_size(page_tokens: int, window_tokens: int) -> None:
     twins = Twins(page_tokens=page_tokens, window_tokens=window_tokens)
-    twins.prefill(PROMPTS[:2])
-    check_steps(twins, [0, 1], 66)
+    twins.prefill(PROMPTS[:1])
+    check_steps(twins, [0], page_tokens + 2)
 
 
 def test_sampled_steps_leave_the_codes_of_the_rotated_query_in_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +234,6 @@ def test_a_batch_is_cut_into_two_halves_and_a_row_is_not() -> None:
     assert halve(1) == [slice(0, 1)]
     assert halve(2) == [slice(0, 1), slice(1, 2)]
     assert halve(5) == [slice(0, 3), slice(3, 5)]
-    assert half_sizes((1, 2, 5, 8), 0) == [4, 3, 1]
-    assert half_sizes((1, 2, 5, 8), 1) == [4, 2, 1]
     assert [most_half_rows(rows) for rows in (1, 2, 5)] == [[1], [1, 1], [3, 2]]
 
 
@@ -245,15 +246,17 @@ def test_inputs_are_packed_and_padded() -> None:
 
 
 class Recorded:
-    """Stands in for a CUDA graph: a replay computes the recorded segment again, into the same tensors."""
+    """Stands in for a CUDA graph: a replay computes the recorded step again, in a thread that waits for answers."""
 
     recording: "Recorded | None" = None
+    running: "Thread | None" = None
 
     def __init__(self) -> None:
-        self.segment = None
+        self.step = None
 
     def replay(self) -> None:
-        self.segment()
+        Recorded.running = Thread(target=self.step)
+        Recorded.running.start()
 
 
 @contextmanager
@@ -261,72 +264,94 @@ def recorded(graph: Recorded, pool: object) -> Iterator[None]:
     Recorded.recording = graph
     yield
     Recorded.recording = None
-    assert graph.segment is not None
+    assert graph.step is not None
 
 
-def recordable(compute):
-    """A method of HopSegments whose results stay where its first call put them."""
+def compute_and_record(compute, steps: HopSteps, inputs: list[HopInputs]) -> list[torch.Tensor]:
+    """`HopSteps._compute`, whose results stay where its first call put them."""
+    results = compute(steps, inputs)
 
-    def tensors(result) -> list[torch.Tensor]:
-        return (
-            [result] if isinstance(result, torch.Tensor) else [result.hidden, result.resident.out, result.resident.lse]
-        )
+    @torch.inference_mode()
+    def again() -> None:
+        for kept, new in zip(results, compute(steps, inputs), strict=True):
+            kept.copy_(new)
 
-    def computing(self, *arguments):
-        result = compute(self, *arguments)
-        if Recorded.recording is not None:
-
-            def again() -> None:
-                for kept, new in zip(tensors(result), tensors(compute(self, *arguments)), strict=True):
-                    kept.copy_(new)
-
-            Recorded.recording.segment = again
-        return result
-
-    return computing
+    if Recorded.recording is not None:
+        Recorded.recording.step = again
+    return results
 
 
-def test_graphs_of_padded_sizes_are_replayed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = Twins()
-    twins.prefill(PROMPTS)
+def await_on_the_host(counters: torch.Tensor, slot: ExchangeSlot) -> None:
+    deadline = time.monotonic() + 20
+    while int(slot.answered) not in (int(counters[0]), RELEASED):
+        assert time.monotonic() < deadline, "a recorded step waits for an answer that does not come"
+        time.sleep(0)
+
+
+def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in (
         ("graph", recorded), ("CUDAGraph", Recorded), ("Stream", MagicMock), ("stream", lambda _: nullcontext()),
         ("current_stream", MagicMock), ("graph_pool_handle", lambda: (0, 0)),
     ):  # fmt: skip
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(HalfBatch, "goes_ahead", False)  # there is no device that could wait
-    for name in ("begin", "go_on", "end"):
-        monkeypatch.setattr(HopSegments, name, recordable(getattr(HopSegments, name)))
+    compute, answer = HopSteps._compute, HopSteps._answer
+    monkeypatch.setattr(HopSteps, "_compute", lambda steps, inputs: compute_and_record(compute, steps, inputs))
+
+    def answer_and_wait(*arguments, **options):
+        logits = answer(*arguments, **options)
+        if Recorded.running is not None:
+            Recorded.running.join()
+        return logits
+
+    monkeypatch.setattr(HopSteps, "_answer", answer_and_wait)
+    monkeypatch.setattr("gpu.slot_exchange.await_answer", await_on_the_host)
+
+
+def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins()
+    twins.prefill(PROMPTS)
+    fake_graphs(monkeypatch)
     told: list[float] = []
     with torch.inference_mode():
-        twins.deposits._offload.capture((1, 5), told.append)
+        twins.deposits._offload.capture((2, 5), told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
-    halves = twins.deposits._offload.decode_steps(False).halves
-    assert [sorted(half._captured) for half in halves] == [[1, 3], [2]]
+    captured = twins.deposits._offload.decode_steps(False)._captured
+    assert {size: [own.rows.rows for own in step.inputs] for size, step in captured.items()} == {
+        5: [3, 2], 2: [1, 1], 1: [1],
+    }  # fmt: skip
     for slots in ([0], [1, 0], [2, 3, 4], [0, 1, 2, 3, 4]):
+        Recorded.running = None
         check_steps(twins, slots, 3)
-    assert all(half._graphs is not None for half in halves)
+        assert Recorded.running is not None
 
 
 class RecordingHalf:
-    """A half batch of one row that writes down what is launched, and a tier's attention that does so with answers."""
+    """A half batch of one row that writes down what is computed, and a tier's attention that does so with answers."""
 
-    def __init__(self, name: str, goes_ahead: bool, log: list[str], fails_at: int | None = None) -> None:
-        self.name, self.goes_ahead, self.log, self.fails_at = name, goes_ahead, log, fails_at
+    def __init__(self, name: str, log: list[str], fails_at: int | None = None) -> None:
+        self.name, self.log, self.fails_at = name, log, fails_at
         self.segments = SimpleNamespace(num_asks=2)
-        self.exchange = SimpleNamespace(slot=SimpleNamespace(release=lambda: log.append(f"release {name}")))
+        self.exchange = SimpleNamespace(
+            slot=SimpleNamespace(release=lambda: log.append(f"release {name}"), advance=lambda rows: None)
+        )
 
-    def begin(self, slots, positions) -> None:
+    def expect(self, rows: int) -> None:
+        pass
+
+    def pack(self, slots, positions, size) -> None:
+        pass
+
+    def to_device(self, packed, size) -> None:
+        pass
+
+    def begin(self, inputs) -> None:
         self.log.append(f"begin {self.name}")
 
     def go_on(self, ask: int) -> torch.Tensor | None:
-        self.log.append(f"launch {self.name}{ask}")
+        self.log.append(f"go on {self.name}{ask}")
         return torch.zeros(1, 3) if ask == 1 else None
-
-    def expect_next(self) -> None:
-        pass
 
     def run(self, ask: int, slot) -> None:
         if ask == self.fails_at:
@@ -337,26 +362,50 @@ class RecordingHalf:
         self.log.append(f"give up {self.name}")
 
 
-def run_recorded(halves: list[RecordingHalf]) -> None:
+def recording_steps(halves: list[RecordingHalf]) -> HopSteps:
     of_row = iter(halves)
-    tier = SimpleNamespace(attention=lambda context_ids: next(of_row))
-    HopSteps(halves, tier, HopTimes()).run([0, 1], [9, 9], [100, 101])
+    return HopSteps(halves, SimpleNamespace(attention=lambda context_ids: next(of_row)), HopTimes())
 
 
-def test_a_segment_is_launched_ahead_of_its_answer_where_the_device_can_wait() -> None:
+def test_segments_are_captured_in_the_order_in_which_their_answers_come() -> None:
     log: list[str] = []
-    run_recorded([RecordingHalf("a", True, log), RecordingHalf("b", False, log)])
+    steps = recording_steps([RecordingHalf("a", log), RecordingHalf("b", log)])
+    steps.run([0, 1], [9, 9], [100, 101])
     assert log == [
-        "begin a", "begin b", "launch a0", "answer a0", "answer b0", "launch b0", "launch a1", "answer a1",
-        "answer b1", "launch b1",
+        "begin a", "begin b", "answer a0", "go on a0", "answer b0", "go on b0", "answer a1", "go on a1", "answer b1",
+        "go on b1",
     ]  # fmt: skip
+    eager = [entry for entry in log if "answer" not in entry]
+    log.clear()
+    assert len(steps._compute([MagicMock(), MagicMock()])) == 2
+    assert log == eager
 
 
 def test_no_device_is_left_waiting_when_an_answer_fails() -> None:
     log: list[str] = []
     with pytest.raises(ExchangeError, match="behind"):
-        run_recorded([RecordingHalf("a", True, log), RecordingHalf("b", True, log, fails_at=1)])
-    assert log[-5:] == ["launch b1", "release a", "release b", "give up a", "give up b"]
+        recording_steps([RecordingHalf("a", log), RecordingHalf("b", log, fails_at=1)]).run([0, 1], [9, 9], [100, 101])
+    assert log[-4:] == ["release a", "release b", "give up a", "give up b"]
+
+
+def test_no_device_is_left_waiting_when_a_context_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole step has been launched by then, and what it wrote is written anew by the next one."""
+    twins = Twins()
+    twins.prefill(PROMPTS[:2])
+    fake_graphs(monkeypatch)
+    with torch.inference_mode():
+        twins.deposits._offload.capture((2,), lambda part: None)
+    check_steps(twins, [0, 1], 1)
+    steps = twins.deposits._offload.decode_steps(False)
+    positions = [twins.sequences[slot].num_tokens for slot in (0, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(twins.tier, "attention", MagicMock(side_effect=ContextLostError(101, "rows cannot come")))
+        with torch.inference_mode(), pytest.raises(ContextLostError):
+            steps.run([0, 1], positions, [100, 101])
+    assert Recorded.running is not None
+    Recorded.running.join(20)
+    assert not Recorded.running.is_alive()
+    check_steps(twins, [0, 1], 3)
 
 
 def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ from gpu.step import (
     StepResult,
 )
 from tests.gpu.reference_model import FOLDER, GREEDY, NUM_LAYERS, layer_units, prefill_prompts
-from tests.reference_tier import ReferenceTier
+from tests.reference_tier import ReferenceTier, stored_rows
 from transfer.config import HostConfig, SampledConfig
-from transfer.tier import TierShape
+from transfer.tier import HostTier, TierShape
 
 NUM_HEADS, NUM_KV_HEADS, DIM = 8, 2, 64
 DEFAULT_DENSE = (0, NUM_LAYERS // 2)
@@ -36,23 +36,28 @@ BITS, NUM_TABLES = 6, 5
 PROFILES = {False: "offloaded", True: "sampled"}
 
 
-def tier_shape(dense_layers: tuple[int, ...]) -> TierShape:
+def tier_shape(dense_layers: tuple[int, ...], bits: int = BITS, num_tables: int = NUM_TABLES) -> TierShape:
     layers = tuple(layer for layer in range(NUM_LAYERS) if layer not in dense_layers)
-    return TierShape(layers, NUM_HEADS, NUM_KV_HEADS, DIM, "bfloat16", BITS, NUM_TABLES)
+    return TierShape(layers, NUM_HEADS, NUM_KV_HEADS, DIM, "bfloat16", bits, num_tables)
 
 
-def load(tier: ReferenceTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
-         graph_batch_sizes: tuple[int, ...]) -> Runner:  # fmt: skip
-    host = None if tier is None else HostConfig(sampled=SampledConfig(bits_per_table=BITS, num_tables=NUM_TABLES))
+def load(
+    tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
+    graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
+) -> Runner:  # fmt: skip
+    host = None
+    if tier is not None:
+        shape = tier.shape
+        host = HostConfig(sampled=SampledConfig(bits_per_table=shape.bits_per_table, num_tables=shape.num_tables))
     runner = load_runner(
         ModelConfig(path=FOLDER),
         GpuConfig(device=device, dtype=dtype, page_tokens=page_tokens, graph_batch_sizes=graph_batch_sizes),
         max_running=max_running,
-        max_context_tokens=MAX_CONTEXT,
+        max_context_tokens=max_context,
         chunk_tokens=512,
         max_hidden_tokens=4096,
-        num_pages=NUM_PAGES,
-        num_dense_pages=0 if tier is None else NUM_PAGES,
+        num_pages=num_pages,
+        num_dense_pages=0 if tier is None else num_pages,
         host=host,
         tier=tier,
         on_progress=lambda stage, fraction: None,
@@ -77,16 +82,19 @@ class Twins:
 
     def __init__(self, *, dense_layers: tuple[int, ...] = DEFAULT_DENSE, page_tokens: int = 16, window_tokens: int = 64,
                  lump_tokens: int = 64, is_sampled: bool = False, capacity_tokens: int = 100_000, max_running: int = 5,
-                 device: str = "cpu", dtype: str = "float32",
-                 graph_batch_sizes: tuple[int, ...] = ()) -> None:  # fmt: skip
-        self.tier = ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
+                 device: str = "cpu", dtype: str = "float32", graph_batch_sizes: tuple[int, ...] = (),
+                 tier: HostTier | None = None, max_context: int = MAX_CONTEXT,
+                 num_pages: int = NUM_PAGES) -> None:  # fmt: skip
+        """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape."""
+        self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
         self.page_tokens, self.window_tokens, self.lump_tokens = page_tokens, window_tokens, lump_tokens
         self.is_sampled = is_sampled
-        self.exact = load(None, page_tokens, max_running, device, dtype, ())
-        self.deposits = load(self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes)
+        self.num_pages, sizes = num_pages, (max_context, num_pages)
+        self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
+        self.deposits = load(self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes)
         self.sequences: dict[int, Sequence] = {}
-        self._free = list(range(NUM_PAGES))
-        self._dense = list(range(NUM_PAGES, 2 * NUM_PAGES))
+        self._free = list(range(num_pages))
+        self._dense = list(range(num_pages, 2 * num_pages))
         self._logits: dict[Runner, dict[int, torch.Tensor]] = {}
         for runner in (self.exact, self.deposits):
             self._record_logits(runner)
@@ -213,14 +221,15 @@ class Twins:
         """The oracle's rows of what is down become those that the host has."""
         oracle, shape = self.exact.pool, (NUM_KV_HEADS, -1, self.page_tokens, DIM)
         ids = list(range(*self._exact_pages(sequence.slot, self.page_tokens, sequence.run_end)))
+        num_tokens = sequence.run_end - self.page_tokens
         for place, layer in enumerate(self.tier.shape.layers):
-            for pages, rows in zip((oracle.key_pages[layer], oracle.value_pages[layer]),
-                                   self.tier.stored(sequence.context_id, place), strict=True):  # fmt: skip
+            stored = stored_rows(self.tier, sequence.context_id, place, num_tokens)
+            for pages, rows in zip((oracle.key_pages[layer], oracle.value_pages[layer]), stored, strict=True):
                 pages[ids] = rows.reshape(shape).transpose(0, 1).to(pages.device, pages.dtype)
 
     def _exact_pages(self, slot: int, begin: int, end: int) -> tuple[int, int]:
         """The oracle's page ids of tokens `[begin, end)`: a slot has a run of its own."""
-        first = slot * (NUM_PAGES // 5)
+        first = slot * (self.num_pages // 5)
         return first + begin // self.page_tokens, first + -(-end // self.page_tokens)
 
     def _record_logits(self, runner: Runner) -> None:

@@ -1,0 +1,91 @@
+"""Hop steps over the tier that serves: compiled attention in host memory, tables of hashed keys, waiting device graphs.
+
+A segment of its own takes 2,048 tokens; what comes after it goes into an open tail, which is read exactly.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from cpu.tier import open_tier
+from tests.gpu.reference_model import document_prompt
+from tests.gpu.test_hop_steps import furthest
+from tests.gpu.twin_runners import DEFAULT_DENSE, Twins, tier_shape
+from tests.tolerances import HOP_LOGITS_ALL_SAMPLED, HOP_LOGITS_FLOAT32
+
+MIB = 2**20
+LENGTHS = (2600, 300, 2300, 190, 2450)
+PROMPTS = [document_prompt(length, length) for length in LENGTHS]
+NUM_STEPS = 70  # a lump of each context goes down among them
+ALL = (1, 64)  # bits and tables with which every key is sampled, but those opposite to the query
+FEW = (7, 40)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_DEVICES = [("cpu", 2), *(pytest.param("cuda", rows, marks=pytest.mark.gpu) for rows in (1, 2, 5))]
+
+
+@contextmanager
+def twins_on_cpu_tier(
+    device: str, is_sampled: bool, tables: tuple[int, int], sizes: tuple[int, ...] = (), dtype: str = "float32"
+) -> Iterator[Twins]:
+    tier = open_tier(
+        tier_shape(DEFAULT_DENSE, *tables), getattr(torch, dtype), 512 * MIB, num_threads=1, is_pinned=device == "cuda"
+    )
+    try:
+        yield Twins(
+            device=device, dtype=dtype, graph_batch_sizes=sizes, is_sampled=is_sampled, tier=tier, max_context=2816,
+            num_pages=5 * 2816 // 16,
+        )  # fmt: skip
+    finally:
+        tier.shutdown()
+
+
+@pytest.mark.parametrize(("device", "num_rows"), ON_DEVICES)
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_logits_are_those_of_the_exact_profile(device: str, num_rows: int, is_sampled: bool) -> None:
+    with twins_on_cpu_tier(device, is_sampled, ALL, (1, 4, 5) if device == "cuda" else ()) as twins:
+        twins.prefill(PROMPTS[:num_rows])
+        slots = list(range(num_rows))
+        bound = HOP_LOGITS_ALL_SAMPLED if is_sampled else HOP_LOGITS_FLOAT32
+        for _ in range(NUM_STEPS):
+            assert not twins.step(slots).failures
+            assert furthest(twins, slots) < bound
+        counts = twins.tier.stats().attention
+        if is_sampled:
+            assert counts.rows_read > 0.5 * counts.tokens_covered
+            assert twins.tier.stats().tables_built > 0
+        else:
+            assert counts.rows_read < 0.5 * counts.tokens_covered  # a row is read once for the heads that share it
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_that_comparison_sees_a_few_keys_left_out(device: str) -> None:
+    with twins_on_cpu_tier(device, True, FEW) as twins:
+        twins.prefill(PROMPTS[:1])
+        twins.step([0])
+        assert furthest(twins, [0]) > HOP_LOGITS_ALL_SAMPLED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_on_cuda_graphs_give_the_bits_of_eager_segments(is_sampled: bool) -> None:
+    logits = []
+    for sizes in ((), (3, 5)):
+        with twins_on_cpu_tier("cuda", is_sampled, FEW, sizes, "bfloat16") as twins:
+            twins.prefill(PROMPTS[:3])
+            for _ in range(8):
+                twins.step([0, 1, 2])
+            logits.append(np.stack([twins.logits(slot)[0].numpy() for slot in range(3)]))
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+
+@pytest.mark.gpu
+def test_prompts_that_went_down_as_they_were_computed_decode_the_same_on_cuda_graphs() -> None:
+    with twins_on_cpu_tier("cuda", False, ALL, (1, 2)) as twins:
+        twins.prefill_down(0, PROMPTS[0])
+        twins.prefill_down(1, PROMPTS[2])
+        for _ in range(NUM_STEPS):
+            assert not twins.step([0, 1]).failures
+            assert furthest(twins, [0, 1]) < HOP_LOGITS_FLOAT32
