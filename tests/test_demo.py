@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,8 +16,15 @@ START_SECONDS = 240
 
 
 def start_demo(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(DEMO), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1)
+    """As from a terminal: what a background job starts would ignore interrupts."""
+    return subprocess.Popen(
+        [sys.executable, str(DEMO), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def test_the_demo_answers_right_on_another_port_and_serves_until_interrupted() -> None:
