@@ -10,6 +10,7 @@ from evals.options import (
     ApiKey,
     Batch,
     Concurrency,
+    Config,
     Device,
     Html,
     Json,
@@ -25,6 +26,7 @@ from evals.options import (
     one_line_errors,
     parse_files,
     parse_lengths,
+    read_deployment,
 )
 from evals.results_command import results
 
@@ -59,6 +61,7 @@ def tasks(
                                         "score the agreement with them; 0: free answers")] = 0,
     seed: Seed = 0,
     device: Device = "auto",
+    config: Config = None,
     batch: Batch = None,
     json_path: Json = None,
     html: Html = None,
@@ -85,11 +88,12 @@ def tasks(
         question_files = parse_files("--questions", questions, list(RULER_TASKS[-2:]))
         settings = PromptSettings(model, form, seed, tuple(text), tuple(question_files.items()), tuple(files.items()),
                                   sent_as)  # fmt: skip
-        sizes = parse_lengths(lengths)
+        sizes, deployment = parse_lengths(lengths), read_deployment(config, url)
         labels = tuple(dict.fromkeys(method))
         configuration = {
             "model": str(model), "tasks": chosen, "lengths": sizes, "samples": samples, "form": form,
             "sent_as": sent_as, "text": [str(path) for path in text], "forced": forced, "seed": seed, "url": url,
+            "config": str(config) if config is not None else None,
             "datasets": {name: str(path) for name, path in files.items()},
             "questions": {name: str(path) for name, path in question_files.items()},
         }  # fmt: skip
@@ -103,10 +107,11 @@ def tasks(
             cells = [Cell(name, length, samples, labels, 0) for length in sizes for name in chosen]
             records = run_remotely(cells, settings, server, resume)
         else:
-            check_methods(list(labels))
+            check_methods(list(labels), deployment)
             cells = [Cell(name, length, samples, labels, forced) for length in sizes for name in chosen]
             configuration["device"] = on = resolve_device(device)
-            records = run(cells, settings, InProcess(on, batch, count_workers(len(cells), on), resume), None)
+            how = InProcess(on, batch, count_workers(len(cells), on), resume, deployment)
+            records = run(cells, settings, how, None)
         leave_results(records, Outputs(json_path, html, resume), configuration | {"methods": list(labels)}, seed)
 
 
@@ -120,6 +125,7 @@ def fidelity(
     text: Text = [],  # noqa: B006
     seed: Seed = 0,
     device: Device = "auto",
+    config: Config = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="texts that go together")] = 8,
     json_path: Json = None,
     html: Html = None,
@@ -140,18 +146,19 @@ def fidelity(
         from evals.session import resolve_device
 
         labels = list(dict.fromkeys(label for grid in method for label in spread_grid(grid)))
-        server = None
+        server, deployment = None, read_deployment(config, url)
         if url is not None:
             labels, server = list(named_methods(labels)), server_of(url, served_model, model, api_key, 1)
         else:
-            check_methods(labels)
+            check_methods(labels, deployment)
         on, sizes = resolve_device(device), parse_lengths(lengths)
         found = run_comparisons(
-            FidelityRun(model, labels, sizes, samples, forced, tuple(text), seed, on, batch, server)
+            FidelityRun(model, labels, sizes, samples, forced, tuple(text), seed, on, batch, server, deployment)
         )
         print_fidelity(found["rows"], found["layers"], open_console())
         configuration = {"model": str(model), "methods": labels, "lengths": sizes, "samples": samples, "forced": forced,
-                         "text": [str(path) for path in text], "device": on, "url": url}  # fmt: skip
+                         "text": [str(path) for path in text], "device": on, "url": url,
+                         "config": str(config) if config is not None else None}  # fmt: skip
         document = finite({"configuration": configuration, "seeds": {"text": seed}, **found})
         if json_path is not None:
             write_document(json_path, document)

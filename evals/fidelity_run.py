@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from evals.served import Server
+    from server.config import Deployment
 
 
 @dataclass(frozen=True)
 class FidelityRun:
-    """What is compared. server: where the labels are profiles of a server; None: in this process."""
+    """What is compared. server: where the labels are profiles of a server; None: in this process, in the engine of
+    the deployment (None: what the machine gives, and no host tier).
+    """
 
     model: Path
     labels: list[str]
@@ -37,6 +40,7 @@ class FidelityRun:
     device: str
     batch: int
     server: "Server | None"
+    deployment: "Deployment | None" = None
 
 
 def run_comparisons(run: FidelityRun) -> dict[str, list[Row]]:
@@ -44,7 +48,7 @@ def run_comparisons(run: FidelityRun) -> dict[str, list[Row]]:
     dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
     decoder = load_decoder(run.model, torch.device(run.device), dtype)
     tokenizer = load_tokenizer(run.model)
-    profiles = [label for label in run.labels if run.server is not None or profile_of(label)]
+    profiles = [label for label in run.labels if run.server is not None or profile_of(label, run.deployment)]
     methods = [label for label in run.labels if label not in profiles]
     found: dict[str, list[Row]] = {"rows": [], "layers": []}
     steps = -(-run.samples // run.batch) + run.samples * len(profiles)
@@ -70,14 +74,16 @@ def _compare_profiles(
 
     if not profiles:
         return []
-    if run.server is None:
-        engine = load_serving_engine(run.model, run.device, max(run.lengths) + run.forced)
-    rows = []
-    for label in profiles:
-        told = {"attention_profile": label.removeprefix(PREFIX)}
-        if run.server is None:
-            speak = engine_speaker(engine, label)
-        else:
-            speak, told = server_speaker(run.server, label, run.model), told | {"url": run.server.url}
-        rows.append(compare_profile(decoder, texts, label, told, speak, run.forced, advance))
-    return rows
+    names = {label: label.removeprefix(PREFIX) for label in profiles}
+    if run.server is not None:
+        return [
+            compare_profile(decoder, texts, label, {"attention_profile": name, "url": run.server.url},
+                            server_speaker(run.server, label, run.model), run.forced, advance)
+            for label, name in names.items()
+        ]  # fmt: skip
+    with load_serving_engine(run.model, run.device, max(run.lengths) + run.forced, run.deployment) as engine:
+        return [
+            compare_profile(decoder, texts, label, {"attention_profile": name, **engine.settings_of(name)},
+                            engine_speaker(engine, label), run.forced, advance)
+            for label, name in names.items()
+        ]  # fmt: skip

@@ -4,9 +4,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from server.config import Deployment
 
 ModelFolder = Annotated[Path, typer.Option("--model", help="Hugging Face folder of the model")]
 Methods = Annotated[list[str], typer.Option("--method", help="NAME[:key=value,...], or profile:NAME for a serving "
@@ -21,6 +24,8 @@ Batch = Annotated[int | None, typer.Option("--batch", help="prompts of the longe
 Resume = Annotated[Path | None, typer.Option("--resume", help="folder that keeps finished samples")]
 Url = Annotated[str | None, typer.Option("--url", help="ask this OpenAI-compatible server (with /v1) for profile:NAME, "
                                          "or for `default`, which names no profile")]  # fmt: skip
+Config = Annotated[Path | None, typer.Option("--config", help="deployment (YAML) whose settings of gpu, host and "
+                                               "scheduler profile:NAME has in this process")]  # fmt: skip
 ServedModel = Annotated[str | None, typer.Option("--served-model", help="the server's model id")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", help="bearer key of the server")]
 Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="requests under way at once")]
@@ -32,10 +37,13 @@ def one_line_errors() -> Iterator[None]:
     from evals.methods.method import MethodError
     from gpu.architecture import ModelError
     from gpu.memory_plan import PlanError
+    from server.config import ConfigError
+    from transfer.tier import HostMemoryError
 
+    world = (ConfigError, HostMemoryError, MethodError, ModelError, PlanError, OSError, ValueError, KeyError)
     try:
         yield
-    except (MethodError, ModelError, PlanError, OSError, ValueError, KeyError) as error:
+    except world as error:
         text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -72,11 +80,20 @@ def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Pa
     return files
 
 
-def check_methods(labels: list[str]) -> None:
+def read_deployment(config: Path | None, url: str | None) -> "Deployment | None":
+    """The deployment of the engine in this process. Raises ConfigError, or ValueError where a URL is asked instead."""
+    from server.config import load_deployment
+
+    if config is not None and url is not None:
+        raise ValueError("--config: says how profiles run in this process; leave out --url or --config")
+    return load_deployment(config) if config is not None else None
+
+
+def check_methods(labels: list[str], deployment: "Deployment | None") -> None:
     """Raises MethodError or ProfileError for a method that is neither one of the evals' nor a serving profile."""
     from evals.methods.registry import parse_method
     from evals.serving import profile_of
 
     for label in labels:
-        if profile_of(label) is None:
+        if profile_of(label, deployment) is None:
             parse_method(label)

@@ -82,7 +82,8 @@ def run_profiles(
     for cell, made in prompts:
         for method in cell.methods:
             profile = method.removeprefix(PREFIX)
-            entry = Entry(method, {"attention_profile": profile, "engine": "in process"}, cell, settings, shape.name)
+            told = {"attention_profile": profile, "engine": "in process", **engine.settings_of(profile)}
+            entry = Entry(method, told, cell, settings, shape.name)
             missing = entry.missing(made, ledger)
             asks = [
                 Ask(

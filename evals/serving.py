@@ -8,15 +8,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from gpu.architecture import read_architecture
 from gpu.config import GpuConfig, ModelConfig
-from gpu.profiles import get_profile
+from gpu.profiles import ProfileError, get_profile
 from gpu.sampling_params import SamplingParams
 from scheduler.capacity import QueueFullError, TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine, load_engine
 from scheduler.messages import Delta, EngineRequest, Logprob
+from server.config import Deployment
+from transfer.config import HOST_PROFILES, HostConfig
 
 PREFIX = "profile:"
 """Of a method that is a serving profile: `profile:exact`."""
@@ -47,16 +50,37 @@ class Answer:
     failure: str | None = None
 
 
-def profile_of(method: str) -> str | None:
-    """The profile that a method names, or None if it is no serving profile. Raises ProfileError for an unknown one."""
-    return get_profile(method.removeprefix(PREFIX), None).name if method.startswith(PREFIX) else None
+def profile_of(method: str, deployment: Deployment | None) -> str | None:
+    """The profile that a method names, or None if it is no serving profile.
+
+    Raises ProfileError for one that the deployment does not have; None: a deployment without a `host` section.
+    """
+    if not method.startswith(PREFIX):
+        return None
+    name = method.removeprefix(PREFIX)
+    if deployment is None and name in HOST_PROFILES:
+        raise ProfileError(
+            f"--method {method}: keeps KV in host memory; give --config a deployment with a `host` section"
+        )
+    return get_profile(name, deployment.host if deployment is not None else None).name
 
 
 class ServingEngine:
-    """A loaded engine and how many prompts it is given at once."""
+    """A loaded engine and how many prompts it is given at once. Leaving it as a context ends its threads."""
 
-    def __init__(self, engine: Engine, max_waiting: int) -> None:
-        self._engine, self._max_waiting = engine, max_waiting
+    def __init__(self, engine: Engine, host: HostConfig | None, max_waiting: int) -> None:
+        self._engine, self._host, self._max_waiting = engine, host, max_waiting
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.shutdown()
+
+    def settings_of(self, profile: str) -> dict[str, str]:
+        """What decides a profile's answers beside its name: empty for one that keeps its KV on the device."""
+        found = get_profile(profile, self._host)
+        return {"host": found.kv_key} if found.uses_host else {}
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
         """Answers as they finish, in any order."""
@@ -106,20 +130,25 @@ def extend(answer: Answer, delta: Delta, stop_token_ids: list[int]) -> None:
         answer.token_ids.pop()
 
 
-def load_serving_engine(model: Path, device: str, longest_tokens: int) -> ServingEngine:
-    """The engine with this machine's derived limits; on the CPU with room for a few prompts of `longest_tokens`.
+def load_serving_engine(model: Path, device: str, longest_tokens: int, deployment: Deployment | None) -> ServingEngine:
+    """The engine of a deployment, but of this model and on this device; None: all else is derived from the machine.
 
-    Raises ModelError or PlanError.
+    On the CPU there is room for a few prompts of `longest_tokens`, unless the deployment says how much. Raises
+    ModelError, PlanError, or HostMemoryError.
     """
     on_cuda = device.startswith("cuda")
-    token_bytes = read_architecture(model).kv_bytes_per_token(FLOAT32_BYTES)
+    gpu, host, scheduler = (
+        (GpuConfig(), None, SchedulerConfig())
+        if deployment is None
+        else (deployment.gpu, deployment.host, deployment.scheduler)
+    )
+    kv_cache_gib = gpu.kv_cache_gib
+    if kv_cache_gib is None and not on_cuda:
+        token_bytes = read_architecture(model).kv_bytes_per_token(FLOAT32_BYTES)
+        kv_cache_gib = max(0.25, PROMPTS_AT_ONCE * longest_tokens * token_bytes / 2**30)
+    asked = {"device": "cuda" if on_cuda else "cpu", "kv_cache_gib": kv_cache_gib}
     config = EngineConfig(
-        model=ModelConfig(path=model),
-        gpu=GpuConfig(
-            device="cuda" if on_cuda else "cpu",
-            kv_cache_gib=None if on_cuda else max(0.25, PROMPTS_AT_ONCE * longest_tokens * token_bytes / 2**30),
-        ),
-        scheduler=SchedulerConfig(),
+        model=ModelConfig(path=model), gpu=gpu.model_copy(update=asked), host=host, scheduler=scheduler
     )
     engine, _ = load_engine(config, lambda *_: None)
-    return ServingEngine(engine, config.scheduler.max_running + config.scheduler.max_queue // 2)
+    return ServingEngine(engine, host, scheduler.max_running + scheduler.max_queue // 2)

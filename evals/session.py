@@ -25,6 +25,7 @@ from evals.store import Ledger, Record, Store
 
 if TYPE_CHECKING:
     from evals.served import Server
+    from server.config import Deployment
 
 BATCH_TOKENS = {"cuda": 1 << 20, "cpu": 1 << 14}
 STORE_FILE = "records.jsonl"
@@ -97,13 +98,15 @@ class Pace:
 class InProcess:
     """How cells run in this process. batch: prompts of the longest length that go together; None: by the device.
 
-    workers: processes that make prompts. resume: the folder of the store; None: nothing is kept.
+    workers: processes that make prompts. resume: the folder of the store; None: nothing is kept. deployment: of the
+    engine that runs serving profiles; None: what the machine gives, and no host tier.
     """
 
     device: str
     batch: int | None
     workers: int
     resume: Path | None
+    deployment: "Deployment | None" = None
 
 
 def run(
@@ -117,9 +120,13 @@ def run(
     Methods run in the reference decoder, then serving profiles in the engine; only one of the two is loaded at a time.
     `leave` gets the records so far and the number of finished cells after each cell.
     """
+    profiles = {one for cell in cells for one in cell.methods if profile_of(one, how.deployment)}
     parts = [
         (run_part, [replace(cell, methods=own) for cell in cells if (own := tuple(filter(wanted, cell.methods)))])
-        for run_part, wanted in ((_run_methods, lambda one: not profile_of(one)), (_run_profiles, profile_of))
+        for run_part, wanted in (
+            (_run_methods, lambda one: one not in profiles),
+            (_run_profiles, profiles.__contains__),
+        )
     ]
     with open_ledger(cells, sum(len(own) for _, own in parts), how.resume, leave) as (ledger, records):
         for run_part, own in parts:
@@ -182,10 +189,11 @@ def _run_profiles(cells: Sequence[Cell], settings: PromptSettings, how: InProces
     from evals.serving import load_serving_engine
     from gpu.architecture import read_architecture
 
-    engine = load_serving_engine(settings.model, how.device, max(cell.length_tokens for cell in cells))
+    longest = max(cell.length_tokens for cell in cells)
     prompts = prompts_of(cells, settings, how.workers)
     shape = read_architecture(settings.model)
-    run_profiles(engine, load_tokenizer(settings.model), shape, prompts, settings, ledger)
+    with load_serving_engine(settings.model, how.device, longest, how.deployment) as engine:
+        run_profiles(engine, load_tokenizer(settings.model), shape, prompts, settings, ledger)
 
 
 def leave_results(records: Sequence[Record], outputs: Outputs, configuration: dict[str, Any], seed: int) -> list[Row]:

@@ -16,6 +16,7 @@ from evals.rows import summarize
 from evals.serving import Ask, load_serving_engine
 from evals.session import InProcess, run
 from gpu.profiles import ProfileError
+from server.config import load_deployment
 from tests.end_to_end.server_process import running_server
 from tests.tolerances import METHOD_FLOAT32
 
@@ -38,12 +39,72 @@ def test_the_exact_profile_answers_as_full_attention_does(tmp_path: Path) -> Non
 
 
 def test_a_prompt_that_the_engine_refuses_is_a_failure_and_its_neighbours_are_not() -> None:
-    engine = load_serving_engine(MODEL, "cpu", 64)
     asks = [Ask("long", [7] * 20_000, 4, [], None), Ask("short", [0, 3, 9], 4, [], None)]
-    answers = {answer.key: answer for answer in engine.answer(asks, "exact")}
+    with load_serving_engine(MODEL, "cpu", 64, None) as engine:
+        answers = {answer.key: answer for answer in engine.answer(asks, "exact")}
     assert answers["long"].failure
     assert answers["short"].failure is None
     assert len(answers["short"].token_ids) == 4
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A deployment whose contexts leave the device at once."""
+    path = tmp_path / "tier.yaml"
+    host = {"memory_limit_gib": 0.25, "resident_tokens": 0, "sampled": {"bits_per_table": 4, "num_tables": 40}}
+    path.write_text(json.dumps({"model": {"random_weights": "elsewhere"}, "host": host}))
+    return path
+
+
+def test_profiles_of_the_host_tier_run_where_the_deployment_has_one(tmp_path: Path, config: Path) -> None:
+    out = tmp_path / "out.json"
+    names = ["exact", "offloaded", "sampled"]
+    command = ["tasks", "--model", str(MODEL), "--device", "cpu", "--tasks", "needle", "--lengths", "512", "--samples",
+               "3", "--config", str(config), "--json", str(out), "--resume", str(tmp_path / "store")]  # fmt: skip
+    result = CliRunner().invoke(app, [*command, *(word for name in names for word in ("--method", f"profile:{name}"))])
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    assert document["configuration"]["config"] == str(config)
+    _, offloaded, sampled = document["rows"]
+    assert (offloaded["failures"], sampled["failures"]) == (0, 0)
+    assert offloaded["difference"] == 0, "all of it is read"
+    records = [json.loads(line) for line in (tmp_path / "store" / "records.jsonl").read_text().splitlines()]
+    told = {record["cell"]["method"]: record["cell"]["settings"] for record in records}
+    assert "host" not in told["profile:exact"], "its KV stays on the device"
+    assert "bits=4 tables=40" in told["profile:sampled"]["host"], "another deployment is another record"
+
+
+def test_fidelity_sees_profiles_of_the_host_tier(tmp_path: Path, config: Path) -> None:
+    out = tmp_path / "fidelity.json"
+    command = ["fidelity", "--model", str(MODEL), "--device", "cpu", "--lengths", "256", "--samples", "1", "--forced",
+               "4", "--method", "profile:offloaded", "--config", str(config), "--json", str(out)]  # fmt: skip
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    _, row = json.loads(out.read_text())["rows"]
+    assert (row["agreement"], row["agreement_generated"], row["failures"]) == (1.0, 1.0, 0)
+
+
+def test_a_deployments_engine_deposits_what_its_limit_does_not_keep(config: Path) -> None:
+    with load_serving_engine(MODEL, "cpu", 300, load_deployment(config)) as engine:
+        (answer,) = engine.answer([Ask("one", [7] * 280, 4, [], None)], "sampled")
+        host = engine._engine.stats().host
+    assert answer.failure is None
+    assert host is not None
+    assert 0 < host.rows_read < host.tokens_covered
+
+
+def test_profiles_of_the_host_tier_want_a_deployment(config: Path) -> None:
+    method = ["--method", "profile:sampled", "--device", "cpu"]
+    result = CliRunner().invoke(app, ["tasks", "--model", str(MODEL), *method])
+    assert result.exit_code == 1
+    assert "--method profile:sampled: keeps KV in host memory; give --config a deployment" in result.stderr
+    url = ["--url", "http://127.0.0.1:1/v1", "--config", str(config)]
+    result = CliRunner().invoke(app, ["tasks", "--model", str(MODEL), *method, *url])
+    assert result.exit_code == 1
+    assert "leave out --url or --config" in result.stderr
+    result = CliRunner().invoke(app, ["tasks", "--model", str(MODEL), *method, "--config", "nowhere.yaml"])
+    assert result.exit_code == 1
+    assert "config: nowhere.yaml is missing" in result.stderr
 
 
 def test_unknown_profiles_are_named_with_those_that_exist() -> None:
