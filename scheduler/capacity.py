@@ -23,8 +23,8 @@ class TooLargeError(Exception):
 class HostCapacity:
     """A context beyond `resident_tokens` is `[0, sink)` on the device, `[sink, end)` in host memory, the rest a window.
 
-    Lengths but `resident_tokens` are whole pages. `bytes_of_run(bulk, more, is_sampled)`: what tokens take there that
-    go down at once, and those that follow lump by lump.
+    Lengths but `resident_tokens` are whole pages. `bytes_of_run(bulk, more, is_sampled, is_fork)`: what tokens take
+    there at most that go down at once, and those that follow lump by lump; a fork's, behind those that it shares.
     """
 
     page_tokens: int
@@ -34,7 +34,7 @@ class HostCapacity:
     window_tokens: int
     lump_tokens: int
     resident_tokens: int
-    bytes_of_run: Callable[[int, int, bool], int]
+    bytes_of_run: Callable[[int, int, bool, bool], int]
 
     def prompt_end(self, num_tokens: int) -> int:
         """Where the run ends that goes down with a prompt: it leaves a window. 0: the prompt stays on the device."""
@@ -112,7 +112,8 @@ class Capacity:
             (self._longest_run(lambda run: run, dense_tokens), "dense layers' pages hold", "gpu.kv_cache_gib")
         )
         bytes_of_run, lump_tokens = self.host.bytes_of_run, self.host.lump_tokens
-        in_host = self._longest_run(lambda run: bytes_of_run(run, lump_tokens, profile.samples), self.host.limit_bytes)
+        limit_bytes = self.host.limit_bytes
+        in_host = self._longest_run(lambda run: bytes_of_run(run, lump_tokens, profile.samples, False), limit_bytes)
         return [*limits, (in_host, "host memory holds", "host.memory_limit_gib")]
 
     def _longest_run(self, cost: Callable[[int], int], limit: int) -> int:

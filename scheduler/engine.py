@@ -8,6 +8,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from cpu.tier import CpuTier, open_tier
 from gpu.architecture import Architecture
@@ -192,14 +193,6 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
 
 def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
     """What contexts may take of host memory, by the store's own count of bytes."""
-
-    def bytes_of_run(bulk_tokens: int, more_tokens: int, is_sampled: bool) -> int:
-        """What comes in lumps begins a segment of its own, and so may what comes at once in a small number."""
-        rows = shape if is_sampled else without_tables(shape)
-        fixed = bytes_of_context(rows, bulk_tokens) + bytes_of_context(rows, more_tokens)
-        is_small = bulk_tokens < TAIL_TOKENS and bulk_tokens + more_tokens > 0
-        return fixed + (bytes_of_context(rows, 1) if more_tokens or is_small else 0)
-
     return HostCapacity(
         page_tokens=plan.page_tokens,
         num_dense_pages=plan.num_dense_pages,
@@ -208,8 +201,22 @@ def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
         window_tokens=plan.window_tokens,
         lump_tokens=plan.lump_tokens,
         resident_tokens=plan.resident_tokens,
-        bytes_of_run=bytes_of_run,
+        bytes_of_run=partial(bytes_of_run, shape),
     )
+
+
+def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, is_sampled: bool, is_fork: bool) -> int:
+    """The most that a context takes of its own for tokens that come at once, and then lump by lump.
+
+    What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
+    may have to copy the open tail that it shares the front of.
+    """
+    rows = shape if is_sampled else without_tables(shape)
+    is_bulk = bulk_tokens >= TAIL_TOKENS
+    num_bytes = bytes_of_context(rows, bulk_tokens) if is_bulk else 0
+    num_tails = -(-(more_tokens if is_bulk else bulk_tokens + more_tokens) // TAIL_TOKENS)
+    copies_tail = is_fork and bulk_tokens + more_tokens > 0
+    return num_bytes + (num_tails + copies_tail) * bytes_of_context(rows, 1)
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig) -> bytes:

@@ -59,7 +59,7 @@ class HostContext:
 
 
 class HostContexts:
-    """`bytes_of_blocks(bulk, more, is_sampled)`: what blocks take that come at once, and then little by little.
+    """`bytes_of_blocks(bulk, more, is_sampled, is_fork)`: what blocks take that come at once, then little by little.
 
     `keeps_idle`: whether a context outlives its sequence.
     """
@@ -67,7 +67,7 @@ class HostContexts:
     def __init__(
         self,
         limit_bytes: int,
-        bytes_of_blocks: Callable[[int, int, bool], int],
+        bytes_of_blocks: Callable[[int, int, bool, bool], int],
         pages: PagePool,
         dense: PagePool,
         keeps_idle: bool,
@@ -238,7 +238,7 @@ class HostContexts:
 
     def _charge(self, size: RunSize) -> int:
         num_bulk = min(size.num_own, size.num_bulk)
-        return self._bytes_of_blocks(num_bulk, size.num_own - num_bulk, size.is_sampled)
+        return self._bytes_of_blocks(num_bulk, size.num_own - num_bulk, size.is_sampled, size.num_shared > 0)
 
     def _reserve(self, context: HostContext, num_blocks: int) -> None:
         self._num_promised += num_blocks - context.size.num_blocks

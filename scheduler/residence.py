@@ -55,8 +55,8 @@ class Residence:
             dense = PagePool(capacity.num_pages, capacity.host.num_dense_pages, prefix_cache=False)
             self.contexts = HostContexts(
                 capacity.host.limit_bytes,
-                lambda num_bulk, num_more, is_sampled: bytes_of_run(
-                    num_bulk * page_tokens, num_more * page_tokens, is_sampled
+                lambda num_bulk, num_more, is_sampled, is_fork: bytes_of_run(
+                    num_bulk * page_tokens, num_more * page_tokens, is_sampled, is_fork
                 ),
                 self.pages,
                 dense,

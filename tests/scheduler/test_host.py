@@ -22,9 +22,9 @@ BLOCK_BYTES = 1000
 TABLE_BYTES = 300  # of a block, where contexts are sampled
 
 
-def bytes_of_run(bulk_tokens: int, more_tokens: int, is_sampled: bool) -> int:
-    """What comes later is dearer, as in the store."""
-    blocks = bulk_tokens // PAGE + -(-2 * more_tokens // PAGE)
+def bytes_of_run(bulk_tokens: int, more_tokens: int, is_sampled: bool, is_fork: bool) -> int:
+    """What comes later is dearer, as in the store, and a fork has a tail to copy."""
+    blocks = bulk_tokens // PAGE + -(-2 * more_tokens // PAGE) + (is_fork and bulk_tokens + more_tokens > 0)
     return blocks * (BLOCK_BYTES + TABLE_BYTES * is_sampled)
 
 

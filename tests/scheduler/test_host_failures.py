@@ -39,7 +39,7 @@ def loaded() -> Iterator[Engine]:
         model=ModelConfig(path=FOLDER),
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.25, threads=1),
         host=HostConfig(
-            memory_limit_gib=0.06,
+            memory_limit_gib=0.055,
             threads=1,
             resident_tokens=RESIDENT,
             sampled=SampledConfig(bits_per_table=6, num_tables=20),
