@@ -1,7 +1,8 @@
 """Who waits, and who is let in: the queue, the slots, and the jobs of prompts that are admitted together.
 
-It refuses to know what runs, beyond what running sequences may still need. Invariants: a request leaves the queue with
-a slot and all that its prompt needs, or stays; one that does not fit is passed by others a bounded number of times.
+It refuses to know what runs, beyond what those that hold pages may still need. Invariants: a request leaves the queue
+with a slot and all that its prompt needs, or stays; one that does not fit is passed by others a bounded number of
+times.
 """
 
 import time
@@ -10,6 +11,7 @@ from collections import deque
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt
 from scheduler.capacity import QueueFullError
 from scheduler.config import SchedulerConfig
+from scheduler.host_contexts import HostContext
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.residence import Residence, Start
 from scheduler.sequence import Sequence, State
@@ -40,12 +42,18 @@ class Admission:
             )
         self.waiting.extend(sequences)
 
-    def admit(self, running: list[Sequence]) -> tuple[list[PrefillJob], list[PageWrite]]:
-        """Take from the queue, in order, what fits; what does not fit may be passed by what does, a bounded number of
-        times. Short prompts admitted together share a job."""
+    def awaited(self) -> list[HostContext]:
+        """Contexts that those left which gave way: they will begin with them."""
+        return [sequence.left for sequence in self.waiting if sequence.left is not None]
+
+    def admit(self, holding: list[Sequence]) -> tuple[list[PrefillJob], list[PageWrite]]:
+        """Take from the queue, in order, what fits beside those that hold pages; what does not fit may be passed by
+        what does, a bounded number of times. Short prompts admitted together share a job."""
         admitted: list[tuple[Sequence, Start]] = []
         num_hidden = self._prefill.num_hidden_tokens
         passed: list[Sequence] = []
+        others = list(holding)
+        awaited = self.awaited()
         for sequence in list(self.waiting):
             room = self._config.prefill.max_jobs - len(self._prefill.jobs)
             if not self.free_slots or self._num_jobs(admitted) >= room:
@@ -54,7 +62,9 @@ class Admission:
             if sequence.num_in_flight or awaits or (start.end and self._is_depositing(admitted)):
                 continue
             num_new = len(sequence.tokens) - start.begin
-            if num_hidden + num_new > self._max_hidden_tokens or not self._take(sequence, start, running):
+            kept = [context for context in awaited if others and context is not sequence.left]
+            has_room = num_hidden + num_new <= self._max_hidden_tokens
+            if not has_room or not self._residence.take(sequence, start, others, kept):
                 passed.append(sequence)
                 if sequence.num_bypassed > _MOST_BYPASSES:
                     break
@@ -64,6 +74,7 @@ class Admission:
             self.waiting.remove(sequence)
             self._enter(sequence, start.begin)
             admitted.append((sequence, start))
+            others.append(sequence)
             num_hidden += num_new
         writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for sequence, _ in admitted]
         return [self._start_job(batch) for batch in self._pack(admitted)], writes
@@ -89,17 +100,6 @@ class Admission:
         """Whether a prompt under way goes down: staging has room for one."""
         under_way = [prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts]
         return any(under_way) or any(start.end for _, start in admitted)
-
-    def _take(self, sequence: Sequence, start: Start, running: list[Sequence]) -> bool:
-        """Its pages, if there are enough beside what running ones may need next.
-
-        Where nobody runs, idle contexts give way as well, but for the one it starts from: each holds a little of the
-        device.
-        """
-        while not self._residence.take(sequence, start, running):
-            if running or self._prefill.jobs or not self._residence.evict_idle(start.source):
-                return False
-        return True
 
     def _start_job(self, batch: list[tuple[Sequence, Start]]) -> PrefillJob:
         prompts = [

@@ -6,7 +6,8 @@ same tokens. Invariants: charges never exceed the limit; a context outlives its 
 forked is closed; a dense page is held by contexts alone, so its block is only ever read together with its context.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from scheduler.pages import PagePool
@@ -97,10 +98,6 @@ class HostContexts:
         """Blocks that are down, a shared one counted once."""
         return sum(context.num_own for context in self._contexts.values())
 
-    def sink_pages(self) -> set[int]:
-        """Pages on the device that contexts hold, idle ones among them."""
-        return {page for context in self._contexts.values() for page in context.sink_pages}
-
     def find(self, hashes: list[bytes]) -> tuple[HostContext | None, int]:
         """A context with the longest run that begins with these blocks, and how many of them it has."""
         found, num_found = None, 0
@@ -115,11 +112,11 @@ class HostContexts:
 
     def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
         """Whether `add` would find room, idle ones gone but `parent` and what that stands on."""
-        return self._can_free(self._charge(size), size.num_own, parent)
+        return self._can_free(self._charge(size), size.num_own, _some(parent))
 
     def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
         """A context, held, that shares its front with a parent; None if there is no room now."""
-        if not self._make_room(self._charge(size), size.num_own, parent):
+        if not self._make_room(self._charge(size), size.num_own, _some(parent)):
             return None
         num_shared = size.num_shared
         shared = [] if parent is None else parent.dense_pages[:num_shared]
@@ -146,7 +143,7 @@ class HostContexts:
         if num_blocks <= context.size.num_blocks:
             return True
         num_bytes = self._charge(replace(context.size, num_blocks=num_blocks)) - context.charged_bytes
-        if not self._make_room(num_bytes, num_blocks - context.size.num_blocks, context):
+        if not self._make_room(num_bytes, num_blocks - context.size.num_blocks, [context]):
             return False
         self._reserve(context, num_blocks)
         return True
@@ -191,13 +188,28 @@ class HostContexts:
         for context in list(self._contexts.values()):
             self._close_unused(context)
 
-    def evict_idle(self, kept: HostContext | None) -> bool:
+    def idle_sink_pages(self, kept: Collection[HostContext]) -> set[int]:
+        """Pages of the device that are free once idle contexts are gone, all but `kept` and what these stand on."""
+        num_idle_holders = Counter(page for context in self._idle(kept) for page in context.sink_pages)
+        return {page for page, count in num_idle_holders.items() if self._pages.num_holders(page) == count}
+
+    def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
+        """Whether so many pages of the device are free; idle contexts give way to that if it is enough, but never
+        `kept`, nor one that would free none.
+        """
+        if num_pages <= self._pages.num_available:
+            return True
+        sinks = self.idle_sink_pages(kept)
+        if num_pages > self._pages.num_available + len(sinks):
+            return False
+        while num_pages > self._pages.num_available:
+            freed = self._evict([one for one in self._idle(kept) if not sinks.isdisjoint(one.sink_pages)])
+            assert freed, "what can be freed was counted"
+        return True
+
+    def evict_idle(self, kept: Collection[HostContext]) -> bool:
         """Close the idle context without forks that was used longest ago, but not `kept`; False if there is none."""
-        idle = [context for context in self._contexts.values() if not context.is_held and context is not kept]
-        leaves = [context for context in idle if not context.num_forks]
-        if leaves:
-            self.discard(min(leaves, key=lambda context: context.used))
-        return bool(leaves)
+        return self._evict(self._idle(kept))
 
     @property
     def has_closed(self) -> bool:
@@ -211,19 +223,30 @@ class HostContexts:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def _can_free(self, num_bytes: int, num_pages: int, kept: HostContext | None) -> bool:
-        pinned: set[HostContext] = set()
-        for context in [*self._contexts.values(), kept]:
-            if context is not None and (context.is_held or context is kept):
-                while context is not None and context not in pinned:
-                    pinned.add(context)
-                    context = context.parent
-        idle = [context for context in self._contexts.values() if context not in pinned]
+    def _can_free(self, num_bytes: int, num_pages: int, kept: Collection[HostContext]) -> bool:
+        idle = self._idle(kept)
         spare_bytes = self.limit_bytes - self.used_bytes + sum(context.charged_bytes for context in idle)
         spare_pages = self._num_free_pages + sum(context.num_own for context in idle)
         return num_bytes <= spare_bytes and num_pages <= spare_pages
 
-    def _make_room(self, num_bytes: int, num_pages: int, kept: HostContext | None) -> bool:
+    def _idle(self, kept: Collection[HostContext]) -> list[HostContext]:
+        """Contexts that may go: those that are held stay, and `kept`, and what these stand on."""
+        pinned: set[HostContext] = set()
+        context: HostContext | None
+        for context in [*(one for one in self._contexts.values() if one.is_held), *kept]:
+            while context is not None and context not in pinned:
+                pinned.add(context)
+                context = context.parent
+        return [context for context in self._contexts.values() if context not in pinned]
+
+    def _evict(self, idle: list[HostContext]) -> bool:
+        """Close the one without forks that was used longest ago; False if there is none."""
+        leaves = [context for context in idle if not context.num_forks]
+        if leaves:
+            self.discard(min(leaves, key=lambda context: context.used))
+        return bool(leaves)
+
+    def _make_room(self, num_bytes: int, num_pages: int, kept: Collection[HostContext]) -> bool:
         """Idle contexts give way, but only if that is enough, and never `kept`."""
         if not self._can_free(num_bytes, num_pages, kept):
             return False
@@ -278,6 +301,10 @@ class HostContexts:
             if context.parent is not None:
                 context.parent.num_forks -= 1
             context = context.parent
+
+
+def _some(context: HostContext | None) -> list[HostContext]:
+    return [] if context is None else [context]
 
 
 def _root(context: HostContext) -> HostContext:

@@ -45,6 +45,9 @@ class PagePool:
     def num_idle(self) -> int:
         return len(self._idle)
 
+    def num_holders(self, page: int) -> int:
+        return self._holders.get(page, 0)
+
     def allocate(self, count: int) -> list[int]:
         """`count` pages of unknown content, held once. The caller has checked `num_available`."""
         assert count <= self.num_available, f"pages: asked {count}, have {self.num_available}"

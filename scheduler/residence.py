@@ -5,7 +5,7 @@ refuses to know who comes first. Invariant: `sequence.pages` has a page for each
 context's run are dense pages, which the context holds, and all others are held by the sequence.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,20 +80,21 @@ class Residence:
         begin = host.sink_tokens + num_shared * self._capacity.page_tokens if source is not None else 0
         return Start(begin, [], end, source), False
 
-    def take(self, sequence: Sequence, start: Start, running: Iterable[Sequence]) -> bool:
-        """Give the sequence what its prompt needs, if running ones have pages to go on beside it; else change nothing.
+    def take(self, sequence: Sequence, start: Start, others: Iterable[Sequence], kept: Collection[HostContext]) -> bool:
+        """Give the sequence what its prompt needs, if `others` have pages to go on beside it; else change nothing.
 
         One with a window needs few pages more than it has: room for all of them is left, so that no long prompt is
-        computed twice for want of a page.
+        computed twice for want of a page. Idle contexts but `kept` give way to it.
         """
-        num_spare = sum(self._num_coming_pages(other) for other in running)
+        num_spare = sum(self._num_coming_pages(other) for other in others)
         num_pages = self._capacity.pages_for(len(sequence.tokens))
         if not start.end:
             self.pages.hold(start.cached)
             num_new = num_pages - len(start.cached)
-            if num_new + num_spare > self.pages.num_available:
+            if not self._has_pages(num_new + num_spare, kept):
                 self.pages.release(start.cached)
                 return False
+            self._free_pages(num_new, kept)
             sequence.pages = start.cached + self.pages.allocate(num_new)
             return True
         host, contexts = self._host
@@ -101,7 +102,8 @@ class Residence:
         num_window = num_pages - num_sink - num_run
         num_new = num_window if start.source is not None else num_window + num_sink
         num_spare += self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens) - num_sink - num_window
-        if num_new + num_spare > self.pages.num_available:
+        kept = kept if start.source is None else [*kept, start.source]
+        if not self._has_pages(num_new + num_spare, kept):
             return False
         num_shared = 0 if start.source is None else self._blocks(start.begin - host.sink_tokens)
         size = self._admitted_size(sequence, num_shared, start.end)
@@ -110,6 +112,7 @@ class Residence:
             context = contexts.add(replace(size, num_blocks=num_run), start.source)
         if context is None:
             return False
+        self._free_pages(num_new, kept)
         if start.source is not None:
             sink = context.sink_pages
             self.pages.hold(sink)
@@ -137,12 +140,15 @@ class Residence:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, sequence: Sequence) -> Shortage | None:
-        """Make room for the next draw, and for the deposit that it makes due; what is short if there is none."""
+    def reserve(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
+        """Make room for the next draw, and for the deposit that it makes due; what is short if there is none.
+
+        Idle contexts give way, but `kept` no page.
+        """
         end = self._deposit_end(sequence)
         if end and not self._reserve_run(sequence, self._blocks(end - self._host[0].sink_tokens)):
             return "host"
-        return "pages" if self._needs_page(sequence) and not self.pages.num_available else None
+        return "pages" if self._needs_page(sequence) and not self._free_pages(1, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
         """The page that the next token begins, if it begins one. There is one: `reserve` has said so."""
@@ -202,7 +208,7 @@ class Residence:
 
     def leave(self, sequence: Sequence, is_kept: bool) -> None:
         """Give all back; `is_kept`: a deposited context stays, idle, for those that begin with its tokens."""
-        context = sequence.context
+        context = sequence.left = sequence.context
         if context is None:
             self.pages.release(sequence.pages)
         else:
@@ -214,10 +220,6 @@ class Residence:
             self._host[1].release(context, is_kept)
         sequence.context = None
         sequence.pages = []
-
-    def evict_idle(self, kept: HostContext | None) -> bool:
-        """Close one idle context, but not `kept`; False if there is none."""
-        return self.contexts is not None and self.contexts.evict_idle(kept)
 
     def take_closed(self) -> list[int]:
         """Contexts closed since the last call."""
@@ -233,12 +235,9 @@ class Residence:
         """In host memory, what contexts share counted once."""
         return 0 if self.contexts is None else self.contexts.num_blocks * self._capacity.page_tokens
 
-    def num_idle_sink_pages(self, holding: Iterable[Sequence]) -> int:
-        """Pages that idle contexts alone hold."""
-        if self.contexts is None:
-            return 0
-        in_use = {page for sequence in holding for page in sequence.pages}
-        return len(self.contexts.sink_pages() - in_use)
+    def num_idle_sink_pages(self, kept: Collection[HostContext]) -> int:
+        """Pages that are free once idle contexts are gone, all but `kept`."""
+        return 0 if self.contexts is None else len(self.contexts.idle_sink_pages(kept))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -283,6 +282,17 @@ class Residence:
         host = self._host[0]
         most = self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens)
         return most - (len(sequence.pages) - sequence.open_context.num_blocks)
+
+    def _has_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
+        """Whether there are so many, idle contexts gone but `kept`."""
+        num_short = num_pages - self.pages.num_available
+        return num_short <= 0 or num_short <= self.num_idle_sink_pages(kept)
+
+    def _free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
+        """Whether so many are free; idle contexts give way to that, but not `kept`."""
+        if self.contexts is None:
+            return num_pages <= self.pages.num_available
+        return self.contexts.free_pages(num_pages, kept)
 
     def _reserve_run(self, sequence: Sequence, num_blocks: int) -> bool:
         contexts = self._host[1]

@@ -136,7 +136,7 @@ class Scheduler:
         """
         writes = self._grow_running()
         deposits, runs = self._deposit()
-        new_jobs, new_writes = self._admission.admit(self._running)
+        new_jobs, new_writes = self._admission.admit(list(self._holding()))
         drawing = [sequence for sequence in self._running if sequence.wants_draw]
         entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
         budget = self._prefill_seconds() - self._seconds_since_decode if drawing else None
@@ -208,14 +208,24 @@ class Scheduler:
     def _grow_running(self) -> list[PageWrite]:
         """What each sequence's next token needs, oldest first; the youngest give way if there is not enough."""
         writes = []
+        spared = self._spared_contexts()
         for sequence in sorted(self._running, key=_arrival):
-            while sequence.wants_draw and (short := self.residence.reserve(sequence)) is not None:
-                rivals = [other for other in self._holding() if short == "pages" or other.context is not None]
-                self._preempt_youngest(rivals or [sequence])
+            while sequence.wants_draw and (short := self.residence.reserve(sequence, spared)) is not None:
+                others = [other for other in self._holding() if short == "pages" or other.context is not None]
+                self._preempt_youngest([sequence, *others])
+                spared = self._spared_contexts()
             if sequence.wants_draw:
                 writes += self.residence.grow(sequence)
         held = {sequence.slot for sequence in self._running}
         return [write for write in writes if write.slot in held]
+
+    def _spared_contexts(self) -> list[HostContext]:
+        """Idle contexts that give no pages to one that grows: others gave way and will begin with them.
+
+        Where it has the device to itself it gets them, or it would give way to nobody.
+        """
+        is_alone = len(self._running) <= 1 and not self._prefill.jobs
+        return [] if is_alone else self._admission.awaited()
 
     def _deposit(self) -> tuple[list[Deposit], list[_Run]]:
         """Old tokens of those that stayed go down."""
@@ -338,7 +348,7 @@ class Scheduler:
         return [report for entry in self._prefill.jobs for report in make_progress(entry, self._num_layers)]
 
     def stats(self, steps: int, step_seconds: float, host: HostStats | None) -> Stats:
-        num_idle_sinks = self.residence.num_idle_sink_pages(self._holding())
+        num_idle_sinks = self.residence.num_idle_sink_pages([])
         return Stats(
             num_running=len(self._running),
             num_prefilling=sum(len(entry.sequences) for entry in self._prefill.jobs),

@@ -30,6 +30,7 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     context: HostContext | None = None  # in host memory, while it holds one
+    left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
     num_in_flight: int = 0
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0

@@ -74,7 +74,7 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert contexts._num_promised == 0
     assert contexts._dense.num_held == contexts.num_blocks
     assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
-    while residence.evict_idle(None):
+    while contexts.evict_idle([]):
         pass
     assert (len(contexts), contexts.used_bytes, contexts._dense.num_held, contexts._owners) == (0, 0, 0, {})
     assert residence.pages.num_held == 0

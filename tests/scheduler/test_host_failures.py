@@ -60,7 +60,7 @@ def engine(loaded: Engine) -> Iterator[Engine]:
 def check_idle(engine: Engine) -> None:
     """Idle contexts go; then nothing is held."""
     residence = engine.scheduler.residence
-    while residence.evict_idle(None):
+    while residence.contexts.evict_idle([]):
         pass
     while engine.has_work:
         engine.step()
