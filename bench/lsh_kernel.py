@@ -24,7 +24,7 @@ from cpu.attention import HostAttention
 from cpu.collision import fraction_read, sample_probability
 from cpu.pieces import EXACT, SAMPLED, SEGMENT_TOKENS, new_pieces
 from cpu.quantise import quantise_keys, quantise_values
-from cpu.rates import measure_host_rates
+from cpu.rates import measure_host_rates, read_stream
 from cpu.tables import build_tables, num_offsets
 from transfer.exchange import ExchangeSlot, new_slot
 from transfer.simd.features import SIMD
@@ -177,12 +177,12 @@ def _measure(
     benchmark: LshBenchmark, layer: Layer, segments: _Segments, kernels: dict[str, HostAttention],
     rates: dict[str, float], console: Console,
 ) -> list[Row]:  # fmt: skip
-    cold = torch.ones(COLD_BYTES // 8, dtype=torch.int64)  # read by as many threads, so no core's cache is left out
+    cold = np.ones(COLD_BYTES // 8, np.int64)
     times: dict[str, list[float]] = {}
     read: dict[str, list[int]] = {kind: [] for kind in kernels}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
-        int(cold.sum())
+        read_stream(cold, benchmark.threads)  # so no core's cache is left out, and no other library's threads spin
         began = time.perf_counter()
         returned = call()
         times.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
