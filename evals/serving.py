@@ -131,24 +131,23 @@ def extend(answer: Answer, delta: Delta, stop_token_ids: list[int]) -> None:
 
 
 def load_serving_engine(model: Path, device: str, longest_tokens: int, deployment: Deployment | None) -> ServingEngine:
-    """The engine of a deployment, but of this model and on this device; None: all else is derived from the machine.
+    """The engine of a deployment, but of this model and on this device.
 
-    On the CPU there is room for a few prompts of `longest_tokens`, unless the deployment says how much. Raises
+    None: with what the machine gives, and on the CPU with room for a few prompts of `longest_tokens`. Raises
     ModelError, PlanError, or HostMemoryError.
     """
     on_cuda = device.startswith("cuda")
-    gpu, host, scheduler = (
-        (GpuConfig(), None, SchedulerConfig())
-        if deployment is None
-        else (deployment.gpu, deployment.host, deployment.scheduler)
-    )
-    kv_cache_gib = gpu.kv_cache_gib
-    if kv_cache_gib is None and not on_cuda:
+    gpu, host, scheduler = GpuConfig(), None, SchedulerConfig()
+    if deployment is not None:
+        gpu, host, scheduler = deployment.gpu, deployment.host, deployment.scheduler
+    elif not on_cuda:
         token_bytes = read_architecture(model).kv_bytes_per_token(FLOAT32_BYTES)
-        kv_cache_gib = max(0.25, PROMPTS_AT_ONCE * longest_tokens * token_bytes / 2**30)
-    asked = {"device": "cuda" if on_cuda else "cpu", "kv_cache_gib": kv_cache_gib}
+        gpu = GpuConfig(kv_cache_gib=max(0.25, PROMPTS_AT_ONCE * longest_tokens * token_bytes / 2**30))
     config = EngineConfig(
-        model=ModelConfig(path=model), gpu=gpu.model_copy(update=asked), host=host, scheduler=scheduler
+        model=ModelConfig(path=model),
+        gpu=gpu.model_copy(update={"device": "cuda" if on_cuda else "cpu"}),
+        host=host,
+        scheduler=scheduler,
     )
     engine, _ = load_engine(config, lambda *_: None)
     return ServingEngine(engine, host, scheduler.max_running + scheduler.max_queue // 2)

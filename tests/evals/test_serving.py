@@ -52,7 +52,8 @@ def config(tmp_path: Path) -> Path:
     """A deployment whose contexts leave the device at once."""
     path = tmp_path / "tier.yaml"
     host = {"memory_limit_gib": 0.25, "resident_tokens": 0, "sampled": {"bits_per_table": 4, "num_tables": 40}}
-    path.write_text(json.dumps({"model": {"random_weights": "elsewhere"}, "host": host}))
+    tree = {"model": {"random_weights": "elsewhere"}, "gpu": {"kv_cache_gib": 0.5}, "host": host}
+    path.write_text(json.dumps(tree))
     return path
 
 
