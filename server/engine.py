@@ -21,7 +21,7 @@ from scheduler.messages import FromEngine, ToEngine
 # Threads that wait by spinning take the cores from the API process and from each other: on two busy cores a decode step
 # of the reference model took 196 ms with the library's default and 19 ms with this.
 # A short spin is no better in between: with GOMP_SPINCOUNT=1000 (some 50 microseconds) a step of `sampled` on two cores
-# took 22 ms for 31 to 39 alone, but 28 to 35 for 22 beside one busy process; with 10,000 it took 20 and 115.
+# took 22 ms for 31 to 39 alone, but 29 to 33 for 20 beside one busy process; with 10,000 it took 19 and 135.
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 _LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be on its way
 
