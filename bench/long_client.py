@@ -13,8 +13,9 @@ import numpy as np
 from bench.rows import require
 from gpu.sampling_params import SamplingParams
 from scheduler.engine import Engine
-from scheduler.messages import EngineRequest, HostStats
+from scheduler.messages import Delta, EngineRequest, HostStats, Logprob
 
+GREEDY = SamplingParams(temperature=0.0)
 MIN_STEPS = 4  # measured, however long they take
 _WARMUP_STEPS = 4
 
@@ -28,7 +29,7 @@ class Batch:
     rows_down: float  # of all heads and layers
     wait_ms: float  # for queries, on the host
     attend_ms: float
-    ready_ms: float  # that the first step of the batch waited for copies to land and tables to stand
+    ready_ms: float  # most that a step waited for copies and tables, from the submission of the batch's last to here
 
     @property
     def fraction_read(self) -> float:
@@ -39,10 +40,12 @@ class Batch:
 class Client:
     """Requests to one engine, stepped by hand."""
 
-    def __init__(self, engine: Engine, vocab_size: int, max_context_tokens: int) -> None:
+    def __init__(self, engine: Engine, vocab_size: int, longest_tokens: dict[str, int]) -> None:
+        """longest_tokens: prompt and output of a request of each profile, at most."""
         self.engine = engine
         self.vocab_size = vocab_size
-        self.max_context_tokens = max_context_tokens
+        self.longest_tokens = longest_tokens
+        self.longest_ready_s = 0.0  # that a step waited for copies to land and tables to stand; reset by who reads it
         self._number = 0
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -51,12 +54,12 @@ class Client:
         tokens: list[int] = np.random.default_rng(self._number).integers(0, self.vocab_size, num_tokens).tolist()
         return tokens
 
-    def submit(self, prompt: list[int], max_tokens: int, profile: str) -> str:
+    def submit(self, prompt: list[int], max_tokens: int, profile: str, sampling: SamplingParams) -> str:
         request_id = f"long-{time.monotonic_ns()}"
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0),
+            sampling=sampling,
             max_tokens=max_tokens,
             stop_token_ids=[],
             attention_profile=profile,
@@ -65,12 +68,21 @@ class Client:
         self.engine.submit([request])
         return request_id
 
+    def advance(self) -> list[Delta]:
+        """A step of the engine. Raises GateError where a request fails in it."""
+        times = self.engine._runner.hop_times
+        before = times.ready_s
+        deltas = self.engine.step()
+        self.longest_ready_s = max(self.longest_ready_s, times.ready_s - before)
+        for delta in deltas:
+            require(delta.error is None, f"request failed: {delta.error}")
+        return deltas
+
     def until_first_token(self, request_id: str) -> float:
         """Seconds until a request's first token; others go on."""
         began = time.perf_counter()
         while True:
-            for delta in self.engine.step():
-                require(delta.error is None, f"request failed: {delta.error}")
+            for delta in self.advance():
                 if delta.request_id == request_id and delta.token_ids:
                     return time.perf_counter() - began
 
@@ -78,18 +90,29 @@ class Client:
         """All tokens of a request that has not begun."""
         tokens: list[int] = []
         while True:
-            for delta in self.engine.step():
+            for delta in self.advance():
                 if delta.request_id == request_id:
                     tokens += delta.token_ids
                     if delta.finish_reason is not None:
-                        require(delta.error is None, f"request failed: {delta.error}")
                         return tokens
 
+    def prompt_logprobs(self, prompt: list[int], profile: str, sampling: SamplingParams) -> list[Logprob]:
+        """Of each token of `prompt` but the first, computed by a prefill; `sampling` says how many others are named."""
+        request_id = self.submit(prompt, 0, profile, sampling)
+        while True:
+            for delta in self.advance():
+                if delta.request_id == request_id:
+                    assert delta.prompt_logprobs is not None, "asked for them, and no output"
+                    return delta.prompt_logprobs
+
     def steps(self, batch: int, count: int, limit_s: float) -> Batch:
-        """Timed steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS."""
-        begun = self.host_stats()
+        """Timed steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS.
+
+        Steps that warm up come before, so all take `limit_s` and a step, or MIN_STEPS and as many, whichever is more.
+        """
         for _ in range(_WARMUP_STEPS):
-            self.engine.step()
+            self.advance()
+        ready_ms, self.longest_ready_s = 1e3 * self.longest_ready_s, 0.0
         before = self.host_stats()
         times: list[float] = []
         first = began = time.perf_counter()
@@ -98,12 +121,11 @@ class Client:
             now = time.perf_counter()
             times.append(1e3 * (now - began))
             began = now
-        ready_ms = 1e3 * (before.ready_seconds - begun.ready_seconds)
         return _difference(before, self.host_stats(), times, ready_ms)
 
     def step(self, batch: int) -> None:
         """One step. Raises GateError where it draws no token for each of `batch` requests."""
-        num_tokens = sum(len(delta.token_ids) for delta in self.engine.step())
+        num_tokens = sum(len(delta.token_ids) for delta in self.advance())
         require(num_tokens == batch, f"a step drew {num_tokens} tokens; wanted {batch}")
 
     def host_stats(self) -> HostStats:
@@ -124,6 +146,14 @@ class Client:
         while self.engine.has_work:
             self.engine.step()
         self.engine.step()
+
+    def forget_contexts(self) -> None:
+        """Host memory of requests that are gone is free, and no later request begins with what they had."""
+        contexts = self.engine.scheduler.residence.contexts
+        assert contexts is not None, "the deployment has a host section"
+        while contexts.evict_idle([]):
+            pass
+        self.drain([])
 
 
 def _difference(before: HostStats, after: HostStats, times: list[float], ready_ms: float) -> Batch:

@@ -5,7 +5,12 @@ profile is ours, the second its peer at the same batch, whose requests share one
 stream may take minutes. `bench.long_floors` says what bounds each number. Random weights spread keys evenly: the
 fraction read is printed beside every time. A peer that reads everything may be a hundred times slower, so no batch is
 stepped for longer than a limit. Where a step's time goes comes from a trace of ours alone, after its timed steps
-(`bench.step_trace`).
+(`bench.step_trace`). Nothing is timed before `bench.long_gate` has held what is to be timed against full attention.
+
+Tables are built behind a prefill: a context's first step waits for those that are not built by then, and for the last
+layer's copies. `first_step_ready_ms`, the longest wait of a step from the submission of a batch's last request to its
+timed steps, is what was not hidden; the peer, which has no tables, waits for copies alone. On CUDA a prefill's time
+includes that first step, which is launched before the first token is told.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +22,9 @@ import psutil
 import torch
 from rich.console import Console
 
-from bench.long_client import Batch, Client
+from bench.long_client import GREEDY, Batch, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
+from bench.long_gate import Agreement, check_host_path
 from bench.rates import device_name
 from bench.rows import Row, announce, summarise
 from bench.step_trace import tabulate_parts, trace_steps
@@ -65,7 +71,9 @@ class Served:
 def run_long_context_benchmark(
     benchmark: LongContextBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
-    """After each profile the rows so far: prefill, batches, the first one's second turn. Raises GateError."""
+    """After each profile the rows so far: prefill, batches, the first one's second turn. Raises GateError, before
+    anything is timed where the host path is wrong.
+    """
     config = EngineConfig(
         model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler
     )
@@ -77,14 +85,17 @@ def run_long_context_benchmark(
         torch.cuda.reset_peak_memory_stats()
     engine, ready = load_engine(config, lambda *_: None)
     try:
-        client = Client(engine, ready.vocab_size, ready.max_context_tokens)
+        client = Client(engine, ready.vocab_size, ready.profiles)
+        assert deployment.host is not None, "long contexts: a deployment with a host section"
+        rows = deployment.host.rows
+        gate = check_host_path(client, floors.capacity, rows, profiles, benchmark.batches[-1], console)
         prompts = [client.prompt(benchmark.context) for _ in range(benchmark.prompts)]
         served: dict[str, Served] = {}
         for profile in profiles:
             console.print(f"profile {profile.name}", highlight=False)
             own = prompts[: None if not served else 1]
             served[profile.name] = _serve(client, own, benchmark, profile, floors, not served, console)
-            yield _rows(benchmark, deployment, served, floors)
+            yield _rows(benchmark, deployment, served, floors, gate)
     finally:
         engine.shutdown()
 
@@ -115,11 +126,12 @@ def _serve(
     first_token_s, batches = [], {}
     running: list[str] = []
     peak_host, parts = 0.0, None
+    max_tokens = max(1, min(4096, client.longest_tokens[profile.name] - benchmark.context))
     for batch in benchmark.batches:
         while len(running) < batch:
-            max_tokens = min(4096, client.max_context_tokens - benchmark.context)
+            client.longest_ready_s = 0.0
             is_new = len(running) < len(prompts)
-            running.append(client.submit(prompts[len(running) % len(prompts)], max_tokens, profile.name))
+            running.append(client.submit(prompts[len(running) % len(prompts)], max_tokens, profile.name, GREEDY))
             seconds = client.until_first_token(running[-1])
             console.print(f"  {'prefill' if is_new else 'again'} {len(running)}: {seconds:.2f} s", highlight=False)
             if is_new:
@@ -155,10 +167,10 @@ def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor) ->
 def _take_turns(client: Client, benchmark: LongContextBenchmark, profile: str, console: Console) -> tuple[float, float]:
     """First token of a second turn: over the first one's deposited prefix, and of as long a prompt never seen."""
     prompt = client.prompt(benchmark.turn)
-    answer = client.finish(client.submit(prompt, _ANSWER_TOKENS, profile))
+    answer = client.finish(client.submit(prompt, _ANSWER_TOKENS, profile, GREEDY))
     times = []
     for begun in (prompt + answer, client.prompt(len(prompt) + len(answer))):
-        request_id = client.submit(begun + client.prompt(_QUESTION_TOKENS), _ANSWER_TOKENS, profile)
+        request_id = client.submit(begun + client.prompt(_QUESTION_TOKENS), _ANSWER_TOKENS, profile, GREEDY)
         times.append(client.until_first_token(request_id))
         client.drain([request_id])
     console.print(f"  second turn: {times[0]:.2f} s, its whole prompt computed: {times[1]:.2f} s", highlight=False)
@@ -166,8 +178,9 @@ def _take_turns(client: Client, benchmark: LongContextBenchmark, profile: str, c
 
 
 def _rows(
-    benchmark: LongContextBenchmark, deployment: Deployment, served: dict[str, Served], floors: LongFloors
-) -> list[Row]:
+    benchmark: LongContextBenchmark, deployment: Deployment, served: dict[str, Served], floors: LongFloors,
+    gate: dict[str, Agreement],
+) -> list[Row]:  # fmt: skip
     """Of all profiles so far; the first one's have the second as their peer."""
     model = deployment.model
     shape = model.random_weights or (model.path.name if model.path else "")
@@ -175,7 +188,8 @@ def _rows(
         "device": device_name(torch.device(floors.plan.device)),
         "rates": floors.rates,
         "config": {"benchmark": asdict(benchmark) | {"trace": str(benchmark.trace)},
-                   "engine": deployment.model_dump(mode="json", exclude={"server"})},
+                   "engine": deployment.model_dump(mode="json", exclude={"server"}),
+                   "gate": {name: asdict(agreement) for name, agreement in gate.items()}},
     }  # fmt: skip
     names, rows = list(served), []
     for name, ours in served.items():

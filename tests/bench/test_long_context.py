@@ -3,16 +3,27 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.long_client import MIN_STEPS
+from bench.long_client import GREEDY, MIN_STEPS, Client
 from bench.long_context import LongContextBenchmark, run_long_context_benchmark
+from bench.long_gate import ROUNDING, check_host_path
+from bench.rows import GateError
 from bench.step_trace import STEPS
+from cpu.decode_step import StepAttention
+from gpu.profiles import get_profile
+from scheduler.capacity import HostCapacity
+from scheduler.config import EngineConfig
+from scheduler.engine import load_engine
+from scheduler.messages import Delta, HostStats
 from server.config import Deployment
+from transfer.config import HostConfig
+from transfer.exchange import ExchangeSlot
 
 DEPLOYMENT = {
     "model": {"random_weights": "tiny", "tokenizer": Path("deploy/models/reference")},
@@ -96,3 +107,103 @@ def test_a_batch_that_cannot_run_is_refused_before_anything_is_measured(tmp_path
     refused = CliRunner().invoke(app, ["long", str(config), "--batch", "1,4"])
     assert refused.exit_code == 2
     assert "max_running 2" in " ".join(refused.output.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def check():
+    """The gate, on an engine of its own."""
+    deployment = Deployment.model_validate(DEPLOYMENT)
+    config = EngineConfig(
+        model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler
+    )
+    engine, ready = load_engine(config, lambda *_: None)
+    profiles = [get_profile(name, deployment.host) for name in ("sampled", "offloaded")]
+    client, capacity = Client(engine, ready.vocab_size, ready.profiles), engine.scheduler.residence._capacity.host
+    yield lambda: check_host_path(client, capacity, "bfloat16", profiles, 2, Console(quiet=True))
+    engine.shutdown()
+
+
+def test_the_gate_is_passed_before_anything_is_timed_and_stands_in_every_row(run):
+    before, after = run[0].split("profile sampled\n")
+    assert before.count("gate, offloaded: 2 x 2,192 tokens") == before.count("gate, sampled: 2 x 2,192 tokens") == 1
+    assert "gate" not in after
+    for row in run[1][-1]:
+        found = row.config["gate"]["offloaded"]
+        assert found["tokens"] > 64
+        assert 0 < found["apart"] < ROUNDING["bfloat16"]
+        assert found["same"] > 0.9
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, is_sampled: bool, spoil) -> None:
+    """`spoil(layer, slot)` has the CPU's answers of one kind of steps after they are given."""
+    run = StepAttention.run
+
+    def run_and_spoil(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
+        run(attention, layer, slot)
+        if (slot.codes is not None) == is_sampled:
+            spoil(layer, slot)
+
+    monkeypatch.setattr(StepAttention, "run", run_and_spoil)
+
+
+def test_a_kv_head_that_one_layer_loses_gives_no_number(check, monkeypatch):
+    broken(monkeypatch, False, lambda layer, slot: slot.out[:, :2].mul_(0.0 if layer == 1 else 1.0))
+    with pytest.raises(GateError, match="offloaded: log-probabilities are"):
+        check()
+
+
+def test_answers_that_are_those_of_another_head_give_no_number_in_sampled_steps_either(check, monkeypatch):
+    broken(monkeypatch, True, lambda layer, slot: slot.out.copy_(slot.out.roll(2, 1)))
+    with pytest.raises(GateError, match="sampled: log-probabilities are"):
+        check()
+
+
+def test_a_sample_of_nothing_gives_no_number(check, monkeypatch):
+    def count_nothing(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
+        counts = attention._attend.counts
+        before = counts.rows_read
+        run(attention, layer, slot)
+        if slot.codes is not None:
+            counts.rows_read = before
+
+    run = StepAttention.run
+    monkeypatch.setattr(StepAttention, "run", count_nothing)
+    with pytest.raises(GateError, match="sampled: the CPU read nothing of 2,192 tokens"):
+        check()
+
+
+def test_a_deployment_whose_device_holds_no_prompt_that_goes_down_gives_no_number():
+    capacity = HostCapacity(16, 8, 1 << 30, 16, 64, 128, 4096, lambda *_: 0)
+    client = SimpleNamespace(longest_tokens={"exact": 4096, "offloaded": 8192})
+    offloaded = get_profile("offloaded", HostConfig())
+    with pytest.raises(GateError, match="goes down from 4,097 tokens on, and exact and offloaded have room for 4,064"):
+        check_host_path(client, capacity, "bfloat16", [offloaded], 1, Console(quiet=True))
+    assert check_host_path(client, capacity, "bfloat16", [get_profile("exact", None)], 1, Console(quiet=True)) == {}
+
+
+class FirstStepWaits:
+    """An engine that launches a request's first decode step before it tells the first token, as on CUDA."""
+
+    def __init__(self) -> None:
+        self.hop_times = SimpleNamespace(ready_s=0.0)
+        self._runner = self
+        self._steps = 0
+
+    def submit(self, requests) -> None:
+        self.request_id = requests[0].request_id
+
+    def step(self) -> list[Delta]:
+        self._steps += 1
+        self.hop_times.ready_s += 0.25 if self._steps == 2 else 0.001
+        return [Delta(request_id=self.request_id, token_ids=[7])] if self._steps > 1 else []
+
+    def stats(self):
+        zeros = dict.fromkeys(HostStats.__struct_fields__, 0)
+        return SimpleNamespace(host=HostStats(**zeros))
+
+
+def test_the_wait_for_tables_is_seen_where_the_first_step_is_launched_before_the_first_token_is_told():
+    client = Client(FirstStepWaits(), 10, {})
+    client.until_first_token(client.submit([1], 99, "sampled", GREEDY))
+    assert client.steps(1, 8, 0.0).ready_ms == pytest.approx(250)
+    assert client.steps(1, 8, 0.0).ready_ms == pytest.approx(1)  # what came before is told once

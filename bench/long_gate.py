@@ -1,0 +1,184 @@
+"""The gate of `bench.long_context`: before anything is timed, answers over host memory are held against full attention.
+
+Requests of a few thousand tokens, as many at once as fill both half batches, are decoded greedily through each kind of
+hop step. Then the exact profile computes each prompt and its answer on the device, in one prefill, and says how
+probable it finds every token: so a choice between two tokens that are nearly equal does not end the comparison. How far
+log-probabilities may be apart is measured: as far as the device's own decode is from its own prefill, and a rounding.
+
+Over random tokens an average of values is nearly nothing, and a lost head would not be seen. So prompts are one token
+in stretches for `offloaded`, which reads all of them: an answer of a wrong layer or head, or one without a stretch, is
+off by several times the rounding. For `sampled` they are one token throughout: then all values are the same, and so is
+every sample's average. What the gate cannot see there is which keys were sampled; that some were is counted.
+It refuses to know floors and times.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from rich.console import Console
+
+from bench.long_client import Client
+from bench.rows import require
+from gpu.profiles import Profile
+from gpu.sampling_params import SamplingParams
+from scheduler.capacity import HostCapacity
+from scheduler.messages import Logprob
+from transfer.host_memory import TAIL_TOKENS
+
+ROWS = 3  # of a batch at most: a half batch of two, and one of one
+STRETCHES = 8
+STEPS = 32  # of the whole batch; requests that came before the last have drawn more
+MORE_TOKENS = 64  # than the shortest prompt that goes down and is sampled
+MOST_TOKENS = 512  # of an answer
+_GREEDY = SamplingParams(temperature=0.0, num_logprobs=5)
+_FOLLOWED = SamplingParams(temperature=0.0, num_prompt_logprobs=5)
+
+# Root mean squares of log-probabilities, in nats. In bf16 with 12 layers the device is 0.03 from itself, the host path
+# as far from it, and one query head's answer lost in one of ten layers 0.07; in float32 rows in bf16 come to 0.0004, in
+# int8 to 0.0015, and the lost answer to 0.06.
+OWN = 0.2  # of the device from itself, at most: beyond, nothing could be held against it
+TIMES_OWN = 2.0
+ROUNDING = {"bfloat16": 0.003, "int8": 0.01}
+SAMPLED = 0.1  # more: a sample's mass is an estimate, against which the answer's own tokens are weighed (0.02)
+MOST_TIMES = 8.0  # for a single one
+
+
+@dataclass(slots=True)
+class Answer:
+    """A request's tokens so far, and what its profile thought of them."""
+
+    prompt: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of answers with full attention. same: share of tokens that are its choice too; apart: root mean square of the
+    differences of log-probabilities, over those that both list; most_apart: the largest; behind: most that a chosen
+    token is below full attention's choice; allowed: bound of `apart`.
+    """
+
+    requests: int
+    prompt_tokens: int
+    tokens: int
+    same: float
+    apart: float
+    most_apart: float
+    behind: float
+    allowed: float
+
+
+def check_host_path(
+    client: Client, capacity: HostCapacity, rows: str, profiles: Sequence[Profile], batch: int, console: Console
+) -> dict[str, Agreement]:
+    """The agreement of each kind of steps over host memory that `profiles` use, and of `offloaded`, with the exact one.
+
+    rows: how the host keeps them; batch: the largest that will be timed. Raises GateError.
+    """
+    if not any(profile.uses_host for profile in profiles):
+        return {}
+    agreements = {}
+    for name in ("offloaded", *sorted(profile.name for profile in profiles if profile.samples)):
+        is_sampled = name != "offloaded"
+        num_tokens = _prompt_tokens(client, capacity, name)
+        stretches = 1 if is_sampled else STRETCHES
+        prompts = [
+            np.repeat(client.prompt(stretches), -(-num_tokens // stretches))[:num_tokens].tolist()
+            for _ in range(min(batch, ROWS))
+        ]
+        own = _measure(client, [answer for prompt in prompts for answer in _decode(client, [prompt], "exact")], OWN)
+        _require("exact", own)
+        before = client.host_stats()
+        answers = _decode(client, prompts, name)
+        after = client.host_stats()
+        allowed = TIMES_OWN * own.apart + ROUNDING[rows] + (SAMPLED if is_sampled else 0.0)
+        agreements[name] = agreement = _measure(client, answers, allowed)
+        _print(console, name, agreement, own)
+        _require(name, agreement)
+        require(after.rows_read > before.rows_read, f"{name}: the CPU read nothing of {num_tokens:,} tokens")
+        require(after.tables_failed == 0, f"{name}: tables of {after.tables_failed} layers could not be built")
+    client.forget_contexts()
+    return agreements
+
+
+def _prompt_tokens(client: Client, capacity: HostCapacity, name: str) -> int:
+    """Of a prompt that goes down, if possible with enough rows at once for a sample, and fits the device whole."""
+    sampled = capacity.sink_tokens + capacity.window_tokens + TAIL_TOKENS
+    most = min(client.longest_tokens["exact"], client.longest_tokens[name]) - STEPS
+    num_tokens = min(max(capacity.resident_tokens, sampled) + MORE_TOKENS, most)
+    require(
+        capacity.prompt_end(num_tokens) > 0,
+        f"a prompt goes down from {capacity.resident_tokens + 1:,} tokens on, and exact and {name} have room for "
+        f"{most:,} and an answer: nothing to compare; lower host.resident_tokens or raise gpu.kv_cache_gib",
+    )
+    return num_tokens
+
+
+def _decode(client: Client, prompts: Sequence[list[int]], profile: str) -> list[Answer]:
+    """Greedy answers of all prompts at once, each submitted when the one before has its first token."""
+    answers: dict[str, Answer] = {}
+    for prompt in prompts:
+        most = min(MOST_TOKENS, client.longest_tokens[profile] - len(prompt))
+        request_id = client.submit(prompt, most, profile, _GREEDY)
+        answers[request_id] = Answer(prompt)
+        while not answers[request_id].token_ids:
+            _collect(client, answers)
+    for _ in range(STEPS):
+        _collect(client, answers)
+    client.drain(list(answers))
+    return list(answers.values())
+
+
+def _collect(client: Client, answers: dict[str, Answer]) -> None:
+    for delta in client.advance():
+        answers[delta.request_id].token_ids += delta.token_ids
+        answers[delta.request_id].logprobs += delta.logprobs or []
+
+
+def _measure(client: Client, answers: Sequence[Answer], allowed: float) -> Agreement:
+    """Follow the answers with full attention, as far as it has room for them."""
+    differences: list[float] = []
+    behind: list[float] = []
+    for answer in answers:
+        token_ids = answer.token_ids[: client.longest_tokens["exact"] - len(answer.prompt)]
+        followed = client.prompt_logprobs(answer.prompt + token_ids, "exact", _FOLLOWED)[len(answer.prompt) - 1 :]
+        for ours, full in zip(answer.logprobs, followed, strict=False):
+            of_full = dict(full.top)
+            differences += [logprob - of_full[token] for token, logprob in ours.top if token in of_full]
+            behind.append(full.top[0][1] - full.logprob)
+    apart, gaps = np.asarray(differences), np.asarray(behind)
+    require(len(apart) > 0, "no token that full attention finds likely is likely in the answers")
+    return Agreement(
+        requests=len(answers),
+        prompt_tokens=len(answers[0].prompt),
+        tokens=len(gaps),
+        same=float((gaps == 0).mean()),
+        apart=float(np.sqrt(np.mean(apart**2))),
+        most_apart=float(np.abs(apart).max()),
+        behind=float(gaps.max()),
+        allowed=allowed,
+    )
+
+
+def _print(console: Console, name: str, found: Agreement, own: Agreement) -> None:
+    console.print(
+        f"gate, {name}: {found.requests} x {found.prompt_tokens:,} tokens, {found.tokens} drawn, {found.same:.1%} of "
+        f"them full attention's choice, others {found.behind:.4f} nats behind it at most; log-probabilities "
+        f"{found.apart:.4f} apart (the device from itself {own.apart:.4f}, allowed {found.allowed:.4f}), at most "
+        f"{found.most_apart:.4f}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _require(name: str, found: Agreement) -> None:
+    require(
+        found.apart <= found.allowed,  # False for NaN
+        f"{name}: log-probabilities are {found.apart:.4f} nats from full attention's (root mean square); "
+        f"wanted {found.allowed:.4f} or less",
+    )
+    single = MOST_TIMES * found.allowed
+    worst = max(found.most_apart, found.behind)
+    require(worst <= single, f"{name}: a token is {worst:.4f} nats from full attention; wanted {single:.4f} or less")
