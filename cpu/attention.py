@@ -1,32 +1,41 @@
-"""Attention of a ragged batch over rows in host memory: sampled by LSH or exact, one parallel region a layer.
+"""Attention of ragged batches over rows in host memory: sampled by LSH or exact, one parallel region a step.
 
-It refuses to know layers, segments and devices: a table of pieces (`cpu.pieces`) says where rows lie. Invariants: the
+It refuses to know layers, segments and devices: tables of pieces (`cpu.pieces`) say where rows lie. Invariants: the
 lse of sampled pieces estimates the mass of all that they cover (paper 2410.16179 eq. (11)), with centres put back;
 results do not depend on the number of threads; nothing is allocated once the largest batch has been seen.
 """
 
+from ctypes import c_char
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
-from cpu import collision, context, lookup, pieces, plan, rows, softmax, stages
+from cpu import collision, context, lookup, pieces, plan, rows, softmax, stages, turns
 from cpu.collision import log_weights
 from cpu.context import (
+    ALL_ATTENDED_NS,
+    ALL_ROWS,
     ANSWERED,
+    ASKS,
+    BOARD,
     BUFFERS,
     CODES,
     COVERED,
     FLAGS,
+    LIMIT_NS,
     LOGS,
     LSE,
+    NEXT_ASK,
+    NUM_ASKS,
     NUM_IDS,
     NUM_PARTS,
     NUM_PIECES,
     NUM_SAMPLED,
     NUM_SLOTS,
     OUT,
+    OUTCOME,
     PIECES,
     PLAN,
     QUERIES,
@@ -37,29 +46,19 @@ from cpu.context import (
     ROOM_REQUESTS,
     ROOM_SLOTS,
     STAMP,
+    new_asks,
     new_context,
-    open_context,
     set_arrays,
     set_shape,
 )
 from cpu.lookup import SPANS
-from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS, as_columns
-from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED, make_plan
+from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
+from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.rows import BLOCK_ROWS, COLUMNS
-from cpu.stages import (
-    ROWS_READ,
-    SAMPLED_NS,
-    STAGES,
-    STATE,
-    TOTALS,
-    WAITED_NS,
-    Buffers,
-    Plan,
-    Shape,
-    attend_as,
-)
+from cpu.stages import BEGAN_NS, ROWS_READ, SAMPLED_NS, STAGES, STATE, TOTALS, Buffers, Plan, Shape
+from cpu.turns import BOARD_INT64, take_turns
 from transfer import exchange
-from transfer.exchange import ExchangeSlot
+from transfer.exchange import LAST_STAMP, ExchangeSlot
 from transfer.simd import emission, memory, team, values, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.region import start, version
@@ -72,26 +71,22 @@ QUERY_TYPES = (np.uint16, np.float32)
 
 
 _MODULES = (
-    collision, context, emission, exchange, lookup, memory, pieces, plan, rows, softmax, stages, team, values, vectors,
+    collision, context, emission, exchange, lookup, memory, pieces, plan, rows, softmax, stages, team, turns, values,
+    vectors,
 )  # fmt: skip
 
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
-def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> tuple[Any, Any]:
-    """`plan.make_plan` and `stages.attend_as` as C functions of the context's address. numba's file cache looks at this
-    source file and at the arguments here; `version` stands for the sources of all that is called."""
-
-    @numba.cfunc("int64(int64)", cache=True)
-    def prepare(context):  # type: ignore[no-untyped-def]
-        return make_plan(context, kind, query_kind) if version >= 0 else NO_TABLE
+def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> Any:
+    """`turns.take_turns` as a C function of the context's address. numba's file cache looks at this source file and at
+    the arguments here; `version` stands for the sources of all that is called."""
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
     def work(me, threads, context):  # type: ignore[no-untyped-def]
         if version >= 0:
-            shape, batch, step, buffers = open_context(context, kind, query_kind)
-            attend_as(me, threads, shape, columns, batch, step, buffers)
+            take_turns(me, threads, context, kind, query_kind, columns)
 
-    return prepare, work
+    return work
 
 
 class Attended(NamedTuple):
@@ -110,26 +105,17 @@ class Attended(NamedTuple):
     sampled_ns: int
 
 
-class Ask(NamedTuple):
-    """Where the asks of a step stand in an exchange slot: its rows in use, and addresses. codes: 0 without."""
-
-    rows: int
-    queries: int
-    codes: int
-    flags: int
-    out: int
-    lse: int
-    answered: int
-
-
 class Answered(NamedTuple):
-    """What an answer cost: rows and stages as in `Attended`; covered: tokens, of all heads; waited_ns: for the ask, in
-    the last call alone; began_ns: of the monotonic clock, when it was there."""
+    """What answers cost. asks: answered, fewer than there were where one did not come; rows, covered: of all of them,
+    as in `Attended`, covered of all heads; waited_ns: for asks; attended_ns: from an ask that is there to its answer;
+    lookup_ns, sampled_ns: of the last one's stages.
+    """
 
+    asks: int
     rows: int
     covered: int
     waited_ns: int
-    began_ns: int
+    attended_ns: int
     lookup_ns: int
     sampled_ns: int
 
@@ -163,15 +149,17 @@ class HostAttention:
         self._shape = Shape(
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
         )
-        prepare, work = _compile(row_type(0), query_type(0), (0,) * (dim // COLUMNS), version(*_MODULES))
-        self._prepare, self._work = int(prepare.address), int(work.address)
+        work = _compile(row_type(0), query_type(0), (0,) * (dim // COLUMNS), version(*_MODULES))
+        self._work = int(work.address)
         self._context, self._threads = new_context(), threads
         self._address, self._row = self._context.ctypes.data, memoryview(self._context)
         set_shape(self._context, self._shape, threads)
         self._context[LOGS] = self._logs.ctypes.data
+        self._board = np.zeros(BOARD_INT64, np.int64)
+        self._context[BOARD] = self._board.ctypes.data
+        self._lone_ask = new_asks(1)
         self._plan = self._new_plan(1, 1, 1, 1)
         self._results = self._new_results(1)
-        self._answer = self._results  # those of the requests of the last call
         self._buffers = self._new_buffers(1, 1, 1)
 
     def attend(self, table: np.ndarray, queries: np.ndarray, codes: np.ndarray | None, threads: int) -> Attended:
@@ -184,82 +172,93 @@ class HostAttention:
 
         Caches are cold here, so each line of Python costs several times what it does elsewhere.
         """
-        shape, requests, row = self._shape, len(queries), self._row
+        shape, requests, ask = self._shape, len(queries), self._lone_ask[0]
         assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
         assert queries.dtype == self.query_type, "queries: of the type that was compiled for"
         assert queries.flags.c_contiguous, "queries: contiguous"
-        row[REQUESTS], row[QUERIES], row[CODES] = requests, queries.ctypes.data, 0
+        _put_pieces(self._lone_ask, table[None])
+        _put(ask, REQUESTS, requests)
+        _put(ask, QUERIES, queries.ctypes.data)
+        _put(ask, CODES, 0)
         if codes is not None:
             assert codes.shape == (requests, shape.heads, shape.tables), "codes: [requests, heads, tables]"
             assert codes.dtype == np.uint16, "codes: uint16"
             assert codes.flags.c_contiguous, "codes: contiguous"
-            row[CODES] = codes.ctypes.data
-        row[FLAGS], row[ANSWERED] = 0, 0
-        row[OUT], row[LSE] = self._own
-        self._start(table, threads)
-        if len(self._answer[0]) != requests:
-            out, lse, covered = self._results
-            self._answer = out[:requests], lse[:requests], covered[:requests]
+            _put(ask, CODES, codes.ctypes.data)
+        self._make_room_for(requests)
+        out, lse, covered = self._results
+        _put(ask, OUT, out.ctypes.data)
+        _put(ask, LSE, lse.ctypes.data)
+        self._run(self._lone_ask, threads, 0)
         rows_read, began_ns, looked_up_ns, sampled_ns = self._buffers.totals[ROWS_READ : SAMPLED_NS + 1].tolist()
-        return Attended(*self._answer, rows_read, looked_up_ns - began_ns, sampled_ns - looked_up_ns)
+        return Attended(
+            out[:requests], lse[:requests], covered[:requests], rows_read, looked_up_ns - began_ns,
+            sampled_ns - looked_up_ns,
+        )  # fmt: skip
 
-    def asks_in(self, slot: ExchangeSlot) -> Ask:
-        """For `answer`: the slot's rows in use, which it must keep. Its queries are of query_type."""
+    def asks_in(self, slot: ExchangeSlot, tables: np.ndarray) -> np.ndarray:
+        """For `answer`: an ask of each table of pieces, PIECE `[asks, pieces]`, which must be kept, as must the slot;
+        the slot's ask under way is the first. Its row i asks for request i; its queries are of query_type.
+        """
         shape, queries, codes = self._shape, slot.queries, slot.codes
         assert queries.shape[1:] == (shape.heads, shape.dim), "slot: queries [rows, heads, dim]"
         assert queries.element_size() == self.query_type.itemsize, "slot: queries of the type that was compiled for"
         assert codes is None or codes.shape[1:] == (shape.heads, shape.tables), "slot: codes [rows, heads, tables]"
-        return Ask(
-            slot.rows, queries.data_ptr(), codes.data_ptr() if codes is not None else 0, slot.flags.data_ptr(),
-            slot.out.data_ptr(), slot.lse.data_ptr(), slot.answered.data_ptr(),
-        )  # fmt: skip
+        asks = new_asks(len(tables))
+        _put_pieces(asks, tables)
+        for column, value in (
+            (REQUESTS, slot.rows), (QUERIES, queries.data_ptr()), (CODES, codes.data_ptr() if codes is not None else 0),
+            (OUT, slot.out.data_ptr()), (LSE, slot.lse.data_ptr()), (FLAGS, slot.flags.data_ptr()),
+            (ANSWERED, slot.answered.data_ptr()), (STAMP, (slot.stamp + np.arange(len(tables))) & LAST_STAMP),
+        ):  # fmt: skip
+            _put(asks, column, value)
+        return asks
 
-    def answer(self, table: np.ndarray, ask: Ask, stamp: int, threads: int) -> Answered | None:
-        """As `attend`, in one call from the slot's flags to the stamp of its answer; row i asks for request i.
-
-        None: the flags did not have the stamp within `transfer.exchange.LOOKS` looks, and nothing was done.
+    def answer(self, asks: np.ndarray, threads: int, limit_s: float) -> Answered:
+        """As `attend`, ask after ask (rows of `asks_in`, of one slot or of several in turns) in one parallel region,
+        from an ask's flags to the stamp of its answer; up to the first that does not come within `limit_s` seconds.
         """
-        row = self._row
-        row[REQUESTS], row[QUERIES], row[CODES], row[FLAGS], row[OUT], row[LSE], row[ANSWERED] = ask
-        row[STAMP] = stamp
-        if not self._start(table, threads):
-            return None
-        covered = int(self._results[2][: ask.rows].sum())
-        rows_read, began, looked_up, sampled, waited = self._buffers.totals[ROWS_READ : WAITED_NS + 1].tolist()
-        return Answered(rows_read, covered, waited, began, looked_up - began, sampled - looked_up)
+        self._make_room_for(int(asks[:, 0].max()))
+        answered = self._run(asks, threads, limit_s)
+        began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
+        sums = self._context[ALL_ROWS : ALL_ATTENDED_NS + 1].tolist()
+        return Answered(answered, *sums, looked_up - began, sampled - looked_up)
 
-    def _start(self, table: np.ndarray, threads: int) -> bool:
-        """The region over what stands in the context; False: nobody asked. Raises ValueError for a wrong table."""
+    def _run(self, asks: np.ndarray, threads: int, limit_s: float) -> int:
+        """How many asks were answered; if not all, the next one did not come. Raises ValueError for a wrong table."""
         row = self._row
-        assert table.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
-        assert table.flags.c_contiguous, "pieces: contiguous"
+        assert asks.flags.c_contiguous, "asks: contiguous"
         assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"
-        row[PIECES], row[NUM_PIECES] = table.ctypes.data, len(table)
-        outcome = start(self._prepare, self._work, threads, self._address)
-        if outcome == NO_ROOM:
+        self._context[ALL_ROWS : ALL_ATTENDED_NS + 1] = 0
+        row[ASKS], row[NUM_ASKS], row[NEXT_ASK], row[LIMIT_NS] = asks.ctypes.data, len(asks), 0, int(1e9 * limit_s)
+        while True:
+            self._board[:] = 0
+            start(self._work, threads, self._address)
+            if row[OUTCOME] != NO_ROOM:
+                break
             self._grow()
-            outcome = start(self._prepare, self._work, threads, self._address)
-        if outcome == NO_TABLE:
-            listed = as_columns(table)
+        assert row[OUTCOME] != NO_CODES, "codes: sampled pieces need the query's"
+        if row[OUTCOME] == NO_TABLE:
+            listed = _pieces_at(row[PIECES], row[NUM_PIECES])
             raise ValueError(
                 f"pieces: got requests {listed[:, REQUEST].tolist()}, ranges "
                 f"{listed[:, [BEGIN, END, TOKENS]].tolist()}; wanted requests in rising order below {row[REQUESTS]}, "
                 f"and 0 <= begin <= end <= tokens"
             )
-        assert outcome != NO_CODES, "codes: sampled pieces need the query's"
-        assert outcome in (PLANNED, NOT_ASKED), "plan: room for what the plan itself counted"
-        return bool(outcome == PLANNED)
+        assert row[OUTCOME] in (PLANNED, NOT_ASKED), "plan: what comes of it"
+        return int(row[NEXT_ASK])
+
+    def _make_room_for(self, requests: int) -> None:
+        if requests > self._row[ROOM_REQUESTS]:
+            self._results = self._new_results(requests * 3 // 2)
+            self._plan = self._new_plan(requests * 3 // 2, *self._context[ROOM_PIECES : ROOM_PARTS + 1].tolist())
 
     def _grow(self) -> None:
-        """Make room for a batch larger than any before, with half as much again to spare."""
+        """Make room for more than any ask before had, with half as much again to spare."""
         row, heads = self._context, self._shape.heads
-        if row[REQUESTS] > row[ROOM_REQUESTS]:
-            self._results = self._answer = self._new_results(int(row[REQUESTS]) * 3 // 2)
-            if row[ANSWERED] == 0:
-                row[OUT], row[LSE] = self._own
         sizes = _larger(row[NUM_PIECES : NUM_PARTS + 1].tolist(), row[ROOM_PIECES : ROOM_PARTS + 1].tolist())
-        if sizes is not None or len(self._plan.first_piece) <= row[ROOM_REQUESTS]:
-            self._plan = self._new_plan(int(row[ROOM_REQUESTS]), *(sizes or row[ROOM_PIECES : ROOM_PARTS + 1].tolist()))
+        if sizes is not None:
+            self._plan = self._new_plan(int(row[ROOM_REQUESTS]), *sizes)
         wanted = [int(row[NUM_IDS]), int(row[NUM_SAMPLED]) * heads, int(row[NUM_SLOTS])]
         sizes = _larger(wanted, row[ROOM_IDS : ROOM_SLOTS + 1].tolist())
         if sizes is not None:
@@ -308,9 +307,24 @@ class HostAttention:
             np.empty(shape, np.int32),
         )
         self._context[ROOM_REQUESTS] = requests
-        self._own = results[0].ctypes.data, results[1].ctypes.data
         self._context[COVERED] = results[2].ctypes.data
         return results
+
+
+def _put(asks: np.ndarray, column: int, value: Any) -> None:
+    asks[..., column - REQUESTS] = value
+
+
+def _put_pieces(asks: np.ndarray, tables: np.ndarray) -> None:
+    """tables: PIECE `[asks, pieces]`."""
+    assert tables.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
+    assert tables.flags.c_contiguous, "pieces: contiguous"
+    _put(asks, PIECES, tables.ctypes.data + tables.strides[0] * np.arange(len(tables)))
+    _put(asks, NUM_PIECES, tables.shape[1])
+
+
+def _pieces_at(address: int, count: int) -> np.ndarray:
+    return np.frombuffer((c_char * (count * PIECE.itemsize)).from_address(address), np.int64).reshape(count, -1)
 
 
 def _larger(wanted: list[int], room: list[int]) -> list[int] | None:

@@ -16,19 +16,31 @@ from cpu.stages import STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 
-# Of the shape, of the batch, what the plan took (first of them: NUM_SAMPLED), and what there is room for.
+# Of the shape; of the ask under way (REQUESTS to NUM_PIECES: a row of `new_asks`); what its plan took (first of them:
+# NUM_SAMPLED); what there is room for; the asks, how far they are and what they cost (`cpu.turns`).
 (
-    HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS,
-    REQUESTS, QUERIES, CODES, PIECES, OUT, LSE, COVERED, FLAGS, STAMP, ANSWERED,
-    NUM_PIECES, NUM_SAMPLED, NUM_PARTS, NUM_IDS, NUM_SLOTS,
-    ROOM_REQUESTS, ROOM_PIECES, ROOM_SAMPLED, ROOM_PARTS, ROOM_IDS, ROOM_HEADS, ROOM_SLOTS, PLAN,
-) = range(31)  # fmt: skip
+    HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS, COVERED,
+    REQUESTS, QUERIES, CODES, OUT, LSE, FLAGS, STAMP, ANSWERED, PIECES, NUM_PIECES,
+    NUM_SAMPLED, NUM_PARTS, NUM_IDS, NUM_SLOTS,
+    ROOM_REQUESTS, ROOM_PIECES, ROOM_SAMPLED, ROOM_PARTS, ROOM_IDS, ROOM_HEADS, ROOM_SLOTS,
+    ASKS, NUM_ASKS, NEXT_ASK, OUTCOME, LIMIT_NS, BOARD, ALL_ROWS, ALL_COVERED, ALL_WAITED_NS, ALL_ATTENDED_NS,
+    PLAN,
+) = range(41)  # fmt: skip
+ASK_COLUMNS = NUM_PIECES + 1 - REQUESTS
 BUFFERS = PLAN + len(Plan._fields)
 CONTEXT = BUFFERS + len(Buffers._fields)
 
 
 def new_context() -> np.ndarray:
     return np.zeros(CONTEXT, np.int64)
+
+
+def new_asks(count: int) -> np.ndarray:
+    """int64 `[count, ASK_COLUMNS]`: column `c - REQUESTS` for each c of the context's, REQUESTS to NUM_PIECES.
+    Addresses of queries, codes (0: without), out and lse; of flags and of the answer's stamp (0: nobody waits) with the
+    stamp; and of a table of pieces.
+    """
+    return np.zeros((count, ASK_COLUMNS), np.int64)
 
 
 def set_shape(context: np.ndarray, shape: Shape, max_threads: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cpu.attention import Ask, HostAttention
+from cpu.attention import HostAttention
 from cpu.builder import Builder
 from cpu.host_context import Context
 from cpu.pieces import COLUMNS, END, EXACT, MODE, PIECE, REQUEST, SAMPLED
@@ -91,56 +91,67 @@ class Attend:
 class StepAttention:
     """See `transfer.tier.Attention`. The builder pauses from the first layer's ask to the last one's answer: between
     two layers there is less time than a piece takes, and every thread of an attention waits for the slowest.
-
-    A call waits for its ask with all looked up, so that no line of Python lies between the two where the device is the
-    slower one; where the asks of two half batches stand already, it does.
     """
 
     def __init__(self, table: np.ndarray, attend: Attend) -> None:
         """table: PIECE `[layers, pieces]`, row i of the slot's being request i."""
-        self._table, self._attend = table, attend
-        self._ask: Ask | None = None
+        self.table, self._attend = table, attend
         self._pauses = False
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         """Raises ExchangeError if the device does not ask."""
         try:
-            self._answer(layer, slot)
+            if layer == 0:
+                _await_first(self._attend, slot)
+                self._pauses = True
+            _answer(self._attend, [(self.table[layer : layer + 1], slot)], layer)
         except BaseException:
-            self._end_pause()
+            self.give_up()
             raise
-        if layer == len(self._table) - 1:
-            self._end_pause()
+        if layer == len(self.table) - 1:
+            self.give_up()
 
     def give_up(self) -> None:
         """The step will not be finished."""
-        self._end_pause()
-
-    def _answer(self, layer: int, slot: ExchangeSlot) -> None:
-        attend, counts, clock = self._attend, self._attend.counts, time.perf_counter_ns
-        began = clock()
-        if self._ask is None:
-            self._ask = attend.kernel.asks_in(slot)
-            wait(slot, layer, ASK_LIMIT_S)  # for a whole prefill unit perhaps, and tables are built meanwhile
-            counts.wait_s += (clock() - began) / 1e9
-            attend.builder.pause()
-            self._pauses = True
-        assert self._ask.flags == slot.flags.data_ptr(), "attention: one slot a step"
-        while True:
-            called = clock()
-            answered = attend.kernel.answer(self._table[layer], self._ask, slot.stamp, attend.num_threads)
-            if answered is not None:
-                break
-            counts.wait_s += (clock() - called) / 1e9
-            if clock() - began > ASK_LIMIT_S * 1e9:
-                raise late(slot, layer, ASK_LIMIT_S)
-        counts.asks += 1
-        counts.wait_s += answered.waited_ns / 1e9
-        counts.attend_s += (clock() - answered.began_ns) / 1e9
-        counts.rows_read += answered.rows
-        counts.tokens_covered += answered.covered
-
-    def _end_pause(self) -> None:
         if self._pauses:
             self._attend.builder.go_on()
             self._pauses = False
+
+
+def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlot]]) -> None:
+    """All asks of a step, each layer's of every part in turns, in one call: no line of Python lies between two of them.
+
+    A slot's ask under way is the first, and afterwards the last. Raises ExchangeError if the device does not ask.
+    """
+    _await_first(attend, parts[0][1])
+    try:
+        _answer(attend, [(attention.table, slot) for attention, slot in parts], 0)
+    finally:
+        attend.builder.go_on()
+
+
+def _await_first(attend: Attend, slot: ExchangeSlot) -> None:
+    """For a whole prefill unit perhaps, and tables are built meanwhile; then the builder pauses."""
+    began = time.perf_counter()
+    wait(slot, 0, ASK_LIMIT_S)
+    attend.counts.wait_s += time.perf_counter() - began
+    attend.builder.pause()
+
+
+def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], first_layer: int) -> None:
+    """Asks from `first_layer` on, of tables PIECE `[layers, pieces]`; a slot's ask under way becomes its last, or the
+    one that did not come.
+    """
+    counts, kernel = attend.counts, attend.kernel
+    asks = np.stack([kernel.asks_in(slot, table) for table, slot in parts], axis=1)  # [layers, parts, columns]
+    answered = kernel.answer(asks.reshape(-1, asks.shape[-1]), attend.num_threads, ASK_LIMIT_S)
+    counts.asks += answered.asks
+    counts.wait_s += answered.waited_ns / 1e9
+    counts.attend_s += answered.attended_ns / 1e9
+    counts.rows_read += answered.rows
+    counts.tokens_covered += answered.covered
+    layers, place = divmod(answered.asks, len(parts))
+    for index, (_, slot) in enumerate(parts):
+        slot.advance(slot.rows, min(layers + (index < place), len(asks) - 1))
+    if answered.asks < asks.shape[0] * len(parts):
+        raise late(parts[place][1], first_layer + layers, ASK_LIMIT_S)

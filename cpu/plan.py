@@ -1,8 +1,8 @@
 """The plan of one layer's attention: which lookups and which exact parts there are, and where their results go.
 
-Made from the table of pieces by the thread that starts the region, in a microsecond or two and in the same call, before
-it waits for the device's ask. It refuses to know rows. Invariant: its order is that of the table, so
-partials merge in one order whatever thread computes them.
+Made from the table of pieces by the thread that leads, in a microsecond or two, before it waits for the device's ask.
+It refuses to know rows. Invariant: its order is that of the table, so partials merge in one order whatever thread
+computes them.
 """
 
 import numba

@@ -11,14 +11,15 @@ import torch
 
 from cpu.attention import HostAttention
 from cpu.builder import Builder
-from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention
+from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention, answer_step
 from cpu.growth import Growth, SegmentReservation
 from cpu.host_context import Context
 from cpu.segment import ROW_TYPES
 from cpu.store import SegmentStore
+from transfer.exchange import ExchangeSlot
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
 from transfer.slabs import PageSource, SlabPool
-from transfer.tier import ContextLostError, Filled, HostMemoryError, LayerRows, Reservation, TierShape
+from transfer.tier import Attention, ContextLostError, Filled, HostMemoryError, LayerRows, Reservation, TierShape
 
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
 BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
@@ -139,6 +140,12 @@ class CpuTier:
                     self._wait_for(context)
             table = self._tables.make(contexts)
         return StepAttention(table, self._attend)
+
+    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
+        """All asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""
+        own = [(attention, slot) for attention, slot in parts if isinstance(attention, StepAttention)]
+        assert len(own) == len(parts), "answer: attention of this tier"
+        answer_step(self._attend, own)
 
     def stats(self) -> TierStats:
         """What there is, and what was done since the start."""

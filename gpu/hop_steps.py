@@ -136,7 +136,7 @@ class HopSteps:
             attentions += [self.tier.attention(context_ids[rows]) for _, rows in parts]
             times.launch_s += launched - began
             times.ready_s += clock() - launched
-            logits = self._answer(parts, attentions, is_eager=captured is None)
+            logits = self._answer_all(parts, attentions, captured) if captured else self._take_turns(parts, attentions)
         except BaseException:
             for half in self.halves:
                 half.exchange.slot.release()
@@ -146,25 +146,31 @@ class HopSteps:
         times.steps += 1
         times.rows += len(slots)
         times.asks += self.num_asks * len(parts)
-        if captured:
-            logits = [own[: rows.stop - rows.start] for own, (_, rows) in zip(captured.logits, parts, strict=True)]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _answer(
-        self, parts: Sequence[tuple[HalfBatch, slice]], attentions: Sequence[Attention], is_eager: bool
+    def _answer_all(
+        self, parts: Sequence[tuple[HalfBatch, slice]], attentions: Sequence[Attention], captured: _CapturedStep
     ) -> list[Tensor]:
-        """Answer all asks of a step; eager segments are computed behind their answers, and their logits come back."""
+        """Answer a step that goes on by itself; the half batches' logits."""
+        began = time.perf_counter()
+        slots = [half.exchange.slot for half, _ in parts]
+        self.tier.answer(list(zip(attentions, slots, strict=True)))
+        self.times.attention_s += time.perf_counter() - began
+        return [own[: rows.stop - rows.start] for own, (_, rows) in zip(captured.logits, parts, strict=True)]
+
+    def _take_turns(self, parts: Sequence[tuple[HalfBatch, slice]], attentions: Sequence[Attention]) -> list[Tensor]:
+        """Answer each ask and compute the segment behind it; the half batches' logits."""
         times, clock, logits = self.times, time.perf_counter, []
         for ask in range(self.num_asks):
             for (half, rows), attention in zip(parts, attentions, strict=True):
                 began = clock()
                 attention.run(ask, half.exchange.slot)
                 answered = clock()
-                last = half.go_on(ask) if is_eager else None
-                if last is not None:
-                    logits.append(last)
-                if ask + 1 < self.num_asks:
+                last = half.go_on(ask)
+                if last is None:
                     half.exchange.slot.advance(rows.stop - rows.start)
+                else:
+                    logits.append(last)
                 times.attention_s += answered - began
                 times.launch_s += clock() - answered
         return logits
@@ -199,7 +205,7 @@ class HopSteps:
             half.exchange.forget_asks()
 
     def _compute(self, inputs: Sequence[HopInputs]) -> list[Tensor]:
-        """A step whose answers come by themselves, in the order of `_answer`; the half batches' logits."""
+        """A step whose answers come by themselves, in the order of `_take_turns`; the half batches' logits."""
         parts = list(zip(self.halves, inputs, strict=False))
         for half, own in parts:
             half.begin(own)

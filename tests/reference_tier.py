@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transfer.exchange import ExchangeSlot
-from transfer.tier import Filled, HostMemoryError, HostTier, LayerRows, Reservation, TierShape
+from transfer.tier import Attention, Filled, HostMemoryError, HostTier, LayerRows, Reservation, TierShape
 
 SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
 UNWRITTEN_CODE = 65_535
@@ -126,6 +126,13 @@ class ReferenceTier:
 
     def attention(self, context_ids: Sequence[int]) -> "ReferenceAttention":
         return ReferenceAttention(self, list(context_ids))
+
+    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
+        for layer in range(len(self.shape.layers)):
+            for attention, slot in parts:
+                attention.run(layer, slot)
+                if layer + 1 < len(self.shape.layers):
+                    slot.advance(slot.rows)
 
     # --- what tests ask -----------------------------------------------------------------------------------------
 

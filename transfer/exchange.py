@@ -42,11 +42,13 @@ class ExchangeSlot:
     rows: int
     stamp: int
 
-    def advance(self, rows: int) -> None:
-        """Expect the next ask, of so many rows. The device counts the same way: once a pack, whatever the rows."""
+    def advance(self, rows: int, asks: int = 1) -> None:
+        """Expect the next ask, or the one after several, of so many rows. The device counts the same way: once a pack,
+        whatever the rows.
+        """
         assert 0 < rows <= len(self.flags), f"exchange slot: asked {rows} rows, have {len(self.flags)}"
         self.rows = rows
-        self.stamp = (self.stamp + 1) & LAST_STAMP
+        self.stamp = (self.stamp + asks) & LAST_STAMP
 
     def give_answer(self) -> None:
         """`out` and `lse` are those of the ask under way."""

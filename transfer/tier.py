@@ -121,3 +121,8 @@ class HostTier(Protocol):
 
         Raises ContextLostError for the first whose rows cannot come.
         """
+
+    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
+        """All asks of a step whose device goes from one to the next by itself: each layer's of every part, in turns. A
+        slot's ask under way is its first, and afterwards its last. Raises ExchangeError if the device does not ask.
+        """

@@ -101,6 +101,45 @@ def test_an_ask_that_comes_late_is_answered_in_the_same_call(tier):
         assert tier.stats().attention.wait_s - waited > 0.02 * len(wanted)
 
 
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_a_step_in_one_call_gives_what_its_layers_give_one_by_one(is_sampled):
+    """The second half batch needs more room than the first: the call makes it and goes on where it was."""
+    tier = new_tier(tier_shape(bits=7, tables=20), threads=2)
+    with Device(tier, 0) as device:
+        for context_id, tokens in enumerate((300, 5000, 2500)):
+            device.open(context_id, is_sampled)
+            device.deposit(context_id, tokens)
+        parts = [[0], [1, 2]]
+        got = device.attend_by_itself(parts)
+        counts = tier.stats().attention
+        wanted = [device.attend(part) for part in parts]
+        for (out, lse), (wanted_out, wanted_lse, _) in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(out, wanted_out)
+            np.testing.assert_array_equal(lse, wanted_lse)
+        both = tier.stats().attention
+        for name in ("asks", "rows_read", "tokens_covered"):
+            assert 2 * getattr(counts, name) == getattr(both, name) > 0
+        for _ in range(50):
+            again = device.attend_by_itself(parts)
+            for got_part, again_part in zip(got, again, strict=True):
+                np.testing.assert_array_equal(again_part[0], got_part[0])
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_step_whose_device_stops_asking_names_the_layer_and_ends(tier, asked, monkeypatch):
+    monkeypatch.setattr(decode_step, "ASK_LIMIT_S", 0.1)
+    with Device(tier, 1) as device:
+        first, second = next(_ids), next(_ids)
+        for context_id in (first, second):
+            device.open(context_id, True)
+            device.deposit(context_id, 700)
+        with pytest.raises(ExchangeError, match=f"layer {asked}: row 0 of 2"):
+            device.attend_by_itself([[first], [first, second]], asks=asked)
+        assert tier._builder._is_open.is_set()
+        assert_dense(device, [first, second])
+
+
 @pytest.mark.parametrize("asked", [0, 1])
 def test_an_ask_that_never_comes_is_named_and_the_builder_goes_on(tier, asked, monkeypatch):
     monkeypatch.setattr(decode_step, "ASK_LIMIT_S", 0.1)

@@ -5,6 +5,7 @@ it, late. The oracle is float64 softmax attention over the rows as they were sto
 """
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from cpu.tier import CpuTier
 from transfer.copies import PASSED
-from transfer.exchange import new_slot
+from transfer.exchange import RELEASED, new_slot
 from transfer.slabs import PageSource
 from transfer.tier import LayerRows, TierShape
 
@@ -31,8 +32,8 @@ def poisoned_pages(num_bytes):
     return np.full(num_bytes, POISON, np.uint8)
 
 
-def new_tier(shape, limit_bytes=2**30, source=PageSource(poisoned_pages, None, None)):
-    return CpuTier(shape, torch.float32, limit_bytes, 1, source)
+def new_tier(shape, limit_bytes=2**30, source=PageSource(poisoned_pages, None, None), threads=1):
+    return CpuTier(shape, torch.float32, limit_bytes, threads, source)
 
 
 @dataclass
@@ -111,17 +112,12 @@ class Device:
         late_s: from the call for an answer to its ask; asks: layers that are asked, the others never.
         """
         rows = len(context_ids)
-        slot = new_slot(MAX_ROWS, HEADS, DIM, self.tier.shape.num_tables, torch.float32, torch.device("cpu"))
-        slot.out.fill_(torch.nan)
-        slot.lse.fill_(torch.nan)
+        slot, queries = self._new_slot(), self._queries(rows)
         attention = self.tier.attention(context_ids)
-        queries = np.random.default_rng(7).standard_normal((LAYERS, rows, HEADS, DIM)).astype(np.float32) * 1.5
         out, lse = [], []
         for layer in range(LAYERS):
             slot.advance(rows)
-            slot.queries[:rows] = torch.from_numpy(queries[layer])
-            if slot.codes is not None:
-                slot.codes[:rows] = torch.from_numpy(self._codes(queries[layer]))
+            self._put(slot, queries[layer])
             ask = threading.Timer(late_s, slot.flags[:rows].fill_, [slot.stamp])
             if layer < asks:
                 ask.start() if late_s else ask.function(*ask.args)
@@ -130,6 +126,56 @@ class Device:
             out.append(slot.out[:rows].numpy().copy())
             lse.append(slot.lse[:rows].numpy().copy())
         return np.stack(out), np.stack(lse), queries
+
+    def attend_by_itself(self, parts, asks=LAYERS):
+        """As `attend`, for several batches in one step, whose devices ask for a layer when they have the one before:
+        (out, lse) of each part. asks: layers that the last part asks for.
+        """
+        slots, results, devices = [], [], []
+        for number, context_ids in enumerate(parts):
+            slot, queries = self._new_slot(), self._queries(len(context_ids))
+            slot.advance(len(context_ids))
+            shape = queries.shape
+            result = np.full(shape, np.nan, np.float32), np.full(shape[:-1], np.nan, np.float32)
+            count = asks if number == len(parts) - 1 else LAYERS
+            devices.append(threading.Thread(target=self._go_on, args=(slot, slot.stamp, queries[:count], result)))
+            slots.append(slot)
+            results.append(result)
+        attentions = [self.tier.attention(context_ids) for context_ids in parts]
+        for device in devices:
+            device.start()
+        try:
+            self.tier.answer(list(zip(attentions, slots, strict=True)))
+            assert [int(slot.answered) for slot in slots] == [slot.stamp for slot in slots]
+        finally:
+            for slot in slots:
+                slot.release()
+            for device in devices:
+                device.join(20)
+        return results
+
+    def _go_on(self, slot, stamp, queries, result):
+        rows = queries.shape[1]
+        for layer, query in enumerate(queries):
+            self._put(slot, query)
+            slot.flags[:rows] = stamp + layer
+            while int(slot.answered) not in (stamp + layer, RELEASED):
+                time.sleep(0)
+            result[0][layer], result[1][layer] = slot.out[:rows].numpy(), slot.lse[:rows].numpy()
+
+    def _new_slot(self):
+        slot = new_slot(MAX_ROWS, HEADS, DIM, self.tier.shape.num_tables, torch.float32, torch.device("cpu"))
+        slot.out.fill_(torch.nan)
+        slot.lse.fill_(torch.nan)
+        return slot
+
+    def _queries(self, rows):
+        return np.random.default_rng(7).standard_normal((LAYERS, rows, HEADS, DIM)).astype(np.float32) * 1.5
+
+    def _put(self, slot, query):
+        slot.queries[: len(query)] = torch.from_numpy(query)
+        if slot.codes is not None:
+            slot.codes[: len(query)] = torch.from_numpy(self._codes(query))
 
     def expect(self, context_ids, queries):
         """Softmax attention over all rows of each context, float64: out and lse as `attend` gives them."""

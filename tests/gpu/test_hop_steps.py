@@ -295,16 +295,15 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    compute, answer = HopSteps._compute, HopSteps._answer
+    compute, answer = HopSteps._compute, HopSteps._answer_all
     monkeypatch.setattr(HopSteps, "_compute", lambda steps, inputs: compute_and_record(compute, steps, inputs))
 
-    def answer_and_wait(*arguments, **options):
-        logits = answer(*arguments, **options)
-        if Recorded.running is not None:
-            Recorded.running.join()
+    def answer_and_wait(*arguments):
+        logits = answer(*arguments)
+        Recorded.running.join()
         return logits
 
-    monkeypatch.setattr(HopSteps, "_answer", answer_and_wait)
+    monkeypatch.setattr(HopSteps, "_answer_all", answer_and_wait)
     monkeypatch.setattr("gpu.slot_exchange.await_answer", await_on_the_host)
 
 

@@ -39,6 +39,7 @@ def _loader(kind: Any, bytes_: int, widen: Callable[..., Any] | None) -> Any:
 load_float32 = _loader(F32, 4, None)
 load_uint16 = _loader(I16, 2, lambda builder, value: builder.zext(value, I64))
 load_int32 = _loader(I32, 4, lambda builder, value: builder.sext(value, I64))
+load_int64 = _loader(I64, 8, None)
 
 
 @intrinsic

@@ -81,18 +81,6 @@ def pointer_to(typing_context, address):
 
 
 @intrinsic
-def _ask(typing_context, function, context):
-    """The int64 that a function at an address returns."""
-
-    def emit(lowering, builder, signature, arguments):
-        function, context = arguments
-        kind = ir.FunctionType(context.type, [context.type])
-        return builder.call(builder.inttoptr(function, kind.as_pointer()), [context])
-
-    return types.int64(types.int64, types.int64), emit
-
-
-@intrinsic
 def _set_threads(typing_context, threads):
     """Let numba's regions have so many threads, from 1 to NUMBA_NUM_THREADS; returns how many they had.
 
@@ -112,21 +100,16 @@ def _set_threads(typing_context, threads):
     return types.int64(types.int64), emit
 
 
-@numba.njit("int64(int64, int64, int64, int64)", nogil=True, cache=True, parallel=True)
-def start(prepare, work, threads, context):
-    """Run `int64 prepare(int64 context)` on the calling thread and, if it returns 0, `void work(int64 me, int64
-    threads, int64 context)` on so many threads; both are addresses of C functions. Returns what `prepare` did.
+@numba.njit("void(int64, int64, int64)", nogil=True, cache=True, parallel=True)
+def start(work, threads, context):
+    """Run `void work(int64 me, int64 threads, int64 context)`, the address of a C function, on so many threads.
 
-    An exception in either is lost. Without the GIL.
+    An exception in it is lost. Without the GIL.
     """
-    refused = _ask(prepare, context)
-    if refused != 0:
-        return refused
     if threads == 1:
         _call(work, 0, 1, context)
-        return refused
+        return
     with_threads = _set_threads(threads)
     for me in numba.prange(threads):
         _call(work, np.int64(me), threads, context)
     _set_threads(with_threads)
-    return refused

@@ -85,7 +85,9 @@ def pause(typing_context):
 
 
 @intrinsic
-def _yield_core(typing_context):
+def yield_core(typing_context):
+    """Let another thread have this core, if one wants it."""
+
     def emit(context, builder, signature, arguments):
         builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield"), [])
         return context.get_dummy_value()
@@ -129,5 +131,5 @@ def end_stage(team, stage, items, done):
         if looks < SPINS:
             pause()
         else:
-            _yield_core()
+            yield_core()
     return is_last

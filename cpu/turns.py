@@ -1,0 +1,114 @@
+"""The asks of a step in one parallel region: a thread leads, and all of them attend, ask after ask.
+
+The leader plans an ask, waits for the device to put it, opens a turn, attends as the others do, and closes the turn;
+the others attend in each turn that they find open, and look for the next one in between, so none has to be woken
+between two layers. It refuses to know what attending is. Invariants: while a turn is closed and nobody is inside, the
+plan is the leader's alone to write; a turn ends when its work is done, however many threads have come, so the leader
+alone would finish. Where the leader stops (an ask did not come, or there is no room for its plan), it says so and the
+others leave.
+"""
+
+import numba
+
+from cpu.context import (
+    ALL_ATTENDED_NS,
+    ALL_COVERED,
+    ALL_ROWS,
+    ALL_WAITED_NS,
+    ASK_COLUMNS,
+    ASKS,
+    BOARD,
+    COVERED,
+    HEADS,
+    LIMIT_NS,
+    NEXT_ASK,
+    NUM_ASKS,
+    OUTCOME,
+    REQUESTS,
+    open_context,
+    open_row,
+)
+from cpu.plan import NOT_ASKED, PLANNED, make_plan
+from cpu.stages import BEGAN_NS, ROWS_READ, WAITED_NS, attend_as
+from transfer.simd.memory import load_int32, load_int64
+from transfer.simd.team import SPINS, atomic_add, atomic_load, now_ns, pause, yield_core
+
+BOARD_INT64 = 16  # the turn (odd: open) and, a line further, how many threads are inside it
+ENDED = 1 << 40  # added to the turn when there is none to come
+_INSIDE = 64
+
+
+@numba.njit(nogil=True)
+def _open_turn(context, kind, query_kind):
+    """The leader's: plan the next ask, wait for it and open its turn. False, and the others leave, if there is none."""
+    row = open_row(context)
+    if row[NEXT_ASK] < row[NUM_ASKS]:
+        for column in range(ASK_COLUMNS):
+            row[REQUESTS + column] = load_int64(row[ASKS] + 8 * (row[NEXT_ASK] * ASK_COLUMNS + column))
+        began_ns = now_ns()
+        tried_ns = began_ns
+        row[OUTCOME] = make_plan(context, kind, query_kind)
+        while row[OUTCOME] == NOT_ASKED and now_ns() - began_ns < row[LIMIT_NS]:
+            tried_ns = now_ns()
+            row[OUTCOME] = make_plan(context, kind, query_kind)
+        row[ALL_WAITED_NS] += tried_ns - began_ns
+        if row[OUTCOME] == PLANNED:
+            atomic_add(row[BOARD], 1)
+            return True
+    atomic_add(row[BOARD], ENDED)
+    return False
+
+
+@numba.njit(nogil=True)
+def _close_turn(context, totals):
+    """The leader's: nobody enters any more; wait for those inside to leave, and count what the ask cost."""
+    row = open_row(context)
+    atomic_add(row[BOARD], 1)
+    row[ALL_ATTENDED_NS] += now_ns() - totals[BEGAN_NS]
+    row[ALL_WAITED_NS] += totals[WAITED_NS]
+    row[NEXT_ASK] += 1
+    while atomic_load(row[BOARD] + _INSIDE) > 0:
+        pause()
+    row[ALL_ROWS] += totals[ROWS_READ]
+    for item in range(row[REQUESTS] * row[HEADS]):
+        row[ALL_COVERED] += load_int32(row[COVERED] + 4 * item)
+
+
+@numba.njit(nogil=True)
+def _enter_turn(context, seen):
+    """A follower's: the next turn that is open and not `seen`, once it is inside; -1 when there is none to come."""
+    board, looks = open_row(context)[BOARD], 0
+    while True:
+        turn = atomic_load(board)
+        if turn >= ENDED:
+            return -1
+        if turn % 2 == 1 and turn != seen:
+            atomic_add(board + _INSIDE, 1)
+            if atomic_load(board) == turn:
+                return turn
+            atomic_add(board + _INSIDE, -1)
+        looks += 1
+        if looks < SPINS:
+            pause()
+        else:
+            yield_core()
+
+
+@numba.njit(nogil=True)
+def take_turns(me, threads, context, kind, query_kind, columns):
+    """All that thread `me` does in a region over the asks that are left in a context; thread 0 leads."""
+    turn = -1
+    while True:
+        if me == 0:
+            if not _open_turn(context, kind, query_kind):
+                return
+        else:
+            turn = _enter_turn(context, turn)
+            if turn < 0:
+                return
+        shape, batch, plan, buffers = open_context(context, kind, query_kind)
+        attend_as(me, threads, shape, columns, batch, plan, buffers)
+        if me == 0:
+            _close_turn(context, buffers.totals)
+        else:
+            atomic_add(open_row(context)[BOARD] + _INSIDE, -1)
