@@ -16,7 +16,9 @@ from cpu import collision, context, lookup, pieces, plan, rows, softmax, stages,
 from cpu.collision import log_weights
 from cpu.context import (
     ALL_ATTENDED_NS,
+    ALL_COVERED,
     ALL_ROWS,
+    ALL_WAITED_NS,
     ANSWERED,
     ASKS,
     BOARD,
@@ -56,7 +58,7 @@ from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.rows import BLOCK_ROWS, COLUMNS
 from cpu.stages import BEGAN_NS, ROWS_READ, SAMPLED_NS, STAGES, STATE, TOTALS, Buffers, Plan, Shape
-from cpu.turns import BOARD_INT64, take_turns
+from cpu.turns import BOARD_INT64, INSIDE, TURN, take_turns
 from transfer import exchange
 from transfer.exchange import LAST_STAMP, ExchangeSlot
 from transfer.simd import emission, memory, team, values, vectors
@@ -155,8 +157,8 @@ class HostAttention:
         self._address, self._row = self._context.ctypes.data, memoryview(self._context)
         set_shape(self._context, self._shape, threads)
         self._context[LOGS] = self._logs.ctypes.data
-        self._board = np.zeros(BOARD_INT64, np.int64)
-        self._context[BOARD] = self._board.ctypes.data
+        board = np.zeros(BOARD_INT64, np.int64)
+        self._board, self._context[BOARD] = memoryview(board), board.ctypes.data
         self._lone_ask = new_asks(1)
         self._plan = self._new_plan(1, 1, 1, 1)
         self._results = self._new_results(1)
@@ -218,21 +220,21 @@ class HostAttention:
         """As `attend`, ask after ask (rows of `asks_in`, of one slot or of several in turns) in one parallel region,
         from an ask's flags to the stamp of its answer; up to the first that does not come within `limit_s` seconds.
         """
-        self._make_room_for(int(asks[:, 0].max()))
         answered = self._run(asks, threads, limit_s)
         began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
-        sums = self._context[ALL_ROWS : ALL_ATTENDED_NS + 1].tolist()
+        sums = self._row[ALL_ROWS : ALL_ATTENDED_NS + 1].tolist()
         return Answered(answered, *sums, looked_up - began, sampled - looked_up)
 
     def _run(self, asks: np.ndarray, threads: int, limit_s: float) -> int:
         """How many asks were answered; if not all, the next one did not come. Raises ValueError for a wrong table."""
-        row = self._row
+        row, board = self._row, self._board
         assert asks.flags.c_contiguous, "asks: contiguous"
         assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"
-        self._context[ALL_ROWS : ALL_ATTENDED_NS + 1] = 0
-        row[ASKS], row[NUM_ASKS], row[NEXT_ASK], row[LIMIT_NS] = asks.ctypes.data, len(asks), 0, int(1e9 * limit_s)
+        row[ALL_ROWS], row[ALL_COVERED], row[ALL_WAITED_NS], row[ALL_ATTENDED_NS] = 0, 0, 0, 0
+        row[ASKS] = asks.__array_interface__["data"][0]  # an address for a tenth of the time of asks.ctypes
+        row[NUM_ASKS], row[NEXT_ASK], row[LIMIT_NS] = len(asks), 0, int(1e9 * limit_s)
         while True:
-            self._board[:] = 0
+            board[TURN], board[INSIDE] = 0, 0
             start(self._work, threads, self._address)
             if row[OUTCOME] != NO_ROOM:
                 break
@@ -256,6 +258,7 @@ class HostAttention:
     def _grow(self) -> None:
         """Make room for more than any ask before had, with half as much again to spare."""
         row, heads = self._context, self._shape.heads
+        self._make_room_for(int(row[REQUESTS]))
         sizes = _larger(row[NUM_PIECES : NUM_PARTS + 1].tolist(), row[ROOM_PIECES : ROOM_PARTS + 1].tolist())
         if sizes is not None:
             self._plan = self._new_plan(int(row[ROOM_REQUESTS]), *sizes)

@@ -33,9 +33,9 @@ from cpu.stages import BEGAN_NS, ROWS_READ, WAITED_NS, attend_as
 from transfer.simd.memory import load_int32, load_int64
 from transfer.simd.team import SPINS, atomic_add, atomic_load, now_ns, pause, yield_core
 
-BOARD_INT64 = 16  # the turn (odd: open) and, a line further, how many threads are inside it
+TURN, INSIDE, BOARD_INT64 = 0, 8, 16  # the turn (odd: open) and, a line further, how many threads are inside it
 ENDED = 1 << 40  # added to the turn when there is none to come
-_INSIDE = 64
+_INSIDE_BYTES = 8 * INSIDE
 
 
 @numba.njit(nogil=True)
@@ -67,7 +67,7 @@ def _close_turn(context, totals):
     row[ALL_ATTENDED_NS] += now_ns() - totals[BEGAN_NS]
     row[ALL_WAITED_NS] += totals[WAITED_NS]
     row[NEXT_ASK] += 1
-    while atomic_load(row[BOARD] + _INSIDE) > 0:
+    while atomic_load(row[BOARD] + _INSIDE_BYTES) > 0:
         pause()
     row[ALL_ROWS] += totals[ROWS_READ]
     for item in range(row[REQUESTS] * row[HEADS]):
@@ -83,10 +83,10 @@ def _enter_turn(context, seen):
         if turn >= ENDED:
             return -1
         if turn % 2 == 1 and turn != seen:
-            atomic_add(board + _INSIDE, 1)
+            atomic_add(board + _INSIDE_BYTES, 1)
             if atomic_load(board) == turn:
                 return turn
-            atomic_add(board + _INSIDE, -1)
+            atomic_add(board + _INSIDE_BYTES, -1)
         looks += 1
         if looks < SPINS:
             pause()
@@ -111,4 +111,4 @@ def take_turns(me, threads, context, kind, query_kind, columns):
         if me == 0:
             _close_turn(context, buffers.totals)
         else:
-            atomic_add(open_row(context)[BOARD] + _INSIDE, -1)
+            atomic_add(open_row(context)[BOARD] + _INSIDE_BYTES, -1)
