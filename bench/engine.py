@@ -161,11 +161,5 @@ def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
     """The step that was captured, without sampling and without the host: inputs are left as they were."""
     steps = runner.decode_steps(PROFILE)
     steps.run(list(range(batch)), [position] * batch)
-    segments = steps._captured[batch].segments
-
-    def replay() -> None:
-        for segment in segments:
-            segment.replay()
-
-    timing = measure(replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
+    timing = measure(steps._captured[batch].graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
     return asdict(timing) | {"peer": None, "peer_ms": None, "extras": {}}

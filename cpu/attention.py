@@ -61,7 +61,7 @@ from cpu.stages import BEGAN_NS, ROWS_READ, SAMPLED_NS, STAGES, STATE, TOTALS, B
 from cpu.turns import BOARD_INT64, INSIDE, TURN, take_turns
 from transfer import exchange
 from transfer.exchange import LAST_STAMP, ExchangeSlot
-from transfer.simd import emission, memory, team, values, vectors
+from transfer.simd import emission, memory, region, team, values, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.region import start, version
 from transfer.simd.team import new_counters
@@ -73,8 +73,8 @@ QUERY_TYPES = (np.uint16, np.float32)
 
 
 _MODULES = (
-    collision, context, emission, exchange, lookup, memory, pieces, plan, rows, softmax, stages, team, turns, values,
-    vectors,
+    collision, context, emission, exchange, lookup, memory, pieces, plan, region, rows, softmax, stages, team, turns,
+    values, vectors,
 )  # fmt: skip
 
 

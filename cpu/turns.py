@@ -39,6 +39,16 @@ _INSIDE_BYTES = 8 * INSIDE
 
 
 @numba.njit(nogil=True)
+def _look_again(looks):
+    """After so many looks in vain, wait a little: at first on this core, then without it."""
+    if looks < SPINS:
+        pause()
+    else:
+        yield_core()
+    return looks + 1
+
+
+@numba.njit(nogil=True)
 def _open_turn(context, kind, query_kind):
     """The leader's: plan the next ask, wait for it and open its turn. False, and the others leave, if there is none."""
     row = open_row(context)
@@ -67,8 +77,9 @@ def _close_turn(context, totals):
     row[ALL_ATTENDED_NS] += now_ns() - totals[BEGAN_NS]
     row[ALL_WAITED_NS] += totals[WAITED_NS]
     row[NEXT_ASK] += 1
+    looks = 0
     while atomic_load(row[BOARD] + _INSIDE_BYTES) > 0:
-        pause()
+        looks = _look_again(looks)
     row[ALL_ROWS] += totals[ROWS_READ]
     for item in range(row[REQUESTS] * row[HEADS]):
         row[ALL_COVERED] += load_int32(row[COVERED] + 4 * item)
@@ -87,11 +98,7 @@ def _enter_turn(context, seen):
             if atomic_load(board) == turn:
                 return turn
             atomic_add(board + _INSIDE_BYTES, -1)
-        looks += 1
-        if looks < SPINS:
-            pause()
-        else:
-            yield_core()
+        looks = _look_again(looks)
 
 
 @numba.njit(nogil=True)

@@ -1,9 +1,8 @@
 """Decode steps on static buffers: CUDA graphs for a ladder of batch sizes, and the same step eagerly elsewhere.
 
 It refuses to know requests: rows are slots. Invariants: a step reads its tokens from `last_tokens` on the device, so
-the host never waits for one; rows that pad a batch to a captured size have slot -1 and context 0, and write nothing. A
-step is a list of segments, each captured by itself, so that work of the host can stand between two of them. On the CPU
-a small batch with exact attention goes through the compiled step instead, which needs none of these buffers.
+the host never waits for one; rows that pad a batch to a captured size have slot -1 and context 0, and write nothing. On
+the CPU a small batch with exact attention goes through the compiled step instead, which needs none of these buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +53,7 @@ class DecodeInputs:
 @dataclass(slots=True)
 class _CapturedStep:
     inputs: DecodeInputs
-    segments: list[torch.cuda.CUDAGraph]
+    graph: torch.cuda.CUDAGraph
     logits: Tensor  # float32 [rows, vocab]
 
 
@@ -80,8 +79,7 @@ class DecodeSteps:
         if captured is None:
             return self.compute(DecodeInputs(upload(packed, self.last_tokens.device), size))
         captured.inputs.buffer.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
-        for segment in captured.segments:
-            segment.replay()
+        captured.graph.replay()
         return captured.logits[: len(slots)]
 
     def capture(self, sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
@@ -99,11 +97,11 @@ class DecodeSteps:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits = self.compute(inputs)
-            self._captured[size] = _CapturedStep(inputs, [graph], logits)
+            self._captured[size] = _CapturedStep(inputs, graph, logits)
             on_progress((done + 1) / len(sizes))
 
     def compute(self, inputs: DecodeInputs) -> Tensor:
-        """The step itself, eagerly: embedding, all layers and logits are one segment."""
+        """The step itself, eagerly: embedding, all layers and logits."""
         hidden = self.decoder.embed(self.last_tokens.index_select(0, inputs.token_slots))
         for layer in range(self.decoder.architecture.num_layers):
             hidden = self._layer(layer, hidden, inputs)

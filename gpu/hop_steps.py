@@ -35,7 +35,7 @@ class HopTimes:
     """Totals over all hop steps so far, by the host's clock; a benchmark takes differences.
 
     rows: of all steps; launch_s: handing steps to the device (on the CPU: computing them); ready_s: waiting for
-    deposits to land and tables to stand; attention_s: in `Attention.run`, waiting for queries and attending.
+    deposits to land and tables to stand; attention_s: of the tier, waiting for queries and attending.
     """
 
     steps: int = 0
@@ -112,15 +112,16 @@ class HopSteps:
         """Logits, float32 `[rows, vocab]`, after one token a slot; the next step overwrites them.
 
         context_ids: the rows' contexts in the tier. Returns when the last question to the CPU is answered and what is
-        behind it launched. Raises ContextLostError before the first answer: the step may be run again with other rows,
-        since it writes the same keys and values anew.
+        behind it launched. Raises ContextLostError before anything is launched: a device that waits for this host while
+        this host waits for copies or tables might wait for ever, since either may need memory to be pinned.
         """
         times, clock = self.times, time.perf_counter
         parts = list(zip(self.halves, halve(len(slots)), strict=False))
         captured = self._captured.get(min((size for size in self._captured if size >= len(slots)), default=0))
-        attentions: list[Attention] = []
+        began = clock()
+        attentions = [self.tier.attention(context_ids[rows]) for _, rows in parts]
+        ready = clock()
         try:
-            began = clock()
             for place, (half, rows) in enumerate(parts):
                 half.expect(rows.stop - rows.start)
                 size = captured.inputs[place].rows.rows if captured else rows.stop - rows.start
@@ -132,10 +133,8 @@ class HopSteps:
                     half.begin(half.to_device(packed, size))
             if captured:
                 captured.graph.replay()
-            launched = clock()
-            attentions += [self.tier.attention(context_ids[rows]) for _, rows in parts]
-            times.launch_s += launched - began
-            times.ready_s += clock() - launched
+            times.ready_s += ready - began
+            times.launch_s += clock() - ready
             logits = self._answer_all(parts, attentions, captured) if captured else self._take_turns(parts, attentions)
         except BaseException:
             for half in self.halves:

@@ -297,7 +297,7 @@ class Runner:
             while (going_on := without_slots(group, self._failures)).slots:
                 try:
                     logits = self._decode(going_on)
-                except ContextLostError as error:  # before the CPU's first answer: the others begin anew without it
+                except ContextLostError as error:  # before anything is launched: the others begin without it
                     self._failures |= _rows_of(going_on, error)
                     continue
                 sampled = self._sampler.sample(logits, going_on.slots, going_on.samples)

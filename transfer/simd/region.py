@@ -2,7 +2,7 @@
 
 `Region` takes any arguments, and some tenths of a millisecond of Python a start; `start` takes one address, and a few
 microseconds. It refuses to know the work. Invariant: code in numba's cache on disk is of the sources and the vector
-width that it was made from: `version` stands for both. The work goes on whatever number of its threads has come.
+width that it was made from: `version` stands for both. The first of its threads always comes; the others may not.
 """
 
 from hashlib import sha256

@@ -2,7 +2,7 @@
 
 It refuses to know the work. Items of a stage are dealt out in even, contiguous runs, one a thread, so that memory is
 read in order; who is done helps the others. Invariant: a stage ends when all its *items* are done, however many of the
-threads have come; one thread alone would finish the region, so no start that the system delays or denies can block it.
+threads have come; the first thread alone would finish, so no start that the system delays or denies can block it.
 A thread that waits spins for some microseconds and then yields its core at each look: a busy machine does not stall.
 """
 
