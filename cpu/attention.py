@@ -171,8 +171,6 @@ class HostAttention:
         uint16 `[requests, heads, tables]`, contiguous; None: no piece is sampled. A request without pieces, or whose
         samples are empty, gets (0, -inf). A NaN in a query or key makes its own heads NaN. Raises ValueError if
         requests do not rise or a range is not in its segment.
-
-        Caches are cold here, so each line of Python costs several times what it does elsewhere.
         """
         shape, requests, ask = self._shape, len(queries), self._lone_ask[0]
         assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
@@ -226,7 +224,10 @@ class HostAttention:
         return Answered(answered, *sums, looked_up - began, sampled - looked_up)
 
     def _run(self, asks: np.ndarray, threads: int, limit_s: float) -> int:
-        """How many asks were answered; if not all, the next one did not come. Raises ValueError for a wrong table."""
+        """How many asks were answered; if not all, the next one did not come. Raises ValueError for a wrong table.
+
+        Caches are cold here, so each line of Python costs several times what it does elsewhere.
+        """
         row, board = self._row, self._board
         assert asks.flags.c_contiguous, "asks: contiguous"
         assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"

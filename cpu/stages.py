@@ -85,9 +85,9 @@ class Batch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is to be done, made before the region. first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a
-    piece among the sampled, or its first exact part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`:
-    first id and ids a head; parts: int32 `[exact parts, 4]`: piece, KV head, begin, end.
+    """What is to be done. first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a piece among the
+    sampled, or its first exact part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id and ids
+    a head; parts: int32 `[exact parts, 4]`: piece, KV head, begin, end.
     """
 
     first_piece: np.ndarray

@@ -31,21 +31,11 @@ from cpu.context import (
 from cpu.plan import NOT_ASKED, PLANNED, make_plan
 from cpu.stages import BEGAN_NS, ROWS_READ, WAITED_NS, attend_as
 from transfer.simd.memory import load_int32, load_int64
-from transfer.simd.team import SPINS, atomic_add, atomic_load, now_ns, pause, yield_core
+from transfer.simd.team import atomic_add, atomic_load, look_again, now_ns
 
 TURN, INSIDE, BOARD_INT64 = 0, 8, 16  # the turn (odd: open) and, a line further, how many threads are inside it
 ENDED = 1 << 40  # added to the turn when there is none to come
 _INSIDE_BYTES = 8 * INSIDE
-
-
-@numba.njit(nogil=True)
-def _look_again(looks):
-    """After so many looks in vain, wait a little: at first on this core, then without it."""
-    if looks < SPINS:
-        pause()
-    else:
-        yield_core()
-    return looks + 1
 
 
 @numba.njit(nogil=True)
@@ -79,7 +69,7 @@ def _close_turn(context, totals):
     row[NEXT_ASK] += 1
     looks = 0
     while atomic_load(row[BOARD] + _INSIDE_BYTES) > 0:
-        looks = _look_again(looks)
+        looks = look_again(looks)
     row[ALL_ROWS] += totals[ROWS_READ]
     for item in range(row[REQUESTS] * row[HEADS]):
         row[ALL_COVERED] += load_int32(row[COVERED] + 4 * item)
@@ -98,7 +88,7 @@ def _enter_turn(context, seen):
             if atomic_load(board) == turn:
                 return turn
             atomic_add(board + _INSIDE_BYTES, -1)
-        looks = _look_again(looks)
+        looks = look_again(looks)
 
 
 @numba.njit(nogil=True)

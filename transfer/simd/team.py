@@ -85,14 +85,22 @@ def pause(typing_context):
 
 
 @intrinsic
-def yield_core(typing_context):
-    """Let another thread have this core, if one wants it."""
-
+def _yield_core(typing_context):
     def emit(context, builder, signature, arguments):
         builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield"), [])
         return context.get_dummy_value()
 
     return types.void(), emit
+
+
+@numba.njit(nogil=True)
+def look_again(looks):
+    """After so many looks in vain, wait a little: at first on this core, then without it. Returns one look more."""
+    if looks < SPINS:
+        pause()
+    else:
+        _yield_core()
+    return looks + 1
 
 
 @numba.njit(nogil=True)
@@ -127,9 +135,5 @@ def end_stage(team, stage, items, done):
     is_last = done > 0 and atomic_add(counter, done) + done == items
     looks = 0
     while atomic_load(counter) < items:
-        looks += 1
-        if looks < SPINS:
-            pause()
-        else:
-            yield_core()
+        looks = look_again(looks)
     return is_last
