@@ -12,8 +12,7 @@ import torch
 
 from cpu.tier import open_tier
 from tests.gpu.reference_model import document_prompt
-from tests.gpu.test_hop_steps import furthest
-from tests.gpu.twin_runners import DEFAULT_DENSE, Twins, tier_shape
+from tests.gpu.twin_runners import DEFAULT_DENSE, Twins, furthest, tier_shape
 from tests.tolerances import HOP_LOGITS_ALL_SAMPLED, HOP_LOGITS_FLOAT32
 
 MIB = 2**20

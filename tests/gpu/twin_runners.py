@@ -25,6 +25,7 @@ from gpu.step import (
 )
 from tests.gpu.reference_model import FOLDER, GREEDY, NUM_LAYERS, layer_units, prefill_prompts
 from tests.reference_tier import ReferenceTier, stored_rows
+from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.config import HostConfig, SampledConfig
 from transfer.tier import HostTier, TierShape
 
@@ -247,3 +248,15 @@ def plan_positions(plan: StepPlan, slots: list[int]) -> list[int]:
     found = {slot: position for group in plan.decode
              for slot, position in zip(group.slots, group.positions, strict=True)}  # fmt: skip
     return [found[slot] for slot in slots]
+
+
+def furthest(twins: Twins, slots: list[int]) -> float:
+    """Largest difference of a logit in the last step."""
+    pairs = [twins.logits(slot) for slot in slots]
+    return max(float((got - wanted).abs().max()) for got, wanted in pairs)
+
+
+def check_steps(twins: Twins, slots: list[int], num_steps: int) -> None:
+    for _ in range(num_steps):
+        assert not twins.step(slots).failures
+        assert furthest(twins, slots) < HOP_LOGITS_FLOAT32
