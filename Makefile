@@ -1,5 +1,5 @@
-# make run: a running server and a first answer.   make test: the whole suite.   make lint: style, types, layers.
-# EXTRA=cuda installs for an NVIDIA GPU. PYTHON=... names the Python to use (3.11 or 3.12).
+# make run: a running server and a first answer.   make test: the suite.   make lint: style, types, layers.
+# EXTRA=cuda installs for an NVIDIA GPU. PYTHON=... names the Python to use (3.11 or 3.12). More in docs/TESTING.md.
 
 EXTRA ?= cpu
 export PYTHON
@@ -9,10 +9,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
     --no-binary jieba,rouge-score,sqlitedict,word2number
 
-# Tests run in two processes, file by file; in one where they would share a GPU.
+# Tests run in two processes, file by file; in one where they would share a GPU. FILES=tests/scheduler runs those alone.
 PROCESSES := $(if $(filter cuda,$(EXTRA)),0,2)
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run install test lint docs clean
+.PHONY: run install test test-long test-gpu lint docs clean
 .DELETE_ON_ERROR:
 
 run: install
@@ -21,7 +22,14 @@ run: install
 install: $(VENV)/installed-$(EXTRA)
 
 test: $(VENV)/installed-$(EXTRA)-test
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(FILES)
+
+test-long: $(VENV)/installed-$(EXTRA)-test
+	$(PYTEST) -m long $(FILES)
+
+# With the interpreter that is given, installing nothing. PART=1/3 (or its name) runs one of the parts.
+test-gpu:
+	@$(or $(PYTHON),python3) -m tests.gpu_suite $(PART)
 
 lint: $(VENV)/installed-$(EXTRA)-test
 	$(BIN)/ruff check .
