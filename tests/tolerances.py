@@ -54,7 +54,7 @@ LOAD_PIECE_SHARE = 0.03
 CANCEL_S = 3.0
 # Seconds that an engine process may live on after the process that started it: it looks once a second.
 ORPHAN_S = 5.0
-# Seconds that a small request may wait while a megabyte is tokenised; on the event loop it would wait all that time.
+# Seconds for which a tokenizer on the event loop is seen to let nobody in; off it, it waits as long as others take.
 LOOP_STALL_S = 0.5
 # Comments in 1.1 s of silence at one in 0.2 s: five, and fewer where a busy machine runs the timers late.
 KEEPALIVE_COMMENTS = range(3, 6)

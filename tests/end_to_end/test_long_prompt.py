@@ -22,13 +22,13 @@ from tests.end_to_end.server_process import REPOSITORY, ServerProcess, running_s
 LONG_TOKENS = int(os.environ.get("TANDEM_LONG_TOKENS", "20000"))
 ANSWER_TOKENS = 48
 ROOM_TOKENS = 2 * ANSWER_TOKENS
-WAIT_S = 1800
+WAIT_S = 120 * max(1.0, LONG_TOKENS / 20_000)  # a request; alone on a core it takes a tenth of it
 RELEASE_S = 20
 GIB = 2**30
 HIDDEN, DIM, VOCAB, NUM_LAYERS = 64, 64, 8192, 2  # a head of keys, and one of queries
 TOKEN_LAYER_BYTES = 2 * DIM * 4  # a key and a value in float32
 
-pytestmark = pytest.mark.timeout(4 * WAIT_S)
+pytestmark = pytest.mark.timeout(60 + 2 * WAIT_S)  # of a server's start and the four requests of a test
 
 
 def write_model(folder: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ LONGER_TOKENS = 16_000
 SHORT_TOKENS = 500
 SHARED_TOKENS = 3_000
 PAGE_TOKENS = 16
+WAIT_S = 120  # for what takes seconds on an idle core
 KV_GIB = 2.0  # more than the plan reserves for processes and libraries, which need not take all of it
 
 
@@ -60,7 +61,7 @@ class Stream:
         self._thread.start()
 
     def _read(self) -> None:
-        with httpx.stream("POST", self._url, json=self._request, timeout=250) as answer:
+        with httpx.stream("POST", self._url, json=self._request, timeout=WAIT_S) as answer:
             for line in answer.iter_lines():
                 if self._leave.is_set():
                     return
@@ -80,11 +81,14 @@ class Stream:
 
     def leave(self) -> None:
         self._leave.set()
-        self._thread.join()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the stream said nothing more"
 
 
-def wait_until(holds) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
+    ends = time.monotonic() + WAIT_S
     while not holds():
+        assert time.monotonic() < ends, f"still not so after {WAIT_S} s"
         time.sleep(0.005)
 
 
@@ -141,7 +145,7 @@ def test_a_killed_client_frees_its_pages_and_nobody_elses(server: ServerProcess)
     request = body(SHARED_TOKENS, 8, max_tokens=4000, stream=True)
     script = (
         "import json, sys, httpx\n"
-        "with httpx.stream('POST', sys.argv[1], json=json.load(sys.stdin), timeout=250) as answer:\n"
+        "with httpx.stream('POST', sys.argv[1], json=json.load(sys.stdin), timeout=120) as answer:\n"
         "    for line in answer.iter_lines(): print(line, flush=True)"
     )
     command = [sys.executable, "-c", script, f"{server.url}/v1/completions"]
@@ -155,7 +159,7 @@ def test_a_killed_client_frees_its_pages_and_nobody_elses(server: ServerProcess)
     while server.metric("tandem_pages_used") >= SHARED_TOKENS // PAGE_TOKENS:
         assert time.monotonic() < ends
         time.sleep(0.05)
-    client.wait()
+    client.wait(WAIT_S)
     seen = len(other.arrivals)
     other.wait_for(seen + 3)
     other.leave()
@@ -166,7 +170,7 @@ def test_requests_with_the_prefix_of_a_prefill_under_way_wait_for_it_and_share_i
 
     def ask(number: int) -> dict:
         own = request | {"prompt": [*request["prompt"], 200 + number, 300]}
-        return httpx.post(f"{server.url}/v1/completions", json=own, timeout=250).json()["usage"]
+        return httpx.post(f"{server.url}/v1/completions", json=own, timeout=WAIT_S).json()["usage"]
 
     with ThreadPoolExecutor(4) as pool:
         usages = list(pool.map(ask, range(4)))
@@ -179,8 +183,8 @@ def test_memory_keeps_to_the_plan(server: ServerProcess, folder: Path) -> None:
     scored = body(4_000, 10, max_tokens=1, echo=True, logprobs=5)
     drawn = [body(100, salt, max_tokens=4, temperature=1.0, top_p=0.9, top_k=50) for salt in range(11, 41)]
     with ThreadPoolExecutor(30) as pool:
-        answers = list(pool.map(lambda it: httpx.post(f"{server.url}/v1/completions", json=it, timeout=250), drawn))
-    answers.append(httpx.post(f"{server.url}/v1/completions", json=scored, timeout=250))
+        answers = list(pool.map(lambda it: httpx.post(f"{server.url}/v1/completions", json=it, timeout=WAIT_S), drawn))
+    answers.append(httpx.post(f"{server.url}/v1/completions", json=scored, timeout=WAIT_S))
     assert [answer.status_code for answer in answers] == [200] * 31
     peak = sum(peak_bytes(pid) for pid in (server.process.pid, server.engine.pid))
     planned = plan_bytes(folder / "server.yaml")

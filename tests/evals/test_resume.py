@@ -28,12 +28,12 @@ def test_a_killed_process_goes_on_where_it_stopped(tmp_path: Path) -> None:
     while count_lines(store) < 5 and time.monotonic() < ends and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL, "the run ended before it could be killed"
     with store.open("ab") as file:
         file.write(b'{"key": "cut sho')
     begun = [json.loads(line) for line in store.read_bytes().splitlines()[:-1]]
     assert 5 <= len(begun) < 24
-    subprocess.run(arguments, check=True, capture_output=True, env=ENVIRONMENT)
+    subprocess.run(arguments, check=True, capture_output=True, env=ENVIRONMENT, timeout=2 * PATIENCE_S)
     records = [json.loads(line) for line in store.read_bytes().splitlines()]
     assert records[: len(begun)] == begun
     assert len({record["key"] for record in records}) == len(records) == 24

@@ -69,8 +69,9 @@ async def running_server(deployment: Deployment, command: list[str], wait: bool 
     task = asyncio.create_task(server.serve(sockets=[listener]))
     running = Running(app, f"http://127.0.0.1:{listener.getsockname()[1]}")
     try:
-        while not server.started:
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(20):
+            while not server.started:
+                await asyncio.sleep(0.005)
         if wait:
             await running.until_ready()
         yield running

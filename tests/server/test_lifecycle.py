@@ -354,7 +354,7 @@ def test_an_engine_process_never_outlives_its_parent_even_while_it_loads(tmp_pat
     wait_until(started.exists, 60)
     assert is_alive(pid)
     parent.kill()
-    parent.wait()
+    parent.wait(20)
     wait_until(lambda: not is_alive(pid), ORPHAN_S)
     assert not folder.exists()
 
