@@ -108,7 +108,7 @@ def check_modules() -> None:
         raise SuiteError(
             f"{sys.executable} ({platform.python_version()}) lacks: {' '.join(lacking)}\n"
             "This command installs nothing. With a network: make install EXTRA=cuda, then PYTHON=.venv/bin/python.\n"
-            "Without one: pip download --no-deps --only-binary=:all: --python-version X.Y -d wheels NAME ... elsewhere,\n"
+            "Without one: pip download --no-deps --only-binary=:all: --python-version X.Y -d wheels NAME ...,\n"
             "pip install --no-index --no-deps --target site wheels/*.whl here, and PYTHONPATH=site."
         )
 
