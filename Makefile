@@ -69,3 +69,8 @@ $(VENV)/installed-$(EXTRA)-test: pyproject.toml | $(VENV)/installed-$(EXTRA)
 	@echo "installing what the tests need"
 	@$(PIP) --editable '.[$(EXTRA),test]'
 	@touch $@
+
+# Faults that the tests must see, each in a copy of the project: tests/mutants/README.md. ONLY=cpu/* chooses by file.
+.PHONY: mutants
+mutants: $(VENV)/installed-$(EXTRA)-test
+	$(BIN)/python -m tests.mutants $(if $(ONLY),--only '$(ONLY)')
