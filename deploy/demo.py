@@ -1,6 +1,6 @@
 """Starts the server, asks it one question about a document of 4,000 tokens, and keeps serving until Ctrl-C.
 
-Knows the server by its command and its HTTP interface alone. The document is generated prose with twelve needles in it;
+Knows the server by its command and its HTTP interface alone. The document is generated text with twelve needles in it;
 the question asks for one of them, so whether the answer is right can be seen at once.
 """
 
@@ -18,8 +18,9 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from evals.tasks.haystack import Haystack, TextSource
+from evals.tasks.haystack import Haystack
 from evals.tasks.reference import NUMBER_NEEDLE
+from evals.tasks.text import generated_text
 from evals.tasks.vocabulary import KEY_WORDS
 from server.chat import ChatError, Conversation, ask, describe_refusal
 from server.config import ConfigError, load_deployment
@@ -148,7 +149,7 @@ def draw_needles(draw: random.Random) -> list[tuple[str, str]]:
 
 def fit_document(url: str, needles: list[tuple[str, str]]) -> tuple[str, int]:
     """The longest document of no more than DOCUMENT_TOKENS, as the server counts them, and its number of tokens."""
-    haystack = Haystack(TextSource().sentences(SEED, MOST_WORDS))
+    haystack = Haystack(generated_text().sentences(SEED, MOST_WORDS))
     depths = [(index + 0.5) / len(needles) for index in range(len(needles))]
     inserts = [(depth, NUMBER_NEEDLE.format(*needle)) for depth, needle in zip(depths, needles, strict=True)]
     low, high = LEAST_WORDS, MOST_WORDS

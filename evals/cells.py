@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+CHRONICLE = "chronicle"
+"""The generated text, as rows name it."""
+
 SENT_AS = ("auto", "chat", "completion")
 
 
@@ -25,7 +28,7 @@ class Cell:
 class PromptSettings:
     """How prompts are made.
 
-    form: `reference` or `ruler`. text_files: haystacks; none: generated prose. question_files: of RULER's `qa_1` and
+    form: `reference` or `ruler`. text_files: haystacks; none: the chronicle. question_files: of RULER's `qa_1` and
     `qa_2`. datasets: published benchmarks by name (`evals.datasets`), which then count as tasks. sent_as: `chat` or
     `completion`; `auto` sends what holds a model's own special tokens as it is, and all else as chat where the
     tokenizer has a template.
@@ -38,6 +41,11 @@ class PromptSettings:
     question_files: tuple[tuple[str, Path], ...] = ()
     datasets: tuple[tuple[str, Path], ...] = ()
     sent_as: str = "auto"
+
+    @property
+    def text(self) -> str:
+        """What a row says of the text around the needles: files' names, nothing of what they hold."""
+        return ",".join(path.name for path in self.text_files) or CHRONICLE
 
     def __post_init__(self) -> None:
         if self.sent_as not in SENT_AS:

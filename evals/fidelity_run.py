@@ -15,7 +15,7 @@ from evals.rows import Row
 from evals.run import load_tokenizer
 from evals.serving import PREFIX, load_serving_engine, profile_of
 from evals.session import progress_bar
-from evals.tasks.haystack import text_source
+from evals.tasks.text import text_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable

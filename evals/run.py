@@ -30,8 +30,8 @@ from evals.samples import Sample
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION, TASKS
 from evals.tasks.fitting import count_chat_tokens
-from evals.tasks.haystack import text_source
 from evals.tasks.reference import user_turn
+from evals.tasks.text import text_source
 
 AGREEMENT = "agreement"
 """Metric of forced cells: the share of full attention's own answer tokens that the method would have chosen too."""
@@ -156,6 +156,7 @@ class _Keys:
             "task": self.cell.task,
             "length": self.cell.length_tokens,
             "metric": AGREEMENT if self.cell.forced_tokens else sample.metric,
+            "text": self.prompts.text,
         }
         measured = reads.to_json() if reads is not None else {}
         key = self.of(label, sample)

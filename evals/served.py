@@ -57,6 +57,7 @@ class Entry:
             "task": self.cell.task,
             "length": self.cell.length_tokens,
             "metric": sample.metric,
+            "text": self.prompts.text,
         }
         value = 0.0 if failure else score(sample.metric, text, sample.answers, sample.meta)
         return Record(self.key(sample), identity, sample.sample_id, value, text, failure, sample.depth, {})

@@ -17,10 +17,11 @@ from evals.tasks.needles import SETTINGS, generate_needles
 from evals.tasks.questions import generate_question
 from evals.tasks.reference import REFERENCE_TASKS, generate_reference
 from evals.tasks.request import Request
+from evals.tasks.text import generated_text
 from evals.tasks.tracing import generate_tracing
 from evals.tasks.words import generate_common, generate_frequent
 
-CODE_VERSION = "1"
+CODE_VERSION = "2"
 FORMS = ("ruler", "reference")
 RULER_MAKERS: dict[str, Callable[[Request, int], Sample]] = {
     **dict.fromkeys(SETTINGS, generate_needles),
@@ -47,7 +48,7 @@ def generate(
     """Samples of a task.
 
     tokenizer: a Hugging Face tokenizer. length_tokens: of prompt, chat turn and answer room together. text_source:
-    None for generated prose. depths: places in [0, 1] for the asked needle, taken in turn; None draws them.
+    None for the chronicle. depths: places in [0, 1] for the asked needle, taken in turn; None draws them.
     Raises KeyError for an unknown task, ValueError for an unknown form, a reference-only task in RULER's form, or a
     length that cannot be filled.
     """
@@ -61,7 +62,7 @@ def generate(
         raise ValueError(f"depths: got {depths}, wanted one or more numbers from 0 to 1")
     make = RULER_MAKERS[task] if form == "ruler" else generate_reference
     request = Request(
-        task, form, tokenizer, length_tokens, seed, text_source or TextSource(), tuple(depths) if depths else None
+        task, form, tokenizer, length_tokens, seed, text_source or generated_text(), tuple(depths) if depths else None
     )
     return [make(request, index) for index in range(num_samples)]
 

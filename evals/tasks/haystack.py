@@ -1,20 +1,18 @@
-"""Where the text around the needles comes from: generated prose, or the user's own text files.
+"""The text around the needles: sentences told from a seed or of the user's own text files, and inserts among them.
 
-It knows words and sentences, not tokens or tasks. A source gives, for a seed, as many sentences as asked; the same seed
-gives the same sentences, and asking for more only lengthens the list. Text files are read from a place that the seed
-picks and never repeat within one document: a file that is too short raises instead.
+It knows words and sentences, not tokens or tasks, nor who tells. A source gives, for a seed, as many sentences as
+asked; the same seed gives the same sentences, and asking for more only lengthens the list. Text files are read from a
+place that the seed picks and never repeat within one document: a file that is too short raises instead.
 """
 
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-
-from evals.tasks.narrative import Narrator
 
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
 
@@ -23,12 +21,13 @@ SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
 class TextSource:
     """Sentences for haystacks, and the files that question tasks read.
 
-    files: text files, UTF-8; empty means generated prose. questions: by task name (`qa_1`, `qa_2`) the file of
-    questions and documents in the format of SQuAD or HotpotQA.
+    told: endless sentences from a seed, for where there are no files. files: text files, UTF-8. questions: by task name
+    (`qa_1`, `qa_2`) the file of questions and documents in the format of SQuAD or HotpotQA.
     """
 
-    files: tuple[Path, ...] = ()
-    questions: Mapping[str, Path] = field(default_factory=dict)
+    told: Callable[[int], Iterator[str]]
+    files: tuple[Path, ...]
+    questions: Mapping[str, Path]
 
     @cached_property
     def _file_sentences(self) -> list[str]:
@@ -49,26 +48,12 @@ class TextSource:
                 return chosen
         raise ValueError(f"text files: hold {num_chosen} words, wanted {num_words}; give more text or shorter lengths")
 
-    @staticmethod
-    def _told(seed: int, num_words: int) -> list[str]:
-        narrator, chosen, num_chosen = Narrator(seed), [], 0
+    def _told(self, seed: int, num_words: int) -> list[str]:
+        sentences, chosen, num_chosen = self.told(seed), [], 0
         while num_chosen < num_words:
-            chosen.append(narrator.sentence())
+            chosen.append(next(sentences))
             num_chosen += chosen[-1].count(" ") + 1
         return chosen
-
-    @property
-    def name(self) -> str:
-        """What a result row says about the text: `generated`, or the files' names."""
-        return ",".join(path.name for path in self.files) or "generated"
-
-
-def text_source(text_files: Sequence[Path], question_files: Mapping[str, Path]) -> TextSource:
-    """A source over the given files; raises FileNotFoundError naming the first that is missing."""
-    for path in [*text_files, *question_files.values()]:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"text source: no file {path}; give paths of UTF-8 text, SQuAD or HotpotQA files")
-    return TextSource(tuple(Path(path) for path in text_files), {k: Path(v) for k, v in question_files.items()})
 
 
 class Haystack:

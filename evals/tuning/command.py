@@ -53,7 +53,7 @@ def lsh(
         from evals.report.table import open_console
         from evals.run import load_tokenizer
         from evals.session import progress_bar, resolve_device
-        from evals.tasks.haystack import text_source
+        from evals.tasks.text import text_source
         from evals.tuning.grid import Resident, Setting
         from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
 

@@ -1,7 +1,7 @@
 """A third party's harness, `lm_eval`, as its user runs it: a folder of tasks, its command line, its result files.
 
 It knows the harness's files and options, and no server but a URL. The tasks are the reference model's own forms over
-generated prose, so nothing is fetched: the hub and data sets are offline, the tokenizer is the model's folder.
+generated text, so nothing is fetched: the hub and data sets are offline, the tokenizer is the model's folder.
 """
 
 import json
@@ -17,8 +17,9 @@ from typing import Any
 import yaml
 
 from evals.samples import Sample
-from evals.tasks import TextSource, generate
+from evals.tasks import generate
 from evals.tasks.reference import user_turn
+from evals.tasks.text import generated_text
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL_FOLDER = REPOSITORY / "deploy/models/reference"
@@ -88,7 +89,9 @@ def choice_documents(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 def text_documents() -> list[dict[str, Any]]:
     """Prose; the last text is longer than MAX_LENGTH tokens."""
-    return [{"text": " ".join(TextSource().sentences(seed, num_words))} for seed, num_words in enumerate(TEXT_WORDS)]
+    return [
+        {"text": " ".join(generated_text().sentences(seed, num_words))} for seed, num_words in enumerate(TEXT_WORDS)
+    ]
 
 
 def write_tasks(folder: Path, samples: Sequence[Sample]) -> None:

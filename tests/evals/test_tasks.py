@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from evals.chronicle.chronicler import chronicle
 from evals.metrics import score
 from evals.tasks import RULER_TASKS, TASK_NAMES, TASKS, generate
 from evals.tasks.fitting import count_chat_tokens, count_tokens
-from evals.tasks.haystack import Haystack, TextSource, text_source
-from evals.tasks.narrative import Narrator
+from evals.tasks.haystack import Haystack, TextSource
 from evals.tasks.reference import COMMON_TIMES, COUNTED, OF_RULER, OTHER_TIMES, REFERENCE_TASKS, user_turn
+from evals.tasks.text import generated_text, text_source
 from tests.evals.tokenizers import ByteTokenizer, SpaceTokenizer
-from tests.tolerances import PROMPT_FILLED, PROSE_DISTINCT
+from tests.tolerances import PROMPT_FILLED
 
 REFERENCE_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "reference"
 CASES = [("ruler", task) for task in RULER_TASKS] + [("reference", task) for task in TASK_NAMES]
@@ -30,10 +31,10 @@ def reference_tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> TextSource:
-    """Generated prose, with question files in SQuAD's and HotpotQA's formats."""
+    """The chronicle, with question files in SQuAD's and HotpotQA's formats."""
     folder = tmp_path_factory.mktemp("questions")
-    narrator = Narrator(7)
-    stories = [" ".join(narrator.sentence() for _ in range(6)) for _ in range(40)]
+    told = chronicle(7)
+    stories = [" ".join(next(told) for _ in range(6)) for _ in range(40)]
     squad = {
         "data": [
             {
@@ -191,23 +192,6 @@ def test_documents_that_the_question_needs_are_in_the_prompt(reference_tokenizer
         assert f"\nTown {number}\n" in sample.prompt
 
 
-def test_generated_prose_does_not_repeat_itself() -> None:
-    narrator = Narrator(0)
-    words: list[str] = []
-    while len(words) < 100_000:
-        words += narrator.sentence().split()
-    runs = [tuple(words[place : place + 8]) for place in range(len(words) - 8)]
-    assert len(set(runs)) / len(runs) > PROSE_DISTINCT
-    assert not re.search(r"[\d{}\-]| [.,;!?]", " ".join(words))
-
-
-def test_repeated_prose_would_be_noticed() -> None:
-    narrator = Narrator(0)
-    words = " ".join(narrator.sentence() for _ in range(1_000)).split() * 2
-    runs = [tuple(words[place : place + 8]) for place in range(len(words) - 8)]
-    assert len(set(runs)) / len(runs) < PROSE_DISTINCT
-
-
 def test_text_files_are_the_haystack_and_never_wrap_into_themselves(reference_tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("\n".join(f"Sentence number {number} of the book is here." for number in range(3000)))
@@ -219,7 +203,7 @@ def test_text_files_are_the_haystack_and_never_wrap_into_themselves(reference_to
 
 
 def test_inserts_stand_only_at_sentence_ends() -> None:
-    haystack = Haystack(TextSource().sentences(0, 500))
+    haystack = Haystack(generated_text().sentences(0, 500))
     text = haystack.document(400, [(depth / 10, "@") for depth in range(11)])
     assert text.count("@") == 11
     assert not re.findall(r"[^.!?\"@] @", text)

@@ -11,7 +11,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evals.forward import load_decoder
-from evals.tasks.narrative import Narrator
 from gpu.architecture import read_architecture
 from gpu.weights import load_weights
 from tests.tolerances import MUON_SINGULAR_VALUES, TRAINING_LOGITS_ATOL
@@ -23,6 +22,7 @@ from training.reference.folder import read_shape, read_weights, write_folder
 from training.reference.lineage import read_lineage
 from training.reference.model import REFERENCE, TINY, Llama, Shape, attend_by
 from training.reference.muon import Muon, orthogonal
+from training.reference.narrative import Narrator
 from training.reference.objective import lr_at, weigh, weigh_hints
 from training.reference.rows import ROW_KINDS, Library, make_library
 from training.reference.score import main as score

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evals.tasks.narrative import Narrator
+from training.reference.narrative import Narrator
 from training.reference.spelling import Spelling
 
 SENTENCE = re.compile(r"(?<=[.!?])([\"')\]]*)\s+(?=[\"'(\[]?[A-Z])")
@@ -138,7 +138,7 @@ def tokenise(text: str, spelling: Spelling) -> tuple[Text, Text]:
 
 
 def narrate(num_sentences: int, seed: int, spelling: Spelling) -> Text:
-    """Generated prose, as the evaluations' documents without text files have it."""
+    """Generated prose, a source of filler beside novels; the evaluations have another text (`evals.chronicle`)."""
     narrator = Narrator(seed)
     flat = [f" {narrator.sentence()}" for _ in range(num_sentences)]
     return joined(

@@ -1,5 +1,6 @@
 """A grammar of English narrative prose, written for this project: endless sentences from a seed, none of them borrowed.
 
+The reference model was trained on it, as 15 % of the filler; the evaluations' text is another (`evals.chronicle`).
 It knows no tokens and no tasks. A sentence is drawn by expanding symbols of `GRAMMAR`; a run of sentences keeps a small
 cast and scene for a while, so pronouns and names recur as in a novel, while whole sentences practically never do.
 The invariant: the text depends on the seed alone, has no digits and no hyphens (so needles cannot occur in it), and
