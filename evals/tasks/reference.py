@@ -15,7 +15,7 @@ from typing import Any
 from evals.samples import Sample
 from evals.tasks.haystack import Haystack
 from evals.tasks.needles import Distinct, draw_depth
-from evals.tasks.request import Request, make_sample
+from evals.tasks.request import WORDS_A_TOKEN, Request, make_sample
 from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, KEY_WORDS, LAST_NAMES
 from evals.tasks.words import shuffled, words_of
 
@@ -25,7 +25,18 @@ NUMBER_NEEDLE = "The special magic number for {} is {}."
 WORD_NEEDLE = "The special magic word for {} is {}."
 NUM_DISTRACTORS = 11
 NUM_PEOPLE = 6
-NUM_VALUES = 2
+NUM_VALUES = {"several_values": 2, "four_values": 4}
+"""Numbers of the asked key."""
+
+NUM_ASKED = {"several_keys": (3, 8), "four_keys": (4, 4)}
+"""Keys that are asked for, of how many in the document."""
+
+NEEDLE_WORDS = 9
+"""Of `NUMBER_NEEDLE`."""
+
+SPARE_KEYS = 1.25
+"""Keys that `crossed_needles` could draw, over those of its longest document."""
+
 FEWEST_WORDS = 100
 LISTED_FEWEST, LISTED_MOST = 4, 24
 OPENING_WORDS, PASSAGE_WORDS = 10, 60
@@ -80,21 +91,21 @@ def word_needle(draw: random.Random, words: list[str], depth: float | None) -> P
     return [(depth, WORD_NEEDLE.format(key, word))], f"What is the special magic word for {key}?", [word], depth, 16
 
 
-def several_values(draw: random.Random, words: list[str]) -> Plan:
+def several_values(draw: random.Random, words: list[str], num_values: int) -> Plan:
     """The numbers of one key, in order of appearance."""
     distinct = Distinct(draw, words)
     key = distinct.key()
-    numbers = [distinct.number() for _ in range(NUM_VALUES)]
+    numbers = [distinct.number() for _ in range(num_values)]
     depths = sorted(draw_depth(draw) for _ in numbers)
     inserts = [(depth, NUMBER_NEEDLE.format(key, number)) for depth, number in zip(depths, numbers, strict=True)]
     return inserts, f"What are all the special magic numbers for {key}?", [", ".join(numbers)], None, 48
 
 
-def several_keys(draw: random.Random, words: list[str]) -> Plan:
-    """The numbers of three keys among others, in the order asked."""
+def several_keys(draw: random.Random, words: list[str], num_asked: int, num_keys: int) -> Plan:
+    """The numbers of some of the document's keys, in the order asked."""
     distinct = Distinct(draw, words)
-    pairs = [(distinct.key(), distinct.number()) for _ in range(8)]
-    asked = pairs[:3]
+    pairs = [(distinct.key(), distinct.number()) for _ in range(num_keys)]
+    asked = pairs[:num_asked]
     question = f"What are the special magic numbers for {', '.join(key for key, _ in asked)}?"
     answer = ", ".join(number for _, number in asked)
     return scatter(draw, [NUMBER_NEEDLE.format(*pair) for pair in pairs]), question, [answer], None, 40
@@ -158,30 +169,41 @@ PLANS: dict[str, Callable[[random.Random, list[str], float | None], Plan]] = {
     "needle": lambda draw, words, depth: needle(draw, words, depth, 0),
     "many_needles": lambda draw, words, depth: needle(draw, words, depth, NUM_DISTRACTORS),
     "word_needle": word_needle,
-    "several_values": lambda draw, words, depth: several_values(draw, words),
-    "several_keys": lambda draw, words, depth: several_keys(draw, words),
+    "several_values": lambda draw, words, depth: several_values(draw, words, NUM_VALUES["several_values"]),
+    "several_keys": lambda draw, words, depth: several_keys(draw, words, *NUM_ASKED["several_keys"]),
     "facts_one_hop": lambda draw, words, depth: facts(draw, depth, 1),
     "facts_two_hops": lambda draw, words, depth: facts(draw, depth, 2),
     "list": lambda draw, words, depth: listing(draw, words),
     "variables": lambda draw, words, depth: variables(draw, words),
 }
+HARD_PLANS: dict[str, Callable[[random.Random, list[str], float | None], Plan]] = {
+    "four_values": lambda draw, words, depth: several_values(draw, words, NUM_VALUES["four_values"]),
+    "four_keys": lambda draw, words, depth: several_keys(draw, words, *NUM_ASKED["four_keys"]),
+}
+"""What RULER asks for; the model's training was not evaluated on them."""
+
+ONLY_NEEDLES = ("only_needles", "crossed_needles")
+"""Documents of nothing but needles; the keys of the second are made of so few words that each stands in many keys."""
+
 METRICS = {"list": "lines", "continue": "words_edit"}
 OF_RULER = {
     "niah_single_1": "needle",
     "niah_single_2": "needle",
     "niah_single_3": "word_needle",
     "niah_multikey_1": "many_needles",
-    "niah_multikey_2": "many_needles",
-    "niah_multikey_3": "many_needles",
-    "niah_multivalue": "several_values",
-    "niah_multiquery": "several_keys",
+    "niah_multikey_2": "only_needles",
+    "niah_multikey_3": "crossed_needles",
+    "niah_multivalue": "four_values",
+    "niah_multiquery": "four_keys",
     "vt": "variables",
     "cwe": "common_words",
     "fwe": "common_words",
     "qa_1": "facts_one_hop",
     "qa_2": "facts_two_hops",
 }
-REFERENCE_TASKS = (*PLANS, "continue", *COUNTED)
+"""For `niah_multikey_3`, whose keys are UUIDs, the hardest keys that the model has a form for: it never read a UUID."""
+
+REFERENCE_TASKS = (*PLANS, "continue", *COUNTED, *HARD_PLANS, *ONLY_NEEDLES)
 
 
 def generate_reference(request: Request, index: int) -> Sample:
@@ -191,9 +213,12 @@ def generate_reference(request: Request, index: int) -> Sample:
         return continue_passage(request, index)
     if task in COUNTED:
         return common_words(request, index, task)
+    if task in ONLY_NEEDLES:
+        return needles_alone(request, index, task)
     draw = request.random(index)
     asked_depth = None if request.depths is None else request.depth(index, 0.0)
-    inserts, question, answers, depth, max_new_tokens = PLANS[task](draw, plain_words(request.tokenizer), asked_depth)
+    plan = (PLANS | HARD_PLANS)[task]
+    inserts, question, answers, depth, max_new_tokens = plan(draw, plain_words(request.tokenizer), asked_depth)
     haystack = Haystack(request.sentences(index))
     return make_sample(
         request,
@@ -210,6 +235,36 @@ def generate_reference(request: Request, index: int) -> Sample:
 def raw(task: str) -> dict[str, Any]:
     """What a runner must know of this form."""
     return {"raw": True, "reference_task": task}
+
+
+def few_words(draw: random.Random, words: list[str], most_keys: float) -> list[str]:
+    """The fewest words, drawn, whose ordered pairs are most_keys or more; all of them where they are too few."""
+    count = 2
+    while count * (count - 1) < most_keys and count < len(words):
+        count += 1
+    return draw.sample(words, count)
+
+
+def needles_alone(request: Request, index: int, task: str) -> Sample:
+    """One number to find in a document of needles alone, as many as fit; no text stands between them."""
+    draw = request.random(index)
+    words = plain_words(request.tokenizer)
+    if task == "crossed_needles":
+        words = few_words(draw, words, SPARE_KEYS * WORDS_A_TOKEN * request.length_tokens / NEEDLE_WORDS)
+    distinct = Distinct(draw, words)
+    key, number = distinct.key(), distinct.number()
+    depth = request.depth(index, draw_depth(draw))
+    others: list[str] = []
+
+    def build(num_words: int) -> str:
+        num_others = num_words // NEEDLE_WORDS
+        while len(others) < num_others:
+            others.append(NUMBER_NEEDLE.format(distinct.key(), distinct.number()))
+        needles = others[:num_others]
+        needles.insert(round(depth * num_others), NUMBER_NEEDLE.format(key, number))
+        return turn(" ".join(needles), f"What is the special magic number for {key}?")
+
+    return make_sample(request, index, build, [number], "exact_match", 16, depth, raw(task))
 
 
 def continue_passage(request: Request, index: int) -> Sample:
