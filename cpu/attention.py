@@ -16,9 +16,7 @@ from cpu import collision, context, lookup, pieces, plan, rows, softmax, stages,
 from cpu.collision import log_weights
 from cpu.context import (
     ALL_ATTENDED_NS,
-    ALL_COVERED,
     ALL_ROWS,
-    ALL_WAITED_NS,
     ANSWERED,
     ASKS,
     BOARD,
@@ -57,7 +55,19 @@ from cpu.lookup import SPANS
 from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.rows import BLOCK_ROWS, COLUMNS
-from cpu.stages import BEGAN_NS, ROWS_READ, SAMPLED_NS, STAGES, STATE, TOTALS, Buffers, Plan, Shape
+from cpu.stages import (
+    BEGAN_NS,
+    INDEX_BYTES,
+    KEYS_SCORED,
+    ROWS_READ,
+    SAMPLED_NS,
+    STAGES,
+    STATE,
+    TOTALS,
+    Buffers,
+    Plan,
+    Shape,
+)
 from cpu.turns import BOARD_INT64, INSIDE, TURN, take_turns
 from transfer import exchange
 from transfer.exchange import LAST_STAMP, ExchangeSlot
@@ -95,27 +105,32 @@ class Attended(NamedTuple):
     """A partial on the host, and what it cost. The arrays are overwritten by the workspace's next call.
 
     out: float32 `[requests, heads, dim]`; lse: float32 `[requests, heads]`, natural log; covered: int32 `[requests,
-    heads]`, tokens that the partial stands for; rows: keys read (as many values), a row shared by a group once;
-    lookup_ns, sampled_ns: of the first thread, in the stage of lookups and exact parts, and in that of samples.
+    heads]`, tokens that the partial stands for; rows: keys read (as many values), a row shared by a group once; keys:
+    scored, of all heads; index_bytes: of hash tables, read in lookups; lookup_ns, sampled_ns: of the first thread, in
+    the stage of lookups and exact parts, and in that of samples.
     """
 
     out: np.ndarray
     lse: np.ndarray
     covered: np.ndarray
     rows: int
+    keys: int
+    index_bytes: int
     lookup_ns: int
     sampled_ns: int
 
 
 class Answered(NamedTuple):
-    """What answers cost. asks: answered, fewer than there were where one did not come; rows, covered: of all of them,
-    as in `Attended`, covered of all heads; waited_ns: for asks; attended_ns: from an ask that is there to its answer;
-    lookup_ns, sampled_ns: of the last one's stages.
+    """What answers cost. asks: answered, fewer than there were where one did not come; rows, covered, keys and
+    index_bytes: of all of them, as in `Attended`, covered of all heads; waited_ns: for asks; attended_ns: from an ask
+    that is there to its answer; lookup_ns, sampled_ns: of the last one's stages.
     """
 
     asks: int
     rows: int
     covered: int
+    keys: int
+    index_bytes: int
     waited_ns: int
     attended_ns: int
     lookup_ns: int
@@ -147,6 +162,7 @@ class HostAttention:
         if not 1 <= threads <= most:
             raise ValueError(f"threads: asked {threads}, have {most}; set NUMBA_NUM_THREADS or lower threads")
         self.row_type, self.query_type = np.dtype(row_type), np.dtype(query_type)
+        self.row_bytes = 2 * dim * self.row_type.itemsize  # a key and a value
         self._logs = log_weights(bits, tables)
         self._shape = Shape(
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
@@ -190,10 +206,11 @@ class HostAttention:
         _put(ask, OUT, out.ctypes.data)
         _put(ask, LSE, lse.ctypes.data)
         self._run(self._lone_ask, threads, 0)
-        rows_read, began_ns, looked_up_ns, sampled_ns = self._buffers.totals[ROWS_READ : SAMPLED_NS + 1].tolist()
+        totals = self._buffers.totals
+        rows_read, began_ns, looked_up_ns, sampled_ns = totals[ROWS_READ : SAMPLED_NS + 1].tolist()
         return Attended(
-            out[:requests], lse[:requests], covered[:requests], rows_read, looked_up_ns - began_ns,
-            sampled_ns - looked_up_ns,
+            out[:requests], lse[:requests], covered[:requests], rows_read, int(totals[KEYS_SCORED]),
+            int(totals[INDEX_BYTES]), looked_up_ns - began_ns, sampled_ns - looked_up_ns,
         )  # fmt: skip
 
     def asks_in(self, slot: ExchangeSlot, tables: np.ndarray) -> np.ndarray:
@@ -231,7 +248,8 @@ class HostAttention:
         row, board = self._row, self._board
         assert asks.flags.c_contiguous, "asks: contiguous"
         assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"
-        row[ALL_ROWS], row[ALL_COVERED], row[ALL_WAITED_NS], row[ALL_ATTENDED_NS] = 0, 0, 0, 0
+        for column in range(ALL_ROWS, ALL_ATTENDED_NS + 1):
+            row[column] = 0
         row[ASKS] = asks.__array_interface__["data"][0]  # an address for a tenth of the time of asks.ctypes
         row[NUM_ASKS], row[NEXT_ASK], row[LIMIT_NS] = len(asks), 0, int(1e9 * limit_s)
         while True:

@@ -26,14 +26,16 @@ QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 @dataclass(slots=True)
 class AttentionCounts:
     """Sums over all asks. wait_s: for the device, with nothing else to do; rows_read: keys (values: as many);
-    tokens_covered: by head.
+    bytes_read: of rows and of hash tables; tokens_covered, and of these keys_scored: by head.
     """
 
     asks: int = 0
     wait_s: float = 0.0
     attend_s: float = 0.0
     rows_read: int = 0
+    bytes_read: int = 0
     tokens_covered: int = 0
+    keys_scored: int = 0
 
 
 class PieceTables:
@@ -149,7 +151,9 @@ def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], fi
     counts.wait_s += answered.waited_ns / 1e9
     counts.attend_s += answered.attended_ns / 1e9
     counts.rows_read += answered.rows
+    counts.bytes_read += answered.rows * kernel.row_bytes + answered.index_bytes
     counts.tokens_covered += answered.covered
+    counts.keys_scored += answered.keys
     layers, place = divmod(answered.asks, len(parts))
     for index, (_, slot) in enumerate(parts):
         slot.advance(slot.rows, min(layers + (index < place), len(asks) - 1))

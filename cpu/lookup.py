@@ -115,6 +115,16 @@ def find_samples(piece, kv_head, codes, next_piece, next_head, next_codes, table
 
 
 @numba.njit(nogil=True)
+def count_bytes(piece, tables, spans):
+    """Bytes of the index that a lookup which left these `spans` read: buckets' entries, and borders of their lists."""
+    _, first, last = _windows(piece)
+    read = 4 * tables * (last - first + 1)
+    for table in range(tables):
+        read += spans[table * SPANS + last - first] - spans[table * SPANS]
+    return read
+
+
+@numba.njit(nogil=True)
 def _take(counters, base, tokens, begin, end, ids, found):
     """Append the ids of a window whose counters are 2 or more; the counters become zero. Mostly a word of COUNTERS has
     two at most: these are written without asking, and overwritten if they were none."""

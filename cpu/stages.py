@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from cpu.lookup import fetch_bucket, fetch_offsets, find_samples
+from cpu.lookup import count_bytes, fetch_bucket, fetch_offsets, find_samples
 from cpu.pieces import (
     BEGIN,
     CENTRE,
@@ -45,7 +45,8 @@ from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, 
 from transfer.simd.vectors import address_of, load
 
 STAGES = 3
-SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS, TOTALS = 0, 8, 9, 10, 11, 12, 16  # two lines
+SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 8, 9, 10, 11, 12
+KEYS_SCORED, INDEX_BYTES, TOTALS = 13, 14, 16  # two lines
 STATE = 16  # float32 between the rows of a thread's state: more than the largest group
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
@@ -127,7 +128,9 @@ def _codes_at(shape, batch, piece, head):
 
 @numba.njit(nogil=True)
 def _look_up(team, shape, batch, plan, buffers, item, following):
-    """Lookup `item` = sampled piece and head; its samples are cut into parts. following: the next lookup's, or -1."""
+    """Lookup `item` = sampled piece and head; its samples are cut into parts. following: the next lookup's, or -1.
+
+    Returns how many it found, and the bytes of the index that it read."""
     group = shape.heads // shape.kv_heads
     order, head = item // shape.heads, item % shape.heads
     piece = batch.pieces[plan.sampled[order]]
@@ -148,7 +151,7 @@ def _look_up(team, shape, batch, plan, buffers, item, following):
     for part in range(parts):
         buffers.slots[slot + part, 0] = item
         buffers.slots[slot + part, 1] = part * PART_SAMPLES
-    return found
+    return found, count_bytes(piece, shape.tables, buffers.spans[team.me])
 
 
 @numba.njit(nogil=True)
@@ -163,24 +166,32 @@ def _warm_lookup(shape, batch, plan, item):
 
 @numba.njit(nogil=True)
 def _first_stage(team, shape, columns, batch, plan, buffers):
-    """Lookups and exact parts. Returns rows read."""
-    lookups = len(plan.sampled) * shape.heads
-    items, done, rows = lookups + len(plan.parts), 0, 0
+    """Lookups and exact parts, and what they and the samples read: see `cpu.attention.Attended`."""
+    lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
+    items, done, rows, keys, index_bytes = lookups + len(plan.parts), 0, 0, 0, 0
     item = claim(team, 0, items)
     if 0 <= item < lookups:
         _warm_lookup(shape, batch, plan, item)
     while item >= 0:
         following = claim(team, 0, items)
         if item < lookups:
-            rows += _look_up(team, shape, batch, plan, buffers, item, following if following < lookups else -1)
+            next_lookup = following if following < lookups else -1
+            found, looked_at = _look_up(team, shape, batch, plan, buffers, item, next_lookup)
+            rows += found
+            keys += found
+            index_bytes += looked_at
         else:
             part = plan.parts[item - lookups]
-            _exact_part(team, shape, columns, batch, buffers, part, (item - lookups) * (shape.heads // shape.kv_heads))
+            _exact_part(team, shape, columns, batch, buffers, part, (item - lookups) * group)
             rows += part[3] - part[2]
+            keys += (part[3] - part[2]) * group
         done += 1
         item = following
+    totals = address_of(buffers.totals)
+    atomic_add(totals + 8 * ROWS_READ, rows)
+    atomic_add(totals + 8 * KEYS_SCORED, keys)
+    atomic_add(totals + 8 * INDEX_BYTES, index_bytes)
     end_stage(team, 0, items, done)
-    return rows
 
 
 @numba.njit(nogil=True)
@@ -368,8 +379,7 @@ def _note_time(totals, column):
 def attend_as(me, threads, shape, columns, batch, plan, buffers):
     """All that thread `me` does."""
     team = Team(buffers.counters, me, threads)
-    rows = _first_stage(team, shape, columns, batch, plan, buffers)
-    atomic_add(address_of(buffers.totals) + 8 * ROWS_READ, rows)
+    _first_stage(team, shape, columns, batch, plan, buffers)
     _note_time(buffers.totals, LOOKED_UP_NS)
     _second_stage(team, shape, columns, batch, plan, buffers)
     _note_time(buffers.totals, SAMPLED_NS)

@@ -13,6 +13,8 @@ import numba
 from cpu.context import (
     ALL_ATTENDED_NS,
     ALL_COVERED,
+    ALL_INDEX_BYTES,
+    ALL_KEYS,
     ALL_ROWS,
     ALL_WAITED_NS,
     ASK_COLUMNS,
@@ -29,7 +31,7 @@ from cpu.context import (
     open_row,
 )
 from cpu.plan import NOT_ASKED, PLANNED, make_plan
-from cpu.stages import BEGAN_NS, ROWS_READ, WAITED_NS, attend_as
+from cpu.stages import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, WAITED_NS, attend_as
 from transfer.simd.memory import load_int32, load_int64
 from transfer.simd.team import atomic_add, atomic_load, look_again, now_ns
 
@@ -71,6 +73,8 @@ def _close_turn(context, totals):
     while atomic_load(row[BOARD] + _INSIDE_BYTES) > 0:
         looks = look_again(looks)
     row[ALL_ROWS] += totals[ROWS_READ]
+    row[ALL_KEYS] += totals[KEYS_SCORED]
+    row[ALL_INDEX_BYTES] += totals[INDEX_BYTES]
     for item in range(row[REQUESTS] * row[HEADS]):
         row[ALL_COVERED] += load_int32(row[COVERED] + 4 * item)
 

@@ -18,6 +18,7 @@ from evals.options import (
     Methods,
     ModelFolder,
     Resume,
+    Seconds,
     Seed,
     ServedModel,
     Text,
@@ -26,12 +27,15 @@ from evals.options import (
     one_line_errors,
     parse_files,
     parse_lengths,
+    parse_tasks,
     read_deployment,
 )
 from evals.results_command import results
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from evals.store import Record
 
 SEEN_FROM_OUTSIDE = (
     "A profile runs end to end: errors a layer, mass kept and what it read are not seen from outside; its KL is over "
@@ -66,25 +70,36 @@ def tasks(
     json_path: Json = None,
     html: Html = None,
     resume: Resume = None,
+    seconds: Seconds = None,
     url: Url = None,
     served_model: ServedModel = None,
     api_key: ApiKey = None,
     concurrency: Concurrency = 4,
 ) -> None:  # fmt: skip
-    """Score methods on long-context tasks and datasets: rows of method, task, length, score and what was read."""
+    """Score methods on long-context tasks and datasets: rows of method, task, length, score and what was read.
+
+    Exit status: 0; 1: a sample failed (it counts with score 0, and its reason is shown); 3: cut before the end.
+    """
     with one_line_errors():
         from evals.cells import Cell, PromptSettings
         from evals.datasets import DATASETS
-        from evals.session import InProcess, Outputs, count_workers, leave_results, resolve_device, run, run_remotely
-        from evals.tasks import RULER_TASKS, TASK_NAMES
+        from evals.session import (
+            InProcess,
+            Outputs,
+            count_workers,
+            exit_status,
+            leave_results,
+            resolve_device,
+            run,
+            run_remotely,
+            write_rows,
+        )
+        from evals.stopping import stopping
+        from evals.tasks import RULER_TASKS
 
         files = parse_files("--dataset", dataset, list(DATASETS))
         asked = names if names is not None else "" if files else "needle"
-        chosen = [name.strip() for name in asked.split(",") if name.strip()]
-        for name in chosen:
-            if name not in TASK_NAMES:
-                raise ValueError(f"--tasks: unknown {name!r}; known: {', '.join(TASK_NAMES)}")
-        chosen += list(files)
+        chosen = [*parse_tasks(asked), *files]
         question_files = parse_files("--questions", questions, list(RULER_TASKS[-2:]))
         settings = PromptSettings(model, form, seed, tuple(text), tuple(question_files.items()), tuple(files.items()),
                                   sent_as)  # fmt: skip
@@ -104,15 +119,26 @@ def tasks(
                 raise ValueError("--forced: needs the reference decoder; leave out --url or --forced")
             labels = named_methods([label for label in labels if label != "full"] or ["default"])
             server = server_of(url, served_model, model, api_key, concurrency)
-            cells = [Cell(name, length, samples, labels, 0) for length in sizes for name in chosen]
-            records = run_remotely(cells, settings, server, resume)
         else:
             check_methods(list(labels), deployment)
-            cells = [Cell(name, length, samples, labels, forced) for length in sizes for name in chosen]
             configuration["device"] = on = resolve_device(device)
-            how = InProcess(on, batch, count_workers(len(cells), on), resume, deployment)
-            records = run(cells, settings, how, None)
-        leave_results(records, Outputs(json_path, html, resume), configuration | {"methods": list(labels)}, seed)
+        configuration["methods"] = list(labels)
+        cells = [Cell(name, length, samples, labels, forced) for length in sizes for name in chosen]
+        outputs = Outputs(json_path, html, resume)
+        with stopping(seconds) as stop:
+
+            def leave(records: "list[Record]", _: int) -> None:
+                write_rows(cells, records, json_path, configuration, seed, "under way")
+
+            if url is not None:
+                records = run_remotely(cells, settings, server, resume, leave, stop)
+            else:
+                how = InProcess(on, batch, count_workers(len(cells), on), resume, deployment, stop)
+                records = run(cells, settings, how, leave)
+        rows = leave_results(cells, records, outputs, configuration, seed, stop.reason)
+        status = exit_status(rows, stop.reason)
+        if status:
+            raise typer.Exit(status)
 
 
 @app.command()
@@ -141,14 +167,15 @@ def fidelity(
         from evals.fidelity import spread_grid
         from evals.fidelity_run import FidelityRun, run_comparisons
         from evals.report.document import finite, write_document, write_text
-        from evals.report.table import open_console
-        from evals.served import named_methods, server_of
-        from evals.session import resolve_device
+        from evals.report.table import open_console, print_failures
+        from evals.served import named_methods, probe_server, server_of
+        from evals.session import exit_status, resolve_device
 
         labels = list(dict.fromkeys(label for grid in method for label in spread_grid(grid)))
         server, deployment = None, read_deployment(config, url)
         if url is not None:
             labels, server = list(named_methods(labels)), server_of(url, served_model, model, api_key, 1)
+            probe_server(server, labels)
         else:
             check_methods(labels, deployment)
         on, sizes = resolve_device(device), parse_lengths(lengths)
@@ -156,6 +183,7 @@ def fidelity(
             FidelityRun(model, labels, sizes, samples, forced, tuple(text), seed, on, batch, server, deployment)
         )
         print_fidelity(found["rows"], found["layers"], open_console())
+        print_failures(found["rows"], open_console())
         configuration = {"model": str(model), "methods": labels, "lengths": sizes, "samples": samples, "forced": forced,
                          "text": [str(path) for path in text], "device": on, "url": url,
                          "config": str(config) if config is not None else None}  # fmt: skip
@@ -166,6 +194,9 @@ def fidelity(
             from evals.report.page import page_of_documents
 
             write_text(html, page_of_documents("Beside full attention", [document]))
+        status = exit_status(found["rows"], None)
+        if status:
+            raise typer.Exit(status)
 
 
 def print_fidelity(rows: list, layers: list, console: "Console") -> None:

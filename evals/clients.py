@@ -7,8 +7,9 @@ with its reason; nothing is dropped, and no request is tried more than `max_retr
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from evals.tasks.reference import user_turn
 RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 20.0
+PROBE_RETRIES = 2
 ERROR_CHARACTERS = 300
 
 
@@ -87,7 +89,7 @@ def text_of(endpoint: Endpoint, payload: Any) -> str:
 
 async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> str:
     """One request; raises Refused for whatever is not an answer."""
-    path = "/chat/completions" if endpoint.mode == "chat" else "/completions"
+    path = path_of(endpoint)
     try:
         async with asyncio.timeout(endpoint.timeout_s):
             response = await client.post(endpoint.url.rstrip("/") + path, json=request_body(endpoint, sample))
@@ -117,6 +119,31 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> 
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
     raise AssertionError("the loop returns at its last try")
+
+
+class ProbeError(ValueError):
+    """A server that does not answer as it should, found out before any sample is sent."""
+
+
+async def probe(endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) -> None:
+    """Ask for one token as samples will ask. Raises ProbeError, which names what was asked, what came and what was
+    wanted."""
+    sample = Sample("probe", "probe", "The", [], "exact", 1, 0, None)
+    asked = replace(endpoint, max_retries=min(endpoint.max_retries, PROBE_RETRIES))
+    async for reply in ask_all(asked, [sample], transport):
+        if reply.failure is not None:
+            path = path_of(endpoint)
+            extra = f" with {json.dumps(endpoint.extra)}" if endpoint.extra else ""
+            raise ProbeError(
+                f"--url {endpoint.url}: POST {path} for one token of model {endpoint.model!r}{extra}: {reply.failure}; "
+                "wanted status 200 and an answer; check that the server runs, the URL up to and with /v1, "
+                "--served-model and the profile"
+            )
+
+
+def path_of(endpoint: Endpoint) -> str:
+    """Where its requests go, below the URL."""
+    return "/chat/completions" if endpoint.mode == "chat" else "/completions"
 
 
 async def ask_all(

@@ -5,7 +5,7 @@ then chooses itself come from its decode steps, which is where most methods work
 decoder, fed the same tokens. Invariant: a text that fails is counted, and its tokens count as not agreeing.
 
 The KL is over the profile's most likely tokens and all others as one, so it is a lower bound. What no one outside can
-see is not reported: errors a layer, attention mass kept, what was read.
+see is not reported: errors a layer, attention mass kept, and of a server what was read.
 """
 
 import math
@@ -20,9 +20,10 @@ import torch
 from evals.decode import decode_forced, prefill_batch
 from evals.forward import ReferenceDecoder
 from evals.methods.full import Full
-from evals.rows import FRACTIONS, Row
+from evals.rows import FRACTIONS, Row, count_reasons
 from evals.served import DEFAULT, Server
-from evals.serving import PREFIX, Ask, ServingEngine
+from evals.served_method import PREFIX
+from evals.serving import Ask, ServingEngine
 from server.tokenizer import Tokenizer
 
 NUM_TOP = 20
@@ -47,13 +48,13 @@ Speaker = Callable[[Sequence[list[int]], int], list[Said]]
 """Texts and the number of last tokens (and of tokens to choose) to what is said of each."""
 
 
-def engine_speaker(engine: ServingEngine, method: str) -> Speaker:
+def engine_speaker(engine: ServingEngine, profile: str) -> Speaker:
     """Asks the engine of this process."""
 
     def ask(texts: Sequence[list[int]], count: int) -> list[Said]:
         asks = [Ask(str(number), list(text), count, [], NUM_TOP) for number, text in enumerate(texts)]
         said: dict[int, Said] = {}
-        for answer in engine.answer(asks, method.removeprefix(PREFIX)):
+        for answer in engine.answer(asks, profile):
             end, chosen = ([(one.logprob, dict(one.top)) for one in part]
                            for part in (answer.prompt_logprobs[-count:], answer.logprobs))  # fmt: skip
             said[int(answer.key)] = Said(end, answer.token_ids, chosen, answer.failure)
@@ -115,9 +116,9 @@ def compare_profile(
 ) -> Row:  # fmt: skip
     """One row: `count` tokens at the end of each text, and as many that the profile chooses after it."""
     sums = {name: [0, 0.0, 0.0, 0.0] for name in ("end", "generated")}  # tokens, agreeing, KL, nll
-    failures = 0
+    failures: list[str | None] = []
     for text, said in zip(texts, speak(texts, count), strict=True):
-        failures += said.failure is not None
+        failures.append(said.failure)
         if said.failure is not None:
             sums["end"][0] += count
             sums["generated"][0] += count
@@ -129,14 +130,16 @@ def compare_profile(
             ):
                 add_stretch(sums[name], part, tokens, wanted)
         advance()
-    answered = count * (len(texts) - failures)
+    num_failed = len(failures) - failures.count(None)
+    answered = count * (len(texts) - num_failed)
     end, generated = sums["end"], sums["generated"]
     nll = end[3] / answered if answered else math.nan
     return {
         "method": method,
         "settings": settings,
         "prompts": len(texts),
-        "failures": failures,
+        "failures": num_failed,
+        "reasons": count_reasons(failures),
         "tokens": count,
         "agreement": end[1] / end[0],
         "kl": end[2] / answered if answered else math.nan,
@@ -144,7 +147,7 @@ def compare_profile(
         "perplexity": math.exp(nll),
         "tokens_generated": generated[0],
         "agreement_generated": generated[1] / generated[0] if generated[0] else None,
-        "kl_generated": generated[2] / made if (made := generated[0] - count * failures) else None,
+        "kl_generated": generated[2] / made if (made := generated[0] - count * num_failed) else None,
         "kl_over": f"the {NUM_TOP} most likely and the rest as one",
         **dict.fromkeys(FRACTIONS),
     }

@@ -13,7 +13,8 @@ from evals.fidelity import run_fidelity, text_prompts
 from evals.forward import ReferenceDecoder, load_decoder
 from evals.rows import Row
 from evals.run import load_tokenizer
-from evals.serving import PREFIX, load_serving_engine, profile_of
+from evals.served_method import PREFIX, group_by_deployment
+from evals.serving import load_serving_engine
 from evals.session import progress_bar
 from evals.tasks.text import text_source
 
@@ -48,7 +49,7 @@ def run_comparisons(run: FidelityRun) -> dict[str, list[Row]]:
     dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
     decoder = load_decoder(run.model, torch.device(run.device), dtype)
     tokenizer = load_tokenizer(run.model)
-    profiles = [label for label in run.labels if run.server is not None or profile_of(label, run.deployment)]
+    profiles = [label for label in run.labels if run.server is not None or label.startswith(PREFIX)]
     methods = [label for label in run.labels if label not in profiles]
     found: dict[str, list[Row]] = {"rows": [], "layers": []}
     steps = -(-run.samples // run.batch) + run.samples * len(profiles)
@@ -74,16 +75,21 @@ def _compare_profiles(
 
     if not profiles:
         return []
-    names = {label: label.removeprefix(PREFIX) for label in profiles}
     if run.server is not None:
+        names = {label: label.removeprefix(PREFIX) for label in profiles}
         return [
             compare_profile(decoder, texts, label, {"attention_profile": name, "url": run.server.url},
                             server_speaker(run.server, label, run.model), run.forced, advance)
             for label, name in names.items()
         ]  # fmt: skip
-    with load_serving_engine(run.model, run.device, max(run.lengths) + run.forced, run.deployment) as engine:
-        return [
-            compare_profile(decoder, texts, label, {"attention_profile": name, **engine.settings_of(name)},
-                            engine_speaker(engine, label), run.forced, advance)
-            for label, name in names.items()
-        ]  # fmt: skip
+    rows: dict[str, Row] = {}
+    longest = max(run.lengths) + run.forced
+    for deployment, members in group_by_deployment(profiles, run.deployment):
+        with load_serving_engine(run.model, run.device, longest, deployment) as engine:
+            for label, name in members.items():
+                settings, before = {"attention_profile": name, **engine.settings_of(name)}, engine.reads()
+                speak = engine_speaker(engine, name)
+                row = compare_profile(decoder, texts, label, settings, speak, run.forced, advance)
+                fractions = engine.fractions(before, name)
+                rows[label] = row | (fractions.to_json() if fractions is not None else {})
+    return [rows[label] for label in profiles]

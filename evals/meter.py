@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu.architecture import Architecture
+from scheduler.decode_reads import DecodeReads
+
 
 @dataclass(frozen=True, slots=True)
 class Fractions:
@@ -25,6 +28,32 @@ class Fractions:
             "head_fraction_all_layers": self.head_all,
             "bytes_fraction_all_layers": self.bytes_all,
         }
+
+
+def served_fractions(reads: DecodeReads, shape: Architecture, host_layers: int) -> Fractions | None:
+    """What an engine's decode steps read; what lies on the device counts as read in full, dense layers with it.
+
+    host_layers: layers that go down (0: the profile keeps all on the device and handles all layers). Sums over rows and
+    steps, so long contexts weigh more. None where nothing was decoded: a first token comes from the prompt's own pass.
+    """
+    if not reads.context_tokens:
+        return None
+    keys_spared = reads.host_tokens - reads.host_keys
+    bytes_spared = reads.host_tokens // shape.group * _row_bytes(shape) - reads.host_bytes
+    keys = reads.context_tokens * shape.num_heads  # of one layer, if all are scored
+    data = reads.context_tokens * shape.num_kv_heads * _row_bytes(shape)
+    handled = host_layers or shape.num_layers
+    return Fractions(
+        1 - keys_spared / (keys * handled),
+        1 - bytes_spared / (data * handled),
+        1 - keys_spared / (keys * shape.num_layers),
+        1 - bytes_spared / (data * shape.num_layers),
+    )
+
+
+def _row_bytes(shape: Architecture) -> int:
+    """Of a key and a value, two bytes a channel, whatever the device computes in: int8 rows are half of it."""
+    return 2 * 2 * shape.dim
 
 
 class ReadMeter:

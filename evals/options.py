@@ -22,6 +22,8 @@ Seed = Annotated[int, typer.Option("--seed", help="of prompts")]
 Text = Annotated[list[Path], typer.Option("--text", help="UTF-8 text around the needles; default: generated text")]
 Batch = Annotated[int | None, typer.Option("--batch", help="prompts of the longest length that go together")]
 Resume = Annotated[Path | None, typer.Option("--resume", help="folder that keeps finished samples")]
+Seconds = Annotated[float | None, typer.Option("--seconds", min=0, help="end after so long, between two samples or "
+                                               "batches, with what is finished (exit status 3)")]  # fmt: skip
 Url = Annotated[str | None, typer.Option("--url", help="ask this OpenAI-compatible server (with /v1) for profile:NAME, "
                                          "or for `default`, which names no profile")]  # fmt: skip
 Config = Annotated[Path | None, typer.Option("--config", help="deployment (YAML) whose settings of gpu, host and "
@@ -55,6 +57,17 @@ def parse_lengths(text: str) -> list[int]:
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"--lengths: got {text!r}; wanted token counts with commas between, such as 4096,16384")
     return [int(part) for part in parts]
+
+
+def parse_tasks(text: str) -> list[str]:
+    """`needle,list` -> ["needle", "list"]; empty where nothing is named. Raises ValueError for an unknown one."""
+    from evals.tasks import TASK_NAMES
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TASK_NAMES:
+            raise ValueError(f"--tasks: unknown {name!r}; known: {', '.join(TASK_NAMES)}")
+    return names
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
@@ -92,8 +105,8 @@ def read_deployment(config: Path | None, url: str | None) -> "Deployment | None"
 def check_methods(labels: list[str], deployment: "Deployment | None") -> None:
     """Raises MethodError or ProfileError for a method that is neither one of the evals' nor a serving profile."""
     from evals.methods.registry import parse_method
-    from evals.serving import profile_of
+    from evals.served_method import served_method
 
     for label in labels:
-        if profile_of(label, deployment) is None:
+        if served_method(label, deployment) is None:
             parse_method(label)

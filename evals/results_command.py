@@ -10,18 +10,32 @@ from typing import Annotated, Any
 
 import typer
 
-from evals.options import Device, Html, Lengths, ModelFolder, Resume, Seed, Text, one_line_errors, parse_lengths
+from evals.options import (
+    Device,
+    Html,
+    ModelFolder,
+    Resume,
+    Seconds,
+    Seed,
+    Text,
+    one_line_errors,
+    parse_lengths,
+    parse_tasks,
+)
 
 
 def results(
     quick: Annotated[bool, typer.Option("--quick", help="the set for two CPU cores, under an hour")] = False,
     full: Annotated[bool, typer.Option("--full", help="the set for one large GPU, 400 prompts a task")] = False,
+    served: Annotated[bool, typer.Option("--served", help="the set of serving profiles, for one large GPU")] = False,
     files: Annotated[list[Path], typer.Option("--from", help="render these runs instead of running")] = [],  # noqa: B006
     page: Annotated[Path, typer.Option("--page", help="Markdown page with the markers")] = Path("docs/RESULTS.md"),
     json_path: Annotated[Path, typer.Option("--json", help="where a run is written")] = Path("results.json"),
     html: Html = None,
     model: ModelFolder = Path("deploy/models/reference"),
-    lengths: Lengths = "4096,8192,16384",
+    lengths: Annotated[str | None, typer.Option("--lengths", help="tokens of prompt and answer, commas between; "
+                                                "default: 4096,8192,16384; served: 4096,16384")] = None,
+    tasks: Annotated[str, typer.Option("--tasks", help="of the set served: run only these, commas between")] = "",
     only: Annotated[list[str], typer.Option("--methods", help="run only these of the set beside full attention, such "
                                             "as 'sampled*'; repeatable")] = [],  # noqa: B006
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="fewer or more prompts than the set")] = None,
@@ -29,16 +43,27 @@ def results(
     device: Device = "auto",
     text: Text = [],  # noqa: B006
     resume: Resume = None,
+    seconds: Seconds = None,
 ) -> None:  # fmt: skip
-    """Make the tables of docs/RESULTS.md again: run a named set, or render runs that were made elsewhere."""
+    """Make the tables of docs/RESULTS.md again: run a named set, or render runs that were made elsewhere.
+
+    Exit status of `--served`: 0; 1: a sample failed (it counts with score 0, and its reason is shown); 3: cut.
+    """
     with one_line_errors():
         from evals import results as sets
 
-        if quick + full + bool(files) != 1:
-            raise ValueError("results: give one of --quick, --full and --from FILE")
-        if not files:
+        if quick + full + served + bool(files) != 1:
+            raise ValueError("results: give one of --quick, --full, --served and --from FILE")
+        if (tasks or seconds is not None) and not served:
+            raise ValueError("results: --tasks and --seconds are of --served; leave them out")
+        status = 0
+        if served:
+            status = run_served_set(tasks, lengths, samples, model, seed, device, tuple(text), resume, seconds,
+                                    json_path)  # fmt: skip
+            files = [json_path]
+        elif not files:
             name = "quick" if quick else "full"
-            cells = sets.cells_of(name, parse_lengths(lengths), samples, only)
+            cells = sets.cells_of(name, parse_lengths(lengths or "4096,8192,16384"), samples, only)
             command = " ".join([f"tandem eval results --{name}", *(f"--methods '{pattern}'" for pattern in only)])
             run_set(name, command, cells, model, seed, device, tuple(text), resume, json_path)
             files = [json_path]
@@ -54,6 +79,35 @@ def results(
             documents = [json.loads(file.read_text()) for file in files]
             write_text(html, page_of_documents("Results", documents))
             print(f"page: {html}")
+        if status:
+            raise typer.Exit(status)
+
+
+def run_served_set(
+    tasks: str, lengths: str | None, samples: int | None, model: Path, seed: int, device: str, text: tuple[Path, ...],
+    resume: Path | None, seconds: float | None, out: Path,
+) -> int:  # fmt: skip
+    """Run the set of serving profiles and return the exit status."""
+    from evals import served_results as served
+    from evals.cells import PromptSettings
+    from evals.report.table import open_console, print_table
+    from evals.session import exit_status
+    from evals.stopping import stopping
+
+    chosen = parse_tasks(tasks)
+    sizes = parse_lengths(lengths or served.LENGTHS_SERVED)
+    cells = served.served_cells(sizes, samples, chosen)
+    given = (("--lengths", lengths), ("--tasks", tasks), ("--samples", samples), ("--text", " ".join(map(str, text))))
+    command = " ".join(["tandem eval results --served", *(f"{name} {value}" for name, value in given if value)])
+    with stopping(seconds) as stop:
+        run = served.run_served(
+            cells, command, PromptSettings(model, "reference", seed, text), device, resume, out, stop
+        )
+    print_table(run["rows"], open_console())
+    failures = sum(row["failures"] for row in run["rows"])
+    print(json.dumps({"set": served.SET, "seconds": run["seconds"], "rows": len(run["rows"]), "failures": failures,
+                      "cut": run["cut"], "missing": len(run["missing"]), "json": str(out)}))  # fmt: skip
+    return exit_status(run["rows"], run["cut"])
 
 
 def run_set(

@@ -6,7 +6,7 @@ and is counted; a row's difference to full attention is paired, over the samples
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ FRACTIONS = ("head_fraction", "bytes_fraction", "head_fraction_all_layers", "byt
 BASELINES = ("full", "profile:exact")
 """What rows are paired with: full attention in the reference decoder or, where that did not run, the engine's."""
 NUM_DEPTHS = 10
+MOST_REASONS = 3
 
 Row = dict[str, Any]
 
@@ -26,7 +27,7 @@ def summarize(records: Iterable[Record]) -> list[Row]:
 
     `score` is in points, 0 to 100, `low` to `high` its 95 % interval; `difference` (`difference_low` to `_high`) is
     paired with full attention on the same samples, None where it did not run. Fractions are means over samples, None
-    where nothing is known of them (failures, a server).
+    where nothing is known of them (failures, a server). `reasons`: why samples failed, with counts.
     """
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -56,6 +57,7 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
         **members[0].cell,
         "samples": len(members),
         "failures": sum(record.failure is not None for record in members),
+        "reasons": count_reasons(record.failure for record in members),
         "score": 100 * sum(scores) / len(scores),
         "low": max(0.0, interval.low) if interval else None,
         "high": min(100.0, interval.high) if interval else None,
@@ -64,6 +66,11 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
         "difference_high": gap.high if gap else None,
         **{name: mean_known([record.measured.get(name) for record in members]) for name in FRACTIONS},
     }
+
+
+def count_reasons(failures: Iterable[str | None]) -> dict[str, int]:
+    """Why samples failed and how many each, the most frequent first, MOST_REASONS of them."""
+    return dict(Counter(one for one in failures if one is not None).most_common(MOST_REASONS))
 
 
 def depth_rows(records: Iterable[Record]) -> list[Row]:

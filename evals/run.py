@@ -5,12 +5,14 @@ cell see the same prompts and share one prefill of each; a sample that fails is 
 a sample that the store already has is not run again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
+from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
 import numpy as np
@@ -89,16 +91,22 @@ def encode(sample: Sample, tokenizer: Any, sent_as: str) -> np.ndarray:
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def prompts_of(cells: Sequence[Cell], settings: PromptSettings, workers: int) -> Iterator[tuple[Cell, list[Prompt]]]:
+def prompts_of(
+    cells: Sequence[Cell], settings: PromptSettings, workers: int
+) -> Generator[tuple[Cell, list[Prompt]], None, None]:
     """Each cell with its prompts, made ahead by `workers` processes (0: here, when they are asked for)."""
     if not workers:
         for cell in cells:
             yield cell, make_prompts(cell, settings)
         return
-    with ProcessPoolExecutor(min(workers, len(cells)), mp_context=get_context("spawn")) as pool:
+    ignore_interrupts = partial(signal, SIGINT, SIG_IGN)  # a terminal sends them to all; this process decides
+    pool = ProcessPoolExecutor(min(workers, len(cells)), get_context("spawn"), ignore_interrupts)
+    try:
         pending = [pool.submit(make_prompts, cell, settings) for cell in cells]
         for cell, future in zip(cells, pending, strict=True):
             yield cell, future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run_cells(
@@ -122,6 +130,7 @@ def run_cells(
         missing = [prompt for prompt in made if any(key not in ledger.done for key in wanted[prompt.sample.sample_id])]
         size = max(1, batch_tokens // cell.length_tokens)
         for begin in range(0, len(missing), size):
+            ledger.check()
             for record in run_batch(decoder, tokenizer, cell, missing[begin : begin + size], keys):
                 if record.key not in ledger.done:
                     ledger.keep(record)

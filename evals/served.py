@@ -1,27 +1,32 @@
 """Cells under serving profiles, end to end: in the engine of this process, or on any OpenAI-compatible URL.
 
-It knows prompts and profiles' names, no attention. What a profile reads is not known here, so fractions are missing.
-Invariant: every sample of a cell ends as one record for each profile, a failure included.
+It knows prompts and profiles' names, no attention. What the engine of this process read is known for a cell and profile
+as a whole, since prompts are decoded together: each of its records has the fractions of all. What a server reads is not
+known. Invariant: every sample that was tried ends as one record for each profile, a failure included.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evals.cells import Cell, PromptSettings
-from evals.clients import Endpoint, ask_all
+from evals.clients import Endpoint, ProbeError, ask_all, probe
 from evals.metrics import score
 from evals.run import Prompt, is_chat, load_tokenizer, prompts_of
 from evals.samples import Sample
-from evals.serving import PREFIX, Ask, ServingEngine
+from evals.served_method import PREFIX
+from evals.serving import Ask, ServingEngine
+from evals.stopping import RunCut
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION
 from gpu.architecture import Architecture
 
 DEFAULT = "default"
 """The method that names no profile to a server."""
+LOST_AFTER = 8
+"""Failures in a row, each after all its retries, that raise the question whether anybody is there."""
 
 
 @dataclass(frozen=True)
@@ -76,45 +81,89 @@ def run_profiles(
     tokenizer: Any,
     shape: Architecture,
     prompts: Iterable[tuple[Cell, list[Prompt]]],
+    profiles: Mapping[str, str],
     settings: PromptSettings,
     ledger: Ledger,
 ) -> None:
-    """Run cells in the engine; their methods are `profile:NAME`."""
+    """Run cells in the engine. profiles: of their methods, by name."""
     for cell, made in prompts:
         for method in cell.methods:
-            profile = method.removeprefix(PREFIX)
+            profile = profiles[method]
             told = {"attention_profile": profile, "engine": "in process", **engine.settings_of(profile)}
             entry = Entry(method, told, cell, settings, shape.name)
             missing = entry.missing(made, ledger)
-            asks = [
-                Ask(
-                    str(number),
-                    prompt.token_ids.tolist(),
-                    prompt.sample.max_new_tokens,
-                    list(shape.eos_token_ids),
-                    None,
-                )
-                for number, prompt in enumerate(missing)
-            ]
-            for answer in engine.answer(asks, profile):
-                text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-                ledger.keep(entry.record(missing[int(answer.key)].sample, text, answer.failure))
+            _answer_all(engine, tokenizer, profile, list(shape.eos_token_ids), entry, missing, ledger)
         ledger.finished(cell)
+
+
+def _answer_all(
+    engine: ServingEngine,
+    tokenizer: Any,
+    profile: str,
+    stop_ids: list[int],
+    entry: Entry,
+    missing: Sequence[Prompt],
+    ledger: Ledger,
+) -> None:
+    """Answer prompts of one cell under one profile, and say of all of them what was read, also where the run is cut."""
+    asks = [
+        Ask(str(number), prompt.token_ids.tolist(), prompt.sample.max_new_tokens, stop_ids, None)
+        for number, prompt in enumerate(missing)
+    ]
+    kept: list[Record] = []
+    before = engine.reads()
+    try:
+        for answer in engine.answer(asks, profile):
+            text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            kept.append(entry.record(missing[int(answer.key)].sample, text, answer.failure))
+            ledger.keep(kept[-1])
+            ledger.check()
+    finally:
+        fractions = engine.fractions(before, profile)
+        if fractions is not None:
+            for record in kept:
+                if record.failure is None:
+                    ledger.amend(replace(record, measured=fractions.to_json()))
 
 
 def run_on_server(cells: Sequence[Cell], settings: PromptSettings, server: Server, ledger: Ledger) -> None:
-    """Run cells on a server; their methods are `profile:NAME`, or `default` to name no profile."""
+    """Run cells on a server; their methods are `profile:NAME`, or `default` to name no profile.
+
+    Raises ProbeError before a sample is sent where the server does not answer under one of them, and RunCut where it
+    does not any more.
+    """
     tokenizer = load_tokenizer(settings.model)
+    probed: set[tuple[str, str]] = set()
     for cell, made in prompts_of(cells, settings, 0):
+        asked = []
         for method in cell.methods:
-            extra = {} if method == DEFAULT else {"attention_profile": method.removeprefix(PREFIX)}
-            entry = Entry(method, {"url": server.url, **extra}, cell, settings, server.model)
-            missing = entry.missing(made, ledger)
-            for mode, samples in by_mode([prompt.sample for prompt in missing], settings.sent_as, tokenizer).items():
-                endpoint = Endpoint(server.url, server.model, mode, server.api_key, server.concurrency,
-                                    server.max_retries, server.timeout_s, extra)  # fmt: skip
-                asyncio.run(ask_each(endpoint, samples, entry, ledger.keep))
+            entry = Entry(method, {"url": server.url, **body_of(method)}, cell, settings, server.model)
+            missing = [prompt.sample for prompt in entry.missing(made, ledger)]
+            for mode, samples in by_mode(missing, settings.sent_as, tokenizer).items():
+                asked.append((entry, endpoint_of(server, mode, method), samples))
+        for entry, endpoint, _ in asked:
+            if (entry.method, endpoint.mode) not in probed:
+                asyncio.run(probe(endpoint, None))
+                probed.add((entry.method, endpoint.mode))
+        for entry, endpoint, samples in asked:
+            asyncio.run(ask_each(endpoint, samples, entry, ledger))
         ledger.finished(cell)
+
+
+def body_of(method: str) -> dict[str, str]:
+    """What a request says of its method."""
+    return {} if method == DEFAULT else {"attention_profile": method.removeprefix(PREFIX)}
+
+
+def endpoint_of(server: Server, mode: str, method: str) -> Endpoint:
+    return Endpoint(server.url, server.model, mode, server.api_key, server.concurrency, server.max_retries,
+                    server.timeout_s, body_of(method))  # fmt: skip
+
+
+def probe_server(server: Server, methods: Sequence[str]) -> None:
+    """Raises ProbeError if the server does not complete a prompt under one of the methods."""
+    for method in methods:
+        asyncio.run(probe(endpoint_of(server, "completions", method), None))
 
 
 def by_mode(samples: Sequence[Sample], sent_as: str, tokenizer: Any) -> dict[str, list[Sample]]:
@@ -126,9 +175,18 @@ def by_mode(samples: Sequence[Sample], sent_as: str, tokenizer: Any) -> dict[str
     return modes
 
 
-async def ask_each(endpoint: Endpoint, samples: list[Sample], entry: Entry, keep: Callable[[Record], None]) -> None:
+async def ask_each(endpoint: Endpoint, samples: list[Sample], entry: Entry, ledger: Ledger) -> None:
+    """Ask and record. After LOST_AFTER failures in a row the server is probed: one that is gone ends the run."""
+    failed = 0
     async for reply in ask_all(endpoint, samples, None):
-        keep(entry.record(reply.sample, reply.text, reply.failure))
+        ledger.keep(entry.record(reply.sample, reply.text, reply.failure))
+        ledger.check()
+        failed = 0 if reply.failure is None else failed + 1
+        if failed and failed % LOST_AFTER == 0:
+            try:
+                await probe(endpoint, None)
+            except ProbeError as error:
+                raise RunCut(str(error)) from error
 
 
 def named_methods(methods: Sequence[str]) -> tuple[str, ...]:

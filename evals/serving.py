@@ -1,30 +1,42 @@
 """The serving engine in this process: prompts through an attention profile, end to end, as a server would run them.
 
-It drives the engine's own loop and knows no task. What a profile reads is the engine's own business, so nothing is said
-of it here. Invariant: each prompt comes back exactly once, finished or as a failure with its reason.
+It drives the engine's own loop and knows no task; what was read are the engine's own counts. Invariant: each prompt
+comes back exactly once, finished or as a failure with its reason.
 """
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from gpu.architecture import read_architecture
+import torch
+
+from evals.meter import Fractions, served_fractions
+from gpu.architecture import Architecture, read_architecture
 from gpu.config import GpuConfig, ModelConfig
-from gpu.profiles import ProfileError, get_profile
+from gpu.host_demand import LUMP_TOKENS
+from gpu.host_plan import resolve_host
+from gpu.memory_plan import SMALLEST_CONTEXT_TOKENS
+from gpu.profiles import get_profile
 from gpu.sampling_params import SamplingParams
 from scheduler.capacity import QueueFullError, TooLargeError
-from scheduler.config import EngineConfig, SchedulerConfig
-from scheduler.engine import Engine, load_engine
+from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.decode_reads import DecodeReads
+from scheduler.engine import Engine, bytes_of_run, load_engine
 from scheduler.messages import Delta, EngineRequest, Logprob
 from server.config import Deployment
-from transfer.config import HOST_PROFILES, HostConfig
+from transfer.config import HostConfig
+from transfer.machine import GIB, probe_machine
 
-PREFIX = "profile:"
-"""Of a method that is a serving profile: `profile:exact`."""
-PROMPTS_AT_ONCE = 4
-FLOAT32_BYTES = 4
+CUDA_PROMPTS, CPU_PROMPTS = 32, 4
+"""Under way at once in an engine that is made for a run."""
+CUDA_CHUNK_TOKENS = 16_384
+"""Of a prefill unit there: each is launched from Python, which takes longer than a small model's work on 2,048."""
+HOST_SHARE = 0.5
+"""Of the machine's memory, at most, for contexts of prompts under way."""
+FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,37 +62,35 @@ class Answer:
     failure: str | None = None
 
 
-def profile_of(method: str, deployment: Deployment | None) -> str | None:
-    """The profile that a method names, or None if it is no serving profile.
-
-    Raises ProfileError for one that the deployment does not have; None: a deployment without a `host` section.
-    """
-    if not method.startswith(PREFIX):
-        return None
-    name = method.removeprefix(PREFIX)
-    if deployment is None and name in HOST_PROFILES:
-        raise ProfileError(
-            f"--method {method}: keeps KV in host memory; give --config a deployment with a `host` section"
-        )
-    return get_profile(name, deployment.host if deployment is not None else None).name
-
-
 class ServingEngine:
     """A loaded engine and how many prompts it is given at once. Leaving it as a context ends its threads."""
 
-    def __init__(self, engine: Engine, host: HostConfig | None, max_waiting: int) -> None:
-        self._engine, self._host, self._max_waiting = engine, host, max_waiting
+    def __init__(self, engine: Engine, shape: Architecture, host: HostConfig | None, max_waiting: int) -> None:
+        self._engine, self._shape, self._host, self._max_waiting = engine, shape, host, max_waiting
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """The device's memory is free afterwards, for the next engine of this process."""
         self._engine.shutdown()
+        del self._engine
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def settings_of(self, profile: str) -> dict[str, str]:
         """What decides a profile's answers beside its name: empty for one that keeps its KV on the device."""
         found = get_profile(profile, self._host)
         return {"host": found.kv_key} if found.uses_host else {}
+
+    def reads(self) -> DecodeReads:
+        """What was read so far, of all profiles."""
+        return self._engine.decode_reads()
+
+    def fractions(self, before: DecodeReads, profile: str) -> Fractions | None:
+        """What was read since `before`, all of it under this profile; None if nothing was decoded."""
+        layers = len(self._engine.host_layers) if get_profile(profile, self._host).uses_host else 0
+        return served_fractions(self.reads() - before, self._shape, layers)
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
         """Answers as they finish, in any order."""
@@ -131,23 +141,56 @@ def extend(answer: Answer, delta: Delta, stop_token_ids: list[int]) -> None:
 
 
 def load_serving_engine(model: Path, device: str, longest_tokens: int, deployment: Deployment | None) -> ServingEngine:
-    """The engine of a deployment, but of this model and on this device.
+    """The engine of a deployment, but of this model and on this device, and without a prefix cache: each prompt comes
+    once, and a context that stays would only make the next one wait for new memory.
 
-    None: with what the machine gives, and on the CPU with room for a few prompts of `longest_tokens`. Raises
-    ModelError, PlanError, or HostMemoryError.
+    None: one that is made for a run of prompts of `longest_tokens`, answers included. Raises ModelError, PlanError, or
+    HostMemoryError.
     """
-    on_cuda = device.startswith("cuda")
-    gpu, host, scheduler = GpuConfig(), None, SchedulerConfig()
-    if deployment is not None:
-        gpu, host, scheduler = deployment.gpu, deployment.host, deployment.scheduler
-    elif not on_cuda:
-        token_bytes = read_architecture(model).kv_bytes_per_token(FLOAT32_BYTES)
-        gpu = GpuConfig(kv_cache_gib=max(0.25, PROMPTS_AT_ONCE * longest_tokens * token_bytes / 2**30))
+    settings = deployment or make_deployment(model, device, longest_tokens, None)
     config = EngineConfig(
         model=ModelConfig(path=model),
-        gpu=gpu.model_copy(update={"device": "cuda" if on_cuda else "cpu"}),
-        host=host,
-        scheduler=scheduler,
+        gpu=settings.gpu.model_copy(update={"device": "cuda" if device.startswith("cuda") else "cpu"}),
+        host=settings.host,
+        scheduler=settings.scheduler.model_copy(update={"prefix_cache": False}),
     )
     engine, _ = load_engine(config, lambda *_: None)
-    return ServingEngine(engine, host, scheduler.max_running + scheduler.max_queue // 2)
+    max_waiting = settings.scheduler.max_running + settings.scheduler.max_queue // 2
+    return ServingEngine(engine, read_architecture(model), settings.host, max_waiting)
+
+
+def make_deployment(model: Path, device: str, longest_tokens: int, host: HostConfig | None) -> Deployment:
+    """A deployment for a run, where no one waits for a single answer: many prompts under way, long chunks, few decode
+    steps between them, and memory for what is under way.
+
+    host: the settings that decide answers; its memory limit is derived. Raises ModelError or PlanError.
+    """
+    shape = read_architecture(model)
+    if device.startswith("cuda"):
+        prompts = CUDA_PROMPTS if host is None else _prompts_that_fit(host, shape, longest_tokens)
+        gib = 2 * prompts * longest_tokens * shape.kv_bytes_per_token(BFLOAT16_BYTES) / GIB
+        sizes = (*(size for size in (1, 8, 16, 24) if size < prompts), prompts)
+        gpu = GpuConfig(kv_cache_gib=max(1.0, gib), graph_batch_sizes=sizes)
+        scheduler = SchedulerConfig(
+            max_running=prompts, max_queue=2 * prompts, token_gap_target_ms=1000.0,
+            prefill=PrefillConfig(chunk_tokens=CUDA_CHUNK_TOKENS, share=0.9),
+        )  # fmt: skip
+    else:
+        prompts, scheduler = CPU_PROMPTS, SchedulerConfig(max_running=CPU_PROMPTS)
+        gib = prompts * longest_tokens * shape.kv_bytes_per_token(FLOAT32_BYTES) / GIB
+        gpu = GpuConfig(kv_cache_gib=max(0.25, gib))
+    if host is not None:
+        limit = prompts * _context_bytes(host, shape, longest_tokens) / GIB
+        host = host.model_copy(update={"memory_limit_gib": limit})
+    return Deployment(model=ModelConfig(path=model), gpu=gpu, host=host, scheduler=scheduler)
+
+
+def _prompts_that_fit(host: HostConfig, shape: Architecture, longest_tokens: int) -> int:
+    room = HOST_SHARE * probe_machine().memory_bytes / _context_bytes(host, shape, longest_tokens)
+    return max(1, min(CUDA_PROMPTS, int(room)))
+
+
+def _context_bytes(host: HostConfig, shape: Architecture, longest_tokens: int) -> int:
+    """What admission charges for a context of this length, with hash tables."""
+    demand = resolve_host(host, shape, GpuConfig().page_tokens, BFLOAT16_BYTES, 1)
+    return bytes_of_run(demand.tier_shape, max(longest_tokens, SMALLEST_CONTEXT_TOKENS), LUMP_TOKENS, True, False)

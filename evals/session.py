@@ -7,9 +7,11 @@ from the store's records, so a run that was stopped and resumed leaves the same 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,8 @@ from evals.cells import Cell, PromptSettings
 from evals.report.document import finite, make_document, write_document, write_text
 from evals.report.table import open_console, print_table
 from evals.rows import Row, depth_rows, summarize
-from evals.serving import profile_of
+from evals.served_method import group_by_deployment
+from evals.stopping import RunCut, Stop
 from evals.store import Ledger, Record, Store
 
 if TYPE_CHECKING:
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = {"cuda": 1 << 20, "cpu": 1 << 14}
 STORE_FILE = "records.jsonl"
+LEAVE_EVERY_S = 30.0
+FAILED, CUT = 1, 3
+"""Exit statuses of a run that has its results all the same (2 is a wrong command line)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Pace:
 
     def __init__(self, num_cells: int, leave: Callable[[list[Record], int], None] | None) -> None:
         self._num_cells, self._leave, self._done, self._begin = num_cells, leave, 0, time.monotonic()
-        self._last = self._begin
+        self._last = self._left = self._begin
 
     def __call__(self, cell: Cell, records: Sequence[Record]) -> None:
         now = time.monotonic()
@@ -90,8 +96,17 @@ class Pace:
               f"seconds={now - self._last:.1f} elapsed={now - self._begin:.1f}",
               file=sys.stderr, flush=True)  # fmt: skip
         self._last = now
+        self._leave_all(records)
+
+    def leave_now_and_then(self, records: Mapping[str, Record]) -> None:
+        """So that a cell that takes long, and a process that is killed in it, leave something too."""
+        if time.monotonic() - self._left > LEAVE_EVERY_S:
+            self._leave_all(list(records.values()))
+
+    def _leave_all(self, records: Sequence[Record]) -> None:
         if self._leave is not None:
             self._leave(list(records), self._done)
+        self._left = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,8 @@ class InProcess:
     """How cells run in this process. batch: prompts of the longest length that go together; None: by the device.
 
     workers: processes that make prompts. resume: the folder of the store; None: nothing is kept. deployment: of the
-    engine that runs serving profiles; None: what the machine gives, and no host tier.
+    engine that runs serving profiles; None: what the machine gives, and no host tier. stop: when to end before it is
+    done; None: never.
     """
 
     device: str
@@ -107,6 +123,7 @@ class InProcess:
     workers: int
     resume: Path | None
     deployment: "Deployment | None" = None
+    stop: Stop | None = None
 
 
 def run(
@@ -117,55 +134,88 @@ def run(
 ) -> list[Record]:
     """Run cells and return their records, those of earlier runs of the folder included.
 
-    Methods run in the reference decoder, then serving profiles in the engine; only one of the two is loaded at a time.
-    `leave` gets the records so far and the number of finished cells after each cell.
+    Methods run in the reference decoder, then serving profiles in an engine; only one of them is loaded at a time.
+    `leave` gets the records so far and the number of finished cells, after each cell and now and then. A run that is
+    cut (`how.stop`) returns what is finished.
     """
-    profiles = {one for cell in cells for one in cell.methods if profile_of(one, how.deployment)}
-    parts = [
-        (run_part, [replace(cell, methods=own) for cell in cells if (own := tuple(filter(wanted, cell.methods)))])
-        for run_part, wanted in (
-            (_run_methods, lambda one: one not in profiles),
-            (_run_profiles, profiles.__contains__),
-        )
+    groups = group_by_deployment(list(dict.fromkeys(one for cell in cells for one in cell.methods)), how.deployment)
+    served = {one for _, profiles in groups for one in profiles}
+    parts: list[tuple[Callable[..., None], list[Cell]]] = [
+        (_run_methods, _cells_with(cells, lambda one: one not in served)),
+        *(
+            (partial(_run_profiles, deployment, profiles), _cells_with(cells, profiles.__contains__))
+            for deployment, profiles in groups
+        ),
     ]
-    with open_ledger(cells, sum(len(own) for _, own in parts), how.resume, leave) as (ledger, records):
+    num_parts = sum(len(own) for _, own in parts)
+    with open_ledger(cells, num_parts, how.resume, leave, how.stop) as (ledger, records):
         for run_part, own in parts:
             if own:
                 run_part(own, settings, how, ledger)
     return list(records.values())
 
 
+def _cells_with(cells: Sequence[Cell], wanted: Callable[[str], bool]) -> list[Cell]:
+    """Cells that have such methods, with these alone."""
+    return [replace(cell, methods=own) for cell in cells if (own := tuple(filter(wanted, cell.methods)))]
+
+
 def run_remotely(
-    cells: Sequence[Cell], settings: PromptSettings, server: "Server", resume: Path | None
+    cells: Sequence[Cell],
+    settings: PromptSettings,
+    server: "Server",
+    resume: Path | None,
+    leave: Callable[[list[Record], int], None] | None,
+    stop: Stop | None,
 ) -> list[Record]:
-    """Run cells on a server and return their records."""
+    """Run cells on a server and return their records. Raises ProbeError for a server that does not answer at all."""
     from evals.served import run_on_server
 
-    with open_ledger(cells, len(cells), resume, None) as (ledger, records):
+    with open_ledger(cells, len(cells), resume, leave, stop) as (ledger, records):
         run_on_server(cells, settings, server, ledger)
     return list(records.values())
 
 
 @contextmanager
 def open_ledger(
-    cells: Sequence[Cell], num_parts: int, resume: Path | None, leave: Callable[[list[Record], int], None] | None
+    cells: Sequence[Cell],
+    num_parts: int,
+    resume: Path | None,
+    leave: Callable[[list[Record], int], None] | None,
+    stop: Stop | None,
 ) -> Iterator[tuple[Ledger, dict[str, Record]]]:
-    """A ledger over the store of a folder, and the run's records by key as they come."""
+    """A ledger over the store of a folder, and the run's records by key as they come. Where a
+    run is cut, `stop` knows why, and it ends here; without a stop RunCut is raised.
+    """
     records: dict[str, Record] = {}
     total = sum(cell.num_samples * len(cell.methods) for cell in cells)
     with open_store(resume) as store, progress_bar(total, "samples") as advance:
         pace = Pace(num_parts, leave)
 
-        def keep(record: Record) -> None:
+        def put(record: Record) -> None:
             store.add(record)
             records[record.key] = record
+
+        def keep(record: Record) -> None:
+            put(record)
             advance()
+            pace.leave_now_and_then(records)
 
         def found(key: str) -> None:
             records[key] = store[key]
             advance()
 
-        yield Ledger(store, found, keep, lambda cell: pace(cell, list(records.values()))), records
+        def check() -> None:
+            if stop is not None:
+                stop.check()
+
+        try:
+            yield Ledger(store, found, keep, put, check, lambda cell: pace(cell, list(records.values()))), records
+        except RunCut as cut:
+            if stop is None:
+                raise
+            stop.reason = str(cut)
+            print(f"cut: {cut}; what is finished is kept", file=sys.stderr, flush=True)
 
 
 def _run_methods(cells: Sequence[Cell], settings: PromptSettings, how: InProcess, ledger: Ledger) -> None:
@@ -179,30 +229,44 @@ def _run_methods(cells: Sequence[Cell], settings: PromptSettings, how: InProcess
     batch_tokens = BATCH_TOKENS["cuda" if on_cuda else "cpu"]
     if how.batch is not None:
         batch_tokens = how.batch * max(cell.length_tokens for cell in cells)
-    prompts = prompts_of(cells, settings, how.workers)
-    run_cells(decoder, load_tokenizer(settings.model), prompts, settings, batch_tokens, ledger)
+    with closing(prompts_of(cells, settings, how.workers)) as prompts:
+        run_cells(decoder, load_tokenizer(settings.model), prompts, settings, batch_tokens, ledger)
 
 
-def _run_profiles(cells: Sequence[Cell], settings: PromptSettings, how: InProcess, ledger: Ledger) -> None:
+def _run_profiles(
+    deployment: "Deployment | None",
+    profiles: dict[str, str],
+    cells: Sequence[Cell],
+    settings: PromptSettings,
+    how: InProcess,
+    ledger: Ledger,
+) -> None:
     from evals.run import load_tokenizer, prompts_of
     from evals.served import run_profiles
     from evals.serving import load_serving_engine
     from gpu.architecture import read_architecture
 
     longest = max(cell.length_tokens for cell in cells)
-    prompts = prompts_of(cells, settings, how.workers)
     shape = read_architecture(settings.model)
-    with load_serving_engine(settings.model, how.device, longest, how.deployment) as engine:
-        run_profiles(engine, load_tokenizer(settings.model), shape, prompts, settings, ledger)
+    with (
+        closing(prompts_of(cells, settings, how.workers)) as prompts,
+        load_serving_engine(settings.model, how.device, longest, deployment) as engine,
+    ):
+        run_profiles(engine, load_tokenizer(settings.model), shape, prompts, profiles, settings, ledger)
 
 
-def leave_results(records: Sequence[Record], outputs: Outputs, configuration: dict[str, Any], seed: int) -> list[Row]:
-    """Print the table, write JSON and HTML where asked, and return the rows."""
+def leave_results(
+    cells: Sequence[Cell],
+    records: Sequence[Record],
+    outputs: Outputs,
+    configuration: dict[str, Any],
+    seed: int,
+    reason: str | None,
+) -> list[Row]:
+    """Print the table, write JSON and HTML where asked, and return the rows. reason: why the run was cut, or None."""
     rows = summarize(records)
     print_table(rows, open_console())
-    if outputs.json is not None:
-        depths = finite(depth_rows(records))
-        write_document(outputs.json, make_document(rows, configuration, {"prompts": seed}, depths=depths))
+    write_rows(cells, records, outputs.json, configuration, seed, reason)
     if outputs.html is not None:
         from evals.report.page import render_page
 
@@ -210,6 +274,38 @@ def leave_results(records: Sequence[Record], outputs: Outputs, configuration: di
         write_text(outputs.html, render_page("Quality against what is read", rows, flat, [], configuration,
                                              {"prompts": seed}))  # fmt: skip
     return rows
+
+
+def write_rows(
+    cells: Sequence[Cell],
+    records: Sequence[Record],
+    path: Path | None,
+    configuration: dict[str, Any],
+    seed: int,
+    reason: str | None,
+) -> None:
+    """The JSON of what is finished, where asked; `cut` and `missing` say what a run that was cut lacks."""
+    if path is not None:
+        left = {"depths": finite(depth_rows(records)), "cut": reason, "missing": missing_rows(cells, records, reason)}
+        write_document(path, make_document(summarize(records), configuration, {"prompts": seed}, **left))
+
+
+def missing_rows(cells: Sequence[Cell], records: Sequence[Record], reason: str | None) -> list[Row]:
+    """Where a run that was cut has fewer samples than were asked: `task, length, method, samples, asked`."""
+    if reason is None:
+        return []
+    have = Counter((one.cell["task"], one.cell["length"], one.cell["method"]) for one in records)
+    return [
+        {"task": cell.task, "length": cell.length_tokens, "method": method, "samples": count, "asked": cell.num_samples}
+        for cell in cells
+        for method in cell.methods
+        if (count := have[cell.task, cell.length_tokens, method]) < cell.num_samples
+    ]
+
+
+def exit_status(rows: Sequence[Row], reason: str | None) -> int:
+    """FAILED where a sample failed, CUT where the run was cut before its end (and nothing failed), else 0."""
+    return FAILED if any(row.get("failures") for row in rows) else CUT if reason is not None else 0
 
 
 def count_workers(num_cells: int, device: str) -> int:

@@ -79,13 +79,16 @@ class Record:
 class Ledger:
     """What a runner asks before a sample and tells after it.
 
-    done: keys that need not run. `found` gets those of them that the run wants, `keep` new records, `finished` each
-    cell when its last record is made.
+    done: keys that need not run. `found` gets those of them that the run wants, `keep` new records, `amend` kept ones
+    that became known better, `finished` each cell when its last record is made. `check` raises RunCut when the run is
+    to end: asked between samples or batches, so that what is finished is kept.
     """
 
     done: Container[str]
     found: Callable[[str], None]
     keep: Callable[[Record], None]
+    amend: Callable[[Record], None]
+    check: Callable[[], None]
     finished: Callable[[Cell], None]
 
 

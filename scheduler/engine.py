@@ -21,6 +21,7 @@ from gpu.runner import InFlight, Runner
 from gpu.step import StepPlan
 from scheduler.capacity import Capacity, HostCapacity
 from scheduler.config import EngineConfig
+from scheduler.decode_reads import DecodeReads
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Ready, Stats
 from scheduler.scheduler import Scheduler
 from transfer.config import HostConfig
@@ -42,6 +43,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._num_steps = 0
         self._step_seconds = 0.0
+        self._decode_context_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -67,6 +69,7 @@ class Engine:
             waited, self._in_flight = self._in_flight, None
             deltas += self._collect(waited)
         self._num_steps += launched is not None
+        self._decode_context_tokens += sum(place + 1 for group in plan.decode for place in group.positions)
         self._step_seconds += time.perf_counter() - began
         return deltas
 
@@ -75,6 +78,19 @@ class Engine:
 
     def stats(self) -> Stats:
         return self.scheduler.stats(self._num_steps, self._step_seconds, self._host_stats())
+
+    def decode_reads(self) -> DecodeReads:
+        """What decode steps read since the start; all of them are in once there is no work."""
+        if self._tier is None:
+            return DecodeReads(self._decode_context_tokens, 0, 0, 0)
+        counts = self._tier.stats().attention
+        covered, scored = counts.tokens_covered, counts.keys_scored
+        return DecodeReads(self._decode_context_tokens, covered, scored, counts.bytes_read)
+
+    @property
+    def host_layers(self) -> tuple[int, ...]:
+        """Layers whose KV goes down to host memory; none without a tier."""
+        return () if self._tier is None else tuple(self._tier.shape.layers)
 
     def shutdown(self) -> None:
         """End the host tier's threads, and give its memory back. The engine steps no more."""

@@ -71,3 +71,13 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             )
         table.add_section()
     console.print(table)
+    print_failures(rows, console)
+
+
+def print_failures(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Why samples of rows failed: a line for each row and reason."""
+    for row in rows:
+        place = " ".join(str(row[name]) for name in ("task", "length", "method") if name in row)
+        for reason, count in row.get("reasons", {}).items():
+            console.print(f"failed: {place}: {count} of {row.get('samples', row.get('prompts'))}: {reason}",
+                          style="bold red", highlight=False, markup=False)  # fmt: skip

@@ -12,7 +12,7 @@ from evals.cells import Cell, PromptSettings
 from evals.cli import app
 from evals.end_to_end import Said, compare_profile, divergence, ids_of_texts
 from evals.forward import load_decoder
-from evals.rows import summarize
+from evals.rows import FRACTIONS, summarize
 from evals.serving import Ask, load_serving_engine
 from evals.session import InProcess, run
 from gpu.profiles import ProfileError
@@ -32,7 +32,7 @@ def test_the_exact_profile_answers_as_full_attention_does(tmp_path: Path) -> Non
     rows = summarize(records)
     assert [row["method"] for row in rows] == ["full", "profile:exact"]
     assert rows[1]["difference"] == 0
-    assert rows[1]["head_fraction"] is None
+    assert [rows[1][name] for name in FRACTIONS] == [1.0] * 4
     assert {one.key for one in run(cells, SETTINGS, InProcess("cpu", 4, 0, tmp_path), None)} == {
         one.key for one in records
     }

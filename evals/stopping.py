@@ -1,0 +1,65 @@
+"""When a run ends before it is done: after so many seconds, or at a signal, between two samples or batches.
+
+It knows nothing of runs. Invariant: the first TERM or INT only asks; a second one ends the process as it always would.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class RunCut(Exception):
+    """A run ends here; the message says why. What is finished is kept."""
+
+
+class Stop:
+    """Asked by `check` whether to end. seconds: from now on; None: no bound. reason: why the run was cut, or None."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.reason: str | None = None
+        self._signal: str | None = None
+        self._seconds, self._begin = seconds, time.monotonic()
+
+    def ask(self, name: str) -> None:
+        """A signal of this name came."""
+        self._signal = name
+
+    def check(self) -> None:
+        """Raises RunCut if it is time to end."""
+        if self._signal is not None:
+            self.cut(f"signal {self._signal}")
+        if self._seconds is not None and time.monotonic() - self._begin > self._seconds:
+            self.cut(f"--seconds {self._seconds:g} are over")
+
+    def cut(self, reason: str) -> None:
+        """Raises RunCut."""
+        self.reason = reason
+        raise RunCut(reason)
+
+
+@contextmanager
+def stopping(seconds: float | None) -> Iterator[Stop]:
+    """A stop that TERM and INT ask, while in it. Signals come to the main thread alone: elsewhere only time counts."""
+    stop = Stop(seconds)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _: FrameType | None) -> None:
+        stop.ask(signal.Signals(number).name.removeprefix("SIG"))
+        restore()
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        restore()
