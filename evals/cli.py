@@ -107,7 +107,7 @@ def tasks(
         labels = tuple(dict.fromkeys(method))
         configuration = {
             "model": str(model), "tasks": chosen, "lengths": sizes, "samples": samples, "form": form,
-            "sent_as": sent_as, "text": [str(path) for path in text], "forced": forced, "seed": seed, "url": url,
+            "sent_as": sent_as, "text": [path.name for path in text], "forced": forced, "seed": seed, "url": url,
             "config": str(config) if config is not None else None,
             "datasets": {name: str(path) for name, path in files.items()},
             "questions": {name: str(path) for name, path in question_files.items()},
@@ -185,7 +185,7 @@ def fidelity(
         print_fidelity(found["rows"], found["layers"], open_console())
         print_failures(found["rows"], open_console())
         configuration = {"model": str(model), "methods": labels, "lengths": sizes, "samples": samples, "forced": forced,
-                         "text": [str(path) for path in text], "device": on, "url": url,
+                         "text": [path.name for path in text], "device": on, "url": url,
                          "config": str(config) if config is not None else None}  # fmt: skip
         document = finite({"configuration": configuration, "seeds": {"text": seed}, **found})
         if json_path is not None:

@@ -19,7 +19,10 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N
 Json = Annotated[Path | None, typer.Option("--json", help="write rows, configuration and seeds here")]
 Html = Annotated[Path | None, typer.Option("--html", help="write one self-contained page here")]
 Seed = Annotated[int, typer.Option("--seed", help="of prompts")]
-Text = Annotated[list[Path], typer.Option("--text", help="UTF-8 text around the needles; default: generated text")]
+Text = Annotated[
+    list[Path],
+    typer.Option("--text", help="UTF-8 text around the needles; rows name the file, no more; default: generated text"),
+]
 Batch = Annotated[int | None, typer.Option("--batch", help="prompts of the longest length that go together")]
 Resume = Annotated[Path | None, typer.Option("--resume", help="folder that keeps finished samples")]
 Seconds = Annotated[float | None, typer.Option("--seconds", min=0, help="end after so long, between two samples or "

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from evals.cells import Cell
+from evals.cells import CHRONICLE, Cell
 from evals.report.document import finite
 from evals.rows import BASELINES, Row, mean_known
 
@@ -188,6 +188,8 @@ def render_run(run: dict[str, Any]) -> str:
         f"`{run['command']}` on {run['machine']}, {run['date']}, {minutes}, seed {run['seed']}. {samples} prompts a "
         f"task and length; failures: {failures}; the 95 % interval of a score is ±{noise:.1f} points at most.",
     ]
+    if text_of(run) != CHRONICLE:
+        lines[0] += f" Text around the needles: {text_of(run)}."
     lengths = sorted({row["length"] for row in run["rows"]})
     for length in lengths:
         lines += ["", f"### {length:,} tokens", "", *render_table([r for r in run["rows"] if r["length"] == length])]
@@ -237,6 +239,19 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
     return text[: text.index(begin) + len(begin)] + "\n" + content + "\n" + text[text.index(end) :]
 
 
+def section_of(run: dict[str, Any]) -> str:
+    """Where a run's tables stand in the page: its set's, or `SET-text` for one on text files of the user's."""
+    return run["set"] + ("" if text_of(run) == CHRONICLE else "-text")
+
+
+def text_of(run: dict[str, Any]) -> str:
+    """What a run's documents were made of. Raises ValueError for a run that put several texts together."""
+    texts = sorted({row.get("text", CHRONICLE) for row in run["rows"]})
+    if len(texts) > 1:
+        raise ValueError(f"result files: are of the texts {', '.join(texts)}; give files of one text")
+    return texts[0] if texts else CHRONICLE
+
+
 def write_tables(page: Path, run: dict[str, Any]) -> None:
     """Exchange the tables of the run's set in a Markdown page."""
-    page.write_text(replace_between_markers(page.read_text(), run["set"], render_run(run)))
+    page.write_text(replace_between_markers(page.read_text(), section_of(run), render_run(run)))

@@ -64,7 +64,8 @@ def results(
         elif not files:
             name = "quick" if quick else "full"
             cells = sets.cells_of(name, parse_lengths(lengths or "4096,8192,16384"), samples, only)
-            command = " ".join([f"tandem eval results --{name}", *(f"--methods '{pattern}'" for pattern in only)])
+            command = " ".join([f"tandem eval results --{name}", *(f"--methods '{pattern}'" for pattern in only),
+                                *(f"--text {path.name}" for path in text)])  # fmt: skip
             run_set(name, command, cells, model, seed, device, tuple(text), resume, json_path)
             files = [json_path]
         if page.exists():

@@ -141,6 +141,9 @@ PLAUSIBLE_RATES_GB_S = (0.05, 20_000.0)
 SCORE_ROUNDING = 1e-6
 # Share of a requested length that a generated prompt and its answer room must fill.
 PROMPT_FILLED = 0.98
+# Share of a document by which a sentence may miss the depth that is asked: half a sentence of text, and the inserts
+# (some ten, in 2,000 tokens) that stand before it though depth counts text alone.
+DEPTH_SHARE = 0.12
 # Share of 8-word sequences of generated text that occur once in 100,000 words.
 PROSE_DISTINCT = 0.97
 # Coverage of a 95 % interval over 2,000 simulated runs: three standard errors (0.005 each), and the normal
