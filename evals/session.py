@@ -267,7 +267,7 @@ def leave_results(
     rows = summarize(records)
     print_table(rows, open_console())
     write_rows(cells, records, outputs.json, configuration, seed, reason)
-    if outputs.html is not None:
+    if outputs.html is not None and rows:
         from evals.report.page import render_page
 
         flat = [{**record.cell, **asdict(record), **record.measured} for record in records]

@@ -210,3 +210,6 @@ COLLISION_TABLE_NATS = 2e-4
 COLLISION_FLOAT64 = 1e-11
 # Standard errors of a mean over independent projections: beyond five once in a million.
 UNBIASED_SIGMAS = 5.0
+
+# Fractions of integer counts: a few float64 roundings. One key in thousands is a relative 1e-4.
+EXACT_FRACTION = 1e-12

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cpu.pieces import EXACT, SAMPLED, new_pieces
+from cpu.pieces import EXACT, SAMPLED, WINDOW_TOKENS, new_pieces
 from cpu.tables import build_tables, num_offsets
 
 ROW_TYPES = {"bf16": np.uint16, "int8": np.int8, "float32": np.float32}
@@ -138,4 +138,28 @@ def attention_oracle(
     return out, lse, read
 
 
-__all__ = ["EXACT", "ROW_TYPES", "SAMPLED", "Context", "Rows", "attention_oracle", "make_rows", "table_of", "to_bf16"]
+def reads_oracle(contexts: list[Context], codes: np.ndarray, tables: int) -> tuple[int, int]:
+    """(keys scored, of all heads; bytes of the index read): an exact piece's every key by each head, a sampled one's
+    ids in two buckets or more; a uint16 for each entry of the buckets that are looked at, whole windows of a segment,
+    and an int32 for each border of such a window. codes: `[requests, heads, tables]`.
+    """
+    keys = index = 0
+    for request, context in enumerate(contexts):
+        for rows, mode, begin, end in context.pieces:
+            group = codes.shape[1] // len(rows.keys)
+            for head in range(codes.shape[1]):
+                if mode == EXACT:
+                    keys += end - begin
+                    continue
+                same = rows.codes[head // group] == codes[request, head][:, None]
+                keys += int((same[:, begin:end].sum(0) >= 2).sum())
+                first, last = begin // WINDOW_TOKENS, -(-end // WINDOW_TOKENS)
+                looked_at = same[:, first * WINDOW_TOKENS : last * WINDOW_TOKENS]
+                index += 2 * int(looked_at.sum()) + 4 * tables * (last - first + 1)
+    return keys, index
+
+
+__all__ = [
+    "EXACT", "ROW_TYPES", "SAMPLED", "Context", "Rows", "attention_oracle", "make_rows", "reads_oracle", "table_of",
+    "to_bf16",
+]  # fmt: skip

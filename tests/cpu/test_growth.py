@@ -47,6 +47,33 @@ def rows_read(device, context_id):
     return device.tier.stats().attention.rows_read - before
 
 
+@pytest.mark.parametrize(("rows", "row_bytes"), [("bfloat16", 2), ("int8", 1)])
+def test_the_tier_counts_keys_by_head_and_bytes_by_row(make_tier, rows, row_bytes):
+    """What is read exactly: each key by all heads, each row once for the heads of a group, and no index."""
+    tier = make_tier(tier_shape(rows))
+    with Device(tier, 0) as device:
+        device.open(1, False)
+        device.deposit(1, 700)
+        device.attend([1])
+    counts, shape = tier.stats().attention, tier.shape
+    assert counts.keys_scored == counts.tokens_covered == 700 * LAYERS * shape.num_heads
+    assert counts.rows_read == 700 * LAYERS * shape.num_kv_heads
+    assert counts.bytes_read == counts.rows_read * 2 * shape.dim * row_bytes
+
+
+def test_the_bytes_of_a_lookup_are_counted_with_the_rows_that_it_finds(make_tier):
+    """Each head looks at a bucket of every table: its two borders at least, and an entry for each key that is found."""
+    tier = make_tier(SELECTIVE)
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        device.deposit(1, 3000)
+        device.attend([1])
+    counts, shape = tier.stats().attention, tier.shape
+    index_bytes = counts.bytes_read - counts.rows_read * 2 * shape.dim * 2
+    assert 0 < counts.keys_scored == counts.rows_read < counts.tokens_covered
+    assert index_bytes >= LAYERS * shape.num_heads * shape.num_tables * 8 + 2 * 2 * counts.keys_scored
+
+
 @pytest.mark.parametrize("is_sampled", [True, False])
 @pytest.mark.parametrize("tokens", [1, TAIL_TOKENS - 1, TAIL_TOKENS, 5000, 65_536, 65_537, 131_071])
 def test_a_reservation_takes_what_was_promised(make_tier, tokens, is_sampled):

@@ -19,6 +19,7 @@ from tests.cpu.rows_model import (
     attention_oracle,
     from_bf16,
     make_rows,
+    reads_oracle,
     table_of,
     to_bf16,
 )
@@ -93,6 +94,7 @@ def test_a_ragged_batch_equals_the_oracle(kind: str, query_kind: str, heads: int
     out, lse, read = attention_oracle(batch, real, codes, BITS, TABLES, dim**-0.5)
     assert_equal(got, out, lse, TOLERANCES[kind])
     assert got.rows == read
+    assert (got.keys, got.index_bytes) == reads_oracle(batch, codes, TABLES)
     covered = [sum(end - begin for _, _, begin, end in context.pieces) for context in batch]
     assert (got.covered == np.array(covered)[:, None]).all()
 

@@ -117,7 +117,7 @@ def test_a_step_in_one_call_gives_what_its_layers_give_one_by_one(is_sampled):
             np.testing.assert_array_equal(out, wanted_out)
             np.testing.assert_array_equal(lse, wanted_lse)
         both = tier.stats().attention
-        for name in ("asks", "rows_read", "tokens_covered"):
+        for name in ("asks", "rows_read", "bytes_read", "tokens_covered", "keys_scored"):
             assert 2 * getattr(counts, name) == getattr(both, name) > 0
         for _ in range(50):
             again = device.attend_by_itself(parts)

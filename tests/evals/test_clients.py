@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from evals import clients
-from evals.clients import Endpoint, Reply, ask_all, request_body
+from evals.clients import Endpoint, ProbeError, Reply, ask_all, probe, request_body
 from evals.samples import Sample
 
 
@@ -99,6 +99,33 @@ async def test_a_server_that_never_answers_is_a_failure() -> None:
 
     (reply,) = await collect(endpoint(timeout_s=0.02, max_retries=1), make_samples(1), serve)
     assert (reply.failure, reply.num_tries) == ("no answer in 0.02 s", 2)
+
+
+@pytest.mark.parametrize("mode", ["completions", "chat"])
+async def test_a_probe_names_what_was_asked_and_what_came(mode: str) -> None:
+    path = "/completions" if mode == "completions" else "/chat/completions"
+    asked = []
+
+    async def refuse(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(404, text="no such place")
+
+    with pytest.raises(ProbeError) as refused:
+        await probe(endpoint(mode), httpx.MockTransport(refuse))
+    assert asked == [f"/v1{path}"], "what no second try mends is tried once"
+    for part in ("--url http://server/v1/", f"POST {path}", "'m'", '{"profile": "exact"}', "status 404: no such place"):
+        assert part in str(refused.value)
+
+
+async def test_a_probe_of_a_server_that_answers_asks_for_one_token() -> None:
+    bodies = []
+
+    async def serve(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return completion("")
+
+    await probe(endpoint(), httpx.MockTransport(serve))
+    assert [(body["max_tokens"], body["profile"]) for body in bodies] == [(1, "exact")]
 
 
 async def test_chat_reads_the_message() -> None:

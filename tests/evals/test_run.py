@@ -4,17 +4,24 @@ import json
 import math
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import evals.run
+from evals import clients
 from evals.cells import Cell, PromptSettings
-from evals.decode import decode_greedy, prefill_batch
+from evals.cli import app
+from evals.decode import Decoded, decode_greedy, prefill_batch
 from evals.forward import load_decoder
+from evals.meter import Fractions
 from evals.methods.registry import parse_method
 from evals.results import (
     cells_of,
@@ -26,7 +33,8 @@ from evals.results import (
     replace_between_markers,
 )
 from evals.rows import depth_rows, summarize
-from evals.run import AGREEMENT, load_tokenizer, make_prompts
+from evals.run import AGREEMENT, Prompt, load_tokenizer, make_prompts
+from evals.samples import Sample
 from evals.served import Server, named_methods
 from evals.session import InProcess, run, run_remotely
 from evals.store import Record
@@ -82,6 +90,21 @@ def test_a_sample_that_does_not_fit_is_a_failure_and_its_neighbours_are_not(monk
     records = run([cell], SETTINGS, InProcess("cpu", 3, 0, None), None)
     assert [one.failure is not None for one in records] == [own == parity for own in parities]
     assert all(one.score == 0 and "no room" in str(one.failure) for one in records if one.failure)
+
+
+def test_answers_of_methods_are_scored_by_their_tasks_metric() -> None:
+    class Texts:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join(map(chr, ids))
+
+    samples = [Sample("needle", answer, "prompt", [answer], "string_match_all", 2, 4, None) for answer in ("12", "34")]
+    prompts = [Prompt(sample, np.zeros(1, np.int32)) for sample in samples]
+    read = Fractions(0.1, 0.2, 0.3, 0.4)
+    decoded = Decoded([[ord("1"), ord("2"), ord("9")], [ord("3"), ord("5")]], [read, read], [])
+    keys = evals.run._Keys(Cell("needle", 256, 2, ("full",), 0), SETTINGS, "model")
+    records = list(evals.run._score(Texts(), keys, "full", prompts, decoded, decoded.reads, None))
+    assert [(one.prediction, one.score) for one in records] == [("12", 1.0), ("35", 0.0)]
+    assert records[0].measured == read.to_json()
 
 
 def test_forced_cells_score_agreement_with_full_attention() -> None:
@@ -167,13 +190,14 @@ def test_files_of_two_sets_are_not_put_together(tmp_path: Path) -> None:
 
 
 class ProfileServer(BaseHTTPRequestHandler):
-    """Answers completions with the prompt's last number under the profile `exact`, and with an error under `broken`."""
+    """Answers completions with the prompt's last number; under the profile `short` only those without one, and under
+    `unknown` or below another path than /v1 none."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        broken = body.get("attention_profile") == "broken"
-        number = re.findall(r"is (\d{7})\.", body["prompt"])[-1]
-        payload = {"error": {"message": "no such profile"}} if broken else {"choices": [{"text": number}]}
+        profile, numbers = body.get("attention_profile"), re.findall(r"is (\d{7})\.", body["prompt"])
+        broken = profile == "unknown" or (profile == "short" and bool(numbers)) or not self.path.startswith("/v1/")
+        payload = {"error": {"message": f"no {profile}"}} if broken else {"choices": [{"text": " ".join(numbers[-1:])}]}
         data = json.dumps(payload).encode()
         self.send_response(400 if broken else 200)
         self.send_header("Content-Length", str(len(data)))
@@ -184,20 +208,57 @@ class ProfileServer(BaseHTTPRequestHandler):
         """Keeps the test's output clean."""
 
 
-def test_a_server_is_scored_by_its_profiles_and_its_refusals_are_failures(tmp_path: Path) -> None:
+@pytest.fixture
+def profile_server() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), ProfileServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    cells = [Cell("needle", 256, 3, named_methods(["exact", "profile:exact", "broken"]), 0)]
-    asked = Server(url, "reference", None, 2, 0, 60.0)
-    records = run_remotely(cells, SETTINGS, asked, tmp_path)
-    again = run_remotely(cells, SETTINGS, asked, tmp_path)
+    yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
-    full, broken = summarize(records)
+
+
+def test_a_server_is_scored_by_its_profiles_and_its_refusals_are_failures(tmp_path: Path, profile_server: str) -> None:
+    cells = [Cell("needle", 256, 3, named_methods(["exact", "profile:exact", "short"]), 0)]
+    asked = Server(f"{profile_server}/v1", "reference", None, 2, 0, 60.0)
+    records = run_remotely(cells, SETTINGS, asked, tmp_path, None, None)
+    again = run_remotely(cells, SETTINGS, asked, tmp_path, None, None)
+    full, short = summarize(records)
     assert (full["method"], full["score"], full["failures"], full["head_fraction"]) == ("profile:exact", 100.0, 0, None)
-    assert (broken["method"], broken["score"], broken["failures"]) == ("profile:broken", 0.0, 3)
+    assert (short["method"], short["score"], short["failures"], short["samples"]) == ("profile:short", 0.0, 3, 3)
+    assert short["reasons"] == {'status 400: {"error": {"message": "no short"}}': 3}
     assert {one.key for one in again} == {one.key for one in records}
+
+
+def ask_by_command(url: str, out: Path, method: str) -> Any:
+    command = ["tasks", "--model", str(MODEL), "--url", url, "--method", method, "--lengths", "256", "--samples", "2"]
+    return CliRunner().invoke(app, [*command, "--json", str(out)])
+
+
+def test_failures_of_a_command_are_in_its_table_its_json_and_its_status(tmp_path: Path, profile_server: str) -> None:
+    out = tmp_path / "out.json"
+    result = ask_by_command(f"{profile_server}/v1", out, "short")
+    assert result.exit_code == 1
+    assert "failed: needle 256 profile:short: 2 of 2: status 400" in result.stdout.replace("\n", " ")
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["failures"], row["samples"], list(row["reasons"].values())) == (2, 2, [2])
+    assert ask_by_command(f"{profile_server}/v1", out, "exact").exit_code == 0
+
+
+@pytest.mark.parametrize(("path", "method", "told"), [
+    ("/v1", "unknown", "no unknown"), ("/v2", "exact", "status 400"), (None, "exact", "ConnectError"),
+])  # fmt: skip
+def test_a_server_that_cannot_answer_is_found_before_a_sample_is_sent(
+    path: str | None, method: str, told: str, tmp_path: Path, profile_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.001)
+    url = "http://127.0.0.1:1/v1" if path is None else profile_server + path
+    result = ask_by_command(url, tmp_path / "out.json", method)
+    assert result.exit_code == 1
+    assert f"error: --url {url}: POST /completions for one token of model 'reference'" in result.stderr
+    assert told in result.stderr
+    assert "wanted status 200 and an answer" in result.stderr
+    fidelity = CliRunner().invoke(app, ["fidelity", "--model", str(MODEL), "--url", url, "--method", method])
+    assert (fidelity.exit_code, told in fidelity.stderr) == (1, True)
 
 
 def test_a_method_that_breaks_fails_alone_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from evals.cells import Cell, PromptSettings
 from evals.cli import app
 from evals.end_to_end import Said, compare_profile, divergence, ids_of_texts
 from evals.forward import load_decoder
+from evals.meter import Fractions
 from evals.rows import FRACTIONS, summarize
 from evals.serving import Ask, load_serving_engine
 from evals.session import InProcess, run
@@ -66,7 +67,8 @@ def test_profiles_of_the_host_tier_run_where_the_deployment_has_one(tmp_path: Pa
     assert result.exit_code == 0, result.output
     document = json.loads(out.read_text())
     assert document["configuration"]["config"] == str(config)
-    _, offloaded, sampled = document["rows"]
+    exact, offloaded, sampled = document["rows"]
+    assert [row["head_fraction_all_layers"] for row in (exact, offloaded)] == [1.0, 1.0]
     assert (offloaded["failures"], sampled["failures"]) == (0, 0)
     assert offloaded["difference"] == 0, "all of it is read"
     records = [json.loads(line) for line in (tmp_path / "store" / "records.jsonl").read_text().splitlines()]
@@ -85,13 +87,25 @@ def test_fidelity_sees_profiles_of_the_host_tier(tmp_path: Path, config: Path) -
     assert (row["agreement"], row["agreement_generated"], row["failures"]) == (1.0, 1.0, 0)
 
 
-def test_a_deployments_engine_deposits_what_its_limit_does_not_keep(config: Path) -> None:
-    with load_serving_engine(MODEL, "cpu", 300, load_deployment(config)) as engine:
-        (answer,) = engine.answer([Ask("one", [7] * 280, 4, [], None)], "sampled")
-        host = engine._engine.stats().host
-    assert answer.failure is None
-    assert host is not None
-    assert 0 < host.rows_read < host.tokens_covered
+def test_a_profile_says_what_it_read_and_dense_layers_count_in_full(config: Path) -> None:
+    """Two of the reference model's twelve layers are dense; of 2,300 tokens 16 in front and a window are resident."""
+    prompt = torch.randint(8, 8000, (2300,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = {}
+    with load_serving_engine(MODEL, "cpu", 2400, load_deployment(config)) as engine:
+        for profile in ("exact", "offloaded", "sampled"):
+            before = engine.reads()
+            (answer,) = engine.answer([Ask("one", prompt, 4, [], None)], profile)
+            assert answer.failure is None
+            reads, found[profile] = engine.reads() - before, engine.fractions(before, profile)
+            assert reads.context_tokens == 2301 + 2302 + 2303, "the first token is the prompt's own"
+            down = 0 if profile == "exact" else (2300 - 64) // 16 * 16 - 16
+            assert reads.host_tokens == 3 * down * 10 * 8, "three steps, ten layers, eight heads"
+    assert found["exact"] == found["offloaded"] == Fractions(1.0, 1.0, 1.0, 1.0)
+    sampled = found["sampled"]
+    assert 0.05 < sampled.head_handled < 0.95
+    assert sampled.bytes_handled > sampled.head_handled, "four heads of a group read apart"
+    assert sampled.head_all == pytest.approx((10 * sampled.head_handled + 2) / 12)
+    assert sampled.bytes_all == pytest.approx((10 * sampled.bytes_handled + 2) / 12)
 
 
 def test_profiles_of_the_host_tier_want_a_deployment(config: Path) -> None:
@@ -148,7 +162,8 @@ def test_fidelity_sees_a_profile_from_outside_in_process_and_on_a_server(tmp_pat
         assert row["perplexity"] == pytest.approx(full["perplexity"], rel=METHOD_FLOAT32)
         assert abs(row["kl"]) < METHOD_FLOAT32
         assert row["tokens_generated"] > 0
-        assert row["head_fraction"] is None
+    assert profile["head_fraction"] == 1.0
+    assert json.loads(out.read_text())["rows"][1]["head_fraction"] is None, "of a server it is not known"
 
 
 def test_failed_texts_count_as_not_agreeing() -> None:

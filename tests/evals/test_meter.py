@@ -1,0 +1,46 @@
+"""What an engine's counts come to as fractions, by hand: device tokens and dense layers are read in full."""
+
+from dataclasses import replace
+
+import pytest
+
+from evals.meter import served_fractions
+from gpu.architecture import read_architecture
+from scheduler.decode_reads import DecodeReads
+from tests.evals.test_serving import MODEL
+from tests.tolerances import EXACT_FRACTION
+
+SHAPE = replace(read_architecture(MODEL), num_layers=4, num_heads=4, num_kv_heads=2, dim=64)
+STEPS = DecodeReads(100 + 60, host_tokens=(80 + 40) * 3 * 4, host_keys=360, host_bytes=40_000)
+"""One step over two contexts, of which the host has 80 and 40 tokens in three of four layers."""
+
+
+def test_fractions_are_those_counted_by_hand() -> None:
+    found = served_fractions(STEPS, SHAPE, 3)
+    assert found is not None
+    resident = 100 + 60 - 80 - 40
+    keys = resident * 4 * 3 + 360  # heads, layers
+    data = resident * 2 * 256 * 3 + 40_000  # KV heads, bytes of a row, layers
+    assert found.head_handled == pytest.approx(keys / (160 * 4 * 3), rel=EXACT_FRACTION)
+    assert found.bytes_handled == pytest.approx(data / (160 * 2 * 256 * 3), rel=EXACT_FRACTION)
+    assert found.head_all == pytest.approx((keys + 160 * 4) / (160 * 4 * 4), rel=EXACT_FRACTION)
+    assert found.bytes_all == pytest.approx((data + 160 * 2 * 256) / (160 * 2 * 256 * 4), rel=EXACT_FRACTION)
+
+
+def test_one_key_more_is_seen() -> None:
+    found, more = served_fractions(STEPS, SHAPE, 3), served_fractions(replace(STEPS, host_keys=361), SHAPE, 3)
+    assert found is not None
+    assert more is not None
+    assert more.head_handled != pytest.approx(found.head_handled, rel=EXACT_FRACTION)
+    assert more.head_all != pytest.approx(found.head_all, rel=EXACT_FRACTION)
+
+
+def test_a_profile_that_keeps_all_on_the_device_reads_all() -> None:
+    found = served_fractions(DecodeReads(160, 0, 0, 0), SHAPE, 0)
+    assert found is not None
+    assert set(found.to_json().values()) == {1.0}
+
+
+def test_where_nothing_was_decoded_nothing_is_known() -> None:
+    assert served_fractions(DecodeReads(0, 0, 0, 0), SHAPE, 3) is None
+    assert DecodeReads(0, 0, 0, 0) == STEPS - STEPS

@@ -1,0 +1,170 @@
+"""Cells under serving profiles: which engine runs what, answers scored and counted, what a run that is cut keeps."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evals.cells import Cell
+from evals.meter import Fractions
+from evals.results import render_table
+from evals.rows import FRACTIONS, summarize
+from evals.run import Prompt
+from evals.samples import Sample
+from evals.served import run_profiles
+from evals.served_method import group_by_deployment, served_method
+from evals.served_results import served_cells
+from evals.serving import Answer, Ask, make_deployment
+from evals.stopping import RunCut
+from evals.store import Ledger, Record
+from gpu.config import ModelConfig
+from gpu.profiles import ProfileError
+from server.config import Deployment
+from tests.evals.test_run import MODEL, SETTINGS
+from transfer.config import HostConfig
+
+SAMPLED = "profile:sampled:bits_per_table=10,num_tables="
+DEPLOYMENT = Deployment(model=ModelConfig(path=MODEL), host=HostConfig(resident_tokens=0))
+SHAPE = SimpleNamespace(name="tiny", eos_token_ids=(1,))
+READ = Fractions(0.25, 0.5, 0.375, 0.6)
+
+
+class Texts:
+    """A tokenizer whose ids are code points."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
+
+@dataclass
+class FakeEngine:
+    """Answers prompt n with its right answer, but number 1 wrongly, and fails number 2."""
+
+    answers: list[str]
+    asked: list[tuple[str, list[int]]] = field(default_factory=list)
+
+    def settings_of(self, profile: str) -> dict[str, str]:
+        return {"host": "settings"}
+
+    def reads(self) -> str:
+        return "before"
+
+    def fractions(self, before: str, profile: str) -> Fractions | None:
+        return READ if before == "before" else None
+
+    def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
+        for ask in asks:
+            self.asked.append((profile, ask.stop_token_ids))
+            number = ask.token_ids[0]
+            if number == 2:
+                yield Answer(ask.key, failure="too long by far")
+            else:
+                yield Answer(ask.key, token_ids=[ord(one) for one in ("9" if number == 1 else self.answers[number])])
+
+
+def make_ledger(records: dict[str, Record], cut_after: int | None = None) -> Ledger:
+    def put(record: Record) -> None:
+        records[record.key] = record
+
+    def check() -> None:
+        if cut_after is not None and len(records) >= cut_after:
+            raise RunCut("enough")
+
+    return Ledger(records, lambda _: None, put, put, check, lambda _: None)
+
+
+def answer_cell(ledger: Ledger, count: int) -> FakeEngine:
+    answers = ["1234567", "7654321", "3", "4"][:count]
+    prompts = [
+        Prompt(
+            Sample("needle", str(n), f"prompt {n}", [answer], "string_match_all", 8, 4, None), np.array([n], np.int32)
+        )
+        for n, answer in enumerate(answers)
+    ]
+    engine: Any = FakeEngine(answers)
+    cell = Cell("needle", 256, count, ("profile:x",), 0)
+    shape: Any = SHAPE
+    run_profiles(engine, Texts(), shape, [(cell, prompts)], {"profile:x": "x"}, SETTINGS, ledger)
+    return engine
+
+
+def test_answers_are_scored_and_failures_counted_with_what_was_read() -> None:
+    records: dict[str, Record] = {}
+    engine = answer_cell(make_ledger(records), 4)
+    assert [one.score for one in records.values()] == [1.0, 0.0, 0.0, 1.0]
+    assert [one.failure for one in records.values()] == [None, None, "too long by far", None]
+    assert engine.asked == [("x", [1])] * 4
+    (row,) = summarize(records.values())
+    assert (row["samples"], row["failures"], row["score"]) == (4, 1, 50.0)
+    assert row["reasons"] == {"too long by far": 1}
+    assert [row[name] for name in FRACTIONS] == list(READ.to_json().values())
+    assert [one.measured for one in records.values() if one.failure] == [{}], "nothing is known of a failure"
+
+
+def test_a_cell_that_is_cut_keeps_its_answers_and_what_they_read() -> None:
+    records: dict[str, Record] = {}
+    with pytest.raises(RunCut):
+        answer_cell(make_ledger(records, cut_after=2), 4)
+    assert [one.measured for one in records.values()] == [READ.to_json()] * 2
+    engine = answer_cell(make_ledger(records), 4)
+    assert len(engine.asked) == 2, "those that were answered are not asked again"
+    assert len(records) == 4
+
+
+def test_settings_in_a_methods_name_make_their_own_deployment() -> None:
+    found = served_method(SAMPLED + "200", DEPLOYMENT)
+    assert found is not None
+    assert found.deployment is not None
+    assert found.deployment.host is not None
+    assert found.deployment.host.sampled.num_tables == 200
+    assert found.deployment.host.resident_tokens == 0
+    assert served_method("topk:budget=0.1", DEPLOYMENT) is None
+    groups = group_by_deployment(["profile:exact", SAMPLED + "150", SAMPLED + "200", "profile:sampled"], DEPLOYMENT)
+    assert [sorted(members.values()) for _, members in groups] == [["exact", "sampled", "sampled"], ["sampled"]]
+    (alone,) = group_by_deployment(["profile:exact"], None)
+    assert alone == (None, {"profile:exact": "exact"})
+
+
+@pytest.mark.parametrize(("method", "told"), [
+    ("profile:exact:num_tables=3", "only profile:sampled takes settings"),
+    ("profile:sampled:tables=3", "tables: unknown key"),
+    ("profile:sampled:num_tables=1", "num_tables: Input should be greater than or equal to 2"),
+])  # fmt: skip
+def test_settings_that_a_profile_has_not_are_refused(method: str, told: str) -> None:
+    with pytest.raises(ProfileError, match=told):
+        served_method(method, DEPLOYMENT)
+
+
+def test_the_set_of_served_rows_has_full_attention_and_both_settings() -> None:
+    cells = served_cells([4096, 16384], None, [])
+    assert {cell.methods for cell in cells} == {("profile:exact", SAMPLED + "150", SAMPLED + "200")}
+    assert {(cell.length_tokens, cell.num_samples) for cell in cells} == {(4096, 400), (16384, 200)}
+    tasks = {length: [cell.task for cell in cells if cell.length_tokens == length] for length in (4096, 16384)}
+    assert len(tasks[4096]) == 8
+    assert tasks[16384] == tasks[4096][:6]
+    assert [cell.task for cell in served_cells([512], 3, ["needle"])] == ["needle"]
+    rows = [{"method": method, "task": "needle", "metric": "m", "score": 1.0, "difference": None, "head_fraction": 0.1,
+             "bytes_fraction": 0.2} for method in cells[0].methods]  # fmt: skip
+    assert len(render_table(rows)) == 2 + 3, "a line each"
+
+
+def test_a_deployment_for_a_run_holds_its_prompts_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = SimpleNamespace(memory_bytes=128 * 2**30)
+    monkeypatch.setattr("evals.serving.probe_machine", lambda: roomy)
+    short, long = (make_deployment(MODEL, "cuda", tokens, HostConfig(resident_tokens=0)) for tokens in (4096, 16384))
+    assert short.scheduler.max_running == long.scheduler.max_running == 32
+    assert short.host is not None
+    assert long.host is not None
+    assert short.host.memory_limit_gib is not None
+    assert long.host.memory_limit_gib is not None
+    assert 2.0 < long.host.memory_limit_gib / short.host.memory_limit_gib < 4.0
+    roomy.memory_bytes = 2**30
+    few = make_deployment(MODEL, "cuda", 16384, HostConfig(resident_tokens=0))
+    assert few.scheduler.max_running == 2, "half of the memory, 0.23 GiB a prompt"
+    assert json.loads(few.model_dump_json())["host"]["resident_tokens"] == 0
+    assert Path(str(few.model.path)) == MODEL
