@@ -35,7 +35,7 @@ def results(
     model: ModelFolder = Path("deploy/models/reference"),
     lengths: Annotated[str | None, typer.Option("--lengths", help="tokens of prompt and answer, commas between; "
                                                 "default: 4096,8192,16384; served: 4096,16384")] = None,
-    tasks: Annotated[str, typer.Option("--tasks", help="of the set served: run only these, commas between")] = "",
+    tasks: Annotated[str, typer.Option("--tasks", help="run only these of the set, commas between")] = "",
     only: Annotated[list[str], typer.Option("--methods", help="run only these of the set beside full attention, such "
                                             "as 'sampled*'; repeatable")] = [],  # noqa: B006
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="fewer or more prompts than the set")] = None,
@@ -47,15 +47,13 @@ def results(
 ) -> None:  # fmt: skip
     """Make the tables of docs/RESULTS.md again: run a named set, or render runs that were made elsewhere.
 
-    Exit status of `--served`: 0; 1: a sample failed (it counts with score 0, and its reason is shown); 3: cut.
+    Exit status: 0; 1: a sample failed (it counts with score 0, and its reason is shown); 3: cut.
     """
     with one_line_errors():
         from evals import results as sets
 
         if quick + full + served + bool(files) != 1:
             raise ValueError("results: give one of --quick, --full, --served and --from FILE")
-        if (tasks or seconds is not None) and not served:
-            raise ValueError("results: --tasks and --seconds are of --served; leave them out")
         status = 0
         if served:
             status = run_served_set(tasks, lengths, samples, model, seed, device, tuple(text), resume, seconds,
@@ -63,10 +61,11 @@ def results(
             files = [json_path]
         elif not files:
             name = "quick" if quick else "full"
-            cells = sets.cells_of(name, parse_lengths(lengths or "4096,8192,16384"), samples, only)
+            cells = sets.cells_of(name, parse_lengths(lengths or "4096,8192,16384"), samples, only, parse_tasks(tasks))
             command = " ".join([f"tandem eval results --{name}", *(f"--methods '{pattern}'" for pattern in only),
+                                *([f"--tasks {tasks}"] if tasks else ()),
                                 *(f"--text {path.name}" for path in text)])  # fmt: skip
-            run_set(name, command, cells, model, seed, device, tuple(text), resume, json_path)
+            status = run_set(name, command, cells, model, seed, device, tuple(text), resume, seconds, json_path)
             files = [json_path]
         if page.exists():
             sets.write_tables(page, sets.read_runs(files))
@@ -113,16 +112,20 @@ def run_served_set(
 
 def run_set(
     name: str, command: str, cells: list[Any], model: Path, seed: int, device: str, text: tuple[Path, ...],
-    resume: Path | None, out: Path,
-) -> None:  # fmt: skip
-    """Run a named set, print its estimate before and its time after, and write its JSON as it goes."""
+    resume: Path | None, seconds: float | None, out: Path,
+) -> int:  # fmt: skip
+    """Run a named set, print its estimate before and its time after, write its JSON as it goes; the exit status.
+
+    The closing comparison with full attention's distributions is of runs that were not cut.
+    """
     from evals import results as sets
     from evals.cells import PromptSettings
     from evals.fidelity_run import FidelityRun, run_comparisons
     from evals.report.document import finite, write_document
     from evals.rows import depth_rows, summarize
-    from evals.session import InProcess, count_workers, resolve_device
+    from evals.session import InProcess, count_workers, exit_status, missing_rows, resolve_device
     from evals.session import run as run_cells
+    from evals.stopping import stopping
     from evals.store import Record
 
     on = resolve_device(device)
@@ -132,19 +135,21 @@ def run_set(
           f"on {'two cores' if name == 'quick' else 'one H200'}; running on {on}", flush=True)  # fmt: skip
     begin, machine = time.monotonic(), sets.machine_name(on)
 
-    def leave(records: list[Record], finished: int) -> dict[str, Any]:
+    def leave(records: list[Record], finished: int, reason: str | None = "under way") -> dict[str, Any]:
         """Write what is finished, so that a run that is stopped leaves it."""
-        seconds = time.monotonic() - begin
-        run = sets.describe_run(name, command, seed, seconds, machine, summarize(records))
-        run |= {"cells": len(cells), "cells_finished": finished, "depths": finite(depth_rows(records))}
+        run = sets.describe_run(name, command, seed, time.monotonic() - begin, machine, summarize(records))
+        run |= {"cells": len(cells), "cells_finished": finished, "depths": finite(depth_rows(records)), "cut": reason}
+        run |= {"missing": missing_rows(cells, records, reason)}
         write_document(out, run)
         return run
 
     settings = PromptSettings(model, "reference", seed, text)
-    how = InProcess(on, None, count_workers(len(cells), on), resume)
-    run = leave(run_cells(cells, settings, how, leave), len(cells))
+    with stopping(seconds) as stop:
+        how = InProcess(on, None, count_workers(len(cells), on), resume, None, stop)
+        records = run_cells(cells, settings, how, leave)
+        run = leave(records, len(cells), stop.reason)
     labels = [label for label in cells[0].methods if label != "full" and sets.decodes(label)]
-    if labels:
+    if labels and run["cut"] is None:
         texts, forced, batch = sets.FIDELITY[name]
         compared = FidelityRun(model, labels, sorted({cell.length_tokens for cell in cells}), texts, forced, text, seed,
                                on, batch, None)  # fmt: skip
@@ -152,5 +157,6 @@ def run_set(
         run |= {"layers": found["layers"], "fidelity": found["rows"], "seconds": round(time.monotonic() - begin, 1)}
         write_document(out, run)
     failures = sum(row["failures"] for row in run["rows"])
-    print(json.dumps({"set": name, "seconds": run["seconds"], "estimate": round(estimate, 1), 
+    print(json.dumps({"set": name, "seconds": run["seconds"], "estimate": round(estimate, 1), "cut": run["cut"],
                       "rows": len(run["rows"]), "failures": failures, "json": str(out)}))  # fmt: skip
+    return exit_status(run["rows"], run["cut"])

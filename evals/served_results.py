@@ -12,7 +12,7 @@ from typing import Any
 
 from evals.cells import Cell, PromptSettings
 from evals.report.document import finite, write_document
-from evals.results import FREE_TASKS, LENGTHS, SHORT_TASKS, describe_run, machine_name
+from evals.results import describe_run, machine_name, tasks_at
 from evals.rows import depth_rows, summarize
 from evals.served_method import PREFIX
 from evals.session import InProcess, count_workers, missing_rows, resolve_device
@@ -39,9 +39,8 @@ def served_cells(lengths: Sequence[int], samples: int | None, tasks: Sequence[st
     """tasks: none for all that full attention can do at a length, but forced ones: a server chooses its own tokens."""
     cells = []
     for length in lengths:
-        known = (*FREE_TASKS, *SHORT_TASKS) if length <= LENGTHS[0] else FREE_TASKS
         count = samples or (LONG_PROMPTS if length >= LONG_TOKENS else SHORT_PROMPTS)
-        cells += [Cell(task, length, count, served_methods(SETTINGS), 0) for task in tasks or known]
+        cells += [Cell(task, length, count, served_methods(SETTINGS), 0) for task in tasks or tasks_at(length)]
     return cells
 
 

@@ -137,26 +137,35 @@ def test_baselines_rank_on_needles_as_their_papers_say() -> None:
 
 
 def test_the_full_set_holds_every_baseline_budget_and_length() -> None:
-    cells = cells_of("full", (4096, 8192, 16384), None, ())
+    cells = cells_of("full", (4096, 8192, 16384), None, (), ())
     assert {cell.length_tokens for cell in cells} == {4096, 8192, 16384}
     assert all(cell.num_samples == 400 for cell in cells)
     families = {label.partition(":")[0] for cell in cells for label in cell.methods}
     assert len(families) == 12
     for label in {label for cell in cells for label in cell.methods}:
         parse_method(label)
-    assert 60 < estimate_seconds("full", cells) < 1200
-    assert 60 < estimate_seconds("quick", cells_of("quick", (4096,), None, ())) < 3600
+    assert 60 < estimate_seconds("full", cells) < 2400
+    assert 60 < estimate_seconds("quick", cells_of("quick", (4096,), None, (), ())) < 3600
 
 
 def test_a_part_of_a_set_keeps_full_attention_beside_it() -> None:
-    cells = cells_of("full", (4096,), None, ("sampled*", "topk*half"))
+    cells = cells_of("full", (4096,), None, ("sampled*", "topk*half"), ())
     assert {cell.methods[0] for cell in cells} == {"full"}
     assert {label.partition(":")[0] for cell in cells for label in cell.methods} == {"full", "sampled", "topk"}
-    assert len(cells) == 9  # the prefill cell has no such method
-    whole = estimate_seconds("full", cells_of("full", (4096,), None, ()))
+    assert len(cells) == 13  # the prefill cell has no such method
+    whole = estimate_seconds("full", cells_of("full", (4096,), None, (), ()))
     assert estimate_seconds("full", cells) < whole
     with pytest.raises(ValueError, match="nothing"):
-        cells_of("full", (4096,), None, ("nothing",))
+        cells_of("full", (4096,), None, ("nothing",), ())
+
+
+def test_a_part_of_a_set_can_be_chosen_by_task() -> None:
+    cells = cells_of("full", (4096, 8192), None, ("sampled*",), ("only_needles", "list"))
+    assert [(cell.task, cell.length_tokens) for cell in cells] == [
+        (task, length) for length in (4096, 8192) for task in ("only_needles", "list")
+    ]
+    with pytest.raises(ValueError, match="tasks: nothing not in the set full"):
+        cells_of("full", (4096,), None, (), ("nothing",))
 
 
 def test_a_table_says_what_is_read_over_all_layers_where_some_are_dense() -> None:
