@@ -1,28 +1,59 @@
 """Tests that need a CUDA device are skipped where there is none, and say so. One of several processes keeps to a core.
 
 numba takes no lock to write its file cache: each process of the suite, with those that it starts, has one of its own.
+What hypothesis draws is the same in every run where CI is set, and elsewhere follows a seed that the run's end names.
 """
 
 import os
+import secrets
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).parents[1]
+SEED_VARIABLE = "TANDEM_TEST_SEED"
+
+settings.register_profile("ci", derandomize=True, print_blob=True)
+settings.register_profile("random", print_blob=True)
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)  # before hypothesis looks for its options
+def pytest_configure(config: pytest.Config) -> None:
+    is_ci = bool(os.environ.get("CI"))
+    settings.load_profile("ci" if is_ci else "random")
+    if not is_ci and config.getoption("--hypothesis-seed") is None:
+        seed = os.environ.setdefault(SEED_VARIABLE, str(secrets.randbelow(2**32)))  # processes of xdist inherit it
+        config.option.hypothesis_seed = int(seed)
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None:
         return
-    os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / "build" / "numba" / worker)
+    os.environ["NUMBA_CACHE_DIR"] = str(ROOT / "build" / "numba" / worker)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    seed = config.getoption("--hypothesis-seed")
+    terminalreporter.write_line("hypothesis: CI, derandomised" if seed is None else f"--hypothesis-seed={seed}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from tests.file_order import FromBothEnds
+
+    return FromBothEnds(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        from tests.file_order import sort_items
+
+        sort_items(items, ROOT)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
     for item in items:
-        if "gpu" in item.keywords and item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)

@@ -1,0 +1,44 @@
+"""Which test file comes when, and which of two processes takes it: kernels are compiled once, and neither waits long.
+
+numba compiles the attention of host memory for a minute and a half, in each process that needs it. So the files that
+need it come first and the longest of the others last; the first process takes files from the front, the others from the
+back, and they meet among short ones. Invariant: a file's tests stay together and in their order.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+# Longest first, as far as they take more than a few seconds (`pytest --durations=20`); others may be in neither.
+COMPILING = (
+    "tests/cpu/test_host_attention.py",
+    "tests/bench/test_long_context.py",
+)
+LONG = ("tests/end_to_end/test_lm_eval.py",)
+
+
+def in_order(files: Iterable[str]) -> list[str]:
+    """Files that compile, those not listed in the order that they came in, then long ones with the longest last."""
+    given = list(files)
+    known = {*COMPILING, *LONG}
+    first, last = ([name for name in listed if name in given] for listed in (COMPILING, LONG[::-1]))
+    return first + [name for name in given if name not in known] + last
+
+
+def sort_items(items: list[pytest.Item], root: Path) -> None:
+    """Put them in the order of their files, in place."""
+    names = {item.path: str(item.path.relative_to(root)) for item in items}
+    places = {name: place for place, name in enumerate(in_order(dict.fromkeys(names.values())))}
+    items.sort(key=lambda item: places[names[item.path]])
+
+
+class FromBothEnds(LoadFileScheduling):
+    """File by file; the first process takes the next, the others the last."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if self.nodes.index(node) > 0:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
