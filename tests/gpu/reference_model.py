@@ -1,11 +1,14 @@
 """The reference model for tests: runners of it, prompts in its own forms, and greedy generation by plans."""
 
+import json
 import random
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from gpu.architecture import read_architecture
@@ -108,11 +111,24 @@ class Pages:
         return PageWrite(slot, first_page, list(range(end - 1, end - count - 1, -1)))
 
 
-def layer_units(job: PrefillJob, chunk_tokens: int) -> list[PrefillUnit]:
+@cache
+def shallow_model(num_layers: int) -> TemporaryDirectory:
+    """The first layers of the model in a folder of their own, gone at the end: for what holds layer by layer."""
+    folder = TemporaryDirectory(prefix="tandem-shallow-")
+    config = json.loads((FOLDER / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+    Path(folder.name, "config.json").write_text(json.dumps(config))
+    dropped = tuple(f"model.layers.{layer}." for layer in range(num_layers, NUM_LAYERS))
+    tensors = load_file(FOLDER / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
+    save_file(kept, Path(folder.name, "model.safetensors"))
+    return folder
+
+
+def layer_units(job: PrefillJob, chunk_tokens: int, num_layers: int = NUM_LAYERS) -> list[PrefillUnit]:
     """A job's units: every layer in chunks of `chunk_tokens`."""
     return [
         PrefillUnit(job.job_id, layer, begin, min(begin + chunk_tokens, job.num_tokens))
-        for layer in range(NUM_LAYERS)
+        for layer in range(num_layers)
         for begin in range(0, job.num_tokens, chunk_tokens)
     ]
 

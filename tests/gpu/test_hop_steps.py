@@ -15,8 +15,8 @@ from gpu.runner import PROJECTION_SEED
 from gpu.simhash import draw_projections
 from gpu.slot_exchange import SlotExchange
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
-from tests.gpu.reference_model import GREEDY, NUM_LAYERS, document_prompt, layer_units
-from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_TABLES, Twins, check_steps, furthest
+from tests.gpu.reference_model import GREEDY, document_prompt, layer_units
+from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES, Twins, check_steps, furthest
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
 from transfer.exchange import ExchangeError
@@ -197,7 +197,7 @@ def test_a_refused_prompt_gets_no_token_and_its_neighbour_goes_on() -> None:
     )
     job = PrefillJob(1, [prompt])
     pages = [PageWrite(1, 0, list(range(len(PROMPTS[2]) // 16 + 1)))]
-    plan = replace(twins.plan([0], []), new_jobs=[job], units=layer_units(job, 512))
+    plan = replace(twins.plan([0], []), new_jobs=[job], units=layer_units(job, 512, NUM_LAYERS))
     plan.page_writes.extend(pages)
     result = twins.deposits.launch(plan).collect()
     assert list(result.failures) == [1]

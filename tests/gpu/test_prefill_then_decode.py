@@ -17,7 +17,7 @@ from gpu.step import (
     StepResult,
 )
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units, needle_prompt
-from tests.gpu.twin_runners import DEFAULT_DENSE, NUM_PAGES, load, tier_shape
+from tests.gpu.twin_runners import DEFAULT_DENSE, NUM_LAYERS, NUM_PAGES, load, tier_shape
 from tests.reference_tier import ReferenceTier
 
 PAGE, SINK, LUMP = 16, 16, 128
@@ -55,7 +55,7 @@ def tokens_that_stay(runner: Runner, ids: np.ndarray) -> list[int]:
     """Greedy tokens of a prompt in slot 0 that stays on the device."""
     job = PrefillJob(1, [PrefillPrompt(0, ids, 0, len(ids), GREEDY, "exact")])
     pages = list(range(-(-(len(ids) + NUM_TOKENS) // PAGE)))
-    plan = StepPlan(page_writes=[PageWrite(0, 0, pages)], new_jobs=[job], units=layer_units(job, 100))
+    plan = StepPlan(page_writes=[PageWrite(0, 0, pages)], new_jobs=[job], units=layer_units(job, 100, NUM_LAYERS))
     tokens = [launch(runner, plan).tokens[0].token_id]
     tokens += decode(runner, "exact", 0, len(ids), None, range(1, NUM_TOKENS))
     launch(runner, StepPlan(released_slots=[0]))
@@ -77,7 +77,9 @@ def plan_down(ids: np.ndarray, slot: int, context_id: int) -> tuple[StepPlan, in
     job = PrefillJob(2, [PrefillPrompt(slot, ids, 0, len(ids), GREEDY, "offloaded", host)])
     window = range(200, 200 + -(-(len(ids) + NUM_TOKENS - end) // PAGE))
     pages = [199, *range(NUM_PAGES, NUM_PAGES + (end - SINK) // PAGE), *window]
-    return StepPlan(page_writes=[PageWrite(slot, 0, pages)], new_jobs=[job], units=layer_units(job, 100)), end
+    return StepPlan(
+        page_writes=[PageWrite(slot, 0, pages)], new_jobs=[job], units=layer_units(job, 100, NUM_LAYERS)
+    ), end
 
 
 @pytest.mark.parametrize("ids", [document_prompt(330, 1), needle_prompt(420, 2)])

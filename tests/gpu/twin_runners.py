@@ -1,4 +1,4 @@
-"""Two runners of the reference model side by side: one keeps every context on the device, one sends them down.
+"""Two runners of the reference model's first layers: one keeps every context on the device, one sends them down.
 
 The first is the oracle of the second. Both are fed the first one's tokens. What the host rounds (rows in bf16) is
 written back into the oracle's pages, so that the two differ by the order of float32 sums alone. Pages are NaN until
@@ -6,6 +6,7 @@ written and again when they are given up, so any read of what is not there shows
 """
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,12 +24,13 @@ from gpu.step import (
     StepPlan,
     StepResult,
 )
-from tests.gpu.reference_model import FOLDER, GREEDY, NUM_LAYERS, layer_units, prefill_prompts
+from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shallow_model
 from tests.reference_tier import ReferenceTier, stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.config import HostConfig, SampledConfig
 from transfer.tier import HostTier, TierShape
 
+NUM_LAYERS = 4  # two of them dense by default
 NUM_HEADS, NUM_KV_HEADS, DIM = 8, 2, 64
 DEFAULT_DENSE = (0, NUM_LAYERS // 2)
 MAX_CONTEXT = 1024
@@ -51,7 +53,7 @@ def load(
         shape = tier.shape
         host = HostConfig(sampled=SampledConfig(bits_per_table=shape.bits_per_table, num_tables=shape.num_tables))
     runner = load_runner(
-        ModelConfig(path=FOLDER),
+        ModelConfig(path=Path(shallow_model(NUM_LAYERS).name)),
         GpuConfig(device=device, dtype=dtype, page_tokens=page_tokens, graph_batch_sizes=graph_batch_sizes),
         max_running=max_running,
         max_context_tokens=max_context,
@@ -108,7 +110,7 @@ class Twins:
             own_pages = [self._free.pop() for _ in range(-(-sequence.num_tokens // self.page_tokens))]
             sequence.pages = list(own_pages)
             job = PrefillJob(prompt.slot, [prompt])
-            units = layer_units(job, 512)
+            units = layer_units(job, 512, NUM_LAYERS)
             writes = [PageWrite(prompt.slot, 0, list(range(*self._exact_pages(prompt.slot, 0, sequence.num_tokens))))]
             self.exact.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
             writes = [PageWrite(prompt.slot, 0, own_pages)]
@@ -127,7 +129,7 @@ class Twins:
         host = HostPrompt(sequence.context_id, None, sink, end, self.is_sampled)
         prompt = PrefillPrompt(slot, token_ids, 0, num_tokens, GREEDY, PROFILES[self.is_sampled], host)
         job = PrefillJob(slot, [prompt])
-        units = layer_units(job, 512)
+        units = layer_units(job, 512, NUM_LAYERS)
         writes = [PageWrite(slot, 0, sequence.pages)]
         self.deposits.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
         writes = [PageWrite(slot, 0, list(range(*self._exact_pages(slot, 0, num_tokens))))]
