@@ -54,10 +54,15 @@ def sampled_share(degrees: float, bits: int, columns: int, seed: int) -> tuple[i
     return tables, (equal.view(32, draws, tables).sum(-1) >= 2).double().mean(0).numpy()
 
 
+ANGLES = [(bits, degrees) for bits in range(7, 12) for degrees in (20, 60, 90, 100)] + [
+    (bits, degrees) for bits in range(1, 5) for degrees in (110, 125, 140)
+]
+FEW_ANGLES = [(7, 20), (10, 60), (11, 90), (8, 100), (1, 140), (4, 110)]
+
+
 @pytest.mark.parametrize(
     ("bits", "degrees"),
-    [(bits, degrees) for bits in range(7, 12) for degrees in (20, 60, 90, 100)]
-    + [(bits, degrees) for bits in range(1, 5) for degrees in (110, 125, 140)],
+    [*FEW_ANGLES, *(pytest.param(*it, marks=pytest.mark.long) for it in ANGLES if it not in FEW_ANGLES)],
 )
 def test_keys_are_sampled_as_often_as_equation_10_says(bits: int, degrees: int) -> None:
     tables, share = sampled_share(degrees, bits, 1_000_000, bits * 1000 + degrees)

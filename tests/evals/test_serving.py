@@ -52,8 +52,9 @@ def test_a_prompt_that_the_engine_refuses_is_a_failure_and_its_neighbours_are_no
 def config(tmp_path: Path) -> Path:
     """A deployment whose contexts leave the device at once."""
     path = tmp_path / "tier.yaml"
-    host = {"memory_limit_gib": 0.25, "resident_tokens": 0, "sampled": {"bits_per_table": 4, "num_tables": 40}}
-    tree = {"model": {"random_weights": "elsewhere"}, "gpu": {"kv_cache_gib": 0.5}, "host": host}
+    sampled = {"bits_per_table": 4, "num_tables": 40}
+    host = {"memory_limit_gib": 0.25, "threads": 1, "resident_tokens": 0, "sampled": sampled}
+    tree = {"model": {"random_weights": "elsewhere"}, "gpu": {"kv_cache_gib": 0.5, "threads": 1}, "host": host}
     path.write_text(json.dumps(tree))
     return path
 
