@@ -1,6 +1,8 @@
 """Tests that need a CUDA device are skipped where there is none, and say so. One of several processes keeps to a core.
 
 numba takes no lock to write its file cache: each process of the suite, with those that it starts, has one of its own.
+Loading a model sets torch's threads for a whole process: a test among several processes begins with one, and threads
+that wait do not spin, since two that spun beside another process took fifteen times one's time.
 What hypothesis draws is the same in every run where CI is set, and elsewhere follows a seed that the run's end names.
 """
 
@@ -30,6 +32,15 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ["NUMBA_CACHE_DIR"] = str(ROOT / "build" / "numba" / worker)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+@pytest.fixture(autouse=True)
+def _torch_begins_with_one_thread() -> None:
+    import torch
+
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        torch.set_num_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -24,6 +24,7 @@ ANSWER_TOKENS = 48
 ROOM_TOKENS = 2 * ANSWER_TOKENS
 WAIT_S = 120 * max(1.0, LONG_TOKENS / 10_000)  # a request; alone on a core it takes a tenth of it
 RELEASE_S = 20
+STATS_S = 1.0  # the engine reports its gauges four times a second
 GIB = 2**30
 HIDDEN, DIM, VOCAB, NUM_LAYERS = 64, 64, 8192, 2  # a head of keys, and one of queries
 TOKEN_LAYER_BYTES = 2 * DIM * 4  # a key and a value in float32
@@ -101,20 +102,23 @@ def gauges(server: ServerProcess) -> dict[str, float]:
     return {name: values[name] for name in names}
 
 
-def wait_until_empty(server: ServerProcess) -> float:
-    """Seconds until nothing is held."""
+def wait_until_held(server: ServerProcess, wanted: dict[str, float]) -> float:
+    """Seconds until no more is held than this."""
     began = time.monotonic()
-    while any(held := gauges(server).values()):
-        assert time.monotonic() < began + RELEASE_S, held
+    while (held := gauges(server)) != wanted:
+        assert time.monotonic() < began + RELEASE_S, (held, wanted)
         time.sleep(0.05)
     return time.monotonic() - began
 
 
 def test_a_prefill_that_is_cancelled_halfway_leaves_nothing_while_others_are_answered(server: ServerProcess) -> None:
-    """First of all: with a prefix cache, contexts of others would stay, idle."""
+    """With a prefix cache, contexts of other tests stay, idle."""
     short = body(300, 1, max_tokens=8)
     alone = ask(server, short)["choices"][0]["text"]
-    wait_until_empty(server)
+    time.sleep(STATS_S)
+    before = gauges(server)
+    assert (before["host_bytes_promised"], before["requests_prefilling"]) == (0, 0)
+    assert server.has_prefix_cache or not any(before.values())
     request = body(LONG_TOKENS, 2, stream=True, return_progress=True)
     url, others = f"{server.url}/v1/completions", []
     with ThreadPoolExecutor(1) as pool, httpx.stream("POST", url, json=request, timeout=WAIT_S) as answer:
@@ -131,7 +135,7 @@ def test_a_prefill_that_is_cancelled_halfway_leaves_nothing_while_others_are_ans
         assert held["requests_prefilling"] >= 1
         answer.close()
         beside = others[0].result()["choices"][0]["text"]
-    seconds = wait_until_empty(server)
+    seconds = wait_until_held(server, before)
     print(
         f"\ncancelled at {progress['processed']:,} of {progress['total']:,}; held {held}; empty after {seconds:.2f} s"
     )

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
@@ -77,7 +78,8 @@ def settled(server: ServerProcess, name: str) -> float:
 
 
 def test_a_prefill_that_is_cancelled_leaves_nothing_on_the_device_or_the_host(server: ServerProcess) -> None:
-    """First of all: idle contexts of the others would be there as well."""
+    """What is held before it are idle contexts of other tests."""
+    before = {name: settled(server, name) for name in HELD}
     body = {"prompt": [7 + i % 5000 for i in range(LONG_TOKENS)], "stream": True, "max_tokens": 4,
             "return_progress": True, "attention_profile": "offloaded"}  # fmt: skip
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ASK_SECONDS) as answer:
@@ -86,7 +88,8 @@ def test_a_prefill_that_is_cancelled_leaves_nothing_on_the_device_or_the_host(se
                 break
         else:
             pytest.fail("the prefill ended before anything was promised host memory; raise LONG_TOKENS")
-    wait_until(lambda: not any(server.metric(name) for name in REQUESTS + HELD), RELEASE_SECONDS)
+    wait_until(lambda: {name: server.metric(name) for name in HELD} == before, RELEASE_SECONDS)
+    wait_until(lambda: not any(server.metric(name) for name in REQUESTS), RELEASE_SECONDS)
 
 
 def test_what_is_read_whole_from_host_memory_is_what_the_device_says(server: ServerProcess) -> None:
@@ -139,9 +142,9 @@ def test_a_killed_engine_is_replaced_and_its_device_memory_with_it(server: Serve
         assert "1618033" in said(ask(server, question(1618033, 64), profile)), profile
 
 
-def test_the_server_ends_on_sigterm_and_its_engine_with_it(server: ServerProcess) -> None:
-    """Last of all: nothing serves after it."""
-    engine = server.engine
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(timeout=30) == 0
-    wait_until(lambda: not psutil.pid_exists(engine.pid), RELEASE_SECONDS)
+def test_a_server_ends_on_sigterm_and_its_engine_with_it(tmp_path: Path) -> None:
+    with running_server(tmp_path, CHANGES) as server:
+        engine = server.engine
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 0
+        wait_until(lambda: not psutil.pid_exists(engine.pid), RELEASE_SECONDS)

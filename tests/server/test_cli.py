@@ -75,7 +75,8 @@ def test_what_is_wrong_with_a_configuration_is_one_line(
     path = tmp_path / "deployment.yaml"
     if yaml is not None:
         path.write_text(yaml)
-    done = tandem(command, path)
+    options = ["--port", 0] if command == "serve" else []  # the default one may be taken, which is told first
+    done = tandem(command, path, *options)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert words in done.stderr

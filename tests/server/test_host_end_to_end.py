@@ -17,6 +17,7 @@ HOST = {
     "resident_tokens": 256,
     "sampled": {"bits_per_table": 8, "num_tables": 75},
 }
+STATS_SECONDS = 1.0  # the engine reports its gauges four times a second
 DOCUMENT = f"{FILLER * 64}{NEEDLE} {FILLER * 64}"
 CHAT = [{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}]
 
@@ -49,15 +50,16 @@ def gauge(url: str, name: str) -> float:
     return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
 
 
-def wait_until_zero(url: str, *names: str) -> None:
-    ends = time.monotonic() + 20
-    while any(gauge(url, name) for name in names):
-        assert time.monotonic() < ends, {name: gauge(url, name) for name in names}
-        time.sleep(0.1)
+def held(url: str) -> dict[str, float]:
+    names = ("host_bytes_promised", "host_bytes_used", "host_contexts", "pages_used", "requests_prefilling")
+    return {name: gauge(url, f"tandem_{name}") for name in names}
 
 
 def test_a_prefill_that_is_cancelled_leaves_no_host_bytes(url):
-    """First of all: idle contexts of the others would be there as well."""
+    """What is held before it are idle contexts of other tests."""
+    time.sleep(STATS_SECONDS)
+    before = held(url)
+    assert (before["host_bytes_promised"], before["requests_prefilling"]) == (0, 0)
     body = {"prompt": [7 + i % 5000 for i in range(9_000)], "stream": True, "max_tokens": 4, "return_progress": True,
             "attention_profile": "offloaded"}  # fmt: skip
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
@@ -67,8 +69,10 @@ def test_a_prefill_that_is_cancelled_leaves_no_host_bytes(url):
                 break
         else:
             pytest.fail("the prefill ended before anything was promised host memory")
-    wait_until_zero(url, "tandem_host_bytes_promised", "tandem_host_bytes_used", "tandem_host_contexts")
-    wait_until_zero(url, "tandem_pages_used", "tandem_requests_prefilling")
+    ends = time.monotonic() + 20
+    while held(url) != before:
+        assert time.monotonic() < ends, (held(url), before)
+        time.sleep(0.1)
 
 
 def test_what_is_read_whole_from_host_memory_answers_as_the_device_does(client, url):
@@ -77,7 +81,7 @@ def test_what_is_read_whole_from_host_memory_answers_as_the_device_does(client, 
     assert "4815162" in exact
     assert offloaded == exact
     assert gauge(url, "tandem_host_rows_read_total") > 0
-    assert gauge(url, "tandem_host_contexts") == 1
+    assert gauge(url, "tandem_host_contexts") > 0
 
 
 def test_a_sampled_context_finds_its_needle_and_the_next_turn_its_prefix(client, url):
