@@ -14,10 +14,36 @@ from xdist.workermanage import WorkerController
 
 # Longest first, as far as they take more than a few seconds (`pytest --durations=20`); others may be in neither.
 COMPILING = (
-    "tests/cpu/test_host_attention.py",
     "tests/bench/test_long_context.py",
+    "tests/cpu/test_host_attention.py",
+    "tests/scheduler/test_host_failures.py",
+    "tests/bench/test_engine_benchmark.py",
+    "tests/evals/test_serving.py",
+    "tests/end_to_end/test_long_prompt.py",
+    "tests/cpu/test_growth.py",
+    "tests/server/test_host_end_to_end.py",
+    "tests/gpu/test_cpu_step.py",
+    "tests/gpu/test_hop_steps_on_cpu_tier.py",
+    "tests/cpu/test_tier.py",
 )
-LONG = ("tests/end_to_end/test_lm_eval.py",)
+LONG = (
+    "tests/end_to_end/test_responsiveness.py",
+    "tests/end_to_end/test_lm_eval.py",
+    "tests/server/test_end_to_end.py",
+    "tests/gpu/test_runner.py",
+    "tests/test_house.py",
+    "tests/gpu/test_kernels_interpreted.py",
+    "tests/gpu/test_kernel_targets.py",
+    "tests/test_demo.py",
+    "tests/end_to_end/test_soak.py",
+    "tests/evals/test_resume.py",
+    "tests/server/test_cli.py",
+    "tests/gpu/test_hop_steps.py",
+    "tests/server/test_lifecycle.py",
+    "tests/evals/test_run.py",
+    "tests/evals/test_tasks.py",
+    "tests/training/test_reference_model.py",
+)
 
 
 def in_order(files: Iterable[str]) -> list[str]:

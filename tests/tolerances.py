@@ -97,7 +97,7 @@ PROMPT_LOGPROB_ATOL = 1e-4
 SECOND_BEST_SEEN = 0.99
 # The same weights and the same kernels, cut into other chunks: float32 sums in another order.
 CHUNKING_LOGPROB_ATOL = 1e-4
-# Logits of twelve float32 layers whose attention is merged from the device's part and the host's: sums in another
+# Logits of four float32 layers whose attention is merged from the device's part and the host's: sums in another
 # order, logits of some ten units.
 HOP_LOGITS_FLOAT32 = 2e-4
 # The same where every key is sampled (1 bit, 64 tables): keys almost opposite to the query may be missed or weigh twice

@@ -1,6 +1,6 @@
 """A prompt ten times as long as the KV pages hold, through the API: its middle goes down to host memory and is sampled.
 
-Takes TANDEM_LONG_TOKENS tokens (10,000 by default; 200,000 is what a release is held to, three minutes a prefill). The
+Takes TANDEM_LONG_TOKENS tokens (12,000 by default; 200,000 is what a release is held to, three minutes a prefill). The
 model is random and small, so that the time goes into attention, which is what grows with the prompt.
 """
 
@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 
 from tests.end_to_end.server_process import REPOSITORY, ServerProcess, running_server
 
-LONG_TOKENS = int(os.environ.get("TANDEM_LONG_TOKENS", "10000"))
+LONG_TOKENS = int(os.environ.get("TANDEM_LONG_TOKENS", "12000"))
 ANSWER_TOKENS = 48
 ROOM_TOKENS = 2 * ANSWER_TOKENS
-WAIT_S = 120 * max(1.0, LONG_TOKENS / 10_000)  # a request; alone on a core it takes a tenth of it
+WAIT_S = 120 * max(1.0, LONG_TOKENS / 12_000)  # a request; alone on a core it takes a tenth of it
 RELEASE_S = 20
 STATS_S = 1.0  # the engine reports its gauges four times a second
 GIB = 2**30
@@ -102,11 +102,11 @@ def gauges(server: ServerProcess) -> dict[str, float]:
     return {name: values[name] for name in names}
 
 
-def wait_until_held(server: ServerProcess, wanted: dict[str, float]) -> float:
-    """Seconds until no more is held than this."""
+def wait_until_no_more_is_held(server: ServerProcess, before: dict[str, float]) -> float:
+    """Seconds until then. Less may be: idle contexts give way."""
     began = time.monotonic()
-    while (held := gauges(server)) != wanted:
-        assert time.monotonic() < began + RELEASE_S, (held, wanted)
+    while any(value > before[name] for name, value in gauges(server).items()):
+        assert time.monotonic() < began + RELEASE_S, (gauges(server), before)
         time.sleep(0.05)
     return time.monotonic() - began
 
@@ -117,7 +117,6 @@ def test_a_prefill_that_is_cancelled_halfway_leaves_nothing_while_others_are_ans
     alone = ask(server, short)["choices"][0]["text"]
     time.sleep(STATS_S)
     before = gauges(server)
-    assert (before["host_bytes_promised"], before["requests_prefilling"]) == (0, 0)
     assert server.has_prefix_cache or not any(before.values())
     request = body(LONG_TOKENS, 2, stream=True, return_progress=True)
     url, others = f"{server.url}/v1/completions", []
@@ -131,11 +130,11 @@ def test_a_prefill_that_is_cancelled_halfway_leaves_nothing_while_others_are_ans
             if 2 * progress["processed"] >= progress["total"]:
                 break
         held = gauges(server)
-        assert held["host_bytes_promised"] > 0
+        assert held["host_bytes_promised"] > before["host_bytes_promised"]
         assert held["requests_prefilling"] >= 1
         answer.close()
         beside = others[0].result()["choices"][0]["text"]
-    seconds = wait_until_held(server, before)
+    seconds = wait_until_no_more_is_held(server, before)
     print(
         f"\ncancelled at {progress['processed']:,} of {progress['total']:,}; held {held}; empty after {seconds:.2f} s"
     )

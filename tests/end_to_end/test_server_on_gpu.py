@@ -84,11 +84,12 @@ def test_a_prefill_that_is_cancelled_leaves_nothing_on_the_device_or_the_host(se
             "return_progress": True, "attention_profile": "offloaded"}  # fmt: skip
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ASK_SECONDS) as answer:
         for line in answer.iter_lines():  # leaving it closes the stream, and so cancels
-            if "prompt_progress" in line and server.metric("tandem_host_bytes_promised"):
+            promised = server.metric("tandem_host_bytes_promised") if "prompt_progress" in line else 0.0
+            if promised > before["tandem_host_bytes_promised"]:
                 break
         else:
             pytest.fail("the prefill ended before anything was promised host memory; raise LONG_TOKENS")
-    wait_until(lambda: {name: server.metric(name) for name in HELD} == before, RELEASE_SECONDS)
+    wait_until(lambda: all(server.metric(name) <= before[name] for name in HELD), RELEASE_SECONDS)
     wait_until(lambda: not any(server.metric(name) for name in REQUESTS), RELEASE_SECONDS)
 
 
@@ -119,7 +120,7 @@ def test_a_sampled_context_finds_its_needle_in_few_rows_and_the_next_turn_its_pr
 
 def test_requests_of_every_profile_at_once_say_what_each_was_asked(server: ServerProcess) -> None:
     """Nine of three profiles, of different lengths, in shared steps."""
-    asked = [(1_000_003 * (index + 2), 20 + 6 * index, PROFILES[index % 3]) for index in range(9)]
+    asked = [(1_234_567 + 777_777 * index, 20 + 6 * index, PROFILES[index % 3]) for index in range(9)]
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda it: said(ask(server, question(it[0], it[1]), it[2])), asked))
     assert [(item, text) for item, text in zip(asked, answers, strict=True) if str(item[0]) not in text] == []

@@ -26,12 +26,13 @@ from tests.gpu.reference_model import (
     reference_runner,
     tokenizer,
 )
-from tests.tolerances import BF16_AGREEMENT_LOSS, PROMPT_LOGPROB_ATOL, SECOND_BEST_SEEN
+from tests.tolerances import BF16_AGREEMENT_LOSS, BF16_LOGPROB_ATOL, PROMPT_LOGPROB_ATOL, SECOND_BEST_SEEN
 
 NUM_STEPS = 256
 FEW_LENGTHS = [2500] + [1000] * 2 + [500] * 2 + [200] * 4 + [60, 1]  # the first is of two chunks
 LENGTHS = [8000] + [2000] * 2 + [1000] * 4 + [500] * 4 + [200] * 7 + [60, 1]
-AGREEMENT_PROMPTS = range(1, 5)  # of 1,000 and 500 tokens, or of 2,000 and 1,000
+AGREEMENT_PROMPTS = range(1, 7)  # of 2,000 and 1,000 tokens, where all are asked
+LOGPROBS_PROMPT = 3  # of 500 or 1,000 tokens
 WITH_LOGPROBS = SamplingParams(temperature=0.0, num_prompt_logprobs=1)
 
 
@@ -120,6 +121,16 @@ def test_the_reference_model_finds_the_needle(prompts: list[np.ndarray], generat
         assert f" is {answer}." in prompt
 
 
+def test_bf16_logprobs_are_those_of_float32_but_for_rounding(prompts: list[np.ndarray], wanted: list[Wanted]) -> None:
+    runner, index = reference_runner(dtype="bfloat16"), LOGPROBS_PROMPT
+    (ours,) = generate(runner, [prompts[index]], 1, WITH_LOGPROBS).prompt_logprobs.values()
+    following = wanted[index].following[: len(ours)]
+    apart = torch.tensor([entry.logprob for entry in ours]) - following
+    assert apart.abs().mean() <= BF16_LOGPROB_ATOL
+    assert (following[1:] - following[:-1]).abs().mean() > BF16_LOGPROB_ATOL, "a shift would be noticed"
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_bf16_agrees_with_float32_as_much_as_transformers_bf16_does(
     prompts: list[np.ndarray], wanted: list[Wanted]

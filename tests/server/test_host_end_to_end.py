@@ -59,18 +59,17 @@ def test_a_prefill_that_is_cancelled_leaves_no_host_bytes(url):
     """What is held before it are idle contexts of other tests."""
     time.sleep(STATS_SECONDS)
     before = held(url)
-    assert (before["host_bytes_promised"], before["requests_prefilling"]) == (0, 0)
     body = {"prompt": [7 + i % 5000 for i in range(9_000)], "stream": True, "max_tokens": 4, "return_progress": True,
             "attention_profile": "offloaded"}  # fmt: skip
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
         for line in answer.iter_lines():  # leaving it closes the stream, and so cancels
             is_progress = "prompt_progress" in line and json.loads(line[6:])["prompt_progress"]["processed"] > 0
-            if is_progress and gauge(url, "tandem_host_bytes_promised"):
+            if is_progress and gauge(url, "tandem_host_bytes_promised") > before["host_bytes_promised"]:
                 break
         else:
             pytest.fail("the prefill ended before anything was promised host memory")
     ends = time.monotonic() + 20
-    while held(url) != before:
+    while any(value > before[name] for name, value in held(url).items()):
         assert time.monotonic() < ends, (held(url), before)
         time.sleep(0.1)
 
