@@ -213,3 +213,6 @@ UNBIASED_SIGMAS = 5.0
 
 # Fractions of integer counts: a few float64 roundings. One key in thousands is a relative 1e-4.
 EXACT_FRACTION = 1e-12
+# --- what the scheduler learns ---
+
+COST_MODEL = 0.01  # of a unit's time, learnt from noise-free times of three terms: the mean context is half a token off

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -34,6 +35,8 @@ def main(
     root: Annotated[Path, typer.Option(help="The project, whose faults are in tests/mutants.")] = PROJECT,
 ) -> None:
     """Applies each fault to a copy, runs the tests it names, and prints who saw it. Fails if one survives."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # both end what runs, and take the copies away
+        signal.signal(ending, signal.default_int_handler)
     console = Console(width=None if os.isatty(1) else 200)
     try:
         faults = choose(read_faults(root / "tests" / "mutants"), package, only)

@@ -321,12 +321,18 @@ def test_zero_max_tokens_computes_the_prompt_alone() -> None:
     check_empty(engine)
 
 
-def test_min_tokens_outlasts_a_stop_token() -> None:
+@pytest.mark.parametrize("min_tokens", [0, 4, 5, 6, 12])
+def test_a_stop_token_ends_the_text_from_min_tokens_on(min_tokens: int) -> None:
+    """The fifth token is the stop token: it ends a text of five if five are enough, else the text goes on."""
     prompt = prompt_of(10)
     free = expected_output(prompt, 12, [], "exact")
+    assert free.index(free[4]) == 4
+    assert free[4] not in free[5:]
     engine, _ = make_engine()
-    engine.submit([make_request("a", prompt, max_tokens=12, stop=[free[0]], min_tokens=5)])
-    assert len(text(drain(engine)["a"])) >= 5
+    engine.submit([make_request("a", prompt, max_tokens=12, stop=[free[4]], min_tokens=min_tokens)])
+    deltas = drain(engine)["a"]
+    assert text(deltas) == (free[:5] if min_tokens <= 5 else free)
+    assert deltas[-1].finish_reason == ("stop" if min_tokens <= 5 else "length")
 
 
 def test_prompt_logprobs_read_no_cached_prefix() -> None:
@@ -407,40 +413,59 @@ def test_a_short_prompt_during_a_long_prefill_waits_for_two_units_at_most(is_pip
 
 
 def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    """Short prompts that share nothing come so fast that one is always there to be preferred."""
     engine, _ = make_engine(num_pages=1200, chunk_tokens=64, max_running=16, bypass_units=8, max_hidden_tokens=20_000)
-    engine.submit([make_request("long", prompt_of(1000), max_tokens=1)])
-    done = False
-    for step in range(3000):
-        if step % 2 == 0:
-            engine.submit([make_request(f"s{step}", prompt_of(60, salt=step), max_tokens=1)])
+    engine.submit([make_request("long", prompt_of(640), max_tokens=1)])
+    done, num_short = False, 0
+    for _ in range(600):
+        while engine.stats().num_waiting < 2:
+            engine.submit([make_request(f"s{num_short}", [1000 + num_short, *prompt_of(59)], max_tokens=1)])
+            num_short += 1
         done = done or any(delta.request_id == "long" for delta in engine.step())
         if done:
             break
     assert done
-    drain(engine)
+    assert num_short > 20, "and they were preferred meanwhile"
 
 
-def test_a_long_prefill_keeps_the_gap_between_tokens_near_its_target() -> None:
-    """Simulated time: 20 us a token-layer, 5 ms a decode step, target 50 ms."""
-    runner = PageRunner(SHAPE.num_layers, PAGE, unit_seconds=20e-6, decode_seconds=5e-3)
+def gaps_of_a_stream(target_ms: float, decode_seconds: float) -> list[float]:
+    """Simulated seconds between a stream's tokens while 9,000 tokens are prefilled, 20 us a token-layer."""
+    runner = PageRunner(SHAPE.num_layers, PAGE, unit_seconds=20e-6, decode_seconds=decode_seconds)
     engine, _ = make_engine(
-        num_pages=1200, chunk_tokens=4096, max_hidden_tokens=20_000, token_gap_target_ms=50.0, runner=runner
-    )
-    engine.submit([make_request("stream", prompt_of(20), max_tokens=400)])
+        num_pages=1200, chunk_tokens=4096, max_hidden_tokens=20_000, token_gap_target_ms=target_ms, runner=runner,
+        is_pipelined=False,
+    )  # fmt: skip
+    engine.submit([make_request("stream", prompt_of(20), max_tokens=1000)])
     for _ in range(20):
         engine.step()
     engine.submit([make_request("long", prompt_of(9000, salt=1), max_tokens=1)])
     last, gaps = runner.clock, []
-    while engine.has_work:
+    while True:
         deltas = engine.step()
         if any(delta.request_id == "stream" for delta in deltas):
             gaps.append(runner.clock - last)
             last = runner.clock
         if any(delta.request_id == "long" for delta in deltas):
-            break
+            return gaps
+
+
+def test_a_long_prefill_keeps_the_gap_between_tokens_near_its_target() -> None:
+    gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=5e-3)
     assert max(gaps) <= 0.055
     assert sum(gaps) / len(gaps) >= 0.02  # and it uses the time it may take
-    drain(engine)
+
+
+def test_the_target_binds_where_prefills_share_of_the_time_would_exceed_it() -> None:
+    gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=20e-3)  # a share of 0.8 would be 100 ms a gap
+    assert max(gaps) <= 0.055
+    assert sum(gaps) / len(gaps) >= 0.04
+
+
+def test_prefill_goes_on_where_decode_alone_takes_longer_than_the_target() -> None:
+    """With a tenth of the target's time: 5 ms a gap."""
+    gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=60e-3)
+    assert max(gaps) <= 0.066
+    assert sum(gap - 0.06 for gap in gaps) / len(gaps) >= 0.0025
 
 
 def seconds_of_a_long_prefill(num_streams: int) -> float:
@@ -474,3 +499,44 @@ def test_progress_grows_to_the_whole_prompt() -> None:
     assert seen == sorted(seen)
     assert len(set(seen)) > 20
     assert 900 < seen[-1] <= 1000
+
+
+def test_progress_counts_what_was_cached_as_done() -> None:
+    engine, _ = make_engine(num_pages=200, chunk_tokens=64)
+    engine.submit([make_request("a", prompt_of(640), max_tokens=1)])
+    drain(engine)
+    engine.submit([make_request("b", prompt_of(1280), max_tokens=1)])
+    seen = []
+    while engine.has_work:
+        engine.step()
+        seen += engine.progress()
+    assert {(report.cached_tokens, report.total_tokens) for report in seen} == {(640, 1280)}
+    assert min(report.done_tokens for report in seen) >= 640
+    assert max(report.done_tokens for report in seen) > 1200
+
+
+def test_the_first_delta_alone_tells_the_time_in_the_queue() -> None:
+    engine, _ = make_engine()
+    engine.submit([make_request("a", prompt_of(20))])
+    waits = [delta.queue_seconds for delta in drain(engine)["a"]]
+    assert waits[0] >= 0
+    assert waits[1:] == [None] * 7
+
+
+def test_steps_are_counted_as_they_are_launched() -> None:
+    engine, runner = make_engine()
+    engine.submit([make_request("a", prompt_of(100))])
+    drain(engine)
+    engine.step()
+    assert engine.stats().steps == len(runner.plans)
+
+
+def test_a_block_is_found_only_once_its_last_token_has_been_fed() -> None:
+    engine, _ = make_engine(is_pipelined=False)
+    first = make_request("a", prompt_of(30), max_tokens=20)
+    engine.submit([first])
+    drawn: list[int] = []
+    while len(drawn) < 2:
+        drawn += text(engine.step())
+    engine.submit([make_request("b", [*first.prompt_token_ids, *drawn, *prompt_of(5)])])
+    assert drain(engine)["b"][0].num_cached_tokens == 16

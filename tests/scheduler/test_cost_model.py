@@ -1,0 +1,85 @@
+"""The cost model learns what a machine takes for a unit, from units of other shapes, and plans units by it."""
+
+import numpy as np
+import pytest
+
+from gpu.architecture import NAMED_SHAPES
+from gpu.step import PrefillUnit
+from scheduler.cost_model import CostModel
+from tests.tolerances import COST_MODEL
+
+SHAPE = NAMED_SHAPES["tiny"]
+UNIT_S, PROJECTION_S, ATTENTION_S = 3e-4, 1e-6, 2e-9  # of the machine below: a unit, a token, a pair of tokens
+
+
+def machine_seconds(num_tokens: int, context: int) -> float:
+    """Of a causal unit that ends at `context`: each token attends to all before it and itself."""
+    pairs = sum(range(context - num_tokens + 1, context + 1))
+    return UNIT_S + PROJECTION_S * num_tokens + ATTENTION_S * pairs
+
+
+@pytest.fixture
+def model() -> CostModel:
+    model = CostModel(SHAPE)
+    draw = np.random.default_rng(0)
+    for _ in range(64):
+        tokens = int(draw.integers(16, 2048))
+        context = tokens + int(draw.integers(0, 20_000))
+        model.observe_units([PrefillUnit(0, 0, 0, tokens)], [context], machine_seconds(tokens, context))
+    return model
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(64, 64), (2048, 2048), (512, 16_000), (2048, 60_000)])
+def test_units_of_any_length_and_context_take_what_the_machine_takes(
+    model: CostModel, tokens: int, context: int
+) -> None:
+    assert model.unit_seconds(tokens, context) == pytest.approx(machine_seconds(tokens, context), rel=COST_MODEL)
+
+
+def test_the_comparison_sees_attention_over_the_end_of_the_context(model: CostModel) -> None:
+    """Power of the test above: half a unit's length more or less of context is seen."""
+    off = model.unit_seconds(2048, 2048 + 1024)
+    assert off != pytest.approx(machine_seconds(2048, 2048), rel=10 * COST_MODEL)
+
+
+@pytest.mark.parametrize(("begin", "seconds"), [(0, 0.004), (30_000, 0.02)])
+def test_a_unit_is_the_longest_that_fits_the_time_from_where_it_begins(
+    model: CostModel, begin: int, seconds: float
+) -> None:
+    fits = [tokens for tokens in (64, 128, 256, 512, 1024, 2048) if machine_seconds(tokens, begin + tokens) <= seconds]
+    assert 64 < fits[-1] < 2048, "the test means something"
+    assert model.tokens_within(seconds, begin, 2048, 64) == fits[-1]
+
+
+def test_a_unit_has_the_least_tokens_where_nothing_fits_and_all_where_all_do(model: CostModel) -> None:
+    assert model.tokens_within(0.0, 0, 2048, 64) == 64
+    assert model.tokens_within(1e9, 0, 2000, 64) == 2000
+    assert model.tokens_within(1e9, 0, 40, 64) == 40
+
+
+def test_a_decode_steps_time_follows_the_machine_without_jumping() -> None:
+    model = CostModel(SHAPE)
+    model.observe_decode(0.010)
+    assert model.decode_seconds == 0.010
+    model.observe_decode(0.020)
+    assert 0.010 < model.decode_seconds < 0.015
+    model.observe_decode(0.0)  # a step without decode says nothing
+    for _ in range(20):
+        model.observe_decode(0.020)
+    assert model.decode_seconds == pytest.approx(0.020, rel=COST_MODEL)
+
+
+def test_steps_without_units_or_time_teach_nothing() -> None:
+    model = CostModel(SHAPE)
+    before = model.unit_seconds(512, 512)
+    model.observe_units([], [], 1.0)
+    model.observe_units([PrefillUnit(0, 0, 0, 512)], [512], 0.0)
+    assert model.unit_seconds(512, 512) == before
+    assert model.familiar_tokens == 0
+
+
+def test_what_is_familiar_is_twice_the_most_that_a_step_had() -> None:
+    model = CostModel(SHAPE)
+    model.observe_units([PrefillUnit(0, 0, 0, 100), PrefillUnit(1, 0, 0, 50)], [100, 50], 0.01)
+    model.observe_units([PrefillUnit(0, 0, 0, 20)], [20], 0.01)
+    assert model.familiar_tokens == 300

@@ -1,0 +1,79 @@
+"""Which cached page goes first, and what a block's hash tells apart."""
+
+from pathlib import Path
+
+from gpu.config import GpuConfig, ModelConfig
+from scheduler.engine import model_key
+from scheduler.pages import PagePool
+from scheduler.prefix_cache import PrefixCache
+from scheduler.sequence import Sequence
+from tests.scheduler.test_scheduler import make_request, prompt_of
+
+HASHES = [b"first", b"second", b"third"]
+
+
+def make_pool() -> tuple[PagePool, list[int]]:
+    """Three pages, held and published."""
+    pool = PagePool(0, 3, prefix_cache=True)
+    pages = pool.allocate(3)
+    for digest, page in zip(HASHES, pages, strict=True):
+        pool.publish(digest, page)
+    return pool, pages
+
+
+def test_the_page_that_was_used_longest_ago_is_evicted_first() -> None:
+    pool, pages = make_pool()
+    for page in pages:
+        pool.release([page])
+    pool.hold(pages[:1])
+    pool.release(pages[:1])
+    pool.allocate(2)
+    assert pool.match([b"first"]) == pages[:1]
+    assert pool.match([b"second"]) == pool.match([b"third"]) == []
+
+
+def test_a_prefix_is_evicted_from_its_end() -> None:
+    pool, pages = make_pool()
+    pool.release(pages)
+    pool.allocate(1)
+    assert pool.match(HASHES) == pages[:2]
+
+
+def test_a_page_of_two_holders_stays_until_both_have_let_go() -> None:
+    pool, pages = make_pool()
+    pool.hold(pages[:1])
+    pool.release(pages)
+    assert (pool.num_held, pool.num_available) == (1, 2)
+    pool.release(pages[:1])
+    assert (pool.num_held, pool.num_available) == (0, 3)
+
+
+def test_what_is_retracted_is_not_found_and_its_page_is_blank() -> None:
+    pool, pages = make_pool()
+    pool.release(pages)
+    pool.retract(b"second")
+    assert pool.match(HASHES) == pages[:1]
+    assert (pool.num_idle, pool.num_available) == (2, 3)
+
+
+def hashes(model: bytes, kv_key: str) -> list[bytes]:
+    cache = PrefixCache(PagePool(0, 4, True), 16, True, model, {"exact": kv_key})
+    return cache.known_hashes(Sequence(make_request("a", prompt_of(40)), prompt_of(40)))
+
+
+def test_a_blocks_hash_names_the_model_and_the_making_of_its_kv() -> None:
+    one = hashes(b"model", "exact")
+    assert len(one) == 2
+    assert one == hashes(b"model", "exact")
+    assert not set(one) & set(hashes(b"other", "exact"))
+    assert not set(one) & set(hashes(b"model", "other"))
+
+
+def test_a_models_key_names_its_weights_and_their_precision() -> None:
+    settings = [
+        (ModelConfig(path=Path("a")), GpuConfig(dtype="bfloat16")),
+        (ModelConfig(path=Path("a")), GpuConfig(dtype="float32")),
+        (ModelConfig(path=Path("b")), GpuConfig(dtype="float32")),
+        (ModelConfig(random_weights="tiny", tokenizer=Path("a")), GpuConfig(dtype="float32")),
+    ]
+    assert len({model_key(model, gpu) for model, gpu in settings}) == len(settings)

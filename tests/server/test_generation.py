@@ -1,0 +1,197 @@
+"""What a body asks for is what the engine is told, choice by choice; what comes back is counted once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import server.generation
+from gpu.sampling_params import SamplingParams
+from scheduler.messages import Delta, EngineRequest, Ready
+from server.api_error import ApiError
+from server.bodies import CompletionBody
+from server.generation import Generation, Job, Update
+from server.mailbox import Mailbox
+from server.metrics import Metrics
+from server.prompts import Prompt, completion_max_tokens
+from server.tokenizer import Tokenizer
+from tests.server.live_server import make_deployment
+
+CONTEXT = 100
+LIMITS = Ready(
+    vocab_size=8192, max_context_tokens=CONTEXT, profiles={"exact": CONTEXT, "narrow": 50}, default_profile="exact",
+    num_pages=10, page_tokens=16, device="fake", load_seconds=0.0,
+)  # fmt: skip
+
+
+class Engine:
+    """Takes requests, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self.forgotten: list[tuple[list[str], bool]] = []
+
+    async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str) -> None:
+        self.requests += requests
+
+    def forget(self, request_ids: list[str], cancel: bool) -> None:
+        self.forgotten.append((sorted(request_ids), cancel))
+
+
+class Call:
+    """One API call on that engine, its body given as it comes over the wire."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], max_tokens: int = 16, **body: Any) -> None:
+        self.engine, self.metrics = Engine(), Metrics()
+        deployment = make_deployment()
+        service: Any = SimpleNamespace(
+            supervisor=self.engine, metrics=self.metrics, tokenizer=tokenizer, deployment=deployment,
+            settings=deployment.server,
+        )  # fmt: skip
+        jobs = [Job(Prompt(prompt, "", 0), max_tokens) for prompt in prompts]
+        self.generation = Generation(service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS)
+
+    async def submit(self) -> list[EngineRequest]:
+        await self.generation.submit(None, None, "prompt")
+        return self.engine.requests
+
+    async def feed(self, index: int, token_ids: list[int], finish_reason: str | None = None, **more: Any) -> None:
+        request_id = f"{self.generation.id}-{index}"
+        delta = Delta(request_id=request_id, token_ids=token_ids, finish_reason=finish_reason, **more)
+        self.generation.mailbox.put(delta)
+        assert all(isinstance(update, Update) for update in await self.generation.updates())
+
+    def metric(self, name: str) -> float:
+        lines = self.metrics.text().decode().splitlines()
+        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"tandem_{name} "))
+
+
+async def test_every_option_of_a_body_reaches_the_engine_under_its_own_name(tokenizer: Tokenizer) -> None:
+    given = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5,
+        "presence_penalty": 0.75, "frequency_penalty": -0.75, "seed": 11,
+    }  # fmt: skip
+    call = Call(tokenizer, [[1, 2, 3]], **given, logit_bias={"5": -2.0}, min_tokens=4, attention_profile="narrow")
+    await call.generation.submit(3, 2, "prompt")
+    (request,) = call.engine.requests
+    assert request.sampling == SamplingParams(**given, logit_bias={5: -2.0}, num_logprobs=3, num_prompt_logprobs=2)
+    assert (request.prompt_token_ids, request.max_tokens, request.min_tokens) == ([1, 2, 3], 16, 4)
+    assert request.attention_profile == "narrow"
+
+
+async def test_what_a_body_leaves_out_is_openais_default_and_a_seed_nobody_knows(tokenizer: Tokenizer) -> None:
+    seeds = set()
+    for _ in range(2):
+        (request,) = await Call(tokenizer, [[1]], top_k=-1).submit()
+        wanted = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=request.sampling.seed)
+        assert request.sampling == wanted
+        assert (request.min_tokens, request.attention_profile) == (0, "exact")
+        seeds.add(request.sampling.seed)
+    assert len(seeds) == 2
+
+
+async def test_choices_follow_their_prompts_and_count_seeds_up_from_the_same_one(tokenizer: Tokenizer) -> None:
+    requests = await Call(tokenizer, [[1, 2], [3]], n=3, seed=5).submit()
+    assert [request.prompt_token_ids for request in requests] == [[1, 2]] * 3 + [[3]] * 3
+    assert [request.sampling.seed for request in requests] == [5, 6, 7, 5, 6, 7]
+    assert len({request.request_id for request in requests}) == 6
+
+
+@pytest.mark.parametrize(("ignores", "ends"), [(False, [1, 5, 77]), (True, [77])])
+async def test_a_text_ends_at_its_own_stop_tokens_and_the_models_unless_told_not_to(
+    tokenizer: Tokenizer, ignores: bool, ends: list[int]
+) -> None:
+    assert tokenizer.eos_ids == [1, 5]
+    (request,) = await Call(tokenizer, [[1]], stop_token_ids=[77], ignore_eos=ignores).submit()
+    assert request.stop_token_ids == ends
+
+
+async def test_as_many_tokens_as_the_most_may_be_the_fewest_and_not_one_more(tokenizer: Tokenizer) -> None:
+    assert len(await Call(tokenizer, [[1]], max_tokens=16, min_tokens=16).submit()) == 1
+    with pytest.raises(ApiError, match="more than the 16 of max_tokens"):
+        await Call(tokenizer, [[1]], max_tokens=16, min_tokens=17).submit()
+
+
+async def test_cached_and_prompt_tokens_are_counted_once_a_prompt_and_generated_ones_once_a_choice(
+    tokenizer: Tokenizer,
+) -> None:
+    call = Call(tokenizer, [[1] * 10, [2] * 20], n=3)
+    await call.submit()
+    for index in range(6):
+        await call.feed(index, [100, 101], "length", num_cached_tokens=8 if index < 3 else 16)
+    generation = call.generation
+    assert generation.num_cached_tokens == 8 + 16
+    assert generation.num_prompt_tokens == 10 + 20
+    assert generation.num_generated_tokens == 6 * 2
+    assert call.metric("prompt_tokens_total") == 30
+    assert call.metric("generated_tokens_total") == 12
+    assert generation.done
+
+
+async def test_times_are_of_the_arrival_of_the_first_token_and_of_each_further_one(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: 0.0)
+    monkeypatch.setattr(server.generation, "time", clock)
+    now = 100.0
+    call = Call(tokenizer, [[1]])
+    await call.submit()
+    now = 103.0
+    await call.feed(0, [100], queue_seconds=1.0)
+    now = 104.0
+    await call.feed(0, [101, 102], queue_seconds=None)  # two tokens at once are two halves of the time
+    now = 106.0
+    await call.feed(0, [103], "length")
+    assert call.metric("time_to_first_token_seconds_sum") == 3.0
+    assert call.metric("inter_token_seconds_sum") == 0.5 + 2.0
+    assert call.metric("inter_token_seconds_count") == 2
+    assert call.metric("queue_seconds_sum") == 1.0
+    assert call.metric("request_seconds_sum") == 6.0
+
+
+async def test_the_engine_is_told_of_an_end_that_it_does_not_know(tokenizer: Tokenizer) -> None:
+    call = Call(tokenizer, [[1]], n=3, stop="d")
+    ids = [request.request_id for request in await call.submit()]
+    (d,) = tokenizer.encode("d", False)
+    await call.feed(0, [100], "length")
+    await call.feed(1, [d])
+    call.generation.close()
+    call.generation.close()
+    assert call.engine.forgotten == [([ids[0]], False), ([ids[1]], True), ([ids[2]], True)]
+    text = call.metrics.text().decode()
+    for reason in ("length", "stop", "cancelled"):
+        assert f'tandem_requests_finished_total{{reason="{reason}"}} 1.0' in text
+
+
+async def test_what_comes_after_a_choices_end_is_not_told(tokenizer: Tokenizer) -> None:
+    call = Call(tokenizer, [[1]], n=2, stop="d")
+    await call.submit()
+    (d,) = tokenizer.encode("d", False)
+    await call.feed(0, [d])
+    request_id = f"{call.generation.id}-0"
+    call.generation.mailbox.put(Delta(request_id=request_id, token_ids=[100]))
+    assert await call.generation.updates() == []
+
+
+ROOM = [  # prompt, max_tokens asked, what it gets (None: refused)
+    (60, None, 16),
+    (90, None, 10),
+    (60, 40, 40),
+    (60, 41, None),
+    (99, 1, 1),
+    (100, 1, None),
+    (100, 0, 0),
+    (100, None, None),
+    (101, 0, None),
+]
+
+
+@pytest.mark.parametrize(("prompt", "asked", "gets"), ROOM)
+def test_a_prompt_and_its_answer_fill_the_context_and_no_more(prompt: int, asked: int | None, gets: int | None) -> None:
+    body = CompletionBody(prompt="", max_tokens=asked)
+    if gets is None:
+        with pytest.raises(ApiError) as refused:
+            completion_max_tokens(body, Prompt([7] * prompt, "", 0), LIMITS)
+        assert refused.value.code == "context_length_exceeded"
+    else:
+        assert completion_max_tokens(body, Prompt([7] * prompt, "", 0), LIMITS) == gets

@@ -1,0 +1,98 @@
+"""Every route is behind the key and the drain, but for those that say how the server is; a new one is so by itself."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from server.app import create_app
+from tests.server.live_server import fake_command, make_deployment
+
+OPEN = {"/health", "/version", "/metrics"}
+GUARDED = {
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}", "/tokenize", "/detokenize",
+}  # fmt: skip
+
+
+def list_routes(routes: Iterable[Any]) -> list[tuple[str, str]]:
+    """Method and path of each, those of included routers too."""
+    found = []
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        found += list_routes(included.routes) if included else [(method, route.path) for method in route.methods]
+    return sorted(found)
+
+
+APP = create_app(make_deployment(api_keys=["first", "second"]), fake_command())
+ROUTES = list_routes(APP.routes)
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Of an application whose engine never starts."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        yield client
+
+
+def test_the_routes_are_those_that_are_documented() -> None:
+    assert {path for _, path in ROUTES} == OPEN | GUARDED
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}])
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_no_route_but_the_open_ones_answers_without_a_key(
+    method: str, path: str, headers: dict[str, str]
+) -> None:
+    async with client_of(APP) as client:
+        answer = await client.request(method, path, headers=headers)
+    assert (answer.status_code == 401) == (path not in OPEN)
+    if path not in OPEN:
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("key", ["first", "second"])
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_answers_with_any_of_the_keys(method: str, path: str, key: str) -> None:
+    async with client_of(APP) as client:
+        answer = await client.request(method, path, headers={"authorization": f"bearer {key}"})
+    assert answer.status_code not in (401, 500)
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_no_route_but_the_open_ones_answers_while_the_server_drains(method: str, path: str) -> None:
+    app = create_app(make_deployment(retry_after_seconds=4), fake_command())
+    app.state.service.draining = True
+    async with client_of(app) as client:
+        answer = await client.request(method, path)
+        if path in OPEN:
+            assert path == "/health" or answer.status_code == 200
+            return
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "draining"
+    assert answer.headers["retry-after"] == "4"
+
+
+async def test_a_draining_server_says_that_it_is_not_healthy() -> None:
+    app = create_app(make_deployment(), fake_command())
+    app.state.service.supervisor.state = "ready"
+    async with client_of(app) as client:
+        assert (await client.get("/health")).status_code == 200
+        app.state.service.draining = True
+        answer = await client.get("/health")
+    assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+
+
+async def test_a_request_is_open_as_long_as_it_runs_and_the_open_routes_never_are() -> None:
+    app = create_app(make_deployment(), fake_command())
+    service = app.state.service
+    seen = []
+    service.supervisor.ready = lambda: seen.append(service.num_open)  # then the route fails, and the count goes back
+    async with client_of(app) as client:
+        answer = await client.post("/tokenize", json={"prompt": "a"})
+        assert answer.status_code == 500
+        assert (seen, service.num_open) == ([1], 0)
+        await client.get("/metrics")
+        assert service.num_open == 0
