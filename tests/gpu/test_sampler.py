@@ -1,5 +1,7 @@
 """The sampler against a float64 oracle that sorts, sums and races one row at a time."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -144,6 +146,23 @@ def test_draws_of_many_seeds_follow_the_distribution(name: str, device: str) -> 
 )
 def test_the_distribution_test_sees_a_wrong_setting(params: SamplingParams, claimed: SamplingParams) -> None:
     assert chi_square(params, claimed, 20_000, "cpu") < CHI_SQUARE_POWER_P
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("logits", "min_p", "drawn"),
+    [
+        ([math.log(2), 0.0, -1.0], 0.5, {0, 1}),  # half as likely as the best one, exactly
+        ([math.log(2), 0.0, -1.0], 0.500001, {0}),
+        ([1.0, 1.0, 0.999], 1.0, {0, 1}),
+    ],
+)
+def test_a_token_at_the_bound_of_min_p_may_be_drawn_and_one_below_it_may_not(
+    logits: list[float], min_p: float, drawn: set[int], device: str
+) -> None:
+    rows = 64
+    params = [SamplingParams(min_p=min_p, seed=seed) for seed in range(rows)]
+    assert set(draw_once(torch.tensor([logits] * rows), params, [0] * rows, device)) == drawn
 
 
 def test_number_n_of_a_stream_is_the_nth_philox_number_in_any_order() -> None:

@@ -428,12 +428,12 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
     assert num_short > 20, "and they were preferred meanwhile"
 
 
-def gaps_of_a_stream(target_ms: float, decode_seconds: float) -> list[float]:
+def gaps_of_a_stream(target_ms: float, decode_seconds: float, chunk_tokens: int = 4096) -> list[float]:
     """Simulated seconds between a stream's tokens while 9,000 tokens are prefilled, 20 us a token-layer."""
     runner = PageRunner(SHAPE.num_layers, PAGE, unit_seconds=20e-6, decode_seconds=decode_seconds)
     engine, _ = make_engine(
-        num_pages=1200, chunk_tokens=4096, max_hidden_tokens=20_000, token_gap_target_ms=target_ms, runner=runner,
-        is_pipelined=False,
+        num_pages=1200, chunk_tokens=chunk_tokens, max_hidden_tokens=20_000, token_gap_target_ms=target_ms,
+        runner=runner, is_pipelined=False,
     )  # fmt: skip
     engine.submit([make_request("stream", prompt_of(20), max_tokens=1000)])
     for _ in range(20):
@@ -457,6 +457,12 @@ def test_a_long_prefill_keeps_the_gap_between_tokens_near_its_target() -> None:
 
 def test_the_target_binds_where_prefills_share_of_the_time_would_exceed_it() -> None:
     gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=20e-3)  # a share of 0.8 would be 100 ms a gap
+    assert max(gaps) <= 0.055
+    assert sum(gaps) / len(gaps) >= 0.04
+
+
+def test_small_units_between_two_tokens_add_up_to_no_more_than_the_target() -> None:
+    gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=20e-3, chunk_tokens=256)
     assert max(gaps) <= 0.055
     assert sum(gaps) / len(gaps) >= 0.04
 

@@ -1,0 +1,83 @@
+"""The bound of the gate: the device's distance from itself and a rounding, and narrower than what one fault moves."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import bench.long_gate
+from bench.long_gate import Agreement, check_host_path
+from bench.rows import GateError
+from gpu.profiles import get_profile
+from scheduler.capacity import HostCapacity
+from transfer.config import HostConfig
+
+# Root mean squares in nats, as measured: the device from itself in bf16 with 12 layers, and what one query head's
+# answer lost in one of ten layers comes to, in bf16 and in float32.
+OWN_BFLOAT16, LOST_BFLOAT16, LOST_FLOAT32 = 0.03, 0.07, 0.06
+CAPACITY = HostCapacity(16, 1000, 1 << 30, 16, 64, 128, 512, lambda *_: 0)
+
+
+def agreement(apart: float, allowed: float, single: float = 0.0) -> Agreement:
+    return Agreement(2, 1000, 100, 0.9, apart, single, single, allowed)
+
+
+def run_gate(
+    monkeypatch: pytest.MonkeyPatch, rows: str, own: float, found: float, single: float = 0.0
+) -> dict[str, Agreement]:
+    """The gate where the device is `own` from itself, and `offloaded` is `found` from full attention."""
+    measured: list[float] = []
+
+    def measure(client: Any, answers: Any, allowed: float) -> Agreement:
+        measured.append(allowed)
+        return agreement(own, allowed) if len(measured) == 1 else agreement(found, allowed, single)
+
+    reads = iter(range(0, 1000, 10))
+    client: Any = SimpleNamespace(
+        prompt=lambda num_tokens: np.zeros(num_tokens, np.int64).tolist(),
+        longest_tokens={"exact": 4096, "offloaded": 4096},
+        host_stats=lambda: SimpleNamespace(rows_read=next(reads), tables_failed=0),
+        forget_contexts=lambda: None,
+    )
+    monkeypatch.setattr(bench.long_gate, "_measure", measure)
+    monkeypatch.setattr(bench.long_gate, "_decode", lambda *_: [])
+    offloaded = get_profile("offloaded", HostConfig())
+    return check_host_path(client, CAPACITY, rows, [offloaded], 2, Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "own", "found"), [("bfloat16", OWN_BFLOAT16, 0.03), ("bfloat16", 1e-6, 4e-4), ("int8", 1e-6, 1.5e-3)]
+)
+def test_what_is_measured_of_a_sound_path_passes(
+    monkeypatch: pytest.MonkeyPatch, rows: str, own: float, found: float
+) -> None:
+    assert run_gate(monkeypatch, rows, own, found)["offloaded"].apart == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "own", "found"),
+    [
+        ("bfloat16", OWN_BFLOAT16, LOST_BFLOAT16),
+        ("bfloat16", 1e-6, LOST_FLOAT32 / 5),
+        ("int8", 1e-6, LOST_FLOAT32 / 4),
+        ("bfloat16", OWN_BFLOAT16, float("nan")),
+    ],
+)
+def test_an_answer_lost_in_one_layer_is_beyond_the_bound(
+    monkeypatch: pytest.MonkeyPatch, rows: str, own: float, found: float
+) -> None:
+    with pytest.raises(GateError, match="offloaded: log-probabilities are"):
+        run_gate(monkeypatch, rows, own, found)
+
+
+def test_one_token_a_nat_off_is_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_gate(monkeypatch, "bfloat16", OWN_BFLOAT16, 0.03, single=0.3)
+    with pytest.raises(GateError, match="offloaded: a token is"):
+        run_gate(monkeypatch, "bfloat16", OWN_BFLOAT16, 0.03, single=1.0)
+
+
+def test_a_device_that_is_far_from_itself_is_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GateError, match="exact: log-probabilities are"):
+        run_gate(monkeypatch, "bfloat16", 0.3, 0.01)

@@ -1,0 +1,81 @@
+"""What a plan counts for one more token is what is allocated for it, and limits are in the units that they name."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.architecture import named_shape
+from gpu.config import GpuConfig
+from gpu.kv_pool import KvPool
+from gpu.memory_demand import Demand
+from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.penalties import PenaltyTable
+from gpu.prefill import GatheredKv
+from gpu.rope import rope_tables
+from transfer.machine import load_machine
+
+TINY = named_shape("tiny")
+CPU = torch.device("cpu")
+CARD = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090.json")
+PAGE, PAGES, SLOTS, CONTEXT = 16, 10, 5, 128
+DEMAND = Demand(TINY, "cpu", 4, SLOTS, 256, PAGE, (1,), None)
+
+
+@pytest.fixture
+def pool() -> KvPool:
+    return KvPool(TINY, PAGES, 0, (), PAGE, SLOTS, CONTEXT, torch.float32, CPU)
+
+
+def test_pages_take_what_is_planned(pool: KvPool) -> None:
+    taken = sum(pages.nbytes for pages in (*pool.key_pages, *pool.value_pages))
+    assert taken == PAGES * DEMAND.page_bytes == PAGES * PAGE * DEMAND.kv_token_bytes
+
+
+def test_page_tables_take_what_is_planned(pool: KvPool) -> None:
+    assert pool.page_table.nbytes == CONTEXT * DEMAND.page_table_token_bytes
+
+
+def test_rope_tables_take_what_is_planned() -> None:
+    assert sum(table.nbytes for table in rope_tables(TINY, CONTEXT, CPU)) == CONTEXT * DEMAND.rope_token_bytes
+
+
+def test_gathered_keys_and_values_take_what_is_planned(pool: KvPool) -> None:
+    """Both, and a copy of one of the two while it is gathered."""
+    gathered = GatheredKv(pool, TINY.num_kv_heads, TINY.dim)
+    assert 2 * gathered.keys.nbytes + gathered.values.nbytes == CONTEXT * DEMAND.gathered_token_bytes
+
+
+def test_a_token_under_prefill_takes_its_hidden_state_and_its_ids() -> None:
+    ids = 3 * 8 + 4  # id, position and slot as they are uploaded; the slot as kernels read it
+    assert 0 <= DEMAND.hidden_token_bytes - TINY.hidden * 4 - ids <= 8
+
+
+def test_the_penalty_table_takes_no_more_than_is_planned_and_more_than_half() -> None:
+    table = PenaltyTable(TINY.vocab_size, CPU)
+    for _ in range(SLOTS):
+        table.add(np.zeros(1, np.int32), np.zeros(0, np.int32))
+    planned = next(item.bytes for item in DEMAND.fixed_items() if item.name == "penalties")
+    assert planned / 2 < table.counts.nbytes + table.in_prompt.nbytes <= planned
+
+
+def plan_8b(**gpu: float) -> MemoryPlan:
+    return plan_memory(
+        named_shape("llama-3.1-8b"), GpuConfig.model_validate(gpu), host=None, max_running=8, chunk_tokens=2048,
+        max_context_tokens=4096, max_hidden_tokens=None, machine=CARD,
+    )  # fmt: skip
+
+
+def test_a_limit_of_gib_is_in_gib() -> None:
+    assert plan_8b(memory_limit_gib=20.0).limit_bytes["gpu"] == 20 * 2**30
+    plan = plan_8b(kv_cache_gib=1.5)
+    pages = next(item.bytes for item in plan.items if item.name == "KV pages")
+    page_bytes = pages // plan.num_pages
+    assert 0 <= 1.5 * 2**30 - pages < page_bytes
+
+
+def test_without_a_limit_a_card_keeps_something_for_others() -> None:
+    assert CARD.gpu is not None
+    assert 0.9 <= plan_8b().limit_bytes["gpu"] / CARD.gpu.memory_bytes <= 0.95
+    assert plan_8b().limit_bytes["host"] == CARD.memory_bytes
