@@ -37,9 +37,15 @@ class Tree:
 
     def environment(self, numba_cache: Path) -> dict[str, str]:
         """Of a test run: it imports the copy, and hypothesis (by `CI`) draws the same examples for all faults."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-        own = {"PYTHONPATH": str(self.root), "NUMBA_CACHE_DIR": str(numba_cache), "OMP_NUM_THREADS": str(self.threads)}
-        return kept | own | {"CI": "true"}
+        inherited = ("PYTEST_XDIST_", "PYTEST_CURRENT_TEST")  # where a test of this command runs it
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
+        return kept | {
+            "PYTHONPATH": str(self.root),
+            "NUMBA_CACHE_DIR": str(numba_cache),
+            "OMP_NUM_THREADS": str(self.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin take the cores of the other tree
+            "CI": "true",
+        }
 
     def find_strangers(self, files: set[str]) -> list[str]:
         """Those of `files` that are modules of packages but would be imported from elsewhere."""
