@@ -193,6 +193,10 @@ HOST_LOGIT_BFLOAT16_ATOL = 0.5
 TIER_FLOAT32 = 2e-5
 # The same where rows are int8: the query is rounded to 16 bits for integer products, which moves a logit by some 1e-4.
 TIER_INT8 = 3e-4
+# A drawn key's share of the mass, relative: exp and sums in float32, -log u off a table, come to 2e-6; and where rows
+# are int8, the query's 16 bits, to 7e-5. u of one bit or of one table more or less is off by percents at least.
+SAMPLED_WEIGHT_BFLOAT16 = 2e-5
+SAMPLED_WEIGHT_INT8 = 3e-4
 
 # --- cpu: kernels of host attention ---
 # Outputs of order one and lse below 30, in float32 against float64: dots of 128 products, softmax of some thousand
