@@ -197,6 +197,9 @@ TIER_INT8 = 3e-4
 # are int8, the query's 16 bits, to 7e-5. u of one bit or of one table more or less is off by percents at least.
 SAMPLED_WEIGHT_BFLOAT16 = 2e-5
 SAMPLED_WEIGHT_INT8 = 3e-4
+# A drawn key's weight, relative: the kernel's and that of the evals' torch method, both of float32 products, are 4e-6
+# apart.
+SERVED_WEIGHT = 2e-5
 
 # --- cpu: kernels of host attention ---
 # Outputs of order one and lse below 30, in float32 against float64: dots of 128 products, softmax of some thousand
