@@ -5,15 +5,20 @@ request of the batch, behind others that warmed it up.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import cast
 
 import numpy as np
 
 from bench.rows import require
+from bench.sample_gate import WatchedTier
+from cpu.tier import CpuTier
 from gpu.sampling_params import SamplingParams
 from scheduler.engine import Engine
 from scheduler.messages import Delta, EngineRequest, HostStats, Logprob
+from transfer.tier import HostTier
 
 GREEDY = SamplingParams(temperature=0.0)
 MIN_STEPS = 4  # measured, however long they take
@@ -140,6 +145,19 @@ class Client:
         return {"host_wait": stats.wait_seconds, "host_attend": stats.attend_seconds} | {
             f"hop_{name.removesuffix('_s')}": value for name, value in hops.items() if name.endswith("_s")
         }
+
+    @contextmanager
+    def watch_samples(self) -> Iterator[WatchedTier]:
+        """Meanwhile, what sampled steps ask and what the tier answers is remembered."""
+        offload = self.engine._runner._offload
+        assert offload is not None, "the deployment has a host section"
+        assert isinstance(offload.tier, CpuTier), "the engine's tier is the CPU's"
+        steps, watched = offload.decode_steps(True), WatchedTier(offload.tier)
+        steps.tier = cast(HostTier, watched)
+        try:
+            yield watched
+        finally:
+            steps.tier = watched.tier
 
     def drain(self, request_ids: Sequence[str]) -> None:
         self.engine.cancel(list(request_ids))

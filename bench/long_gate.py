@@ -8,18 +8,19 @@ log-probabilities may be apart is measured: as far as the device's own decode is
 Over random tokens an average of values is nearly nothing, and a lost head would not be seen. So prompts are one token
 in stretches for `offloaded`, which reads all of them: an answer of a wrong layer or head, or one without a stretch, is
 off by several times the rounding. For `sampled` they are one token throughout: then all values are the same, and so is
-every sample's average. What the gate cannot see there is which keys were sampled; that some were is counted.
-It refuses to know floors and times.
+every sample's average. Which keys were sampled is not seen there: `bench.sample_gate` holds the answers of a few more
+steps, over random tokens, against the sample that there should be. It refuses to know floors and times.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from rich.console import Console
 
 from bench.long_client import Client
 from bench.rows import require
+from bench.sample_gate import SampleAgreement, measure_samples, require_samples
 from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
 from scheduler.capacity import HostCapacity
@@ -31,6 +32,7 @@ STRETCHES = 8
 STEPS = 32  # of the whole batch; requests that came before the last have drawn more
 MORE_TOKENS = 64  # than the shortest prompt that goes down and is sampled
 MOST_TOKENS = 512  # of an answer
+WATCHED_STEPS = 2
 _GREEDY = SamplingParams(temperature=0.0, num_logprobs=5)
 _FOLLOWED = SamplingParams(temperature=0.0, num_prompt_logprobs=5)
 
@@ -68,6 +70,7 @@ class Agreement:
     most_apart: float
     behind: float
     allowed: float
+    samples: SampleAgreement | None = None
 
 
 def check_host_path(
@@ -99,8 +102,36 @@ def check_host_path(
         _require(name, agreement)
         require(after.rows_read > before.rows_read, f"{name}: the CPU read nothing of {num_tokens:,} tokens")
         require(after.tables_failed == 0, f"{name}: tables of {after.tables_failed} layers could not be built")
+        if is_sampled:
+            samples = check_samples(client, name, num_tokens, len(prompts), console)
+            agreements[name] = replace(agreement, samples=samples)
     client.forget_contexts()
     return agreements
+
+
+def check_samples(client: Client, name: str, num_tokens: int, rows: int, console: Console) -> SampleAgreement:
+    """Steps of so many requests, which share what is down of one prompt: each answer is held against the keys that
+    collide. Raises GateError.
+    """
+    prompt, request_ids = client.prompt(num_tokens), []
+    for _ in range(rows):
+        most = min(MOST_TOKENS, client.longest_tokens[name] - num_tokens)
+        request_ids.append(client.submit(prompt, most, name, _GREEDY))
+        client.until_first_token(request_ids[-1])
+    before = client.host_stats().rows_read
+    with client.watch_samples() as watched:
+        for _ in range(WATCHED_STEPS):
+            client.advance()
+    found = measure_samples(watched.tier, watched.asks, client.host_stats().rows_read - before)
+    client.drain(request_ids)
+    console.print(
+        f"gate, {name}: {found.agree:.2%} of {found.answers:,} answers are of the keys that collide; "
+        f"{found.counted_reads:,} keys read, {found.predicted_reads:,} predicted",
+        highlight=False,
+        soft_wrap=True,
+    )
+    require_samples(name, found)
+    return found
 
 
 def _prompt_tokens(client: Client, capacity: HostCapacity, name: str) -> int:

@@ -127,6 +127,10 @@ class CpuTier:
             self._store.wait_for_rows(piece.segment, (layer,), piece.tokens)
         return [piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces]
 
+    def runs(self, context_id: int) -> list[tuple[int, bool]]:
+        """Of a context's tokens, in order: how many, and whether attention samples them or reads them all."""
+        return [(piece.tokens, piece.is_sampled) for piece in self._contexts[context_id].pieces]
+
     def attention(self, context_ids: Sequence[int]) -> StepAttention:
         """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand.
 

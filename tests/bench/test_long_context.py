@@ -5,17 +5,20 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import cpu.jobs
 from bench.cli import app
 from bench.long_client import GREEDY, MIN_STEPS, Client
 from bench.long_context import LongContextBenchmark, run_long_context_benchmark
-from bench.long_gate import ROUNDING, check_host_path
+from bench.long_gate import ROUNDING, check_host_path, check_samples
 from bench.rows import GateError
 from bench.step_trace import STEPS
 from cpu.decode_step import StepAttention
+from cpu.tables import build_tables
 from gpu.profiles import get_profile
 from scheduler.capacity import HostCapacity
 from scheduler.config import EngineConfig
@@ -110,17 +113,24 @@ def test_a_batch_that_cannot_run_is_refused_before_anything_is_measured(tmp_path
 
 
 @pytest.fixture(scope="module")
-def check():
-    """The gate, on an engine of its own."""
+def client():
+    """Of an engine that gates are tried on."""
     deployment = Deployment.model_validate(DEPLOYMENT)
     config = EngineConfig(
         model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler
     )
     engine, ready = load_engine(config, lambda *_: None)
-    profiles = [get_profile(name, deployment.host) for name in ("sampled", "offloaded")]
-    client, capacity = Client(engine, ready.vocab_size, ready.profiles), engine.scheduler.residence._capacity.host
-    yield lambda: check_host_path(client, capacity, "bfloat16", profiles, 2, Console(quiet=True))
+    yield Client(engine, ready.vocab_size, ready.profiles)
     engine.shutdown()
+
+
+@pytest.fixture
+def check(client):
+    """The whole gate."""
+    host = Deployment.model_validate(DEPLOYMENT).host
+    profiles = [get_profile(name, host) for name in ("sampled", "offloaded")]
+    capacity = client.engine.scheduler.residence._capacity.host
+    return lambda: check_host_path(client, capacity, "bfloat16", profiles, 2, Console(quiet=True))
 
 
 def test_the_gate_is_passed_before_anything_is_timed_and_stands_in_every_row(run):
@@ -132,6 +142,9 @@ def test_the_gate_is_passed_before_anything_is_timed_and_stands_in_every_row(run
         assert found["tokens"] > 64
         assert 0 < found["apart"] < ROUNDING["bfloat16"]
         assert found["same"] > 0.9
+        samples = row.config["gate"]["sampled"]["samples"]
+        assert samples["agree"] == 1.0
+        assert samples["predicted_reads"] > samples["answers"] > 40
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, is_sampled: bool, spoil) -> None:
@@ -170,6 +183,55 @@ def test_a_sample_of_nothing_gives_no_number(check, monkeypatch):
     monkeypatch.setattr(StepAttention, "run", count_nothing)
     with pytest.raises(GateError, match="sampled: the CPU read nothing of 2,192 tokens"):
         check()
+
+
+def sample(client):
+    """The gate of samples alone, over two requests."""
+    return check_samples(client, "sampled", 2192, 2, Console(quiet=True))
+
+
+def flip_all(entries):
+    entries ^= np.uint16(0x3FF)
+
+
+def flip_one_table(entries):
+    entries[0] ^= np.uint16(1)
+
+
+def shift_rows(entries):
+    entries[:] = np.roll(entries, 1, axis=1)
+
+
+@pytest.mark.parametrize("spoil", [flip_all, flip_one_table, shift_rows])
+def test_tables_of_wrong_codes_give_no_number(client, monkeypatch, spoil):
+    def build_spoilt(entries, offsets, bits, begin, end, threads):
+        if begin == 0:  # a head's tables come in several calls
+            spoil(entries)
+        build_tables(entries, offsets, bits, begin, end, threads)
+
+    monkeypatch.setattr(cpu.jobs, "build_tables", build_spoilt)
+    with pytest.raises(GateError, match=r"sampled: \d+\.\d% of \d+ answers are of the keys that collide; wanted 90%"):
+        sample(client)
+
+
+def test_weights_that_are_off_by_a_hundredth_give_no_number(client, monkeypatch):
+    assert sample(client).agree == 1.0
+    broken(monkeypatch, True, lambda layer, slot: slot.lse.add_(0.01))
+    with pytest.raises(GateError, match=r"sampled: 0\.0% of"):
+        sample(client)
+
+
+def test_reads_that_were_not_done_give_no_number(client, monkeypatch):
+    def count_twice(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
+        counts = attention._attend.counts
+        before = counts.rows_read
+        run(attention, layer, slot)
+        counts.rows_read += counts.rows_read - before
+
+    run = StepAttention.run
+    monkeypatch.setattr(StepAttention, "run", count_twice)
+    with pytest.raises(GateError, match=r"sampled: the CPU counted [\d,]+ keys read; [\d,]+ collide"):
+        sample(client)
 
 
 def test_a_deployment_whose_device_holds_no_prompt_that_goes_down_gives_no_number():

@@ -1,0 +1,178 @@
+"""The gate of sampled steps: what the CPU answers must be what the paper's formulas make of the rows that are down.
+
+A right sample may be far from full attention, over random weights as far as a sample of the wrong keys: so answers are
+not held against attention, but against the sample that there should be. The gate reads the rows of each context and
+layer back, takes their SimHash codes and those of the query as the device asked it, counts collisions, weighs what has
+two or more (MagicPIG, arXiv 2410.16179, eq. (10) and (11)), and says how many of the tier's answers, a head's of one
+layer and row each, are these. An answer made of the same keys is off by 1e-6 (rows of int8: 7e-5), one made of a key
+more or less by 1e-3 to 0.5; a product within rounding of a hyperplane moves a key of a few answers in a thousand. So
+nothing here depends on the model. Measured, at 10 bits and 150 tables over 2,192 random tokens, with random weights as
+with the reference model's: of right answers 100 % agree, with one wrong table of 150 28 to 51 %, with all codes
+flipped, rows one place off or a tenth of the tokens in other buckets 0 to 0.6 %.
+
+It refuses to know attention, tasks and tables: with what serves it shares the hyperplanes, and no code but the plain
+`encode_reference`. While it watches, asks of a step are answered one by one, as on the CPU, instead of in one call;
+that both are alike is a test's to hold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import pi
+
+import torch
+from torch import Tensor
+
+from bench.rows import require
+from cpu.tier import CpuTier
+from gpu.runner import PROJECTION_SEED
+from gpu.simhash import Projections, draw_projections, encode_reference
+from transfer.exchange import ExchangeSlot, wait
+from transfer.tier import Attention, LayerRows
+
+ALIKE = 1e-3  # relative of an answer, and nats of its lse
+AGREE = 0.9  # of the answers, at least
+READS = 0.01  # share by which the tier's count of keys may be off: some lie within rounding of a hyperplane
+_ASK_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A row's query of one layer, and the tier's answer. query, out: `[heads, dim]`; lse: `[heads]`, natural; exact:
+    bool `[tokens]`, those of the context that are not sampled.
+    """
+
+    context_id: int
+    layer: int
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+    exact: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAgreement:
+    """Of the answers: how many there were, the share that agree, and the keys they take, predicted and counted."""
+
+    answers: int
+    agree: float
+    predicted_reads: int
+    counted_reads: int
+
+
+class WatchedTier:
+    """A tier's side of hop steps that remembers what was asked and answered."""
+
+    def __init__(self, tier: CpuTier) -> None:
+        self.tier = tier
+        self.asks: list[Ask] = []
+
+    def attention(self, context_ids: Sequence[int]) -> "WatchedAttention":
+        return WatchedAttention(self.tier.attention(context_ids), self, context_ids)
+
+    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
+        """Ask by ask: the device waits for each answer before it puts the next."""
+        last = len(self.tier.shape.layers) - 1
+        for layer in range(last + 1):
+            for attention, slot in parts:
+                attention.run(layer, slot)
+                if layer < last:
+                    slot.advance(slot.rows)
+
+
+class WatchedAttention:
+    """A step's rows against their contexts, each ask remembered."""
+
+    def __init__(self, attention: Attention, watched: WatchedTier, context_ids: Sequence[int]) -> None:
+        self._attention, self._watched, self._context_ids = attention, watched, context_ids
+
+    def run(self, layer: int, slot: ExchangeSlot) -> None:
+        wait(slot, layer, _ASK_LIMIT_S)
+        queries = slot.queries[: slot.rows].clone()  # the next ask's stand there once this one is answered
+        self._attention.run(layer, slot)
+        for row, context_id in enumerate(self._context_ids):
+            runs = self._watched.tier.runs(context_id)
+            exact = torch.cat([torch.full((tokens,), not is_sampled) for tokens, is_sampled in runs])
+            ask = Ask(context_id, layer, queries[row], slot.out[row].clone(), slot.lse[row].clone(), exact)
+            self._watched.asks.append(ask)
+
+    def give_up(self) -> None:
+        self._attention.give_up()
+
+
+class _Rows:
+    """Rows of one context and layer, read back: what stands for them in float64, and their codes."""
+
+    def __init__(self, parts: Sequence[LayerRows], projections: Projections) -> None:
+        """Keys are less their centre; codes are of keys as they are stored, whose scale does not matter."""
+        stored = [part.keys.float() for part in parts]
+        keys = [
+            rows.double() if part.key_scale is None else rows.double() * part.key_scale.double()[:, None, None]
+            for rows, part in zip(stored, parts, strict=True)
+        ]
+        values = [
+            part.values.double()
+            if part.value_scale is None
+            else part.values.double() * part.value_scale.double()[:, None]
+            for part in parts
+        ]
+        centres = [part.centre.double()[:, None].expand_as(rows) for rows, part in zip(keys, parts, strict=True)]
+        self._keys, self._values, self._centres = (torch.cat(each, 1) for each in (keys, values, centres))
+        self._codes = encode_reference(torch.cat(stored, 1), projections).int()  # [kv_heads, tokens, tables]
+
+    def attend(self, ask: Ask, projections: Projections) -> tuple[Tensor, Tensor, int]:
+        """Out float64 `[heads, dim]`, lse `[heads]`, and the keys that are read for it."""
+        kv_heads, _, dim = self._keys.shape
+        query = ask.query.double().view(kv_heads, -1, dim)  # [kv_heads, group, dim]
+        codes = encode_reference(ask.query.float(), projections).int().view(kv_heads, -1, 1, projections.num_tables)
+        drawn = (self._codes[:, None] == codes).sum(-1) >= 2  # [kv_heads, group, tokens]
+        products = query @ self._keys.transpose(1, 2)
+        norms = query.norm(dim=-1)[..., None] * self._keys.norm(dim=-1)[:, None]
+        log_u = _chance(products / norms, projections).log()
+        logits = (products + query @ self._centres.transpose(1, 2)) * dim**-0.5
+        logits = torch.where(ask.exact, logits, torch.where(drawn, logits - log_u, -torch.inf))
+        lse = logits.logsumexp(-1)
+        out = (logits - lse[..., None]).exp().nan_to_num(0.0) @ self._values
+        read = int((drawn & ~ask.exact).sum()) + kv_heads * int(ask.exact.sum())  # a group reads exact ones together
+        return out.view(-1, dim), lse.flatten(), read
+
+
+def _chance(cosine: Tensor, projections: Projections) -> Tensor:
+    """u of eq. (10); paper: K = bits_per_table, L = num_tables."""
+    tables = projections.num_tables
+    one = (1 - cosine.clamp(-1, 1).acos() / pi) ** projections.bits_per_table  # that a table agrees
+    return 1 - (1 - one) ** tables - tables * one * (1 - one) ** (tables - 1)
+
+
+def measure_samples(tier: CpuTier, asks: Sequence[Ask], counted_reads: int) -> SampleAgreement:
+    """Hold answers against the sample that there should be. Their contexts must be open; they may have grown."""
+    shape = tier.shape
+    projections = draw_projections(
+        shape.dim, shape.bits_per_table, shape.num_tables, PROJECTION_SEED, asks[0].query.dtype, torch.device("cpu")
+    )
+    answers, agree, reads = 0, 0, 0
+    for (context_id, layer, tokens), group in groupby(sorted(asks, key=_place_of), _place_of):
+        rows = _Rows(tier.rows(context_id, layer, tokens), projections)
+        for ask in group:
+            out, lse, read = rows.attend(ask, projections)
+            is_alike = (ask.out - out).norm(dim=-1) <= ALIKE * out.norm(dim=-1)  # False for NaN
+            is_alike &= (ask.lse == lse) | ((ask.lse - lse).abs() <= ALIKE)
+            answers, agree, reads = answers + len(lse), agree + int(is_alike.sum()), reads + read
+    return SampleAgreement(answers, agree / answers, reads, counted_reads)
+
+
+def require_samples(name: str, found: SampleAgreement) -> None:
+    """Raises GateError."""
+    require(
+        found.agree >= AGREE,
+        f"{name}: {found.agree:.1%} of {found.answers:,} answers are of the keys that collide; wanted {AGREE:.0%}",
+    )
+    require(
+        abs(found.counted_reads - found.predicted_reads) <= READS * found.predicted_reads,
+        f"{name}: the CPU counted {found.counted_reads:,} keys read; {found.predicted_reads:,} collide or are read "
+        f"exactly",
+    )
+
+
+def _place_of(ask: Ask) -> tuple[int, int, int]:
+    return ask.context_id, ask.layer, len(ask.exact)
