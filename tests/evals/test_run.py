@@ -281,7 +281,8 @@ def test_a_method_that_breaks_fails_alone_and_counts(monkeypatch: pytest.MonkeyP
     assert (loki["samples"], loki["failures"], loki["score"]) == (2, 2, 0.0)
 
 
-def test_a_stopped_run_leaves_the_cells_that_it_finished() -> None:
+def test_a_stopped_run_leaves_the_cells_that_it_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.session.LEAVE_EVERY_S", math.inf)
     cells = [Cell(task, 256, 2, ("full",), 0) for task in ("needle", "word_needle")]
     left: list[tuple[int, int]] = []
     run(cells, SETTINGS, InProcess("cpu", 2, 0, None), lambda records, done: left.append((len(records), done)))
