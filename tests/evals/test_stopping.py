@@ -20,6 +20,7 @@ from evals.run import Prompt, run_cells
 from evals.samples import Sample
 from evals.session import CUT, FAILED, exit_status, missing_rows, open_ledger
 from evals.stopping import RunCut, Stop, stopping
+from evals.store import Record
 from tests.evals.test_run import MODEL, SETTINGS
 
 
@@ -89,6 +90,15 @@ def test_a_run_that_is_cut_keeps_what_is_finished_and_says_what_is_missing(
         if samples < 3
     ]
     assert missing_rows(cells, [], None) == [], "a data set may have fewer prompts than were asked"
+
+
+def test_a_cell_that_takes_long_leaves_what_it_has_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.session.LEAVE_EVERY_S", -1.0)
+    left_behind: list[tuple[int, int]] = []
+    with open_ledger([], 1, None, lambda some, done: left_behind.append((len(some), done)), None) as (ledger, _):
+        for name in ("a", "b"):
+            ledger.keep(Record(name, {"task": "needle", "length": 1}, name, 1.0, "", None, None))
+    assert left_behind == [(1, 0), (2, 0)]
 
 
 def test_a_cut_that_nobody_asked_for_is_raised() -> None:
