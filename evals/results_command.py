@@ -97,7 +97,8 @@ def run_served_set(
     chosen = parse_tasks(tasks)
     sizes = parse_lengths(lengths or served.LENGTHS_SERVED)
     cells = served.served_cells(sizes, samples, chosen)
-    given = (("--lengths", lengths), ("--tasks", tasks), ("--samples", samples), ("--text", " ".join(map(str, text))))
+    texts = [("--text", path.name) for path in text]
+    given = [("--lengths", lengths), ("--tasks", tasks), ("--samples", samples), *texts]
     command = " ".join(["tandem eval results --served", *(f"{name} {value}" for name, value in given if value)])
     with stopping(seconds) as stop:
         run = served.run_served(

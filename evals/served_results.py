@@ -59,7 +59,7 @@ def run_served(
     def leave(records: list[Record], finished: int, reason: str | None = "under way") -> dict[str, Any]:
         run = describe_run(SET, command, settings.seed, time.monotonic() - begin, machine, summarize(records))
         run |= {"cells_finished": finished, "depths": finite(depth_rows(records)), "cut": reason}
-        run |= {"text": [str(path) for path in settings.text_files], "missing": missing_rows(cells, records, reason)}
+        run |= {"missing": missing_rows(cells, records, reason)}
         write_document(out, run)
         return run
 
