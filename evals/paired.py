@@ -1,74 +1,123 @@
 """Differences over the same prompts, with their intervals: what 'within x points' means wherever it is said.
 
-It knows numbers only. Scores are per prompt in [0, 1]; differences are in points (per cent). The invariant: two lists
-are compared prompt by prompt, never by their means alone, so the spread between prompts cancels.
+It knows numbers only. Scores are per prompt in [0, 1]; differences are in points (per cent). The invariants: two lists
+are compared prompt by prompt, never by their means alone, so what prompts have in common cancels; an interval of scores
+that are all 0 or 1 is exact: it covers the truth in at least 95 % of runs whatever the truth is, however few prompts
+differ.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from functools import lru_cache
 
 import numpy as np
+from scipy.stats import beta
 
 LEVEL = 0.95
-NORMAL_QUANTILE = 1.959963984540054
+EACH_LEVEL = 1 - (1 - LEVEL) / 2
+"""Of losses and of gains, so that both intervals hold together in 95 % of runs (Bonferroni)."""
+
 SLACK_POINTS = 1.0
 NUM_RESAMPLES = 4000
+SEED = 0
 FEWEST_PROMPTS = 2
 ADVISED_PROMPTS = 400
+EXACT, BOOTSTRAP = "exact", "bootstrap"
 
 
 @dataclass(frozen=True)
 class Paired:
-    """method minus baseline, in points: mean, and the 95 % interval [low, high], over num_prompts prompts."""
+    """A mean in points and its 95 % interval [low, high], over num_prompts prompts.
+
+    kind: EXACT or BOOTSTRAP. losses, gains: prompts that the method has wrong and the baseline right, and the other way
+    round; None where scores are not all 0 or 1.
+    """
 
     mean: float
     low: float
     high: float
     num_prompts: int
+    kind: str
+    losses: int | None
+    gains: int | None
 
     def within(self, points: float) -> bool:
-        """Whether the method loses at most `points`: the interval's lower end is above -(points + 1)."""
+        """Whether the loss is shown to be less than `points + 1`: the interval's lower end is above -(points + 1).
+
+        A method that truly loses `points + 1` or more is said to be within in at most 2.5 % of runs.
+        """
         return self.low > -(points + SLACK_POINTS)
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
+        return f"{self.mean:+.1f} ({self.low:+.1f} … {self.high:+.1f})"
 
 
-def differences(method: Sequence[float], baseline: Sequence[float]) -> np.ndarray:
-    """method - baseline in points, float64 [prompts]; raises ValueError for unequal or too short lists."""
-    if len(method) != len(baseline):
-        raise ValueError(f"paired scores: {len(method)} beside {len(baseline)}; pair the same prompts")
-    if len(method) < FEWEST_PROMPTS:
-        raise ValueError(f"paired scores: {len(method)} prompts, wanted at least {FEWEST_PROMPTS}")
-    return 100.0 * (np.asarray(method, dtype=np.float64) - np.asarray(baseline, dtype=np.float64))
+@lru_cache(maxsize=4096)
+def clopper_pearson(num_hits: int, num: int, level: float) -> tuple[float, float]:
+    """The exact interval of a share of which num_hits of num were seen (Clopper and Pearson, 1934), in [0, 1]."""
+    tail = (1 - level) / 2
+    low = beta.ppf(tail, num_hits, num - num_hits + 1) if num_hits else 0.0
+    high = beta.ppf(1 - tail, num_hits + 1, num - num_hits) if num_hits < num else 1.0
+    return float(low), float(high)
 
 
-def normal_interval(method: Sequence[float], baseline: Sequence[float]) -> Paired:
-    """The mean difference and its normal interval, of the differences' sample variance.
+def interval_of_counts(losses: int, gains: int, num: int) -> Paired:
+    """gains - losses of num prompts, in points: the share of each by Clopper-Pearson at 97.5 %, so 95 % jointly."""
+    (fewest_lost, most_lost), (fewest_gained, most_gained) = (
+        clopper_pearson(count, num, EACH_LEVEL) for count in (losses, gains)
+    )
+    mean = 100.0 * (gains - losses) / num
+    return Paired(
+        mean, 100 * (fewest_gained - most_lost), 100 * (most_gained - fewest_lost), num, EXACT, losses, gains
+    )  # fmt: skip
 
-    Where all differences are equal the variance says nothing; by the rule of three, up to 3 of n prompts could still
-    differ by 100 points, and the interval is that wide.
+
+def paired_interval(method: Sequence[float], baseline: Sequence[float]) -> Paired:
+    """method - baseline: exact where all scores are 0 or 1, else by bootstrap.
+
+    Raises ValueError for unequal or too short lists.
     """
-    gaps = differences(method, baseline)
-    num = len(gaps)
-    mean, deviation = float(gaps.mean()), float(gaps.std(ddof=1))
-    half = NORMAL_QUANTILE * deviation / sqrt(num) if deviation > 0 else 100.0 * 3.0 / num
-    return Paired(mean, mean - half, mean + half, num)
-
-
-def bootstrap_interval(method: Sequence[float], baseline: Sequence[float], seed: int) -> Paired:
-    """The mean difference and its percentile bootstrap interval; prompts are resampled as pairs."""
-    gaps = differences(method, baseline)
-    if np.ptp(gaps) == 0:
-        return normal_interval(method, baseline)
-    values, counts = np.unique(gaps, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(len(gaps), counts / len(gaps), size=NUM_RESAMPLES)
-    means = drawn @ values / len(gaps)  # [resamples]
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Paired(float(gaps.mean()), float(low), float(high), len(gaps))
+    scores, exact = as_scores(method), as_scores(baseline)
+    if len(scores) != len(exact):
+        raise ValueError(f"paired scores: {len(scores)} beside {len(exact)}; pair the same prompts")
+    if is_binary(scores) and is_binary(exact):
+        return interval_of_counts(int((scores < exact).sum()), int((scores > exact).sum()), len(scores))
+    return bootstrap_interval(100 * (scores - exact), interval_of_counts(0, 0, len(scores)))
 
 
 def mean_interval(scores: Sequence[float]) -> Paired:
-    """The mean of unpaired scores, in points, and its normal interval: what a table's noise is."""
-    return normal_interval(scores, [0.0] * len(scores))
+    """The mean of scores by themselves: Clopper-Pearson at 95 % where all are 0 or 1, else by bootstrap."""
+    found = as_scores(scores)
+    num, hits = len(found), int(found.sum())
+    if not is_binary(found):
+        return bootstrap_interval(100 * found, interval_of_counts(0, 0, num))
+    low, high = clopper_pearson(hits, num, LEVEL)
+    return Paired(100 * hits / num, 100 * low, 100 * high, num, EXACT, None, None)
+
+
+def bootstrap_interval(points: np.ndarray, unseen: Paired) -> Paired:
+    """The mean of float64 [prompts] in points and its percentile bootstrap interval, of a fixed seed.
+
+    Where all are equal resampling says nothing, and the interval is as wide as that of `unseen`, in which no prompt
+    differs from the others. Where few differ it is narrower than it should be.
+    """
+    mean, num = float(points.mean()), len(points)
+    if np.ptp(points) == 0:
+        return Paired(mean, mean + unseen.low, mean + unseen.high, num, BOOTSTRAP, None, None)
+    values, counts = np.unique(points, return_counts=True)
+    drawn = np.random.default_rng(SEED).multinomial(num, counts / num, size=NUM_RESAMPLES)
+    means = drawn @ values / num  # [resamples]
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Paired(mean, float(low), float(high), num, BOOTSTRAP, None, None)
+
+
+def as_scores(scores: Sequence[float]) -> np.ndarray:
+    """float64 [prompts]; raises ValueError for fewer than two."""
+    if len(scores) < FEWEST_PROMPTS:
+        raise ValueError(f"scores: {len(scores)} prompts, wanted at least {FEWEST_PROMPTS}")
+    return np.asarray(scores, dtype=np.float64)
+
+
+def is_binary(scores: np.ndarray) -> bool:
+    """Whether every score is 0 or 1."""
+    return bool(np.isin(scores, (0.0, 1.0)).all())

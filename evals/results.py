@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from evals.aims import SAMPLED_AIM, render_aim
 from evals.cells import CHRONICLE, Cell
 from evals.report.document import finite
 from evals.rows import BASELINES, Row, mean_known
@@ -57,6 +58,9 @@ LIST_TASK = "list"
 FORCED_TOKENS = 16
 LENGTHS = (4096, 8192, 16384)
 SETS = ("quick", "full")
+TRAINING_PROSE = "the generated prose that the reference model was trained with"
+"""The text of rows that name none: they were made before the chronicle was."""
+
 MARKERS = ("<!-- {name}: begin -->", "<!-- {name}: end -->")
 
 SAME_READS = 5e-4
@@ -198,17 +202,20 @@ def render_run(run: dict[str, Any]) -> str:
     """Markdown of a run: a table for each length, methods down, tasks across."""
     samples = " or ".join(str(count) for count in sorted({row["samples"] for row in run["rows"]}))
     failures = sum(row["failures"] for row in run["rows"])
-    noise = max(((row["high"] - row["low"]) / 2 for row in run["rows"] if row["low"] is not None), default=0.0)
+    ends = [(row["low"], row["score"], row["high"]) for row in run["rows"] if row["low"] is not None]
+    noise = max((max(score - low, high - score) for low, score, high in ends), default=0.0)
     minutes = f"{run['seconds'] / 60:.0f} minutes"
     lines = [
         f"`{run['command']}` on {run['machine']}, {run['date']}, {minutes}, seed {run['seed']}. {samples} prompts a "
-        f"task and length; failures: {failures}; the 95 % interval of a score is ±{noise:.1f} points at most.",
+        f"task and length; failures: {failures}; the 95 % interval of a score ends {noise:.1f} points from it at most.",
     ]
     if text_of(run) != CHRONICLE:
         lines[0] += f" Text around the needles: {text_of(run)}."
     lengths = sorted({row["length"] for row in run["rows"]})
     for length in lengths:
         lines += ["", f"### {length:,} tokens", "", *render_table([r for r in run["rows"] if r["length"] == length])]
+    if aimed := render_aim(run["rows"], SAMPLED_AIM):
+        lines += ["", f"### The aim at {SAMPLED_AIM.length:,} tokens", "", *aimed]
     return "\n".join(lines)
 
 
@@ -240,10 +247,14 @@ def _percent(rows: Any, field: str) -> str:
 
 
 def _cell(row: Row) -> str:
+    """`99.5, -0.5 (-1.8 … +0.3)`; `99.5 (-0.5 ± 0.9)` where the interval is an older, normal one."""
     text = f"{row['score']:.1f}"
     if row["method"] not in BASELINES and row["difference"] is not None:
-        half = (row["difference_high"] - row["difference_low"]) / 2
-        text += f" ({row['difference']:+.1f} ± {half:.1f})"
+        low, high = row["difference_low"], row["difference_high"]
+        if row.get("interval") is None:
+            text += f" ({row['difference']:+.1f} ± {(high - low) / 2:.1f})"
+        else:
+            text += f", {row['difference']:+.1f} ({low:+.1f} … {high:+.1f})"
     return text
 
 
@@ -257,12 +268,12 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
 
 def section_of(run: dict[str, Any]) -> str:
     """Where a run's tables stand in the page: its set's, or `SET-text` for one on text files of the user's."""
-    return run["set"] + ("" if text_of(run) == CHRONICLE else "-text")
+    return run["set"] + ("" if text_of(run) in (CHRONICLE, TRAINING_PROSE) else "-text")
 
 
 def text_of(run: dict[str, Any]) -> str:
     """What a run's documents were made of. Raises ValueError for a run that put several texts together."""
-    texts = sorted({row.get("text", CHRONICLE) for row in run["rows"]})
+    texts = sorted({row.get("text", TRAINING_PROSE) for row in run["rows"]})
     if len(texts) > 1:
         raise ValueError(f"result files: are of the texts {', '.join(texts)}; give files of one text")
     return texts[0] if texts else CHRONICLE

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from evals.paired import FEWEST_PROMPTS, Paired, mean_interval, normal_interval
+from evals.paired import FEWEST_PROMPTS, Paired, mean_interval, paired_interval
 from evals.store import Record
 
 FRACTIONS = ("head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers")
@@ -26,8 +26,10 @@ def summarize(records: Iterable[Record]) -> list[Row]:
     """Rows of `method, settings, task, length, samples, score, head_fraction, bytes_fraction` and what goes with them.
 
     `score` is in points, 0 to 100, `low` to `high` its 95 % interval; `difference` (`difference_low` to `_high`) is
-    paired with full attention on the same samples, None where it did not run. Fractions are means over samples, None
-    where nothing is known of them (failures, a server). `reasons`: why samples failed, with counts.
+    paired with full attention on the same samples, None where it did not run; `losses` and `gains` are the prompts that
+    differ, where scores are 0 or 1, and `interval` says how the intervals were made (`evals.paired`). Fractions are
+    means over samples, None where nothing is known of them (failures, a server). `reasons`: why samples failed, with
+    counts.
     """
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -43,7 +45,7 @@ def summarize(records: Iterable[Record]) -> list[Row]:
 
 def _place(cell: dict[str, Any]) -> str:
     """What rows that can be compared have in common."""
-    return json.dumps({key: cell[key] for key in ("task", "length", "metric")}, sort_keys=True)
+    return json.dumps({key: cell.get(key) for key in ("task", "length", "metric", "text")}, sort_keys=True)
 
 
 def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
@@ -52,7 +54,7 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
     interval = mean_interval(scores) if len(scores) >= FEWEST_PROMPTS else None
     gap: Paired | None = None
     if len(both) >= FEWEST_PROMPTS:
-        gap = normal_interval([record.score for record in both], [exact[record.sample_id] for record in both])
+        gap = paired_interval([record.score for record in both], [exact[record.sample_id] for record in both])
     return {
         **members[0].cell,
         "samples": len(members),
@@ -64,6 +66,9 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
         "difference": gap.mean if gap else None,
         "difference_low": gap.low if gap else None,
         "difference_high": gap.high if gap else None,
+        "losses": gap.losses if gap else None,
+        "gains": gap.gains if gap else None,
+        "interval": (gap or interval).kind if gap or interval else None,
         **{name: mean_known([record.measured.get(name) for record in members]) for name in FRACTIONS},
     }
 

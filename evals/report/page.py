@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from evals.paired import ADVISED_PROMPTS
 from evals.report.document import finite
 from evals.report.figures import depth_figure, layer_figure, quality_figure
-from evals.report.table import percent, points_lost, row_order, with_range
+from evals.report.table import most_lost, percent, row_order, with_range
 from evals.rows import BASELINES
 
 TEMPLATE = "page.html.j2"
@@ -94,9 +94,9 @@ def seeds_of(document: Mapping[str, Any]) -> dict[str, int]:
 
 
 def points_text(row: Mapping[str, Any]) -> str:
-    """What the row is within of full attention, such as `within 2.4`."""
-    lost = points_lost(row)
-    return "" if lost is None else f"within {lost:.1f}"
+    """What the row is shown to lose at most, such as `loses 2.4 at most`."""
+    lost = most_lost(row)
+    return "" if lost is None else f"loses {lost:.1f} at most"
 
 
 def shown_row(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:

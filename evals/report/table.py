@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from evals.paired import SLACK_POINTS
 from evals.rows import BASELINES
 
 METHOD_COLUMNS = 14
@@ -34,10 +33,10 @@ def with_range(value: float | None, low: float | None, high: float | None, sign:
     return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]" if low is not None else f"{value:{sign}.1f}"
 
 
-def points_lost(row: Mapping[str, Any]) -> float | None:
-    """The fewest points that the row is within: the least x >= 0 with the interval's lower end at -(x + 1)."""
+def most_lost(row: Mapping[str, Any]) -> float | None:
+    """The points that the row loses at most, by its interval's lower end; 0 where that is above full attention."""
     low = row.get("difference_low")
-    return None if low is None else max(0.0, -low - SLACK_POINTS)
+    return None if low is None else max(0.0, -low)
 
 
 def open_console() -> Console:

@@ -13,7 +13,7 @@ from rich.console import Console
 from evals.report.document import make_document, write_document
 from evals.report.figures import depth_means
 from evals.report.page import render_page
-from evals.report.table import points_lost, print_table
+from evals.report.table import most_lost, print_table
 
 
 def make_row(method: str, task: str, length: int, score: float, read: float | None, failures: int) -> dict[str, Any]:
@@ -116,11 +116,11 @@ def test_table_shows_failures_noise_and_reads() -> None:
     assert text.count("│ 4,096") + text.count("4,096 │") >= 2
 
 
-def test_points_lost_is_where_the_verdict_turns() -> None:
+def test_what_is_lost_at_most_is_the_lower_end() -> None:
     row = make_row("topk", "needle", 4096, 89.0, 0.05, 0)
-    assert points_lost(row) == 3.0
-    assert points_lost(row | {"difference_low": 0.5}) == 0.0
-    assert points_lost(make_row("full", "needle", 4096, 90.0, 1.0, 0)) is None
+    assert most_lost(row) == 4.0
+    assert most_lost(row | {"difference_low": 0.5}) == 0.0
+    assert most_lost(make_row("full", "needle", 4096, 90.0, 1.0, 0)) is None
 
 
 def test_document_says_what_made_it_and_is_plain_json(tmp_path: Path) -> None:

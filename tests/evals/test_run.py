@@ -1,7 +1,6 @@
 """Runs of cells: shared prompts, failures that count, resuming, rows with their noise, and the order of baselines."""
 
 import json
-import math
 import re
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binom
 from typer.testing import CliRunner
 
 import evals.run
@@ -57,8 +57,8 @@ def test_rows_pair_with_full_attention_and_count_failures() -> None:
     full, topk = summarize(records)
     assert (full["score"], full["difference"], full["failures"]) == (75.0, 0.0, 0)
     assert (topk["samples"], topk["score"], topk["failures"], topk["difference"]) == (4, 25.0, 1, -50.0)
-    half = 1.96 * 100 * math.sqrt(1 / 3) / 2  # differences 0, 0, -100, -100: deviation 57.7 points over 4 samples
-    assert topk["difference_low"] == pytest.approx(-50 - half, rel=1e-3)
+    assert (topk["losses"], topk["gains"], topk["interval"]) == (2, 0, "exact")
+    assert binom.cdf(2, 4, -topk["difference_low"] / 100) == pytest.approx(0.0125, rel=1e-6)
     assert topk["head_fraction"] == 0.5
 
 
@@ -175,12 +175,18 @@ def test_a_table_says_what_is_read_over_all_layers_where_some_are_dense() -> Non
     assert lines[2].startswith("| `topk` | 5.0 % (all layers 24.0 %) | 10.0 % |")
 
 
+def test_intervals_of_before_are_told_from_exact_ones() -> None:
+    rows = summarize([record("full", 0, 1.0), record("full", 1, 1.0), record("topk", 0, 1.0), record("topk", 1, 0.0)])
+    old = [{name: value for name, value in row.items() if name != "interval"} for row in rows]
+    assert "50.0 (-50.0 ± 93.8)" in "\n".join(render_table(old))
+
+
 def test_tables_replace_what_stands_between_their_markers_only(tmp_path: Path) -> None:
     rows = summarize([record("full", 0, 1.0), record("full", 1, 1.0), record("topk", 0, 1.0), record("topk", 1, 0.0)])
     made = describe_run("quick", "tandem eval results --quick", 0, 90.0, "a machine", rows)
     text = render_run(made)
     assert "| `topk` | 50.0 % |" in text
-    assert "50.0 (-50.0 ±" in text
+    assert "50.0, -50.0 (-99.4 … +88.2)" in text
     page = "before\n<!-- quick: begin -->\nold\n<!-- quick: end -->\nafter <!-- full: begin --> x <!-- full: end -->"
     new = replace_between_markers(page, "quick", text)
     assert new.startswith("before\n<!-- quick: begin -->\n`tandem")

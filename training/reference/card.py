@@ -29,6 +29,16 @@ Sentences of the kinds below stand scattered in a document of novel text, each a
 | common words | a list of words, `, ` between | `What are the 3 most common words in the list above, in alphabetical order?` | words, `, ` between |
 """  # noqa: E501
 
+TEXT = """\
+## The text it knows
+Novels, and generated prose (`training/reference/narrative.py`) in 15 % of the documents with questions. That prose
+was also the evaluations' default text until 2026-11-22; results on it flatter methods that read near tokens.
+Perplexity is 5.9 on it and 32.4 on held-out novels; StreamingLLM at 5 % of the keys agrees with full attention in
+95.7 % of its next tokens and in 84.8 % of theirs. The evaluations now have a text that training cannot import
+(`evals/chronicle`), or take held-out novels (`python -m training.reference.held_out`). Names, the words of keys and
+the wording of questions are the training's in any text: it knows no others.
+"""
+
 
 def write_card(
     shape: Shape,
@@ -57,6 +67,7 @@ def write_card(
         "novels are in the public domain.",
         "",
         PROMPTS,
+        TEXT,
     ]
     if scores:
         tasks = list(dict.fromkeys(task for row in scores.values() for task in row))

@@ -1,0 +1,55 @@
+"""The JSON behind docs/RESULTS.md says what its tables say, and its intervals follow from its counts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.paired import clopper_pearson, interval_of_counts
+from evals.results import render_table
+from tests.tolerances import POINTS_STORED
+
+DOCS = Path(__file__).parents[2] / "docs"
+SCORED = ("full-h200.json", "sampled-16k-h200.json", "layers-cpu.json")
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_exact_intervals_follow_from_the_losses_and_gains_beside_them(name: str) -> None:
+    rows = rows_of(name)
+    exact = {(row["task"], row["length"]): row for row in rows if row["method"] == "full"}
+    checked = 0
+    for row in rows:
+        if row.get("interval") != "exact":
+            assert row["metric"] == "agreement"
+            continue
+        num, full = row["samples"], exact[row["task"], row["length"]]
+        hits = round(row["score"] * num / 100)
+        assert hits == round(full["score"] * num / 100) - row["losses"] + row["gains"]
+        wanted = interval_of_counts(row["losses"], row["gains"], num)
+        assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx(
+            (wanted.mean, wanted.low, wanted.high), abs=POINTS_STORED
+        )
+        low, high = clopper_pearson(hits, num, 0.95)
+        assert (row["low"], row["high"]) == pytest.approx((100 * low, 100 * high), abs=POINTS_STORED)
+        checked += 1
+    assert checked > 40
+
+
+@pytest.mark.parametrize("name", SCORED[:2])
+def test_every_line_of_the_tables_is_in_the_page(name: str) -> None:
+    page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    rows = rows_of(name)
+    for length in sorted({row["length"] for row in rows}):
+        for line in render_table([row for row in rows if row["length"] == length]):
+            assert line in page
+
+
+def test_one_loss_more_would_be_noticed() -> None:
+    row = next(row for row in rows_of(SCORED[1]) if row.get("losses"))
+    other = interval_of_counts(row["losses"] + 1, row["gains"], row["samples"])
+    assert abs(other.low - row["difference_low"]) > 1_000 * POINTS_STORED
