@@ -136,6 +136,12 @@ MERGE_FLOAT32 = 5e-6
 # GB/s (or TFLOP/s) of any machine that this can run on: slower or faster is a unit mistaken by a thousand.
 PLAUSIBLE_RATES_GB_S = (0.05, 20_000.0)
 
+# Share by which a floor may differ from its bytes over its rate, both shown with two or three digits.
+FLOOR_ROUNDING = 0.03
+# By which a ratio with one digit after the point may differ from that of rounded figures: half a digit, and the same of
+# the log's rounding of both. With two digits, a tenth of it.
+RATIO_ROUNDING = 0.06
+
 # --- evals ---
 # Scores that the published packages round or divide with a guard of 1e-8.
 SCORE_ROUNDING = 1e-6

@@ -1,0 +1,90 @@
+"""Each figure of README's performance table stands in a JSON of docs/results, with its machine and source."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tolerances import FLOOR_ROUNDING, RATIO_ROUNDING
+
+ROOT = Path(__file__).parents[1]
+UNITS = {"MB": 1e6, "GB": 1e9, "GB/s": 1e9, "TB/s": 1e12, "TFLOP": 1e12, "TFLOP/s": 1e12, "ms": 1e-3, "s": 1.0}
+RECORDED = [
+    row
+    for path in sorted((ROOT / "docs" / "results").glob("performance-*.json"))
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
+]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(found.replace(",", "")) for found in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+def table() -> dict[str, list[str]]:
+    """README's performance table: measured, floor, ratio and peer by row."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    part = text[text.index("## What it does, measured") : text.index("`tandem bench engine` (with")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "]
+    return {cells[0]: cells[1:] for cells in rows if cells[0]}
+
+
+def told(row: dict[str, Any]) -> list[list[float]]:
+    """The numbers that README's cells must show, in their order."""
+    floor = row["floor"]
+    parts = [number for part in floor["parts"] for number in (part["amount"], part["rate"])] if floor else []
+    peer = list(row["peer"])
+    peer += [row["peer_percent"]] if "peer_percent" in row else []
+    peer += [row["peer_floor_ratio"], row["peer_floor"]] if "peer_floor_ratio" in row else []
+    peer += [1.0, row["times_peer"]] if "times_peer" in row else []
+    return [row["measured"], [floor["value"], *parts] if floor else [], row["ratio"], peer]
+
+
+def test_every_row_is_recorded_and_every_record_is_a_row() -> None:
+    assert [row["row"] for row in RECORDED if row["row"] not in table()] == []
+    assert len(table()) == len(RECORDED) == len({row["row"] for row in RECORDED})
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda row: row["row"])
+def test_the_row_shows_what_is_recorded(row: dict[str, Any]) -> None:
+    assert [numbers(cell) for cell in table()[row["row"]]] == told(row)
+    assert row["source"]
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda row: row["row"])
+def test_floors_and_ratios_follow_from_what_is_beside_them(row: dict[str, Any]) -> None:
+    floor = row["floor"]
+    if floor and floor["parts"]:
+        seconds = sum(
+            part["amount"] * UNITS[part["unit"]] / (part["rate"] * UNITS[part["rate_unit"]]) for part in floor["parts"]
+        )
+        assert seconds / UNITS[floor["unit"]] == pytest.approx(floor["value"], rel=FLOOR_ROUNDING)
+    for measured, ratio in zip(row["measured"], row["ratio"], strict=bool(floor)):
+        assert measured / floor["value"] == pytest.approx(ratio, abs=rounding(row["row"], ratio))
+    if "times_peer" in row:
+        assert row["measured"][0] / row["peer"][0] == pytest.approx(row["times_peer"], abs=RATIO_ROUNDING)
+    if "peer_floor_ratio" in row:
+        assert row["peer"][0] / row["peer_floor"] == pytest.approx(row["peer_floor_ratio"], abs=RATIO_ROUNDING)
+
+
+def rounding(name: str, ratio: float) -> float:
+    """Half of the last digit that README shows of the ratio, and the rounding of what it is made of."""
+    shown = next(text for text in table()[name][2].split(" / ") if float(text) == ratio)
+    return RATIO_ROUNDING if len(shown.partition(".")[2]) == 1 else RATIO_ROUNDING / 10
+
+
+def test_a_ratio_that_is_off_by_one_digit_would_be_noticed() -> None:
+    """5.47 over 3.23 was once given as 1.70."""
+    row = next(row for row in RECORDED if row["measured"] == [5.47])
+    assert abs(5.47 / 3.23 - 1.70) > rounding(row["row"], 1.69)
+    assert row["ratio"] == [1.69]
+
+
+def test_scores_of_the_reference_model_are_those_of_its_training() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    training = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
+    reached = re.search(r"\| needle \| [^|]* \| ([\d.]+) / ([\d.]+) \|", training).groups()
+    for context, score in zip(("4,096", "16,384"), reached, strict=True):
+        shown = re.search(rf"\| {context} \| ([\d.]+) \|", readme)[1]
+        assert float(shown) == float(score)
