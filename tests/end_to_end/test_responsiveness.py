@@ -26,7 +26,7 @@ LONGER_TOKENS = 16_000
 SHORT_TOKENS = 500
 SHARED_TOKENS = 3_000
 PAGE_TOKENS = 16
-WAIT_S = 120  # for what takes seconds on an idle core
+WAIT_S = 240  # for what takes seconds on an idle core
 KV_GIB = 2.0  # more than the plan reserves for processes and libraries, which need not take all of it
 
 
@@ -145,7 +145,7 @@ def test_a_killed_client_frees_its_pages_and_nobody_elses(server: ServerProcess)
     request = body(SHARED_TOKENS, 8, max_tokens=4000, stream=True)
     script = (
         "import json, sys, httpx\n"
-        "with httpx.stream('POST', sys.argv[1], json=json.load(sys.stdin), timeout=120) as answer:\n"
+        "with httpx.stream('POST', sys.argv[1], json=json.load(sys.stdin), timeout=240) as answer:\n"
         "    for line in answer.iter_lines(): print(line, flush=True)"
     )
     command = [sys.executable, "-c", script, f"{server.url}/v1/completions"]

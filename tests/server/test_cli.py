@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import override_address, require_free_port
+from server.cli import main, override_address, require_free_port
 from server.config import ConfigError, Deployment
 from transfer.machine import load_machine
 
@@ -70,18 +70,26 @@ BAD_CONFIGURATIONS = [
     [*(("plan", *bad) for bad in BAD_CONFIGURATIONS), *(("serve", *bad) for bad in BAD_CONFIGURATIONS[:4])],
 )
 def test_what_is_wrong_with_a_configuration_is_one_line(
-    tmp_path: Path, command: str, yaml: str | None, words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    yaml: str | None,
+    words: str,
 ) -> None:
     path = tmp_path / "deployment.yaml"
     if yaml is not None:
         path.write_text(yaml)
-    options = ["--port", 0] if command == "serve" else []  # the default one may be taken, which is told first
-    done = tandem(command, path, *options)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    options = ["--port", "0"] if command == "serve" else []  # the default one may be taken, which is told first
+    monkeypatch.setattr(sys, "argv", ["tandem", command, str(path), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, errors = capsys.readouterr()
+    assert ended.value.code == 1
+    assert errors.startswith("error: ")
+    assert words in errors
+    assert errors.count("\n") == 1
+    assert out == ""
 
 
 def test_a_missing_machine_profile_is_one_line(tmp_path: Path) -> None:
