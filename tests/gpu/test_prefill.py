@@ -187,6 +187,7 @@ def test_gathered_kv_grows_by_what_is_new_and_follows_its_owner() -> None:
             wanted = pages[layer][pool.page_table[slot].long()].transpose(0, 1).flatten(1, 2)[:, :end]
             assert torch.equal(got, wanted)
 
-    for job_id, slot, layer, end in [(1, 0, 0, 5), (1, 0, 0, 20), (1, 0, 0, 64), (1, 0, 1, 30), (1, 0, 1, 12),
-                                     (2, 1, 1, 40), (2, 1, 1, 41), (1, 0, 1, 41)]:  # fmt: skip
+    for job_id, slot, layer, end in [(1, 0, 0, 5), (1, 0, 0, 20), (1, 0, 0, 64), (1, 0, 1, 30), (1, 0, 2, 64),
+                                     (1, 1, 2, 64), (1, 0, 1, 30), (1, 0, 1, 12), (2, 1, 1, 40), (2, 1, 1, 41),
+                                     (1, 0, 1, 41)]:  # fmt: skip
         check(job_id, slot, layer, end)
