@@ -1,6 +1,7 @@
 """Runs of cells: shared prompts, failures that count, resuming, rows with their noise, and the order of baselines."""
 
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator
