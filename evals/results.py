@@ -209,8 +209,7 @@ def render_run(run: dict[str, Any]) -> str:
         f"`{run['command']}` on {run['machine']}, {run['date']}, {minutes}, seed {run['seed']}. {samples} prompts a "
         f"task and length; failures: {failures}; the 95 % interval of a score ends {noise:.1f} points from it at most.",
     ]
-    if text_of(run) != CHRONICLE:
-        lines[0] += f" Text around the needles: {text_of(run)}."
+    lines[0] += f" Text around the needles: {text_of(run)}."
     lengths = sorted({row["length"] for row in run["rows"]})
     for length in lengths:
         lines += ["", f"### {length:,} tokens", "", *render_table([r for r in run["rows"] if r["length"] == length])]

@@ -48,7 +48,7 @@ def test_errors_are_one_line(arguments: list[str], words: str) -> None:
 def test_results_wants_one_of_its_ways() -> None:
     result = CliRunner().invoke(app, ["results"])
     assert result.exit_code == 1
-    assert "--quick, --full and --from" in result.stderr
+    assert "--quick, --full, --served and --from" in result.stderr
 
 
 def test_results_renders_a_run_that_was_made_elsewhere(tmp_path: Path) -> None:
