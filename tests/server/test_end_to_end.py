@@ -18,7 +18,7 @@ from openai import OpenAI
 from tests.server.live_server import REFERENCE, ROOT
 from tests.tolerances import CHUNKING_LOGPROB_ATOL
 
-START_SECONDS = 120
+START_SECONDS = 200
 NEEDLE = "The special magic number for amber-falcon is 4815162."
 FILLER = "The old house stood on a hill above the town, and nobody had lived in it for years. "
 QUESTION = "What is the special magic number for amber-falcon?"
