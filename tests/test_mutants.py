@@ -86,10 +86,12 @@ def test_the_command_fails_for_a_survivor_or_data_that_say_nothing(state: str, s
 
 def test_faults_are_chosen_by_package_file_and_description() -> None:
     faults = [FAULT, replace(FAULT, package="other", file="other/a.py", why="unseen")]
-    assert choose(faults, None, "*") == faults
-    assert choose(faults, ["toy"], "*") == faults[:1]
-    assert choose(faults, None, "other/*") == faults[1:]
-    assert choose(faults, None, "diff*") == faults[:1]
+    assert choose(faults, None, None) == faults
+    assert choose(faults, ["toy"], None) == faults[:1]
+    assert choose(faults, None, ["other/*"]) == faults[1:]
+    assert choose(faults, None, ["diff*"]) == faults[:1]
+    assert choose(faults, None, ["other/*", "diff*"]) == faults
+    assert choose(faults, ["toy"], ["other/*"]) == []
 
 
 def test_a_choice_that_matches_nothing_is_an_error(toy: Path) -> None:

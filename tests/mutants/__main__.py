@@ -28,7 +28,9 @@ COLOURS = {KILLED: "green", SKIPPED: "yellow", BROKEN: "red", SURVIVED: "bold re
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Faults whose file or description matches, such as 'cpu/*'.")] = "*",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Faults whose file or description matches, as 'cpu/*'; may be repeated.")
+    ] = None,
     package: Annotated[list[str] | None, typer.Option(help="Faults of <package>.toml; may be repeated.")] = None,
     processes: Annotated[int, typer.Option("-j", help="Trees, and test runs at a time.", min=1)] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where the table goes as JSON.")] = None,
@@ -43,7 +45,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if not faults:
-        raise typer.BadParameter(f"no fault matches --package {package} --only {only!r}")
+        raise typer.BadParameter(f"no fault matches --package {package} --only {only}")
     begin = time.monotonic()
     verdicts = try_all(root.resolve(), faults, processes, console)
     verdicts.sort(key=lambda verdict: ORDER.index(verdict.state))
@@ -55,11 +57,13 @@ def main(
     raise typer.Exit(exit_status(verdicts))
 
 
-def choose(faults: list[Fault], packages: list[str] | None, only: str) -> list[Fault]:
+def choose(faults: list[Fault], packages: list[str] | None, only: list[str] | None) -> list[Fault]:
+    """Those of any of the packages that match any of the patterns; None: all."""
     return [
         fault
         for fault in faults
-        if (not packages or fault.package in packages) and (fnmatch(fault.file, only) or fnmatch(fault.why, only))
+        if (not packages or fault.package in packages)
+        and (not only or any(fnmatch(fault.file, glob) or fnmatch(fault.why, glob) for glob in only))
     ]
 
 

@@ -55,7 +55,7 @@ def find_flaws(fault: Fault, root: Path) -> str | None:
             changed = ast.parse(fault.apply(source))
         except SyntaxError as error:
             return f"{fault.file} does not compile with it: {error}"
-        if ast.dump(changed) == ast.dump(ast.parse(source)):
+        if ast.dump(changed) == dump(source):
             return "the replacement means the same as the text"
     elif fault.text == fault.replacement:
         return "the replacement is the text"
@@ -70,6 +70,11 @@ def has_test(root: Path, test: str) -> bool:
     file, *names = test.partition("[")[0].split("::")
     path = root / file
     return path.is_file() and (not names or tuple(names) in list_tests(path))
+
+
+@cache
+def dump(source: str) -> str:
+    return ast.dump(ast.parse(source))
 
 
 @cache
