@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine, load_engine
 from scheduler.messages import Delta, EngineRequest
-from tests.gpu.reference_model import FOLDER
+from tests.gpu.reference_model import shallow_model
 from transfer.config import HostConfig, SampledConfig
 from transfer.host_pages import map_pages
 from transfer.slabs import PageSource
@@ -36,10 +37,10 @@ STEPS = 20_000
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Engine]:
     config = EngineConfig(
-        model=ModelConfig(path=FOLDER),
+        model=ModelConfig(path=Path(shallow_model(4).name)),
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.25, threads=1),
         host=HostConfig(
-            memory_limit_gib=0.055,
+            memory_limit_gib=0.011,
             threads=1,
             resident_tokens=RESIDENT,
             sampled=SampledConfig(bits_per_table=6, num_tables=20),
