@@ -25,6 +25,8 @@ COMPILING = (
     "tests/gpu/test_cpu_step.py",
     "tests/gpu/test_hop_steps_on_cpu_tier.py",
     "tests/cpu/test_tier.py",
+    "tests/cpu/test_tier_sampling.py",
+    "tests/evals/test_served_sampling.py",
 )
 LONG = (
     "tests/end_to_end/test_responsiveness.py",

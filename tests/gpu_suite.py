@@ -42,6 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/bench/test_engine_benchmark.py",
         "tests/bench/test_rates.py",
         "tests/bench/test_step_trace.py",
+        "tests/evals/test_served_sampling.py",
     ),
     "server": ("tests/end_to_end/test_server_on_gpu.py", "tests/end_to_end/test_soak.py"),
 }
