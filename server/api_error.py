@@ -64,6 +64,25 @@ def body_too_large(limit_mib: float) -> ApiError:
     return ApiError(413, f"body: larger than {limit_mib:g} MiB (server.max_body_mib)", code="body_too_large")
 
 
+def malformed(message: str) -> ApiError:
+    """400: no HTTP request could be made of what came."""
+    return ApiError(400, f"request: {message}", code="malformed_request")
+
+
+def headers_too_large(most: int, most_bytes: int) -> ApiError:
+    return ApiError(
+        431, f"headers: more than {most}, or than {most_bytes // 1024} KiB of them", code="headers_too_large"
+    )
+
+
+def too_slow(part: str, seconds: float) -> ApiError:
+    return ApiError(408, f"{part}: not complete after {seconds:g} s", code="request_timeout")
+
+
+def connections_full(most: int) -> ApiError:
+    return unavailable(f"server: {most} connections are open (server.max_connections)", "too_many_connections", 1)
+
+
 def queue_full(message: str, retry_after_seconds: int) -> ApiError:
     return ApiError(429, message, code="queue_full", headers={"retry-after": str(retry_after_seconds)})
 

@@ -5,6 +5,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,8 +20,9 @@ from starlette.exceptions import HTTPException
 
 from scheduler.messages import Loading
 from server import logs, routes_generation, routes_status, routes_tokens
-from server.api_error import ApiError, invalid
+from server.api_error import ApiError, invalid, unavailable
 from server.config import ConfigError, Deployment
+from server.connection import Connection, Limits, connection_type
 from server.request_scope import RequestScope, error_response
 from server.service import Service, build_service
 
@@ -28,7 +30,11 @@ ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine_process")
 
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _POLL_S = 0.02
-_LAST_SENDS_S = 2  # for clients that do not read, once the drain is over
+_MOST_DESCRIPTORS = 65_536
+_OWN_DESCRIPTORS = 128  # of the engine's sockets, the log, libraries; and connections that are told that it is full
+_LAST_WORDS_S = 1.0  # for clients to read their last words, once the drain is over
+_LAST_SENDS_S = 3  # uvicorn's own limit, behind ours
+_SHUT_DOWN = "the server shut down before this request was done"
 
 
 def _ignore(_: Loading) -> None:
@@ -89,10 +95,27 @@ def serve(deployment: Deployment, on_loading: Callable[[Loading], None] = _ignor
     except ConfigError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 1
-    config = uvicorn.Config(
+    program = _Program(http_config(app), app.state.service)
+    program.run(sockets=[listener])
+    if program.failure is not None:
+        print(f"tandem: {program.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def http_config(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn is to serve an application of `create_app`: over connections with our limits and deadlines."""
+    settings = app.state.service.settings
+    limits = Limits(
+        settings.max_connections or most_connections(),
+        settings.header_seconds,
+        settings.body_seconds,
+        settings.stall_seconds,
+    )
+    return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=connection_type(limits),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -101,12 +124,19 @@ def serve(deployment: Deployment, on_loading: Callable[[Loading], None] = _ignor
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_LAST_SENDS_S,
     )
-    program = _Program(config, app.state.service)
-    program.run(sockets=[listener])
-    if program.failure is not None:
-        print(f"tandem: {program.failure}", file=sys.stderr)
-        return 1
-    return 0
+
+
+def most_connections() -> int:
+    """So many that accepting one never fails for want of a descriptor; the process's soft limit is raised for it."""
+    soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if soft < min(hard, _MOST_DESCRIPTORS):
+        soft = min(hard, _MOST_DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return max(1, min(soft, _MOST_DESCRIPTORS) - _OWN_DESCRIPTORS)
+
+
+def _finite(limit: int) -> int:
+    return _MOST_DESCRIPTORS if limit == resource.RLIM_INFINITY else limit
 
 
 class _Program(uvicorn.Server):
@@ -129,7 +159,15 @@ class _Program(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for task in self._tasks:
             task.cancel()
+        self._end_connections()
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._cut_connections)
         await super().shutdown(sockets)
+
+    def _cut_connections(self) -> None:
+        """Whoever does not read their last words has no more time: a task that waits for them ends by itself."""
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, Connection)
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.draining or self._loop is None:
@@ -149,10 +187,17 @@ class _Program(uvicorn.Server):
             await asyncio.wait_for(self._all_closed(), service.settings.drain_seconds)
         if service.num_open:
             logs.warning("drain_expired", open_requests=service.num_open)
-            service.supervisor.abandon("the server shut down before this request was done", "draining")
+            service.supervisor.abandon(_SHUT_DOWN, "draining")
+            self._end_connections()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_closed(), 1.0)
+                await asyncio.wait_for(self._all_closed(), _LAST_WORDS_S)
         self.should_exit = True
+
+    def _end_connections(self) -> None:
+        """No idle connection stays, and no body is waited for; answers that have begun go on."""
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, Connection)
+            connection.end(unavailable(f"server: {_SHUT_DOWN}", "draining", self._service.settings.retry_after_seconds))
 
     async def _all_closed(self) -> None:
         while self._service.num_open:

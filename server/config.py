@@ -22,6 +22,12 @@ class ServerConfig(Settings):
     api_keys: tuple[str, ...] = Field((), description="bearer keys; none: open; /health, /version, /metrics need none")
     api_keys_file: Path | None = Field(None, description="more keys, one a line")
     max_body_mib: float = Field(16.0, gt=0, description="largest request body; a larger one is answered with 413")
+    max_connections: int | None = Field(
+        None, ge=1, description="open connections; one more is answered with 503; default: what descriptors allow"
+    )
+    header_seconds: float = Field(10.0, gt=0, description="for a request's headers, and for a first one to begin")
+    body_seconds: float = Field(60.0, gt=0, description="for a request's body")
+    stall_seconds: float = Field(120.0, gt=0, description="a client that takes nothing for so long is let go")
     keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
     progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
     retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")

@@ -23,6 +23,7 @@ from scheduler.messages import FromEngine, ToEngine
 # A short spin is no better in between: with GOMP_SPINCOUNT=1000 (some 50 microseconds) a step of `sampled` on two cores
 # took 22 ms for 31 to 39 alone, but 29 to 33 for 20 beside one busy process; with 10,000 it took 19 and 135.
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+_MOST_AT_ONCE = 16  # messages, then others have a turn: an engine may speak faster than it can be listened to
 _LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be on its way
 
 
@@ -86,8 +87,12 @@ class EngineProcess:
         try:
             while not ended.done():
                 arrived.clear()
+                num_read = 0
                 for message in self._receive():
                     yield message
+                    num_read += 1
+                    if num_read % _MOST_AT_ONCE == 0:
+                        await asyncio.sleep(0)
                 await arrived.wait()
             quiet_s = time.monotonic() + _LAST_WORDS_S
             while time.monotonic() < quiet_s:

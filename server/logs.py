@@ -38,10 +38,13 @@ def exception(word: str, **fields: object) -> None:
 
 
 def configure(level: str) -> None:
-    """Send the log of Tandem and of uvicorn to stderr. For the program; a library user keeps their own handlers."""
+    """Send the log of Tandem and of uvicorn to stderr. For the program; a library user keeps their own handlers.
+
+    uvicorn warns of clients' faults, which `refused` lines tell better.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, at_least in (("tandem", level.upper()), ("uvicorn", "WARNING")):
+    for name, at_least in (("tandem", level.upper()), ("uvicorn", "ERROR")):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

@@ -93,10 +93,12 @@ class EventStream(Response):
 
 
 async def watch_disconnect(receive: Receive, generation: Generation) -> None:
-    """Cancels in the engine the moment the connection closes, even while a send is waiting."""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            generation.close()
-            generation.mailbox.put(ClientGone())
-            return
+    """Cancels in the engine the moment the connection closes, even while a send is waiting.
+
+    What wakes it otherwise is a connection whose client has closed its sending half: a stream then says something,
+    which tells whether anybody reads.
+    """
+    while (await receive())["type"] != "http.disconnect":
+        generation.mailbox.put(Tick())
+    generation.close()
+    generation.mailbox.put(ClientGone())

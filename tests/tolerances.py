@@ -54,8 +54,14 @@ LOAD_PIECE_SHARE = 0.03
 CANCEL_S = 3.0
 # Seconds that an engine process may live on after the process that started it: it looks once a second.
 ORPHAN_S = 5.0
+# Seconds of a drain of 0.3: last words, the engine's end, a busy machine. Half a body alone would take 60.
+DRAIN_LATE_S = 12.0
 # Seconds for which a tokenizer on the event loop is seen to let nobody in; off it, it waits as long as others take.
 LOOP_STALL_S = 0.5
+# Seconds by which some hundred timers of a connection may be late on a busy machine; without them nothing ever closed.
+DEADLINE_LATE_S = 5.0
+# Bytes of a flood of headers, of which five may take no third in memory: kept, each would take all of it.
+HEADER_FLOOD_BYTES = 24 * 2**20
 # Comments in 1.1 s of silence at one in 0.2 s: five, and fewer where a busy machine runs the timers late.
 KEEPALIVE_COMMENTS = range(3, 6)
 # Reports in 1 s of prefill at one in 0.2 s; the engine tells fifty times.

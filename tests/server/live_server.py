@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
-from server.app import _bind, create_app
+from server.app import _bind, create_app, http_config
 from server.config import Deployment
 from server.service import Service
 
@@ -62,9 +62,7 @@ def make_deployment(**server: object) -> Deployment:
 async def running_server(deployment: Deployment, command: list[str], wait: bool = True) -> AsyncIterator[Running]:
     app = create_app(deployment, command)
     listener = _bind("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(app, http="httptools", lifespan="on", log_config=None, access_log=False, ws="none")
-    )
+    server = uvicorn.Server(http_config(app))
     server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[listener]))
     running = Running(app, f"http://127.0.0.1:{listener.getsockname()[1]}")

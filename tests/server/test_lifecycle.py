@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.server.live_server import FAKE_ENGINE, REFERENCE, ROOT, fake_command, make_deployment, running_server
-from tests.tolerances import CANCEL_S, KEEPALIVE_COMMENTS, ORPHAN_S, PROGRESS_REPORTS
+from tests.tolerances import CANCEL_S, DRAIN_LATE_S, KEEPALIVE_COMMENTS, ORPHAN_S, PROGRESS_REPORTS
 
 COMPLETION = "/v1/completions"
 SLOW = {"prompt": "one two three", "attention_profile": "slow", "max_tokens": 2000, "ignore_eos": True}
@@ -311,6 +311,37 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_error_object():
     assert json.loads(text.strip().splitlines()[-1][6:])["error"]["code"] == "draining"
     code, _ = await asyncio.to_thread(program.end)
     assert code == 0
+
+
+async def test_a_drain_over_half_bodies_and_clients_that_do_not_read_ends_in_time_without_tracebacks():
+    program = Program({"token_s": 0.002}, drain_seconds=0.3)
+    url = await asyncio.to_thread(program.ready)
+    host, port = url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    unread = json.dumps({"prompt": "one " * 400, "max_tokens": 12000, "ignore_eos": True, "stream": True, "n": 4})
+    half_bodies, unread_ones = [], []
+    for kept, sent in ((half_bodies, head % 100 + b'{"prompt":'), (unread_ones, head % len(unread) + unread.encode())):
+        for _ in range(5):
+            kept.append(await asyncio.open_connection(host, int(port)))
+            kept[-1][1].transport.pause_reading()
+            kept[-1][1].write(sent)
+    half_head = await asyncio.open_connection(host, int(port))
+    half_head[1].write(head[:20])
+    await asyncio.sleep(0.5)
+    program.process.send_signal(signal.SIGTERM)
+    began_s = time.monotonic()
+    code, errors = await asyncio.to_thread(program.end)
+    assert time.monotonic() - began_s < DRAIN_LATE_S
+    assert code == 0
+    assert "Traceback" not in errors
+    assert "drain_expired" in errors
+    for reader, writer in half_bodies:
+        writer.transport.resume_reading()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "draining"
+    for _, writer in [*half_bodies, *unread_ones, half_head]:
+        writer.close()
 
 
 async def test_a_second_signal_ends_the_program_at_once():

@@ -1,0 +1,283 @@
+"""One client's connection: HTTP as uvicorn's httptools protocol reads it, with limits and deadlines that it lacks.
+
+uvicorn keeps headers of any size and number, waits for headers, bodies and readers for ever, answers malformed HTTP in
+plain text and drops a client that has closed its sending half. Its h11 protocol bounds an unfinished event alone and
+takes several times the CPU; hypercorn and granian bound sizes, but neither waits for headers and bodies with a deadline
+and answers in our error objects. So this is uvicorn's protocol with counters and one timer. It refuses to know routes,
+keys and JSON. Invariants: what is kept of an unread message is bounded before any of it is looked at; a connection is
+always either waiting for the application or under a deadline; an answer that has begun is never written into.
+"""
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from server import logs
+from server.api_error import ApiError, connections_full, headers_too_large, malformed, too_slow
+
+MOST_HEADERS = 100
+MOST_HEADER_BYTES = 32 * 1024  # request line and all headers; trailers as well
+MOST_PIPELINED = 16  # requests that may wait behind one that is being answered
+_LINGER_S = 2.0  # a refused client may go on sending for so long: closed at once, it might never read why
+_PROBE_S = 0.5  # a client that closed its sending half is asked so often whether it still reads
+_SPARE_CONNECTIONS = 32  # beyond the limit, so many are told why; others are closed without a word
+_STILL_WORKING = b"HTTP/1.1 100 Continue\r\n\r\n"  # allowed before any answer, and to be ignored by every client
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`*_seconds`: from the first byte to whole headers, from those to the whole body, and without a byte taken."""
+
+    connections: int
+    header_seconds: float
+    body_seconds: float
+    stall_seconds: float
+
+
+class Connection(HttpToolsProtocol):
+    """`_phase`: what the client is sending, `headers` or `body`; `idle` before and after a whole message."""
+
+    def __init__(self, limits: Limits, **given: Any) -> None:
+        super().__init__(**given)
+        self._limits = limits
+        self._phase = "idle"
+        self._has_moved = False  # to another phase, since the timer was set
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._num_headers = 0
+        self._header_bytes = 0
+        self._unread_bytes = 0  # received since the parser last had something whole
+        self._fault: ApiError | None = None  # why a callback stopped the parser
+        self._is_refused = False
+
+    # --- the transport tells ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        num_over = len(self.connections) - self._limits.connections
+        if num_over > _SPARE_CONNECTIONS:
+            transport.abort()
+        elif num_over > 0:
+            self.refuse(connections_full(self._limits.connections))
+        else:
+            self._wait(self._limits.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._reading_resumed()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_refused:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self._is_refused:
+            return
+        if self._unread_bytes > MOST_HEADER_BYTES:
+            self.refuse(headers_too_large(MOST_HEADERS, MOST_HEADER_BYTES))
+        elif self._has_moved or (self._phase == "idle" and not self._is_answering):
+            self._follow_phase()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client may close its sending half and wait for its answer. Whether it reads at all, only writing tells."""
+        if not self._is_refused:
+            if self._phase != "idle":
+                self.refuse(malformed(f"the connection ended before the {self._phase} did"))
+            elif self._is_answering:
+                self._answer_no_more()
+        if not self._is_answering:
+            return False
+        self._probe()
+        return True
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(self._limits.stall_seconds, self._abort, "stalled")
+
+    def resume_writing(self) -> None:
+        self._reading_resumed()
+        super().resume_writing()
+
+    # --- the parser tells ---------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MOST_PIPELINED:
+            self._stop_parser(malformed(f"more than {MOST_PIPELINED} requests sent ahead of their answers"))
+        super().on_message_begin()
+        self._num_headers = self._header_bytes = 0
+        self._move("headers")
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+        if self._phase == "headers":  # and not a trailer, which nobody asks for
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._unread_bytes = 0
+        self._move("body")
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._unread_bytes = 0
+        self._move("idle")
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this when the parser has stopped."""
+        self.refuse(self._fault or malformed("this is not HTTP/1.1"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Other protocols are not offered; the request is answered as if it had not asked."""
+
+    # --- the application tells ----------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._wait(self._limits.stall_seconds)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._abort("stalled")
+        else:
+            super().timeout_keep_alive_handler()
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer with the error what has not been answered, and read no more. Answers under way are the last ones."""
+        self._is_refused = True
+        self._stop_timer()
+        logs.info("refused", status=error.status, code=error.code, why=error.message)
+        if self._is_answering and self._phase != "body":
+            self._answer_no_more()
+        elif self._is_answering and (self.pipeline or self.cycle.response_started):
+            self.transport.abort()  # nobody will ever finish this message, and no answer to it can stand here
+        elif not self.transport.is_closing():
+            if self._is_answering:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self.transport.write(self._whole_answer(error))
+            self._linger()
+
+    def end(self, error: ApiError) -> None:
+        """Nothing new is served here: close it, or refuse what has not all been sent yet."""
+        if not self._is_answering and self._phase != "body":
+            self.transport.close()
+        elif self._phase == "body" and not self._is_refused:
+            self.refuse(error)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.disconnected
+
+    def _whole_answer(self, error: ApiError) -> bytes:
+        body = error.body()
+        headers = [
+            *self.server_state.default_headers,
+            *((name.encode(), value.encode()) for name, value in error.headers.items()),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+            (b"x-request-id", uuid.uuid4().hex.encode()),
+        ]
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        return STATUS_LINE[error.status] + lines + b"\r\n" + body
+
+    def _linger(self) -> None:
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _answer_no_more(self) -> None:
+        self.cycle.keep_alive = False
+        for cycle, _ in self.pipeline:
+            cycle.keep_alive = False
+
+    def _probe(self) -> None:
+        """Write what no client minds, so that one that is gone resets the connection: before an answer an interim
+        response, and in a stream what the application writes when its `receive` wakes for nothing."""
+        if self.transport.is_closing() or not self._is_answering:
+            return
+        if not self.pipeline:
+            if self.cycle.response_started:
+                self.cycle.message_event.set()
+            elif self.cycle.scope["http_version"] == "1.1":
+                self.transport.write(_STILL_WORKING)
+        self._timer = self.loop.call_later(_PROBE_S, self._probe)
+
+    def _count(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._num_headers > MOST_HEADERS or self._header_bytes > MOST_HEADER_BYTES:
+            self._stop_parser(headers_too_large(MOST_HEADERS, MOST_HEADER_BYTES))
+
+    def _stop_parser(self, fault: ApiError) -> None:
+        self._fault = fault
+        raise fault  # the parser stops at what a callback raises, and uvicorn asks for a 400
+
+    def _move(self, phase: str) -> None:
+        self._phase = phase
+        self._has_moved = True
+
+    def _follow_phase(self) -> None:
+        """Set the timer for what the client is to send next; none while only the application is awaited."""
+        self._has_moved = False
+        if self._phase == "idle" and self._is_answering:
+            self._stop_timer()
+        else:
+            self._wait(self._limits.body_seconds if self._phase == "body" else self._limits.header_seconds)
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._expire)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        if self.transport.is_closing():
+            self._abort("stalled")
+        elif self._phase == "idle":
+            self.transport.close()
+        else:
+            seconds = self._limits.body_seconds if self._phase == "body" else self._limits.header_seconds
+            self.refuse(too_slow(self._phase, seconds))
+
+    def _reading_resumed(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _abort(self, why: str) -> None:
+        logs.info("aborted", why=why)
+        self.transport.abort()
+
+
+def connection_type(limits: Limits) -> Any:
+    """What uvicorn calls for each connection."""
+
+    def connect(
+        config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None
+    ) -> Connection:
+        return Connection(limits, config=config, server_state=server_state, app_state=app_state, _loop=_loop)
+
+    return connect
