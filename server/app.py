@@ -59,6 +59,7 @@ def create_app(
         try:
             yield
         finally:
+            service.texts.shutdown()
             await service.supervisor.stop()
 
     app = FastAPI(

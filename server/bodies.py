@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from server.api_error import ApiError, body_too_large, invalid
+from server.api_error import ApiError, invalid
+from server.body_room import BodyRoom
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -119,8 +120,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-async def read_body(request: Request, wanted: type[Body], max_body_mib: float) -> Body:
-    """Read and decode a JSON body. Raises ApiError 413 (before the body is in memory), 415 and 400."""
+async def read_body(request: Request, wanted: type[Body], room: BodyRoom) -> Body:
+    """Read and decode a JSON body. Raises ApiError 413 (before the body is in memory), 415, 503 and 400."""
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise ApiError(415, f"content-type: got {media!r}, wanted application/json", code="unsupported_media_type")
@@ -129,19 +130,20 @@ async def read_body(request: Request, wanted: type[Body], max_body_mib: float) -
         raise ApiError(
             415, f"content-encoding: got {encoding!r}, wanted an uncompressed body", code="unsupported_encoding"
         )
-    limit_bytes = int(max_body_mib * 2**20)
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit_bytes:
-        raise body_too_large(max_body_mib)
+    room.check(int(declared) if declared.isdigit() and len(declared) < 20 else 0)
     raw = bytearray()
-    async for piece in request.stream():
-        if len(raw) + len(piece) > limit_bytes:
-            raise body_too_large(max_body_mib)
-        raw += piece
-    return decode_body(bytes(raw), wanted)
+    try:
+        async for piece in request.stream():
+            room.check(len(raw) + len(piece))
+            room.take(len(piece))
+            raw += piece
+        return decode_body(raw, wanted)
+    finally:
+        room.give(len(raw))
 
 
-def decode_body(raw: bytes, wanted: type[Body]) -> Body:
+def decode_body(raw: bytes | bytearray, wanted: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw, type=wanted)
     except msgspec.ValidationError as error:

@@ -22,6 +22,8 @@ class ServerConfig(Settings):
     api_keys: tuple[str, ...] = Field((), description="bearer keys; none: open; /health, /version, /metrics need none")
     api_keys_file: Path | None = Field(None, description="more keys, one a line")
     max_body_mib: float = Field(16.0, gt=0, description="largest request body; a larger one is answered with 413")
+    max_bodies_mib: float = Field(256.0, gt=0, description="of all bodies that are being read; more: 503")
+    max_tokenize_kib: int = Field(1024, ge=1, description="characters (or ids) of a /tokenize or /detokenize, in Ki")
     max_connections: int | None = Field(
         None, ge=1, description="open connections; one more is answered with 503; default: what descriptors allow"
     )

@@ -87,11 +87,9 @@ class EngineProcess:
         try:
             while not ended.done():
                 arrived.clear()
-                num_read = 0
-                for message in self._receive():
+                for num_before, message in enumerate(self._receive()):
                     yield message
-                    num_read += 1
-                    if num_read % _MOST_AT_ONCE == 0:
+                    if num_before % _MOST_AT_ONCE == _MOST_AT_ONCE - 1:
                         await asyncio.sleep(0)
                 await arrived.wait()
             quiet_s = time.monotonic() + _LAST_WORDS_S

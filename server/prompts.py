@@ -1,21 +1,16 @@
 """Prompts to token ids, off the event loop, and checked against the model: ids in range, room for the answer."""
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from functools import partial
 
 from scheduler.messages import Ready
-from server.api_error import invalid, too_long
-from server.bodies import ChatBody, CompletionBody, GenerationBody, Message
+from server.api_error import ApiError, invalid, too_long
+from server.bodies import ChatBody, CompletionBody, GenerationBody, Message, message_text
 from server.service import Service
 from server.text import TextDecoder
-from server.tokenizer import Tokenizer
+from server.text_pool import INLINE_CHARS
+from server.tokenizer import Tokenizer, TooManyTokens
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_INLINE_CHARS = 2000  # shorter texts are tokenised in less time than a thread takes to wake
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -32,13 +27,18 @@ async def completion_prompts(service: Service, body: CompletionBody, limits: Rea
     """One Prompt for each of the body's. Raises ApiError 400."""
     is_many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
     check_num_sequences(service, "prompt", (len(body.prompt) if is_many else 1) * (body.n or 1))
+    context = context_of(body, limits)
     prompts: list[Prompt] = []
+    size = 0  # of all so far: many short ones take as long as a long one
     for name, given in _split(body.prompt):
+        size += len(given)
         if isinstance(given, str):
-            prompt = await encode_text(service.tokenizer, given)
+            prompt = await encode_text(service, name, given, size, context)
         else:
             check_token_ids(name, given, limits.vocab_size)
-            text = await off_loop(len(given), spell, service.tokenizer, given) if body.echo else ""
+            if len(given) > context:
+                raise _too_long(name, str(len(given)), context)
+            text = await service.texts.run(size, spell, service.tokenizer, given) if body.echo else ""
             prompt = Prompt(given, text, 0)
         if not prompt.token_ids:
             raise invalid(name, "empty; wanted at least one token")
@@ -46,16 +46,27 @@ async def completion_prompts(service: Service, body: CompletionBody, limits: Rea
     return prompts
 
 
-async def chat_prompt(service: Service, messages: list[Message]) -> Prompt:
-    """The template's text, with the special tokens that it spells out and no others. Raises ApiError 400."""
-    template = service.template
+async def chat_prompt(service: Service, messages: list[Message], context: int) -> Prompt:
+    """The template's text, with the control tokens that it spells out and no others. Raises ApiError 400."""
+    template, control_tokens, tokenizer = service.template, service.control_tokens, service.tokenizer
     if template is None:
         raise invalid("messages", "this model has no chat template; set model.chat_template or use /v1/completions")
+    if len(messages) > context:
+        raise invalid("messages", f"{len(messages)} messages, the attention profile has room for {context} tokens")
 
     def encode() -> list[int]:
-        return service.tokenizer.encode(template.render(messages), add_special_tokens=False)
+        texts = [text for message in messages for text in (message_text(message), message.name or "")]
+        mark = control_tokens.choose_mark(texts)
+        if mark is None:
+            return tokenizer.encode_within(template.render(messages, str), False, context)
+        text = template.render(messages, partial(control_tokens.hide, mark=mark))
+        return control_tokens.encode(text, mark, context)
 
-    token_ids = await off_loop(sum(len(message.content or "") for message in messages) + _INLINE_CHARS, encode)
+    size = INLINE_CHARS + sum(len(message_text(message)) for message in messages)
+    try:
+        token_ids = await service.texts.run(size, encode)
+    except TooManyTokens as error:
+        raise _too_long("messages", f"at least {error.num_tokens}", context) from None
     if not token_ids:
         raise invalid("messages", "the chat template made an empty prompt of them")
     return Prompt(token_ids, "", 0)
@@ -67,9 +78,13 @@ def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return "".join(map(decoder.step, token_ids)) + decoder.finish()
 
 
-async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:
-    token_ids = await off_loop(len(text), tokenizer.encode, text, True)
-    return Prompt(token_ids, text, tokenizer.num_leading_specials(text, token_ids))
+async def encode_text(service: Service, name: str, text: str, size: int, context: int) -> Prompt:
+    """Raises ApiError 400, and then most of a text that is far too long has not been looked at."""
+    try:
+        token_ids = await service.texts.run(size, service.tokenizer.encode_within, text, True, context)
+    except TooManyTokens as error:
+        raise _too_long(name, f"at least {error.num_tokens}", context) from None
+    return Prompt(token_ids, text, service.tokenizer.num_leading_specials(text, token_ids))
 
 
 def check_num_sequences(service: Service, field: str, num_sequences: int) -> None:
@@ -106,7 +121,7 @@ def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None
     """The output's limit; only a default is cut to what the context leaves. Raises ApiError 400 with both numbers."""
     length = len(prompt.token_ids)
     if length > context or (length == context and asked != 0):
-        raise too_long(name, f"{length} tokens, the attention profile has room for {context} with the answer")
+        raise _too_long(name, str(length), context)
     if asked is None:
         return min(default, context - length)
     if length + asked > context:
@@ -130,8 +145,5 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[tuple[str, str | l
     return [(f"prompt[{i}]", item) for i, item in enumerate(prompt)]  # type: ignore[misc]
 
 
-async def off_loop(size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call it in a thread if `size` (characters or tokens) says that it may take long."""
-    if size < _INLINE_CHARS:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
+def _too_long(name: str, length: str, context: int) -> ApiError:
+    return too_long(name, f"{length} tokens, the attention profile has room for {context} with the answer")

@@ -13,7 +13,7 @@ from server.prompts import (
     check_num_sequences,
     completion_max_tokens,
     completion_prompts,
-    off_loop,
+    context_of,
 )
 from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
@@ -27,7 +27,7 @@ _CLIENT_GONE = 499  # for the log alone: nobody reads it
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     service = service_of(request)
-    body = await read_body(request, CompletionBody, service.settings.max_body_mib)
+    body = await read_body(request, CompletionBody, service.body_room)
     service.check_model(body.model)
     check_completion(body)
     limits = service.supervisor.ready()
@@ -42,12 +42,12 @@ async def completions(request: Request) -> Response:
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     service = service_of(request)
-    body = await read_body(request, ChatBody, service.settings.max_body_mib)
+    body = await read_body(request, ChatBody, service.body_room)
     service.check_model(body.model)
     check_chat(body)
     check_num_sequences(service, "n", body.n or 1)
     limits = service.supervisor.ready()
-    prompt = await chat_prompt(service, body.messages)
+    prompt = await chat_prompt(service, body.messages, context_of(body, limits))
     jobs = [Job(prompt, chat_max_tokens(body, prompt, limits))]
     generation = Generation(service, "chatcmpl", body, jobs, limits)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
@@ -64,7 +64,7 @@ async def _respond(
     try:
         gathered = await collect(generation)
         num_entries = generation.num_prompt_tokens + generation.num_generated_tokens if body.logprobs else 0
-        return Response(await off_loop(num_entries, shape.whole, gathered), media_type="application/json")
+        return Response(await service.texts.run(num_entries, shape.whole, gathered), media_type="application/json")
     except Disconnected:
         logs.info("client_gone", id=generation.id)
         return Response(status_code=_CLIENT_GONE)

@@ -11,10 +11,13 @@ from starlette.requests import Request
 
 from scheduler.messages import Loading
 from server.api_error import unknown_model
+from server.body_room import BodyRoom
 from server.config import ConfigError, Deployment, ServerConfig
+from server.control_tokens import ControlTokens
 from server.metrics import Metrics
 from server.supervisor import Supervisor
 from server.template import ChatTemplate, load_template
+from server.text_pool import TextPool
 from server.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -24,6 +27,9 @@ class Service:
 
     deployment: Deployment
     tokenizer: Tokenizer
+    control_tokens: ControlTokens
+    texts: TextPool
+    body_room: BodyRoom
     template: ChatTemplate | None
     metrics: Metrics
     supervisor: Supervisor
@@ -53,11 +59,15 @@ def build_service(
     deployment: Deployment, engine_command: Sequence[str], on_loading: Callable[[Loading], None]
 ) -> Service:
     """Raises ConfigError if the tokenizer, the chat template or the keys cannot be read."""
+    server = deployment.server
     tokenizer = load_tokenizer(deployment.model)
     metrics = Metrics()
     return Service(
         deployment=deployment,
         tokenizer=tokenizer,
+        control_tokens=ControlTokens(tokenizer),
+        texts=TextPool(server.retry_after_seconds),
+        body_room=BodyRoom(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds),
         template=load_template(deployment.model, tokenizer),
         metrics=metrics,
         supervisor=Supervisor(deployment, engine_command, metrics, on_loading),

@@ -4,6 +4,7 @@ A template comes from a checkpoint, so it is foreign code: it sees the messages 
 """
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -38,10 +39,11 @@ class ChatTemplate:
             raise ConfigError(f"chat_template: does not compile: {error}") from None
         self._special_tokens = special_tokens
 
-    def render(self, messages: list[Message]) -> str:
-        """Raises ApiError 400 if the template refuses the messages."""
+    def render(self, messages: list[Message], spell: Callable[[str], str]) -> str:
+        """`spell`: how a text of a message is written. Raises ApiError 400 if the template refuses the messages."""
         plain = [
-            {"role": message.role, "content": message_text(message)} | ({"name": message.name} if message.name else {})
+            {"role": message.role, "content": spell(message_text(message))}
+            | ({"name": spell(message.name)} if message.name else {})
             for message in messages
         ]
         try:

@@ -31,24 +31,34 @@ class TextDecoder:
 
 
 class StopMatcher:
-    """Cuts a text before the stop string that is completed first (the longest of those completed together)."""
+    """Cuts a text before the stop string that is completed first (the longest of those completed together).
+
+    What is held back begins where a stop string may begin; what does not is never looked at again. So a character
+    costs a few string comparisons for each stop string, however long they are and however far they had matched.
+    """
 
     def __init__(self, stops: list[str]) -> None:
         self._stops = stops
+        self._longest = max(map(len, stops))
         self._held = ""
         self.num_emitted = 0
         self.matched = False
 
     def feed(self, text: str) -> str:
         """More of the text; returns what is now certain. After a match: the last piece, and `matched` is set."""
+        num_held = len(self._held)
         text = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [
+            (at + len(stop), at)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0  # it ends among what is new
+        ]
         if ends:
             self.matched = True
             keep = min(ends)[1]
             self._held = ""
         else:
-            keep = len(text) - self._longest_beginning(text)
+            keep = self._first_beginning(text)
             self._held = text[keep:]
         self.num_emitted += keep
         return text[:keep]
@@ -59,12 +69,10 @@ class StopMatcher:
         self.num_emitted += len(text)
         return text
 
-    def _longest_beginning(self, text: str) -> int:
-        """How many characters at the end of `text` a stop string could begin with."""
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+    def _first_beginning(self, text: str) -> int:
+        """Where the first stop string could begin that the text ends within; its length if none does."""
+        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
+            end = text[begin:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return begin
+        return len(text)

@@ -6,6 +6,7 @@ invariant is that `token_bytes` of a sequence, joined, is what its text is made 
 
 import json
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as Vocabulary
@@ -14,6 +15,18 @@ from gpu.config import ModelConfig
 from server.config import ConfigError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+_PIECE_CHARS = 32_768  # of a long text, tokenised to count its tokens
+_LONG_CHARS_PER_TOKEN = 6  # a text with fewer for each token that it may have is not counted before it is tokenised
+
+
+class TooManyTokens(Exception):
+    """A text has at least `num_tokens`, more than was allowed."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -39,10 +52,59 @@ class Tokenizer:
         }
         self.is_byte_level = "ByteLevel" in str(self.vocabulary.decoder)
         self.eos_ids = self._eos_ids(model_folder or folder)
+        self.longest_token_chars = max(map(len, self.vocabulary.get_vocab()), default=1)
         self._bytes: dict[int, bytes] = {}
+        self._path = path
+        self._plain: Vocabulary | None = None
+        self._plain_lock = Lock()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.vocabulary.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def encode_within(self, text: str, add_special_tokens: bool, most_tokens: int) -> list[int]:
+        """Like `encode`, but a text that is far too long costs little. Raises TooManyTokens.
+
+        Tokenising takes some hundred bytes of memory a character, so a long text is counted piece by piece first.
+        """
+        self.check_fits(text, most_tokens)
+        return self.encode(text, add_special_tokens)
+
+    def check_fits(self, text: str, most_tokens: int) -> None:
+        """Raises TooManyTokens if a text has clearly more; one that passes may still have a few more.
+
+        A byte-level vocabulary without a normalizer spells every byte, so a length alone can be too much. Otherwise
+        pieces are tokenised until there are too many: a cut makes at most one token two of fewer characters each, so
+        what the pieces have too many is bounded by the characters of a token.
+        """
+        if self.is_byte_level and self.vocabulary.normalizer is None:
+            least = len(text) // self.longest_token_chars
+            if least > most_tokens:
+                raise TooManyTokens(least)
+        if len(text) <= _LONG_CHARS_PER_TOKEN * most_tokens:
+            return
+        num_tokens = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
+            num_piece = len(self.encode(text[begin : begin + _PIECE_CHARS], False))
+            num_tokens += max(0, num_piece - self.longest_token_chars)
+            if num_tokens > most_tokens:
+                raise TooManyTokens(num_tokens)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and where each one's text begins and ends, in characters."""
+        encoding = self.vocabulary.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in the middle of another, in which control tokens are spelled out and not meant."""
+        with self._plain_lock:
+            if self._plain is None:
+                self._plain = Vocabulary.from_file(str(self._path))
+                self._plain.no_truncation()
+                self._plain.encode_special_tokens = True
+                if getattr(self._plain.pre_tokenizer, "prepend_scheme", None) == "first":
+                    self._plain.pre_tokenizer.prepend_scheme = "never"
+        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:

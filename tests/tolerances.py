@@ -62,6 +62,13 @@ LOOP_STALL_S = 0.5
 DEADLINE_LATE_S = 5.0
 # Bytes of a flood of headers, of which five may take no third in memory: kept, each would take all of it.
 HEADER_FLOOD_BYTES = 24 * 2**20
+# Bytes of memory a character of texts that are refused: body, string and JSON of both ends of a test; tokenised, a
+# character takes a hundred and more.
+REFUSED_TEXT_BYTES = 20
+# Seconds that a chat waits longer beside 18 MB of them, on a busy machine; tokenised in its way, they took a minute.
+REFUSED_TEXT_S = 8.0
+# Seconds of 2,000 tokens' text against sixteen stop strings of a thousand characters, on a busy machine.
+STOP_STRINGS_S = 4.0
 # Comments in 1.1 s of silence at one in 0.2 s: five, and fewer where a busy machine runs the timers late.
 KEEPALIVE_COMMENTS = range(3, 6)
 # Reports in 1 s of prefill at one in 0.2 s; the engine tells fifty times.

@@ -16,7 +16,7 @@ from server.bodies import Message
 app = create_app(Deployment.model_validate({{"model": {{"path": {str(REFERENCE)!r}}}}}))
 service = app.state.service
 service.tokenizer.encode("text", True)
-service.template.render([Message(role="user", content="Hi")])
+service.template.render([Message(role="user", content="Hi")], str)
 heavy = {{"torch", "triton", "numba", "transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """

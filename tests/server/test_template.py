@@ -18,7 +18,7 @@ TURN = [Message(role="user", content="Hi")]
 def test_the_references_template_writes_the_turns_it_was_trained_on(tokenizer):
     template = load_template(ModelConfig(path=REFERENCE), tokenizer)
     turns = [*TURN, Message(role="assistant", content="Yes."), Message(role="user", content="And?")]
-    text = template.render(turns)
+    text = template.render(turns, str)
     assert text == (
         "<|begin_of_text|><|user|>\nHi<|end|><|assistant|>\nYes.<|end|><|user|>\nAnd?<|end|><|assistant|>\n"
     )
@@ -29,7 +29,7 @@ def test_the_references_template_writes_the_turns_it_was_trained_on(tokenizer):
 def test_text_parts_are_joined():
     template = ChatTemplate("{{ messages[0].content }}", {})
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert template.render([Message(role="user", content=parts)]) == "ab"
+    assert template.render([Message(role="user", content=parts)], str) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_text_parts_are_joined():
 )
 def test_a_template_that_refuses_or_breaks_out_is_a_400_about_messages(source):
     with pytest.raises(ApiError) as refused:
-        ChatTemplate(source, {}).render(TURN)
+        ChatTemplate(source, {}).render(TURN, str)
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
@@ -55,7 +55,7 @@ def test_functions_and_tags_that_templates_expect_are_there():
         "{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ i }}{% endfor %}"
         "{{ strftime_now('%Y') | length }}"
     )
-    text = ChatTemplate(source, {"bos_token": "<s>"}).render(TURN)
+    text = ChatTemplate(source, {"bos_token": "<s>"}).render(TURN, str)
     assert text == "<s>" + json.dumps([{"role": "user", "content": "Hi"}]) + "014"
 
 
@@ -67,7 +67,7 @@ def test_a_template_that_does_not_compile_stops_the_program_with_one_line():
 def test_a_template_file_comes_before_the_tokenizers_own(tmp_path, tokenizer):
     path = tmp_path / "chat.jinja"
     path.write_text("mine")
-    assert load_template(ModelConfig(path=REFERENCE, chat_template=path), tokenizer).render(TURN) == "mine"
+    assert load_template(ModelConfig(path=REFERENCE, chat_template=path), tokenizer).render(TURN, str) == "mine"
 
 
 def test_a_missing_or_broken_tokenizer_stops_the_program_with_one_line(tmp_path):

@@ -1,5 +1,6 @@
 """Tokens to text: whole characters, stop strings, offsets."""
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from server.choice import Choice
 from server.text import StopMatcher, TextDecoder
 from server.tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE
+from tests.tolerances import STOP_STRINGS_S
 
 TOKENIZER = Tokenizer(REFERENCE, REFERENCE)
 
@@ -61,6 +63,31 @@ def test_what_is_held_back_is_only_what_may_begin_a_stop_string(text, stops):
             return
         held = text[len(sent) : i + 1]
         assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def seconds_of(matcher, num_tokens: int) -> float:
+    began = time.perf_counter()
+    for _ in range(num_tokens):
+        matcher.feed("aaaa")
+    return time.perf_counter() - began
+
+
+def test_many_long_stop_strings_that_almost_match_cost_little():
+    """One keeps a thousand letters held back, in which a search of every beginning finds none of the others."""
+    stops = ["b" * (i + 1) + "a" * (999 - i) for i in range(15)] + ["a" * 999 + "c"]
+
+    class EveryBeginning(StopMatcher):
+        def _first_beginning(self, text: str) -> int:
+            longest = 0
+            for stop in self._stops:
+                for size in range(min(len(stop) - 1, len(text)), longest, -1):
+                    if text.endswith(stop[:size]):
+                        longest = size
+                        break
+            return len(text) - longest
+
+    assert seconds_of(StopMatcher(stops), 2000) < STOP_STRINGS_S
+    assert seconds_of(EveryBeginning(stops), 200) > STOP_STRINGS_S / 10, "another way would be noticed"
 
 
 @given(st.lists(st.integers(0, 8191), max_size=40))

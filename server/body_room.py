@@ -1,0 +1,28 @@
+"""Memory for request bodies while they come in: so much for one, so much for all of them together."""
+
+from server.api_error import body_too_large, unavailable
+
+
+class BodyRoom:
+    """`mib`: of one body, and of all that are being read. Invariant: what is taken never exceeds the latter."""
+
+    def __init__(self, mib: float, all_mib: float, retry_after_seconds: int) -> None:
+        self._mib = mib
+        self._all_mib = max(mib, all_mib)
+        self._retry_after_seconds = retry_after_seconds
+        self.num_taken_bytes = 0
+
+    def check(self, num_bytes: int) -> None:
+        """Raises ApiError 413 for a body that is larger than one may be."""
+        if num_bytes > self._mib * 2**20:
+            raise body_too_large(self._mib)
+
+    def take(self, num_bytes: int) -> None:
+        """Raises ApiError 503, and takes nothing, where the others leave no room."""
+        if self.num_taken_bytes + num_bytes > self._all_mib * 2**20:
+            what = f"server: bodies that are being read take all of {self._all_mib:g} MiB (server.max_bodies_mib)"
+            raise unavailable(what, "overloaded", self._retry_after_seconds)
+        self.num_taken_bytes += num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        self.num_taken_bytes -= num_bytes

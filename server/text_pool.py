@@ -1,0 +1,46 @@
+"""Threads for work that grows with a text: tokenising, templates, long answers. Bounded, and nobody else's.
+
+Refuses to know what the work is. Invariants: no more threads than here, however many clients there are; a short text
+never waits for a long one; nobody waits behind more than `_MOST_WAITING` others.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from server.api_error import queue_full
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+INLINE_CHARS = 2000  # done in less time than a thread takes to wake
+_SHORT_CHARS = 65536  # some 20 ms
+_THREADS = 2  # of each lane; the tokenizer leaves the interpreter to others while it works
+_MOST_WAITING = 256
+
+
+class TextPool:
+    def __init__(self, retry_after_seconds: int) -> None:
+        self._short = ThreadPoolExecutor(_THREADS, "short-text")
+        self._long = ThreadPoolExecutor(_THREADS, "long-text")
+        self._num_waiting = 0
+        self._retry_after_seconds = retry_after_seconds
+
+    async def run(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call it, in a thread if `size` (characters or tokens) says that it may take long. Raises ApiError 429."""
+        if size < INLINE_CHARS:
+            return function(*args, **kwargs)
+        if self._num_waiting >= _MOST_WAITING:
+            raise queue_full(f"server: {self._num_waiting} texts wait to be tokenised", self._retry_after_seconds)
+        self._num_waiting += 1
+        try:
+            lane = self._short if size <= _SHORT_CHARS else self._long
+            return await asyncio.get_running_loop().run_in_executor(lane, lambda: function(*args, **kwargs))
+        finally:
+            self._num_waiting -= 1
+
+    def shutdown(self) -> None:
+        """Wait for nobody: what has not begun is dropped."""
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
