@@ -1,8 +1,9 @@
 """The engine process: an engine behind two sockets. `python -m scheduler.engine_process REQUESTS REPLIES PARENT_ID`.
 
 The deployment comes as JSON on standard input (its `server` part is the other process's business). While there is work
-it never waits; without work it sleeps until a message comes. Invariant: it ends on Shutdown, and never outlives process
-PARENT_ID, which started it: not while it loads, and not if a step hangs.
+it never waits; without work it sleeps until a message comes, and `scheduler.pulse` says all the while that it is there.
+Invariant: it ends on Shutdown, and never outlives process PARENT_ID, which started it: not while it loads, and not if a
+step hangs.
 """
 
 import json
@@ -41,6 +42,7 @@ from scheduler.messages import (
     Submit,
     ToEngine,
 )
+from scheduler.pulse import PulseThread
 from transfer.tier import HostMemoryError
 
 log = logging.getLogger("engine")
@@ -85,15 +87,17 @@ class Connection:
 class Loop:
     """Steps the engine, and paces what is reported besides tokens."""
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(self, engine: Engine, connection: Connection, pulse: PulseThread) -> None:
         self._engine = engine
         self._connection = connection
+        self._pulse = pulse
         self._stats_due = 0.0
         self._progress_due = 0.0
 
     def run(self) -> None:
         """Until Shutdown comes."""
         while True:
+            self._pulse.begin_turn()
             wait = 0.0 if self._engine.has_work else _STATS_SECONDS
             for message in self._connection.receive(wait):
                 if isinstance(message, Shutdown):
@@ -132,6 +136,8 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     threading.Thread(target=_end_with_parent, args=(int(parent_id), [requests, replies]), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
     connection = Connection(requests, replies)
+    pulse = PulseThread(replies)
+    pulse.start()
     try:
         engine, ready = load_engine(_read_config(sys.stdin.read()), _loading(connection))
     except (HostMemoryError, ModelError, PlanError, ProfileError, ValidationError) as error:
@@ -141,7 +147,8 @@ def main(requests: str, replies: str, parent_id: str) -> int:
         return 1
     log.info("ready device=%s load_seconds=%.1f pages=%d", ready.device, ready.load_seconds, ready.num_pages)
     connection.send(ready)
-    Loop(engine, connection).run()
+    Loop(engine, connection, pulse).run()
+    pulse.stop()
     engine.shutdown()
     connection.close()
     return 0

@@ -24,6 +24,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     attention_profile: str
     arrival_s: float
+    cache_salt: str = ""  # prefixes are shared among requests of one salt alone
 
 
 # --- API process -> engine -------------------------------------------------------------------------------------------
@@ -79,6 +80,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start: one line for the operator (a broken checkpoint, too little memory). It exits after."""
 
     message: str
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The process is there, and this turn of its loop has taken so long; twice a second, whatever the loop does."""
+
+    turn_seconds: float
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -165,4 +172,4 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     stats: Stats | None
 
 
-FromEngine = Loading | Ready | Failed | Accepted | Refused | Outputs
+FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | Outputs

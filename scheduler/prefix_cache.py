@@ -46,7 +46,7 @@ class PrefixCache:
 
     def known_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all full blocks of the tokens known so far."""
-        seed = self._seeds[sequence.request.attention_profile]
+        seed = _salted(self._seeds[sequence.request.attention_profile], sequence.request.cache_salt)
         extend_hashes(sequence.hashes, sequence.tokens, self._page_tokens, seed)
         return sequence.hashes
 
@@ -85,6 +85,11 @@ class PrefixCache:
         """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
         for digest in sequence.hashes:
             self._pages.retract(digest)
+
+
+def _salted(seed: bytes, salt: str) -> bytes:
+    """Requests of different salts find nothing of each other."""
+    return blake2b(salt.encode(), key=seed, digest_size=32).digest() if salt else seed
 
 
 def _seed(model_key: bytes, kv_key: str) -> bytes:

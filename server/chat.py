@@ -50,6 +50,12 @@ class Conversation:
         } | {key: value for key, value in optional.items() if value is not None}
 
 
+def check_key(api_key: str | None) -> None:
+    """Raises ChatError, without the key, for one that cannot come in a header."""
+    if api_key is not None and not all("!" <= char <= "~" for char in api_key):
+        raise ChatError("chat: --api-key: cannot come in a header; wanted printable ASCII without spaces")
+
+
 def find_model(url: str, api_key: str | None) -> str:
     """The id of the first model that the server lists. Raises ChatError."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

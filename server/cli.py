@@ -18,7 +18,7 @@ from rich.console import Console
 from gpu.architecture import ModelError
 from gpu.memory_plan import PlanError
 from scheduler.messages import Loading
-from server.chat import ChatError, Conversation, ask, find_model, hold_conversation, read_document
+from server.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document
 from server.config import ConfigError, Deployment, load_deployment
 from server.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
 from server.plan import describe_plan, print_plan, resolve_plan
@@ -138,6 +138,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely token")] = 0.0,
 ) -> None:
     """Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends."""
+    check_key(api_key)
     root = url.rstrip("/").removesuffix("/v1")
     document = None if file is None else read_document(file)
     conversation = Conversation(

@@ -1,7 +1,7 @@
 """The deployment: one YAML file, read here and nowhere else. Unknown keys are errors; nothing mutates it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -21,6 +21,9 @@ class ServerConfig(Settings):
     port: int = Field(8000, ge=0, le=65535, description="0: any free port, printed in the log")
     api_keys: tuple[str, ...] = Field((), description="bearer keys; none: open; /health, /version, /metrics need none")
     api_keys_file: Path | None = Field(None, description="more keys, one a line")
+    cache_isolation: Literal["none", "key"] = Field(
+        "none", description="key: a key never meets another one's prefixes, neither in `cached_tokens` nor in time"
+    )
     max_body_mib: float = Field(16.0, gt=0, description="largest request body; a larger one is answered with 413")
     max_bodies_mib: float = Field(256.0, gt=0, description="of all bodies that are being read; more: 503")
     max_tokenize_kib: int = Field(1024, ge=1, description="characters (or ids) of a /tokenize or /detokenize, in Ki")
@@ -35,8 +38,14 @@ class ServerConfig(Settings):
     retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")
     drain_seconds: float = Field(60.0, ge=0, description="on SIGTERM, wait this long for open requests")
     restart_engine: bool = Field(True, description="start a new engine process when one dies")
+    max_engine_failures: int = Field(
+        5, ge=1, description="so many engines in a row that fail within a minute end the program"
+    )
+    engine_quiet_seconds: float = Field(
+        5.0, gt=0, description="an engine process without a sign of life for so long hangs; /health says so"
+    )
     engine_silence_seconds: float = Field(
-        120.0, gt=0, description="an engine that says nothing for so long hangs, and is replaced; longer than any step"
+        120.0, gt=0, description="one that hangs for so long is replaced, and one whose step takes so long"
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
 
@@ -57,7 +66,9 @@ def load_deployment(path: Path) -> Deployment:
         tree = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"config: {path} is missing") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is not YAML: {_where(error)}") from None
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config: {path} holds {type(tree).__name__}; wanted a mapping with the key `model`")
@@ -69,14 +80,29 @@ def load_deployment(path: Path) -> Deployment:
 
 
 def describe(error: ValidationError) -> str:
-    """The first problem of a ValidationError as `key: got, wanted`, and how many more there are."""
+    """The first problem of a ValidationError as `key: got, wanted`, and how many more there are. Repeats no API key."""
     problems: list[Any] = list(error.errors())
     first = problems[0]
     key = ".".join(str(part) for part in first["loc"]) or "(top)"
-    got = "" if first["type"] in ("missing", "extra_forbidden") else f" (got {first['input']!r})"
     what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
     more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return f"{key}: {what}{got}{more}"
+    return f"{key}: {what}{_got(first)}{more}"
+
+
+def _got(problem: dict[str, Any]) -> str:
+    """What was given, unless it is an API key or may hold one."""
+    given = problem["input"]
+    if problem["type"] in ("missing", "extra_forbidden") or "api_keys" in problem["loc"]:
+        return ""
+    is_section = problem["type"] == "model_type" or isinstance(given, dict | list | tuple)
+    return f" (got {type(given).__name__ if is_section else repr(given)})"
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the line itself, which may hold a key."""
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or type(error).__name__
+    return f"{what} at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(what)
 
 
 def _anchor(deployment: Deployment, folder: Path) -> Deployment:

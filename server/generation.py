@@ -47,7 +47,9 @@ class Job:
 class Generation:
     """`submit`, then `updates` until `done`, then `close`, whatever happens."""
 
-    def __init__(self, service: Service, kind: str, body: GenerationBody, jobs: list[Job], limits: Ready) -> None:
+    def __init__(
+        self, service: Service, kind: str, body: GenerationBody, jobs: list[Job], limits: Ready, cache_salt: str
+    ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.jobs = jobs
@@ -56,6 +58,7 @@ class Generation:
         self._service = service
         self._body = body
         self._limits = limits
+        self._cache_salt = cache_salt
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
         self.choices = [Choice(service.tokenizer, stops) for _ in range(num_choices)]
@@ -165,6 +168,7 @@ class Generation:
                     min_tokens=body.min_tokens or 0,
                     attention_profile=profile,
                     arrival_s=self._arrival_s,
+                    cache_salt=self._cache_salt,
                 )
             )
         return requests

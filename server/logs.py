@@ -37,6 +37,11 @@ def exception(word: str, **fields: object) -> None:
     _logger.error(" ".join([word, *(f"{key}={_value(value)}" for key, value in fields.items())]), exc_info=True)
 
 
+def failure(word: str, error: BaseException) -> None:
+    """Like `event`, with the traceback of an exception that ended something."""
+    _logger.error(f"{word} reason={_value(error)}", exc_info=error)
+
+
 def configure(level: str) -> None:
     """Send the log of Tandem and of uvicorn to stderr. For the program; a library user keeps their own handlers.
 

@@ -1,6 +1,6 @@
 """What happens around every HTTP request: its id, its key, the drain, the log line, and the error of last resort.
 
-Open without a key: /health, /version and /metrics. While draining, those answer and everything else is a 503.
+Open without a key: what `OPEN_PATHS` names. While draining, those answer and everything else is a 503.
 """
 
 import re
@@ -16,7 +16,7 @@ from server import logs
 from server.api_error import ApiError, bad_key, internal, unavailable
 from server.service import Service
 
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"})
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -50,7 +50,7 @@ class RequestScope:
         counted = scope["path"] not in OPEN_PATHS
         self._service.num_open += counted
         try:
-            self._admit(scope["path"], headers)
+            scope.setdefault("state", {})["cache_salt"] = self._admit(scope["path"], headers)
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
             await error_response(error)(scope, receive, send_with_id)
@@ -68,19 +68,22 @@ class RequestScope:
             level("http", method=scope["method"], path=scope["path"], status=status, ms=milliseconds)
             logs.request_id.reset(token)
 
-    def _admit(self, path: str, headers: Headers) -> None:
-        """Raises ApiError 401 or 503."""
+    def _admit(self, path: str, headers: Headers) -> str:
+        """The salt of the prefixes that the request may meet. Raises ApiError 401 or 503."""
         service = self._service
+        salt = ""
         if path in OPEN_PATHS:
-            return
+            return salt
         if service.key_digests:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not key.strip():
                 raise bad_key("authorization: no key; send 'Authorization: Bearer KEY'")
             if not service.knows_key(key.strip()):
                 raise bad_key("authorization: this key is not known here")
+            salt = service.cache_salt(key.strip())
         if service.draining:
             raise unavailable("server: shutting down", "draining", service.settings.retry_after_seconds)
+        return salt
 
 
 def error_response(error: ApiError) -> Response:

@@ -33,7 +33,7 @@ async def completions(request: Request) -> Response:
     limits = service.supervisor.ready()
     prompts = await completion_prompts(service, body, limits)
     jobs = [Job(prompt, completion_max_tokens(body, prompt, limits)) for prompt in prompts]
-    generation = Generation(service, "cmpl", body, jobs, limits)
+    generation = Generation(service, "cmpl", body, jobs, limits, request.state.cache_salt)
     shape = CompletionShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit(body.logprobs, body.logprobs if body.echo else None, "prompt")
     return await _respond(request, service, body, generation, shape)
@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
     limits = service.supervisor.ready()
     prompt = await chat_prompt(service, body.messages, context_of(body, limits))
     jobs = [Job(prompt, chat_max_tokens(body, prompt, limits))]
-    generation = Generation(service, "chatcmpl", body, jobs, limits)
+    generation = Generation(service, "chatcmpl", body, jobs, limits, request.state.cache_salt)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")
     return await _respond(request, service, body, generation, shape)

@@ -24,13 +24,21 @@ async def model(request: Request, model_id: str) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine serves; 503 while loading, draining or dead. The body says which."""
+    """200 while the engine serves; 503 while loading, draining, hung or dead. The body says which."""
     service = service_of(request)
     supervisor = service.supervisor
-    status: dict[str, object] = {"status": "draining" if service.draining else supervisor.state}
+    state = "hung" if supervisor.is_hung else supervisor.state
+    status: dict[str, object] = {"status": "draining" if service.draining else state}
     if status["status"] == "loading":
         status |= {"stage": supervisor.loading.stage, "fraction": supervisor.loading.fraction}
     return _json(status, 200 if status["status"] == "ready" else 503)
+
+
+@router.get("/live")
+async def live(request: Request) -> Response:
+    """200 while the engine serves or is being seen to; 503 when only a new process helps."""
+    can_recover = service_of(request).supervisor.can_recover
+    return _json({"status": "alive" if can_recover else "dead"}, 200 if can_recover else 503)
 
 
 @router.get("/version")

@@ -54,12 +54,16 @@ class Service:
         matches = [hmac.compare_digest(digest, known) for known in self.key_digests]
         return any(matches)
 
+    def cache_salt(self, key: str) -> str:
+        return _digest(f"prefixes of {key}").hex() if self.settings.cache_isolation == "key" else ""
+
 
 def build_service(
     deployment: Deployment, engine_command: Sequence[str], on_loading: Callable[[Loading], None]
 ) -> Service:
     """Raises ConfigError if the tokenizer, the chat template or the keys cannot be read."""
     server = deployment.server
+    keys = read_keys(server)
     tokenizer = load_tokenizer(deployment.model)
     metrics = Metrics()
     return Service(
@@ -72,7 +76,7 @@ def build_service(
         metrics=metrics,
         supervisor=Supervisor(deployment, engine_command, metrics, on_loading),
         model_name=model_name(deployment),
-        key_digests=[_digest(key) for key in _keys(deployment.server)],
+        key_digests=[_digest(key) for key in keys],
     )
 
 
@@ -88,8 +92,18 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def _keys(settings: ServerConfig) -> list[str]:
-    return [*settings.api_keys, *(_keys_in(settings.api_keys_file) if settings.api_keys_file else [])]
+def read_keys(settings: ServerConfig) -> list[str]:
+    """All keys. Raises ConfigError, which never repeats one, also for a key that no client could send."""
+    named = [(f"server.api_keys[{i}]", key) for i, key in enumerate(settings.api_keys)]
+    if settings.api_keys_file is not None:
+        path = settings.api_keys_file
+        named += [(f"server.api_keys_file: key {i + 1} of {path}", key) for i, key in enumerate(_keys_in(path))]
+    for name, key in named:
+        if not key or not all("!" <= char <= "~" for char in key):
+            raise ConfigError(f"{name}: cannot come in a header; wanted printable ASCII without spaces, and not empty")
+    if settings.cache_isolation == "key" and not named:
+        raise ConfigError("server.cache_isolation: got key, but there are no keys; set server.api_keys_file")
+    return [key for _, key in named]
 
 
 def _keys_in(path: Path) -> list[str]:

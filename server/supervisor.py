@@ -1,7 +1,8 @@
 """Keeps an engine process alive and carries requests to it and their output back. Knows no HTTP and no text.
 
-States: loading -> ready -> dead -> loading -> ...; `failed` (the first start did not succeed) ends the program. An
-engine that is ready speaks several times a second, also when idle: one that falls silent hangs, and is killed.
+States: loading -> ready -> dead -> loading -> ...; `failed` (the first start did not succeed, several in a row failed,
+or this keeper itself did) ends the program. An engine speaks twice a second, whatever it does: one that falls silent
+hangs, which is told at once; it is killed if that lasts, and so is one whose step never ends.
 Invariant: every open mailbox gets either its requests' last deltas or one EngineLost.
 """
 
@@ -21,6 +22,7 @@ from scheduler.messages import (
     Failed,
     Loading,
     Outputs,
+    Pulse,
     Ready,
     Refused,
     Shutdown,
@@ -38,7 +40,7 @@ _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_AFTER_S = 60.0  # a life this long resets the backoff
 _SHUTDOWN_WAIT_S = 5.0
 _SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
-_LOST = "the engine process died while it worked on this request; try again"
+_DIED = EngineLost("the engine process died while it worked on this request; try again", "engine_dead")
 
 
 class Supervisor:
@@ -59,6 +61,9 @@ class Supervisor:
         self._stopping = False
         self._lives = 0
         self._has_spoken = False
+        self._turn_seconds = 0.0
+        self._lost = _DIED  # what those are told whose engine is lost
+        self.quiet_seconds = 0.0
         self.state = "loading"
         self.loading = Loading(stage="starting", fraction=0.0)
         self.limits: Ready | None = None
@@ -70,6 +75,7 @@ class Supervisor:
         self._context = zmq.Context()
         self.failure = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive())
+        self._task.add_done_callback(self._end_with_keeper)
 
     async def stop(self) -> None:
         """Ask the engine to exit, wait a little, and make sure."""
@@ -98,22 +104,48 @@ class Supervisor:
     def engine_pid(self) -> int | None:
         return self._engine.pid if self._engine is not None else None
 
+    @property
+    def is_hung(self) -> bool:
+        """Whether an engine that served gives no sign of life."""
+        return self.state == "ready" and self.quiet_seconds >= self._settings.engine_quiet_seconds
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether the engine serves, or somebody here will see to it that one does."""
+        return self.state != "failed" and (self.state != "dead" or self._settings.restart_engine)
+
+    def _end_with_keeper(self, keeper: asyncio.Task[None]) -> None:
+        """Nobody would notice the next dead engine: the program ends."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            logs.failure("keeper_failed", error)
+            self._fail(f"supervisor: {type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _fail(self, reason: str) -> None:
+        self.state = "failed"
+        assert self.failure is not None
+        if not self.failure.done():
+            self.failure.set_result(reason)
+
     async def _keep_alive(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
+        num_failed = 0
         while True:
             began_s = time.monotonic()
             reason = await self._one_life()
             if self._stopping:
                 return
             if self.limits is None:
-                self.state = "failed"
-                assert self.failure is not None
-                self.failure.set_result(reason)
+                self._fail(reason)
                 return
             if not self._settings.restart_engine:
                 return
+            num_failed += 1
             if time.monotonic() - began_s > _HEALTHY_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
+                num_failed = 0
+            if num_failed >= self._settings.max_engine_failures:
+                self._fail(f"engine: {num_failed} failed in a row (server.max_engine_failures), the last one: {reason}")
+                return
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
             self._metrics.engine_restarts.inc()
@@ -123,6 +155,7 @@ class Supervisor:
         assert self._context is not None
         self.state = "loading"
         self.loading = Loading(stage="starting", fraction=0.0)
+        self._lost = _DIED
         self._lives += 1
         engine = self._engine = EngineProcess(self._context, self._command, self._deployment_json)
         failed: str | None = None
@@ -135,6 +168,8 @@ class Supervisor:
                 match message:
                     case Outputs():
                         self._deliver(message)
+                    case Pulse():
+                        self._turn_seconds = message.turn_seconds
                     case Accepted():
                         self._answer(message.submit_id, None)
                     case Refused():
@@ -156,19 +191,35 @@ class Supervisor:
             engine.kill()
             engine.close()
             self._lose_everything()
+        if self._lost is not _DIED:
+            ended = f"hung, and was {ended}"
         reason = failed or f"engine: {ended} {'before it was ready' if self.limits is None else ''}".strip()
         if not self._stopping:
             logs.warning("engine_ended", reason=reason, life=self._lives)
         return reason
 
     async def _end_silence(self, engine: EngineProcess) -> None:
-        """Kill an engine that serves and has said nothing in all of `engine_silence_seconds`."""
-        num_silent = 0
-        while num_silent < _SILENCE_CHECKS:
+        """Notice when an engine that serves falls silent, and kill it when it or its step goes on so for too long.
+
+        Silence is counted in looks that found nothing said since the one before.
+        """
+        settings = self._settings
+        most_s = settings.engine_silence_seconds
+        look_s = min(settings.engine_quiet_seconds, most_s) / _SILENCE_CHECKS
+        self.quiet_seconds = self._turn_seconds = 0.0
+        while self.quiet_seconds < most_s and self._turn_seconds < most_s:
             self._has_spoken = False
-            await asyncio.sleep(self._settings.engine_silence_seconds / _SILENCE_CHECKS)
-            num_silent = 0 if self._has_spoken or self.state != "ready" else num_silent + 1
-        logs.warning("engine_silent", pid=engine.pid, seconds=self._settings.engine_silence_seconds)
+            await asyncio.sleep(look_s)
+            was_hung = self.is_hung
+            self.quiet_seconds = 0.0 if self._has_spoken or self.state != "ready" else self.quiet_seconds + look_s
+            if self.is_hung != was_hung:
+                self._metrics.engine_up.set(was_hung)
+                logs.warning("engine_speaks" if was_hung else "engine_silent", pid=engine.pid)
+        what = f"no sign of life for {self.quiet_seconds:.3g} s"
+        if self.quiet_seconds < most_s:
+            what = f"one step for {self._turn_seconds:.3g} s"
+        logs.warning("engine_hung", pid=engine.pid, what=what)
+        self._lost = EngineLost(f"the engine process hung ({what}) and was replaced; try again", "engine_hung")
         engine.kill()
 
     def _become_ready(self, ready: Ready) -> None:
@@ -190,8 +241,8 @@ class Supervisor:
         self._metrics.engine_gone()
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(EngineGone(_LOST))
-        self.abandon(_LOST, "engine_dead")
+                answer.set_exception(EngineGone(self._lost.message))
+        self.abandon(self._lost.message, self._lost.code)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -200,6 +251,9 @@ class Supervisor:
         if self.state != "ready" or self.limits is None:
             what = "the model is loading" if self.state == "loading" else "the engine process is dead"
             raise unavailable(f"engine: {what}; try again later", f"engine_{self.state}", self._retry_after())
+        if self.is_hung:
+            what = f"it hangs (no sign of life for {self.quiet_seconds:.3g} s) and will be replaced if that lasts"
+            raise unavailable(f"engine: {what}; try again later", "engine_hung", self._retry_after())
         return self.limits
 
     async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str) -> None:
@@ -218,7 +272,7 @@ class Supervisor:
             self._engine.send(Submit(submit_id=submit_id, requests=requests))
             refused = await answer
         except EngineGone as error:
-            raise unavailable(str(error), "engine_dead", self._retry_after()) from None
+            raise unavailable(str(error), self._lost.code, self._retry_after()) from None
         finally:
             self._answers.pop(submit_id, None)
         if refused is not None:

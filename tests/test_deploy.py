@@ -71,17 +71,24 @@ def test_prometheus_scrapes_the_service_of_compose() -> None:
 
 def test_the_kubernetes_objects_refer_to_each_other_and_hold_a_valid_configuration() -> None:
     objects = {item["kind"]: item for item in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
-    assert set(objects) == {"ConfigMap", "Secret", "Deployment", "Service"}
+    assert set(objects) == {"ConfigMap", "Deployment", "Service"}, "a secret that is shipped is none"
     tree = yaml.safe_load(objects["ConfigMap"]["data"]["deployment.yaml"])
     deployment = Deployment.model_validate(tree)
     pod = objects["Deployment"]["spec"]["template"]
     container = pod["spec"]["containers"][0]
     assert container["ports"][0]["containerPort"] == deployment.server.port
     assert objects["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert pod["spec"]["terminationGracePeriodSeconds"] > deployment.server.drain_seconds
+    stop = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert stop[0] == "sleep"
+    grace = pod["spec"]["terminationGracePeriodSeconds"]
+    assert grace > int(stop[1]) + deployment.server.drain_seconds + 10, "the engine's end takes some seconds more"
+    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
+    assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/live"}
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
-    assert {"name": objects["Secret"]["metadata"]["name"]} == {"name": "tandem-keys"}
+    secrets = [volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume]
+    assert secrets == ["tandem-keys"]
+    assert deployment.server.api_keys_file == Path("/keys/keys")
 
 
 def test_the_image_copies_every_package_and_nothing_that_is_missing() -> None:

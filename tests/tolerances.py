@@ -54,6 +54,8 @@ LOAD_PIECE_SHARE = 0.03
 CANCEL_S = 3.0
 # Seconds that an engine process may live on after the process that started it: it looks once a second.
 ORPHAN_S = 5.0
+# Seconds until an engine that falls silent is told where 0.8 are allowed: four looks, a busy machine.
+QUIET_LATE_S = 5.0
 # Seconds of a drain of 0.3: last words, the engine's end, a busy machine. Half a body alone would take 60.
 DRAIN_LATE_S = 12.0
 # Seconds for which a tokenizer on the event loop is seen to let nobody in; off it, it waits as long as others take.

@@ -33,12 +33,15 @@ from scheduler.messages import (
     Submit,
     ToEngine,
 )
+from scheduler.pulse import PulseThread
 
 VOCAB = 8192
 CONTEXT = 16384
 EOS = 5
 CACHED = 7  # of every prompt longer than this
-PROFILES = dict.fromkeys(["exact", "slow", "long_prefill", "dies", "breaks", "too_large"], CONTEXT) | {"narrow": 100}
+PROFILES = dict.fromkeys(["exact", "slow", "long_prefill", "dies", "breaks", "too_large", "long_step"], CONTEXT) | {
+    "narrow": 100
+}
 HOST_STATS = HostStats(
     bytes_used=5000, bytes_promised=6000, bytes_limit=9000, contexts=3, tokens=400, segments=2, tables_built=60,
     tables_failed=1, tokens_covered=8000, rows_read=160, ready_seconds=0.5, wait_seconds=0.25, attend_seconds=1.5,
@@ -68,6 +71,7 @@ class FakeEngine:
         self.settings = settings
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.running: dict[str, Running] = {}
+        self.pulse = PulseThread(replies)
         self.steps = 0
         self.stats_due_s = 0.0
         self.progress_due_s = 0.0
@@ -82,7 +86,7 @@ class FakeEngine:
             self.say(Failed(message="checkpoint: model.safetensors is cut short"))
             self.push.close()
             sys.exit(1)
-        if "exits" in self.settings:
+        if "exits" in self.settings or os.path.exists(str(self.settings.get("exits_if", ""))):
             sys.exit(3)
         self.say(Ready(
             vocab_size=VOCAB, max_context_tokens=CONTEXT, profiles=PROFILES, default_profile="exact",
@@ -90,8 +94,10 @@ class FakeEngine:
         ))  # fmt: skip
 
     def run(self) -> None:
+        self.pulse.start()
         self.load()
         while True:
+            self.pulse.begin_turn()
             if self.pull.poll(0 if self.settings.get("token_s", 0.0) == 0 and self.running else 1):
                 while self.pull.poll(0):
                     message = self.decode(self.pull.recv())
@@ -111,6 +117,8 @@ class FakeEngine:
         if len(self.running) + len(message.requests) > self.settings.get("max_requests", 1000):
             self.say(Refused(message.submit_id, "queue_full", "queue: 8 wait, room for 8"))
             return
+        if any(request.attention_profile == "long_step" for request in message.requests):
+            time.sleep(self.settings["step_s"])
         now = time.monotonic()
         for request in message.requests:
             prefill_s = self.settings.get("prefill_s", 1.0) if request.attention_profile == "long_prefill" else 0.0

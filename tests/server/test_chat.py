@@ -12,7 +12,16 @@ import pytest
 from rich.console import Console
 
 from server import chat
-from server.chat import ChatError, Conversation, ask, find_model, hold_conversation, read_document, stream_answer
+from server.chat import (
+    ChatError,
+    Conversation,
+    ask,
+    check_key,
+    find_model,
+    hold_conversation,
+    read_document,
+    stream_answer,
+)
 
 
 class ScriptedServer(ThreadingHTTPServer):
@@ -149,6 +158,15 @@ def test_a_server_that_is_not_there_is_one_line(scripted: ScriptedServer) -> Non
     with pytest.raises(ChatError, match="no server answers at"):
         find_model("http://127.0.0.1:9", None)
     assert find_model(scripted.url, None) == "first"
+
+
+def test_a_key_that_cannot_come_in_a_header_is_refused_and_not_repeated():
+    check_key(None)
+    check_key("sk-fine")
+    for key in ("sk-two words", "schlüssel", "sk-new\nline"):
+        with pytest.raises(ChatError) as refused:
+            check_key(key)
+        assert key not in str(refused.value)
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(monkeypatch: pytest.MonkeyPatch) -> None:

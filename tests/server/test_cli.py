@@ -60,7 +60,7 @@ BAD_CONFIGURATIONS = [
     ("model: {random_weights: huge}", "unknown shape 'huge'"),
     ("model: {random_weights: tiny}\ngpu: {divice: cpu}", "gpu.divice: unknown key"),
     ("model: {random_weights: tiny}\ngpu: {memory_limit_gib: 0.001, device: cpu}", "gpu.memory_limit_gib"),
-    ("model: [", "cannot be read"),
+    ("model: [", "is not YAML"),
     ("- 1", "holds list"),
 ]
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.server.live_server import FAKE_ENGINE, REFERENCE, ROOT, fake_command, make_deployment, running_server
-from tests.tolerances import CANCEL_S, DRAIN_LATE_S, KEEPALIVE_COMMENTS, ORPHAN_S, PROGRESS_REPORTS
+from tests.tolerances import CANCEL_S, DRAIN_LATE_S, KEEPALIVE_COMMENTS, ORPHAN_S, PROGRESS_REPORTS, QUIET_LATE_S
 
 COMPLETION = "/v1/completions"
 SLOW = {"prompt": "one two three", "attention_profile": "slow", "max_tokens": 2000, "ignore_eos": True}
@@ -135,15 +135,56 @@ async def test_a_killed_engine_ends_streams_with_an_error_and_a_new_one_serves(l
 
 
 async def test_an_engine_that_hangs_is_replaced_and_one_that_idles_is_not():
-    async with running_server(make_deployment(engine_silence_seconds=0.8), fake_command()) as live:
+    async with running_server(make_deployment(engine_silence_seconds=1.2), fake_command()) as live:
         first_pid = live.service.supervisor.engine_pid
-        await asyncio.sleep(1.6)
+        await asyncio.sleep(1.8)
         assert live.service.supervisor.engine_pid == first_pid
         stream = asyncio.create_task(live.http.post(COMPLETION, json=SLOW | {"stream": True}))
         await live.until(lambda: is_busy(live))
         os.kill(first_pid, signal.SIGSTOP)
         events = [line for line in (await stream).text.splitlines() if line]
-        assert json.loads(events[-1][6:])["error"]["code"] == "engine_dead"
+        error = json.loads(events[-1][6:])["error"]
+        assert error["code"] == "engine_hung"
+        assert error["message"].startswith("the engine process hung (no sign of life for ")
+        await live.until_ready()
+        assert live.service.supervisor.engine_pid != first_pid
+
+
+async def test_health_tells_a_silent_engine_at_once_and_again_when_it_speaks():
+    async with running_server(make_deployment(engine_quiet_seconds=0.8), fake_command()) as live:
+        first_pid = live.service.supervisor.engine_pid
+
+        async def says(status: str) -> bool:
+            return (await live.http.get("/health")).json() == {"status": status}
+
+        os.kill(first_pid, signal.SIGSTOP)
+        await live.until(lambda: says("hung"), QUIET_LATE_S)
+        assert (await live.http.get("/health")).status_code == 503
+        assert (await live.http.get("/live")).status_code == 200, "it will be replaced if that lasts"
+        refused = await live.http.post(COMPLETION, json={"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_hung")
+        assert await live.metric("tandem_engine_up") == 0
+        os.kill(first_pid, signal.SIGCONT)
+        await live.until(lambda: says("ready"))
+        assert await live.metric("tandem_engine_up") == 1
+        assert (await live.http.post(COMPLETION, json={"prompt": "a"})).status_code == 200
+        assert live.service.supervisor.engine_pid == first_pid
+
+
+async def test_a_step_that_takes_long_is_not_silence_but_one_that_never_ends_is_a_hung_engine():
+    ask = {"prompt": "one two", "attention_profile": "long_step", "temperature": 0}
+    deployment = make_deployment(engine_quiet_seconds=0.8, engine_silence_seconds=60)
+    async with running_server(deployment, fake_command(step_s=2.0)) as live:
+        asked = asyncio.create_task(live.http.post(COMPLETION, json=ask))
+        while not asked.done():
+            assert (await live.http.get("/health")).json() == {"status": "ready"}
+            await asyncio.sleep(0.05)
+        assert asked.result().json()["choices"][0]["text"] == "one two"
+    async with running_server(make_deployment(engine_silence_seconds=1.2), fake_command(step_s=60.0)) as live:
+        first_pid = live.service.supervisor.engine_pid
+        answer = await live.http.post(COMPLETION, json=ask)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_hung")
+        assert "hung (one step for " in answer.json()["error"]["message"]
         await live.until_ready()
         assert live.service.supervisor.engine_pid != first_pid
 
@@ -190,7 +231,9 @@ async def test_without_restarts_a_dead_engine_stays_dead_and_says_so():
         async def is_dead() -> bool:
             return (await live.http.get("/health")).json() == {"status": "dead"}
 
+        assert (await live.http.get("/live")).status_code == 200
         await live.until(is_dead)
+        assert (await live.http.get("/live")).status_code == 503, "only a new process helps"
         await asyncio.sleep(0.5)
         assert await is_dead()
 
@@ -400,6 +443,29 @@ def test_an_engine_that_cannot_start_ends_the_program_with_one_line(engine, said
     assert code == 1
     assert errors.strip().splitlines()[-1].startswith(f"tandem: {said}")
     assert "Traceback" not in errors
+
+
+def test_engines_that_fail_one_after_the_other_end_the_program(tmp_path):
+    broken = tmp_path / "broken"
+    program = Program({"exits_if": str(broken)}, max_engine_failures=2)
+    program.ready()
+    broken.touch()
+    os.kill(engine_pids(program.process.pid)[0], signal.SIGKILL)
+    code, errors = program.end()
+    assert code == 1
+    last = errors.strip().splitlines()[-1]
+    assert last == (
+        "tandem: engine: 2 failed in a row (server.max_engine_failures), the last one: engine: exited with code 3"
+    )
+
+
+async def test_a_keeper_that_fails_itself_ends_the_program(live, monkeypatch):
+    supervisor = live.service.supervisor
+    monkeypatch.setattr(supervisor, "_deliver", lambda _: {}["no such key"])
+    reason = await asyncio.wait_for(asyncio.shield(supervisor.failure), 10)
+    assert reason == "supervisor: KeyError: 'no such key'"
+    assert (await live.http.get("/health")).json() == {"status": "failed"}
+    assert (await live.http.get("/live")).status_code == 503
 
 
 def test_a_port_in_use_ends_the_program_with_one_line():
