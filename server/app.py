@@ -19,7 +19,7 @@ from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 
 from scheduler.messages import Loading
-from server import logs, routes_generation, routes_status, routes_tokens
+from server import logs, routes_docs, routes_generation, routes_status, routes_tokens
 from server.api_error import ApiError, invalid, unavailable
 from server.config import ConfigError, Deployment
 from server.connection import Connection, Limits, connection_type
@@ -72,7 +72,7 @@ def create_app(
         telemetry=_NO_TELEMETRY,
     )
     app.state.service = service
-    for routes in (routes_generation, routes_tokens, routes_status):
+    for routes in (routes_generation, routes_tokens, routes_status, routes_docs):
         app.include_router(routes.router)
     app.add_middleware(RequestScope, service=service)
     app.add_exception_handler(ApiError, _on_api_error)

@@ -20,7 +20,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 20
 
 # field -> (least, most, whether the least itself is allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
+RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, 2, True),
     "top_p": (0, 1, False),
     "top_k": (-1, 2**31 - 1, True),
@@ -164,7 +164,7 @@ def decode_body(raw: bytes | bytearray, wanted: type[Body]) -> Body:
 
 def check_generation(body: GenerationBody) -> None:
     """Ranges and combinations that need nothing but the body. Raises ApiError 400."""
-    for field, (least, most, closed) in _RANGES.items():
+    for field, (least, most, closed) in RANGES.items():
         value = getattr(body, field, None)
         if value is None:
             continue

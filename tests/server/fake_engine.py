@@ -88,8 +88,10 @@ class FakeEngine:
             sys.exit(1)
         if "exits" in self.settings or os.path.exists(str(self.settings.get("exits_if", ""))):
             sys.exit(3)
+        context = int(self.settings.get("context", CONTEXT))
+        profiles = {name: min(context, longest) for name, longest in PROFILES.items()}
         self.say(Ready(
-            vocab_size=VOCAB, max_context_tokens=CONTEXT, profiles=PROFILES, default_profile="exact",
+            vocab_size=VOCAB, max_context_tokens=context, profiles=profiles, default_profile="exact",
             num_pages=1024, page_tokens=16, device="fake", load_seconds=0.1,
         ))  # fmt: skip
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,9 +12,9 @@ from collections.abc import Callable
 import httpx
 import psutil
 import pytest
-import yaml
 
-from tests.server.live_server import FAKE_ENGINE, REFERENCE, ROOT, fake_command, make_deployment, running_server
+from tests.server.live_server import ROOT, fake_command, make_deployment, running_server
+from tests.server.program import Program
 from tests.tolerances import CANCEL_S, DRAIN_LATE_S, KEEPALIVE_COMMENTS, ORPHAN_S, PROGRESS_REPORTS, QUIET_LATE_S
 
 COMPLETION = "/v1/completions"
@@ -265,44 +264,6 @@ async def test_metrics_tell_what_happened(live, tokenizer):
     assert await live.metric("tandem_pages_capacity") == 1024
     assert await live.metric("tandem_pages_cached") == 2
     assert await live.metric("tandem_engine_up") == 1
-
-
-class Program:
-    """`serve` in a process of its own, on the fake engine."""
-
-    def __init__(self, engine: dict[str, float], **server: object) -> None:
-        tree = {"model": {"path": str(REFERENCE)}, "server": {"port": 0, **server}}
-        script = (
-            "import sys, yaml; from server import app; from server.config import Deployment\n"
-            "tree = yaml.safe_load(sys.argv[1])\n"
-            "command = yaml.safe_load(sys.argv[2])\n"
-            "app.create_app.__defaults__ = (command, *app.create_app.__defaults__[1:])\n"
-            "sys.exit(app.serve(Deployment.model_validate(tree)))"
-        )
-        assert FAKE_ENGINE.is_file()
-        arguments = [yaml.safe_dump(tree), yaml.safe_dump(fake_command(**engine))]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-
-    def url(self) -> str:
-        for line in self.process.stderr:
-            found = re.search(r"listening url=(\S+)", line)
-            if found:
-                return found[1]
-        raise AssertionError("it ended before it listened")
-
-    def ready(self) -> str:
-        url = self.url()
-        ends = time.monotonic() + 10
-        while httpx.get(f"{url}/health").status_code != 200:
-            assert time.monotonic() < ends
-            time.sleep(0.02)
-        return url
-
-    def end(self) -> tuple[int, str]:
-        errors = self.process.communicate(timeout=20)[1]
-        return self.process.returncode, errors
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,141 @@
+"""What clients read, as types: `/openapi.json` is made of them, and a test holds every answer to them.
+
+Answers themselves are written where they come from; nothing here is ever filled in. Unknown fields are errors, so an
+answer that grows a field is noticed.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"] | None
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Every field comes, unless it has a default."""
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: Count
+
+
+class Usage(Answer):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[Count]
+
+
+class CompletionChoice(Answer):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class Completion(Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: Count
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Tokens(Answer):
+    tokens: list[int]
+    count: Count
+    max_model_len: Count
+
+
+class Text(Answer):
+    prompt: str
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    max_model_len: int | None
+    attention_profiles: list[str]
+
+
+class Models(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(Answer):
+    """`stage` and `fraction` while it loads."""
+
+    status: Literal["ready", "loading", "draining", "hung", "dead", "failed"]
+    stage: str | None = None
+    fraction: float | None = None
+
+
+class Live(Answer):
+    status: Literal["alive", "dead"]
+
+
+class Version(Answer):
+    version: str

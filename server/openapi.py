@@ -1,0 +1,169 @@
+"""`/openapi.json` and `/docs`: the API as a document, from the types of its bodies and of its answers.
+
+Knows schemas alone. FastAPI would describe its own parsing, which is not used here; its page of documentation loads
+scripts from elsewhere, and this one is for machines that reach nothing.
+"""
+
+from html import escape
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from server import answers
+from server.bodies import (
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    RANGES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+
+Tree = dict[str, Any]
+
+_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_ANSWERS = (
+    answers.Error, answers.Completion, answers.ChatCompletion, answers.Tokens, answers.Text, answers.Models,
+    answers.Model, answers.Health, answers.Live, answers.Version,
+)  # fmt: skip
+_REF = "#/components/schemas/{name}"
+_REFUSALS = {
+    "400": "a field, or the whole body, cannot be served: `param` names it",
+    "401": "no key, or an unknown one",
+    "404": "no such model",
+    "408": "headers or body were not complete in time",
+    "413": "the body is larger than `server.max_body_mib`",
+    "415": "not JSON, or compressed",
+    "429": "the queue is full; `retry-after` says when to come again",
+    "431": "too many headers, or too large ones",
+    "500": "the request failed in the engine",
+    "503": "loading, draining, hung or dead; `retry-after` says when to come again",
+}
+_OF_ANY = ("401", "404", "408", "431", "503")
+
+
+def build_document(model_name: str, has_keys: bool) -> Tree:
+    """The OpenAPI 3.1 document of this server."""
+    _, components = msgspec.json.schema_components((*_BODIES, *_ANSWERS), ref_template=_REF)
+    for body in _BODIES:
+        _bound(components[body.__name__]["properties"], model_name)
+    components["CompletionBody"]["properties"]["logprobs"] |= {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
+    document: Tree = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tandem",
+            "version": version("tandem"),
+            "description": "OpenAI's completions and chat completions, and what a server says about itself.",
+        },
+        "paths": {
+            "/v1/completions": {"post": _posts("Continue a text", CompletionBody, answers.Completion, True)},
+            "/v1/chat/completions": {"post": _posts("Answer a chat", ChatBody, answers.ChatCompletion, True)},
+            "/tokenize": {"post": _posts("A text or messages in tokens", TokenizeBody, answers.Tokens, False)},
+            "/detokenize": {"post": _posts("Tokens as a text", DetokenizeBody, answers.Text, False)},
+            "/v1/models": {"get": _gets("The model that is served", answers.Models)},
+            "/v1/models/{model_id}": {"get": _gets("The model, by its id", answers.Model, parameters=[_MODEL_ID])},
+            "/health": {"get": _gets("Whether the engine serves", answers.Health, answers.Health)},
+            "/live": {"get": _gets("Whether this process can still do so", answers.Live, answers.Live)},
+            "/version": {"get": _gets("Tandem's version", answers.Version)},
+            "/metrics": {"get": _gets("Prometheus metrics", None)},
+        },
+        "components": {"schemas": components},
+    }
+    if has_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        for path in ("/health", "/live", "/version", "/metrics"):
+            document["paths"][path]["get"]["security"] = []
+    return document
+
+
+def write_page(document: Tree) -> str:
+    """The document for people, in one page that needs nothing else."""
+    parts = []
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>")
+            if "requestBody" in operation:
+                name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                parts.append(_table(document["components"]["schemas"][name]))
+            codes = ", ".join(sorted(operation["responses"]))
+            parts.append(f"<p>Answers: {codes}</p>")
+    style = "body{font:16px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}td,th{text-align:left;"
+    style += "padding:.1rem .8rem .1rem 0;vertical-align:top}code{font-size:.95em}"
+    title = f"{document['info']['title']} {document['info']['version']}"
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    opening = f"<h1>{title}</h1><p>{escape(document['info']['description'])} "
+    opening += 'As a document: <a href="openapi.json">openapi.json</a>.</p>'
+    head += f"<style>{style}</style>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{opening}{"".join(parts)}</body></html>'
+
+
+_MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _bound(properties: Tree, model_name: str) -> None:
+    """The ranges that `server.bodies` checks by hand."""
+    for name, (least, most, is_closed) in RANGES.items():
+        if name in properties:
+            properties[name] |= {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
+    if "model" in properties:
+        properties["model"] |= {"enum": [model_name, None]}
+    if "stop" in properties:
+        text = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+        many = {"type": "array", "items": text, "maxItems": MAX_STOP_STRINGS}
+        properties["stop"] = {"anyOf": [text, many, {"type": "null"}], "default": None}
+    if "stop_token_ids" in properties:
+        properties["stop_token_ids"] |= {"maxItems": MAX_STOP_TOKEN_IDS}
+
+
+def _posts(summary: str, body: type, answer: type, is_generation: bool) -> Tree:
+    whole = _content(answer)
+    if is_generation:
+        whole |= {"text/event-stream": {"schema": {"type": "string"}}}
+    codes = [code for code in _REFUSALS if is_generation or code != "500"]
+    return {
+        "summary": summary,
+        "operationId": body.__name__.removesuffix("Body").lower(),
+        "requestBody": {"required": True, "content": _content(body)},
+        "responses": {"200": {"description": "done", "content": whole}} | _errors(codes),
+    }
+
+
+def _gets(summary: str, answer: type | None, unavailable: type = answers.Error, parameters: Any = ()) -> Tree:
+    content = {"text/plain": {"schema": {"type": "string"}}} if answer is None else _content(answer)
+    responses = {"200": {"description": "done", "content": content}} | _errors(_OF_ANY)
+    responses["503"]["content"] = _content(unavailable)
+    return {"summary": summary, "parameters": list(parameters), "responses": responses}
+
+
+def _errors(codes: Any) -> Tree:
+    return {code: {"description": _REFUSALS[code], "content": _content(answers.Error)} for code in codes}
+
+
+def _content(kind: type) -> Tree:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=kind.__name__)}}}
+
+
+def _table(schema: Tree) -> str:
+    rows = []
+    for name, field in schema["properties"].items():
+        bounds = [f"{key} {field[key]:g}" for key in ("minimum", "exclusiveMinimum", "maximum") if key in field]
+        is_needed = "needed" if name in schema.get("required", ()) else ""
+        cells = (f"<code>{escape(name)}</code>", escape(_kind(field)), ", ".join(bounds), is_needed)
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _kind(field: Tree) -> str:
+    """A schema's type in a word or two."""
+    if "anyOf" in field:
+        kinds = [_kind(one) for one in field["anyOf"]]
+        return " or ".join(dict.fromkeys(kind for kind in kinds if kind != "null")) or "null"
+    if "$ref" in field:
+        return str(field["$ref"].rpartition("/")[2])
+    kind = field.get("type", "anything")
+    return f"list of {_kind(field.get('items', {}))}" if kind == "array" else str(kind)

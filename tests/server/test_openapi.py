@@ -1,0 +1,124 @@
+"""The API's own document, and a fuzzer that reads it: whatever is sent, no 5xx, and no answer that is not in it.
+
+Of 3,000 cases the ordinary suite has a sample that is always the same.
+"""
+
+import signal
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from server import routes_docs, routes_generation, routes_status, routes_tokens
+from server.bodies import RANGES, ChatBody, CompletionBody
+from server.openapi import build_document
+from tests.server.program import Program
+
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    negative_data_rejection,
+]
+KEY = "sk-fuzz"
+POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/live", "/version", "/metrics")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Answers end early: a context of 256 tokens."""
+    program = Program({"context": 256}, api_keys=[KEY])
+    yield program.ready()
+    program.process.send_signal(signal.SIGTERM)
+    code, errors = program.end()
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
+    """Every operation, with bodies that its schema allows and ones that it does not. Returns the number of cases."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    document = httpx.get(f"{url}/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(document)
+    num_cases = 0
+    statuses: Counter[tuple[str, int]] = Counter()
+    plan = [(path, "POST", mode, num_of_posts) for path in POSTS for mode in GenerationMode]
+    plan += [(path, "GET", GenerationMode.POSITIVE, num_of_gets) for path in GETS]
+    assert {path for path, *_ in plan} == set(document["paths"])
+    for path, method, mode, num in plan:
+
+        @settings(
+            max_examples=num,
+            deadline=None,
+            database=None,
+            derandomize=is_sample,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=schema[path][method].as_strategy(generation_mode=mode))
+        def check(case: schemathesis.Case) -> None:
+            nonlocal num_cases
+            num_cases += 1
+            answer = case.call_and_validate(base_url=url, headers=headers, checks=CHECKS, timeout=60)
+            statuses[path, answer.status_code] += 1
+
+        check()
+    print(f"\n{num_cases} cases: {dict(sorted(statuses.items()))}")
+    assert all(statuses[path, 200] for path in (*POSTS, *GETS)), "each is served now and then"
+    assert all(statuses[path, 400] for path in POSTS)
+    return num_cases
+
+
+def test_a_sample_of_whatever_is_sent_gets_an_answer_that_is_in_the_document(url):
+    assert fuzz(url, 18, 2, is_sample=True) >= 150
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_3000_cases_of_whatever_is_sent_get_an_answer_that_is_in_the_document(url):
+    assert fuzz(url, 370, 20, is_sample=False) >= 3000
+
+
+def test_the_page_and_the_document_need_no_key_and_nothing_from_elsewhere(url):
+    page = httpx.get(f"{url}/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "POST /v1/chat/completions" in page.text
+    assert "temperature" in page.text
+    assert "http://" not in page.text.replace(url, "")
+    assert "https://" not in page.text
+    document = httpx.get(f"{url}/openapi.json").json()
+    assert document["security"] == [{"key": []}]
+    assert "security" not in build_document("a", has_keys=False)
+
+
+def test_the_document_has_every_route_of_the_application_and_every_field_of_a_body():
+    document = build_document("a", has_keys=False)
+    routes = {
+        (route.path.replace(":path", ""), method.lower())
+        for routes in (routes_docs, routes_generation, routes_status, routes_tokens)
+        for route in routes.router.routes
+        for method in getattr(route, "methods", ())
+    }
+    described = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert routes - described == {("/openapi.json", "get"), ("/docs", "get")}
+    assert described <= routes
+    for body in (CompletionBody, ChatBody):
+        properties = document["components"]["schemas"][body.__name__]["properties"]
+        assert set(properties) == set(body.__struct_fields__)
+        for name in set(RANGES) & set(properties):
+            assert "maximum" in properties[name]
