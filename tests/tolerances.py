@@ -106,6 +106,14 @@ PASSED_SHARE = 0.1
 # Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
 # would be more.
 SOAK_GROWTH_BYTES = 24 * 2**20
+# Memory of the API process under hostile clients: 16 connections with bodies of 4 MB, their strings and lists, and texts
+# that are being counted. Without limits, six of the texts alone took it beyond 3 GiB.
+HOSTILE_PEAK_BYTES = 768 * 2**20
+# The highest of a soak's last third over the highest of the third before: one more body or two at the same time.
+HOSTILE_GROWTH_BYTES = 96 * 2**20
+# Seconds of the 99th percentile of gaps at 20 ms a token where client, server and attackers share two busy cores;
+# with a text tokenised on the event loop, or headers kept, streams stand still for longer.
+HOSTILE_SAMPLE_GAP_S = 1.0
 # Log-probabilities of twelve float32 layers against Hugging Face's, up to 8K tokens: sums in another order.
 PROMPT_LOGPROB_ATOL = 1e-4
 # Share of positions at which the second-best token is further than that below the best: its choice would be seen.
