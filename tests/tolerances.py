@@ -106,8 +106,8 @@ PASSED_SHARE = 0.1
 # Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
 # would be more.
 SOAK_GROWTH_BYTES = 24 * 2**20
-# Memory of the API process under hostile clients: 16 connections with bodies of 4 MB, their strings and lists, and texts
-# that are being counted. Without limits, six of the texts alone took it beyond 3 GiB.
+# Memory of the API process under hostile clients: bodies of 2 to 16 MB, their strings and lists, and texts that are
+# being counted. Without limits, six of the texts alone took it beyond 3 GiB.
 HOSTILE_PEAK_BYTES = 768 * 2**20
 # The highest of a soak's last third over the highest of the third before: one more body or two at the same time.
 HOSTILE_GROWTH_BYTES = 96 * 2**20

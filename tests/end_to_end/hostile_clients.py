@@ -101,10 +101,8 @@ class Attack:
         await wire.read(65536)
 
     async def huge_body(self, wire: Wire) -> None:
-        await wire.send(
-            HEAD % b"completions" + b"transfer-encoding: chunked\r\n\r\n",
-            *[b"10000\r\n" + b"a" * 65536 + b"\r\n"] * 400,
-        )
+        chunk = b"10000\r\n" + b"a" * 65536 + b"\r\n"
+        await wire.send(HEAD % b"completions" + b"transfer-encoding: chunked\r\n\r\n", *[chunk] * 400)
         await wire.read(65536)
 
     async def leave(self, wire: Wire) -> None:
