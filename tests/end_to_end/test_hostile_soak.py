@@ -107,9 +107,10 @@ async def soak(url: str, server: psutil.Process, seconds: float) -> Soak:
 def check(found: Soak, gap_s: float) -> None:
     p99_ttft = sorted(found.first_tokens)[int(0.99 * len(found.first_tokens))]
     print(
-        f"\nhostile soak: {found.num_streams} honest streams, {len(found.gaps)} gaps, "
-        f"p99 {1e3 * found.gap_p99_s:.0f} ms, most {1e3 * max(found.gaps):.0f} ms; first token p99 {p99_ttft:.2f} s; API process at most "
-        f"{max(found.memory) / 2**20:.0f} MiB, {found.growth_bytes / 2**20:+.1f} MiB in the last third; {found.struck}"
+        f"\nhostile soak: {found.num_streams} honest streams, {len(found.gaps)} gaps, p99 "
+        f"{1e3 * found.gap_p99_s:.0f} ms, most {1e3 * max(found.gaps):.0f} ms; first token p99 {p99_ttft:.2f} s; "
+        f"API process at most {max(found.memory) / 2**20:.0f} MiB, {found.growth_bytes / 2**20:+.1f} MiB in the last "
+        f"third; {found.struck}"
     )
     assert found.num_streams >= NUM_HONEST
     assert all(found.struck.values())

@@ -1,0 +1,78 @@
+"""API keys: what one may be, that no error repeats one, and that they meet nothing of each other."""
+
+import pytest
+
+from scheduler.messages import EngineRequest
+from server.app import create_app
+from server.config import ConfigError, Deployment, load_deployment
+from tests.server.live_server import fake_command, make_deployment, running_server
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+async def test_a_key_that_cannot_come_in_a_header_is_refused_at_start_and_not_repeated(tmp_path):
+    for i, key in enumerate(["two words", "", "schlüssel", "new\nline", "tab\tkey", "sk-1\x00"]):
+        with pytest.raises(ConfigError) as refused:
+            create_app(make_deployment(api_keys=["fine", key]))
+        assert str(refused.value).startswith("server.api_keys[1]: cannot come in a header"), i
+        assert not key or key not in str(refused.value)
+    (tmp_path / "keys").write_text("fine\ngeheim-schlüssel\n")
+    with pytest.raises(ConfigError, match=r"key 2 of .*/keys: cannot come") as refused:
+        create_app(make_deployment(api_keys_file=tmp_path / "keys"))
+    assert "geheim" not in str(refused.value)
+    with pytest.raises(ConfigError, match="there are no keys"):
+        create_app(make_deployment(cache_isolation="key"))
+
+
+def test_an_error_in_a_configuration_never_repeats_a_key(tmp_path):
+    path = tmp_path / "server.yaml"
+    for server in (
+        "api_keys: sk-secret",
+        "api_keys: {sk-secret: 1}",
+        "api_keys: [[sk-secret]]",
+        "api_keys: [1, sk-secret]",
+        "[api_keys, sk-secret]",
+        "sk-secret",
+        "api_key: sk-secret",
+        "api_keys: [sk-secret, ]]",
+        "api_keys: ['sk-secret]",
+        "api_keys: [sk-secret]: 1",
+        "{api_keys: [sk-secret], port: -1, drain_seconds: x}",
+    ):
+        path.write_text(f"model:\n  path: /m\nserver:\n  {server}\n")
+        with pytest.raises(ConfigError) as refused:
+            load_deployment(path)
+        assert "sk-secret" not in str(refused.value), server
+    path.write_text("model:\n  path: /m\nserver:\n  port: -1\n")
+    with pytest.raises(ConfigError, match="got -1"):
+        load_deployment(path)
+
+
+async def salts_of(deployment: Deployment) -> list[set[str]]:
+    """Of the engine's requests: two calls with the key `one`, one with the key `two`."""
+    salts = []
+    async with running_server(deployment, fake_command()) as live:
+        submit = live.service.supervisor.submit
+
+        async def note(requests: list[EngineRequest], *rest: object) -> None:
+            salts.append({request.cache_salt for request in requests})
+            await submit(requests, *rest)
+
+        live.service.supervisor.submit = note
+        for key, path, body in (
+            ("one", COMPLETION, {"prompt": ["a", "b"], "n": 2}),
+            ("one", CHAT, {"messages": HI}),
+            ("two", COMPLETION, {"prompt": "a"}),
+        ):
+            answer = await live.http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+    return salts
+
+
+async def test_keys_are_kept_apart_by_the_salt_of_their_prefixes():
+    first, chat, second = await salts_of(make_deployment(api_keys=["one", "two"], cache_isolation="key"))
+    assert len(first) == len(second) == 1
+    assert first == chat != second
+    assert not {"", "one", "two"} & (first | second)
+    assert await salts_of(make_deployment(api_keys=["one", "two"])) == [{""}] * 3
