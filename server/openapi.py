@@ -46,12 +46,11 @@ _REFUSALS = {
 _OF_ANY = ("401", "404", "408", "431", "503")
 
 
-def build_document(model_name: str, has_keys: bool) -> Tree:
-    """The OpenAPI 3.1 document of this server."""
+def build_document(model_name: str, profiles: tuple[str, ...], has_keys: bool) -> Tree:
+    """The OpenAPI 3.1 document of this server; `profiles`: of attention, none while they are not known."""
     _, components = msgspec.json.schema_components((*_BODIES, *_ANSWERS), ref_template=_REF)
-    for body in _BODIES:
-        _bound(components[body.__name__]["properties"], model_name)
-    components["CompletionBody"]["properties"]["logprobs"] |= {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
+    for name in ("Message", *(body.__name__ for body in _BODIES)):
+        _bound(components[name], model_name, profiles)
     document: Tree = {
         "openapi": "3.1.0",
         "info": {
@@ -102,22 +101,64 @@ def write_page(document: Tree) -> str:
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{opening}{"".join(parts)}</body></html>'
 
 
+def _or_null(*kinds: Tree) -> Tree:
+    return {"anyOf": [*kinds, {"type": "null"}], "default": None}
+
+
 _MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
-def _bound(properties: Tree, model_name: str) -> None:
-    """The ranges that `server.bodies` checks by hand."""
+def _bound(schema: Tree, model_name: str, profiles: tuple[str, ...]) -> None:
+    """What `server.bodies` checks by hand, and the names that this server knows."""
+    fields = schema["properties"]
     for name, (least, most, is_closed) in RANGES.items():
-        if name in properties:
-            properties[name] |= {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
-    if "model" in properties:
-        properties["model"] |= {"enum": [model_name, None]}
-    if "stop" in properties:
-        text = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-        many = {"type": "array", "items": text, "maxItems": MAX_STOP_STRINGS}
-        properties["stop"] = {"anyOf": [text, many, {"type": "null"}], "default": None}
-    if "stop_token_ids" in properties:
-        properties["stop_token_ids"] |= {"maxItems": MAX_STOP_TOKEN_IDS}
+        if name in fields:
+            fields[name] |= {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
+    for name, value in _BY_HAND.items():
+        if name in fields:
+            fields[name] = value
+    if "model" in fields:
+        fields["model"] |= {"enum": [model_name, None]}
+    if "attention_profile" in fields and profiles:
+        fields["attention_profile"] |= {"enum": [*profiles, None]}
+    if schema["title"] == "CompletionBody":
+        fields["logprobs"] |= {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
+    if schema["title"] == "ChatBody":
+        fields["messages"]["minItems"] = 1
+        fields["max_tokens"]["minimum"] = 1
+    if schema["title"] == "Message":
+        fields["function_call"] = _NOTHING
+        schema["required"] = [*schema["required"], "content"]
+        fields["content"] = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_PART}]}
+
+
+_TEXT = {"type": "string"}
+_TEXT_PART = {"type": "object", "properties": {"type": {"enum": ["text"]}, "text": _TEXT}, "required": ["type", "text"]}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_NOTHING: Tree = {"enum": [None, False, 0, "", [], {}], "description": "not supported"}
+_NO_CHOICE = {"enum": [None, "none", "auto"], "description": "tools are not supported"}
+_BY_HAND: Tree = {
+    "stop": _or_null(_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}),
+    "stop_token_ids": _or_null({"type": "array", "items": {"type": "integer"}, "maxItems": MAX_STOP_TOKEN_IDS}),
+    "logit_bias": _or_null(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+    "suffix": _or_null({"type": "string", "maxLength": 0}),
+    "tools": _or_null({"type": "array", "maxItems": 0}),
+    "functions": _or_null({"type": "array", "maxItems": 0}),
+    "tool_calls": _or_null({"type": "array", "maxItems": 0}),
+    "tool_choice": _NO_CHOICE,
+    "function_call": {"enum": [None, "none", "auto"], "description": "not supported"},
+    "audio": _NOTHING,
+    "prediction": _NOTHING,
+    "web_search_options": _NOTHING,
+    "response_format": _or_null({"type": "object", "properties": {"type": {"enum": ["text"]}}, "required": ["type"]}),
+    "modalities": _or_null({"type": "array", "items": {"enum": ["text"]}}),
+}
 
 
 def _posts(summary: str, body: type, answer: type, is_generation: bool) -> Tree:

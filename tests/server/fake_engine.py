@@ -89,7 +89,7 @@ class FakeEngine:
         if "exits" in self.settings or os.path.exists(str(self.settings.get("exits_if", ""))):
             sys.exit(3)
         context = int(self.settings.get("context", CONTEXT))
-        profiles = {name: min(context, longest) for name, longest in PROFILES.items()}
+        profiles = {"exact": context} if "context" in self.settings else PROFILES
         self.say(Ready(
             vocab_size=VOCAB, max_context_tokens=context, profiles=profiles, default_profile="exact",
             num_pages=1024, page_tokens=16, device="fake", load_seconds=0.1,
