@@ -17,7 +17,7 @@ from bench.sample_gate import WatchedTier
 from cpu.tier import CpuTier
 from gpu.sampling_params import SamplingParams
 from scheduler.engine import Engine
-from scheduler.messages import Delta, EngineRequest, HostStats, Logprob
+from scheduler.messages import Delta, EngineRequest, HostStats, Logprob, pack_tokens
 from transfer.tier import HostTier
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -63,7 +63,7 @@ class Client:
         request_id = f"long-{time.monotonic_ns()}"
         request = EngineRequest(
             request_id=request_id,
-            prompt_token_ids=prompt,
+            prompt=pack_tokens(prompt),
             sampling=sampling,
             max_tokens=max_tokens,
             stop_token_ids=[],

@@ -27,7 +27,7 @@ from bench.rows import GateError, Row, announce, require, summarise
 from gpu.sampling_params import SamplingParams
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine, load_engine
-from scheduler.messages import EngineRequest, Ready
+from scheduler.messages import EngineRequest, Ready, pack_tokens
 from server.config import Deployment
 
 _POLL_S = 0.25
@@ -105,7 +105,7 @@ def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: 
     requests = [
         EngineRequest(
             request_id=f"{number}-{index}",
-            prompt_token_ids=prompt,
+            prompt=pack_tokens(prompt),
             sampling=SamplingParams(temperature=0.0),
             max_tokens=benchmark.tokens,
             stop_token_ids=[],

@@ -25,7 +25,7 @@ from scheduler.capacity import QueueFullError, TooLargeError
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.decode_reads import DecodeReads
 from scheduler.engine import Engine, bytes_of_run, load_engine
-from scheduler.messages import Delta, EngineRequest, Logprob
+from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from server.config import Deployment
 from transfer.config import HostConfig
 from transfer.machine import GIB, probe_machine
@@ -119,7 +119,7 @@ def request_of(ask: Ask, profile: str) -> EngineRequest:
     sampling = SamplingParams(temperature=0.0, num_logprobs=ask.num_top, num_prompt_logprobs=ask.num_top)
     return EngineRequest(
         request_id=ask.key,
-        prompt_token_ids=ask.token_ids,
+        prompt=pack_tokens(ask.token_ids),
         sampling=sampling,
         max_tokens=ask.max_new_tokens,
         stop_token_ids=ask.stop_token_ids,

@@ -2,8 +2,8 @@
 
 It refuses to know requests, queues and who owns a page: a plan says all. Invariants: everything a plan asks for is
 launched on one stream, so a later plan may release a slot, reuse its pages or decode its next token while an earlier
-step is still in flight; a sequence whose logits are not finite, or which the host refused memory, gets token -1 and
-disturbs no other.
+step is still in flight; a sequence whose logits are not finite, which the host refused memory, or whose half of a
+decode step the device or the host left unanswered, gets token -1 and disturbs no other.
 """
 
 import time
@@ -30,6 +30,7 @@ from gpu.sampler import Sampled, Sampler
 from gpu.sampling_params import SamplingParams
 from gpu.simhash import draw_projections
 from gpu.step import (
+    NOT_FINITE,
     DecodeGroup,
     Deposit,
     PageWrite,
@@ -45,6 +46,7 @@ from gpu.upload import upload
 from gpu.weights import Progress, Weights
 from transfer.config import HostConfig
 from transfer.copies import Streams
+from transfer.exchange import ExchangeError
 from transfer.tier import ContextLostError, HostMemoryError, HostTier, TierShape
 
 PROJECTION_SEED = 241_016_179  # never changes: the same prompt falls into the same buckets
@@ -105,7 +107,7 @@ class InFlight:
         self.whole.wait()
         tokens = [token for job in self.finished_jobs for token in job.sampled.to_host()]
         tokens += [token for sampled in self.decoded for token in sampled.to_host()]
-        tokens += [SampledToken(slot, -1, None) for slot in self.failures]
+        tokens += [SampledToken(slot, NOT_FINITE, None) for slot in self.failures]
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         for job in self.finished_jobs:
             prompt_logprobs.update(job.prompt_logprobs_to_host())
@@ -300,6 +302,9 @@ class Runner:
                 except ContextLostError as error:  # before anything is launched: the others begin without it
                     self._failures |= _rows_of(going_on, error)
                     continue
+                except ExchangeError as error:  # its rows' keys and values of this token mean nothing
+                    self._failures |= dict.fromkeys(going_on.slots, str(error))
+                    break
                 sampled = self._sampler.sample(logits, going_on.slots, going_on.samples)
                 self._feed_back(sampled)
                 decoded.append(sampled)
@@ -308,7 +313,7 @@ class Runner:
         return decoded, timer
 
     def _decode(self, group: DecodeGroup) -> torch.Tensor:
-        """Logits, float32 `[rows, vocab]`. Raises ContextLostError."""
+        """Logits, float32 `[rows, vocab]`. Raises ContextLostError, and ExchangeError where the device asks nothing."""
         if group.context_ids is None:
             return self.decode_steps(group.profile).run(group.slots, group.positions)
         assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"

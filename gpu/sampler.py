@@ -1,11 +1,11 @@
 """The sampler: from logits to tokens, for a batch of sequences with options of their own, without a wait on the device.
 
 It knows slots and their options, and neither models nor pages. Order of the options: logit bias and penalties on the
-raw logits; temperature; top-k, top-p, min-p. Invariants: a sequence's draw is a function of its logits, its seed and
-the number of the draw, whatever else is in the batch and across preemption, and logits that differ by rounding draw
-the same token but for about the probability mass that the rounding moves; nothing here syncs, so the host may run
-ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn row its distances
-and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.draw`.
+raw logits, and no token before its time; temperature; top-k, top-p, min-p. Invariants: a sequence's draw is a function
+of its logits, its seed and the number of the draw, whatever else is in the batch and across preemption, and logits that
+differ by rounding draw the same token but for about the probability mass that the rounding moves; nothing here syncs,
+so the host may run ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn
+row its distances and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.draw`.
 """
 
 import math
@@ -19,7 +19,7 @@ from gpu.kernels.race import race
 from gpu.logprobs import Logprobs, gather_logprobs, to_pinned
 from gpu.penalties import PenaltyTable
 from gpu.sampling_params import SamplingParams
-from gpu.step import SampledToken, TokenLogprob
+from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, TokenLogprob
 from gpu.upload import upload
 
 __all__ = ["Sampled", "Sampler", "gather_logprobs"]
@@ -52,10 +52,14 @@ class _Slot:
     keys: KeyStream
     penalty_row: int | None
     bias: tuple[torch.Tensor, torch.Tensor] | None  # ids int64 and values float32, on the device
+    late: torch.Tensor | None  # ids int64, on the device: not drawn before number `params.first_late_draw`
 
-    @property
-    def is_plain(self) -> bool:
-        return self.params.is_greedy and self.penalty_row is None and self.bias is None
+    def is_edited(self, number: int) -> bool:
+        """Whether draw `number` is from other scores than the logits."""
+        return self.penalty_row is not None or self.bias is not None or self.is_early(number)
+
+    def is_early(self, number: int) -> bool:
+        return self.late is not None and number < self.params.first_late_draw
 
 
 @dataclass(slots=True)
@@ -66,7 +70,7 @@ class Sampled:
     """
 
     tokens: torch.Tensor
-    reported: torch.Tensor  # int64 [rows]: tokens, and -1 where the logits were not finite
+    reported: torch.Tensor  # int64 [rows]: tokens, or NOT_FINITE or NOTHING_LEFT
     slots: list[int]
     num_logprobs: list[int | None]
     logprobs: Logprobs | None  # of the rows that asked, in order
@@ -113,8 +117,11 @@ class Sampler:
                 raise ValueError(f"logit_bias: token ids {ids.min()} to {ids.max()}; wanted 0 to {self.vocab_size - 1}")
             values = np.fromiter(params.logit_bias.values(), np.float32)
             bias = upload(ids, self.device), upload(values, self.device)
+        late = None
+        if params.late_token_ids:
+            late = upload(np.array(params.late_token_ids, np.int64), self.device)
         row = self._penalties.add(prompt_ids, output_ids) if params.has_penalties else None
-        self._slots[slot] = _Slot(params, KeyStream(params.seed), row, bias)
+        self._slots[slot] = _Slot(params, KeyStream(params.seed), row, bias, late)
 
     def release(self, slot: int) -> None:
         """Forget the sequence in `slot`; nothing happens if there is none."""
@@ -130,27 +137,24 @@ class Sampler:
         """
         states = [self._slots[slot] for slot in slots]
         assert all(state is not None for state in states), f"sample: a slot of {slots} is not assigned"
-        tokens, valid = self._choose(logits, states, samples)  # type: ignore[arg-type]
+        reported = self._choose(logits, states, samples)  # type: ignore[arg-type]
+        tokens = reported.clamp(min=0)
         asked = [state.params.num_logprobs for state in states]  # type: ignore[union-attr]
-        return Sampled(
-            tokens=torch.where(valid, tokens, 0),
-            reported=torch.where(valid, tokens, -1),
-            slots=list(slots),
-            num_logprobs=asked,
-            logprobs=self._logprobs(logits, torch.where(valid, tokens, 0), asked),
-        )
+        return Sampled(tokens, reported, list(slots), asked, self._logprobs(logits, tokens, asked))
 
-    def _choose(self, logits: torch.Tensor, states: list[_Slot], samples: list[int]) -> tuple[torch.Tensor, ...]:
-        """Tokens int64 `[rows]`, and whether the row had a finite maximum: NaN and infinity show in it, `-inf` too."""
+    def _choose(self, logits: torch.Tensor, states: list[_Slot], samples: list[int]) -> torch.Tensor:
+        """Tokens int64 `[rows]`, NOT_FINITE where the logits' maximum is not (NaN and infinity show in it, and a row of
+        `-inf`), and NOTHING_LEFT where it is, but the edited scores' is not.
+        """
         drawn = [row for row, state in enumerate(states) if not state.params.is_greedy]
-        edited = [row for row, state in enumerate(states) if state.params.is_greedy and not state.is_plain]
-        others = drawn + edited
+        edited = [row for row, state in enumerate(states) if state.is_edited(samples[row])]
+        others = drawn + [row for row in edited if states[row].params.is_greedy]
         if not others:
-            best, tokens = logits.max(1)
-            return tokens, best.isfinite()
+            return _report(*logits.max(1))
         index = upload(np.array(others, np.int64), self.device)
         scores = logits.index_select(0, index).float()
-        self._edit(scores, [states[row] for row in others])
+        raw_best = scores.amax(1) if edited else None
+        self._edit(scores, [states[row] for row in others], [samples[row] for row in others])
         best, chosen = scores.max(1)
         if drawn:
             chosen[: len(drawn)] = self._draw(
@@ -159,22 +163,26 @@ class Sampler:
                 [states[row].params for row in drawn],
                 [states[row].keys[samples[row]] for row in drawn],
             )
-        valid = best.isfinite()
-        if len(others) < len(states):
-            all_best, tokens = logits.max(1)
-            chosen = tokens.index_copy_(0, index, chosen)
-            valid = all_best.isfinite().index_copy_(0, index, valid)
+        if raw_best is not None:
+            chosen = _report(raw_best, torch.where(best.isfinite(), chosen, NOTHING_LEFT))
         else:
-            chosen = torch.empty_like(chosen).index_copy_(0, index, chosen)
-            valid = torch.empty_like(valid).index_copy_(0, index, valid)
-        self._count(states, torch.where(valid, chosen, 0))
-        return chosen, valid
+            chosen = _report(best, chosen)
+        everywhere = _report(*logits.max(1)) if len(others) < len(states) else torch.empty_like(chosen)
+        reported = everywhere.index_copy_(0, index, chosen)
+        self._count(states, reported.clamp(min=0))
+        return reported
 
-    def _edit(self, scores: torch.Tensor, states: list[_Slot]) -> None:
-        """Bias, then penalties, in place and only on rows that ask for them."""
+    def _edit(self, scores: torch.Tensor, states: list[_Slot], samples: list[int]) -> None:
+        """Bias, then penalties, then no token before its time, in place and only on rows that ask for them."""
         for row, state in enumerate(states):
             if state.bias is not None:
                 scores[row].index_add_(0, *state.bias)
+        self._penalise(scores, states)
+        for row, (state, number) in enumerate(zip(states, samples, strict=True)):
+            if state.late is not None and state.is_early(number):
+                scores[row].index_fill_(0, state.late, -math.inf)
+
+    def _penalise(self, scores: torch.Tensor, states: list[_Slot]) -> None:
         penalised = [row for row, state in enumerate(states) if state.penalty_row is not None]
         if not penalised:
             return
@@ -222,3 +230,8 @@ class Sampler:
             index = upload(np.array(rows, np.int64), self.device)
             logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
         return gather_logprobs(logits, tokens, max(num_top or 0 for num_top in asked))
+
+
+def _report(best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`tokens`, but NOT_FINITE where the row's maximum is not."""
+    return torch.where(best.isfinite(), tokens, NOT_FINITE)

@@ -11,6 +11,9 @@ import numpy as np
 
 from gpu.sampling_params import SamplingParams
 
+NOT_FINITE = -1
+NOTHING_LEFT = -2
+
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
@@ -157,7 +160,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A drawn token. `token_id` -1: the logits of this slot were not finite, and nothing could be drawn."""
+    """A drawn token. `token_id` below 0: nothing could be drawn.
+
+    NOT_FINITE: the model's logits were not, so what the slot's context holds is of no use to anybody. NOTHING_LEFT: the
+    logits were fine, but the request's own options leave no token with a finite score.
+    """
 
     slot: int
     token_id: int

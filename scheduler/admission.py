@@ -1,12 +1,14 @@
 """Who waits, and who is let in: the queue, the slots, and the jobs of prompts that are admitted together.
 
-It refuses to know what runs, beyond what those that hold pages may still need. Invariants: a request leaves the queue
-with a slot and all that its prompt needs, or stays; one that does not fit is passed by others a bounded number of
-times.
+It refuses to know what runs, beyond what those that hold pages may still need. A round of admission looks at each
+sequence that waits, and none of these looks takes longer where prompts are longer. Invariants: a request leaves the
+queue with a slot and all that its prompt needs, or stays; one that does not fit, or waits for a prefix, is passed by
+others a bounded number of times.
 """
 
 import time
 from collections import deque
+from dataclasses import dataclass, field
 
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt
 from scheduler.capacity import QueueFullError
@@ -17,6 +19,46 @@ from scheduler.residence import Residence, Start
 from scheduler.sequence import Sequence, State
 
 _MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
+_MANY_PAGES = 1 << 62
+_MOST_TRIED_DOWN = 4  # in a round, of those that go down: it is the host's room that they do not find, and one goes
+
+
+@dataclass(slots=True)
+class _Batches:
+    """Prompts that share a job: in order, up to one chunk of tokens together; one that goes down is alone."""
+
+    chunk_tokens: int
+    jobs: list[list[tuple[Sequence, Start]]] = field(default_factory=list)
+    room: int = 0
+
+    def add(self, sequence: Sequence, start: Start) -> None:
+        num_new = sequence.num_tokens - start.begin
+        if not start.end and num_new <= self.room:
+            self.jobs[-1].append((sequence, start))
+            self.room -= num_new
+        else:
+            self.jobs.append([(sequence, start)])
+            self.room = 0 if start.end else self.chunk_tokens - num_new
+
+
+@dataclass(slots=True)
+class _Round:
+    """What one round of admission has given away and seen refused.
+
+    `num_coming_pages`: what those that hold pages may take soon; `seconds_left`: of prefills that others wait for;
+    `fewest_refused`: pages that were asked and not there, so that nobody who asks as many needs another look.
+    """
+
+    batches: _Batches
+    num_hidden: int
+    num_coming_pages: int
+    is_depositing: bool
+    kept: list[HostContext]
+    has_others: bool
+    num_admitted: int = 0
+    num_tried_down: int = 0
+    fewest_refused: int = _MANY_PAGES
+    seconds_left: dict[Sequence, float] = field(default_factory=dict)
 
 
 class Admission:
@@ -40,7 +82,14 @@ class Admission:
                 f"queue: {len(self.waiting)} requests wait, asked {len(sequences)} more, room for "
                 f"{self._config.max_queue}; try again later or raise scheduler.max_queue"
             )
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            self._residence.await_room(sequence)
+            self.waiting.append(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """It has given way, and goes first."""
+        self._residence.await_room(sequence)
+        self.waiting.appendleft(sequence)
 
     def awaited(self) -> list[HostContext]:
         """Contexts that those left which gave way: they will begin with them."""
@@ -49,66 +98,125 @@ class Admission:
     def admit(self, holding: list[Sequence]) -> tuple[list[PrefillJob], list[PageWrite]]:
         """Take from the queue, in order, what fits beside those that hold pages; what does not fit may be passed by
         what does, a bounded number of times. Short prompts admitted together share a job."""
-        admitted: list[tuple[Sequence, Start]] = []
-        num_hidden = self._prefill.num_hidden_tokens
-        passed: list[Sequence] = []
-        others = list(holding)
-        awaited = self.awaited()
+        most_jobs = self._config.prefill.max_jobs - len(self._prefill.jobs)
+        if not self.waiting or not self.free_slots or most_jobs <= 0:
+            return [], []
+        this = self._begin_round(holding)
+        passed: list[tuple[Sequence, int]] = []
         for sequence in list(self.waiting):
-            room = self._config.prefill.max_jobs - len(self._prefill.jobs)
-            if not self.free_slots or self._num_jobs(admitted) >= room:
+            if not self.free_slots or len(this.batches.jobs) >= most_jobs:
                 break
-            start, awaits = self._residence.find(sequence)
-            if sequence.num_in_flight or awaits or (start.end and self._is_depositing(admitted)):
+            if sequence.num_in_flight or (sequence.run_end and this.is_depositing):
                 continue
-            num_new = len(sequence.tokens) - start.begin
-            kept = [context for context in awaited if others and context is not sequence.left]
-            has_room = num_hidden + num_new <= self._max_hidden_tokens
-            if not has_room or not self._residence.take(sequence, start, others, kept):
-                passed.append(sequence)
-                if sequence.num_bypassed > _MOST_BYPASSES:
-                    break
+            start = None
+            is_waiting = not sequence.run_end and self._is_worth_waiting(sequence, this)
+            if not is_waiting:
+                start = self._try_down(sequence, this) if sequence.run_end else self._try(sequence, this)
+            if start is not None:
+                self._enter(sequence, start, this)
                 continue
-            for other in passed:
-                other.num_bypassed += 1
-            self.waiting.remove(sequence)
-            self._enter(sequence, start.begin)
-            admitted.append((sequence, start))
-            others.append(sequence)
-            num_hidden += num_new
-        writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for sequence, _ in admitted]
-        return [self._start_job(batch) for batch in self._pack(admitted)], writes
+            passed.append((sequence, this.num_admitted))
+            if not is_waiting and sequence.num_bypassed > _MOST_BYPASSES:
+                break
+        for sequence, num_before in passed:
+            sequence.num_bypassed += this.num_admitted - num_before
+        batches = this.batches.jobs
+        writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for batch in batches for sequence, _ in batch]
+        return [self._start_job(batch) for batch in batches], writes
 
-    def _pack(self, admitted: list[tuple[Sequence, Start]]) -> list[list[tuple[Sequence, Start]]]:
-        """Prompts that share a job: in order, up to one chunk of tokens together; one that goes down is alone."""
-        batches: list[list[tuple[Sequence, Start]]] = []
-        room = 0
-        for sequence, start in admitted:
-            num_new = len(sequence.tokens) - start.begin
-            if not start.end and num_new <= room:
-                batches[-1].append((sequence, start))
-                room -= num_new
-            else:
-                batches.append([(sequence, start)])
-                room = 0 if start.end else self._config.prefill.chunk_tokens - num_new
-        return batches
+    def _begin_round(self, holding: list[Sequence]) -> _Round:
+        return _Round(
+            batches=_Batches(self._config.prefill.chunk_tokens),
+            num_hidden=self._prefill.num_hidden_tokens,
+            num_coming_pages=sum(map(self._residence.num_coming_pages, holding)),
+            is_depositing=any(prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts),
+            kept=self.awaited(),
+            has_others=bool(holding),
+        )
 
-    def _num_jobs(self, admitted: list[tuple[Sequence, Start]]) -> int:
-        return len(self._pack(admitted))
+    def _is_worth_waiting(self, sequence: Sequence, this: _Round) -> bool:
+        """Whether a prefill under way computes what comes next, and waiting for its end is less work than it saves.
 
-    def _is_depositing(self, admitted: list[tuple[Sequence, Start]]) -> bool:
-        """Whether a prompt under way goes down: staging has room for one."""
-        under_way = [prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts]
-        return any(under_way) or any(start.end for _, start in admitted)
+        What is computed once is saved twice: for the one that waits, and for the one under way, which it would pass,
+        being shorter by now, with the same work. Together they are done earlier by that, and later by the wait.
+        """
+        prefixes, page_tokens = self._residence.prefixes, self._residence.page_tokens
+        num_known = prefixes.count_known(sequence)
+        other = prefixes.who_computes(sequence, num_known)
+        if other is None:
+            return False
+        left = this.seconds_left.get(other)
+        if left is None:
+            left = self._prefill.seconds_left(other)
+            if left is None:  # it is admitted in this round
+                left = self._prefill.prompt_seconds(other.num_published * page_tokens, other.num_tokens)
+            this.seconds_left[other] = left
+        num_shared = prefixes.count_shared(sequence, other)
+        return 2 * self._prefill.prompt_seconds(num_known * page_tokens, num_shared * page_tokens) > left
+
+    def _try(self, sequence: Sequence, this: _Round) -> Start | None:
+        """Give it what its prompt needs, if there is room; its known blocks are counted.
+
+        Numbers are looked at before any page is held: it asks for all pages but those that somebody holds already.
+        """
+        begin = sequence.num_known_blocks * self._residence.page_tokens
+        if this.num_hidden + sequence.num_tokens - begin > self._max_hidden_tokens:
+            return None
+        num_pages = sequence.num_pages + this.num_coming_pages
+        is_usual = sequence.left is None  # it asks no more of idle contexts than others do
+        if is_usual and num_pages - sequence.num_known_blocks >= this.fewest_refused:
+            return None
+        num_pages -= self._residence.prefixes.count_held(sequence)
+        kept = self._kept(sequence, this)
+        if is_usual and num_pages >= this.fewest_refused:
+            return None
+        if not self._residence.has_pages(num_pages, kept):
+            this.fewest_refused = num_pages if is_usual else this.fewest_refused
+            return None
+        start = Start(begin, 0, None)
+        return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
+
+    def _try_down(self, sequence: Sequence, this: _Round) -> Start | None:
+        """Likewise, for a prompt of which a part goes down."""
+        start = self._residence.find(sequence)
+        this.num_tried_down += 1
+        if (
+            this.num_tried_down > _MOST_TRIED_DOWN
+            or this.num_hidden + sequence.num_tokens - start.begin > self._max_hidden_tokens
+        ):
+            return None
+        kept = self._kept(sequence, this)
+        return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
+
+    def _kept(self, sequence: Sequence, this: _Round) -> list[HostContext]:
+        """Idle contexts that do not give way to it."""
+        return [context for context in this.kept if context is not sequence.left] if this.has_others else []
+
+    def _enter(self, sequence: Sequence, start: Start, this: _Round) -> None:
+        self.waiting.remove(sequence)
+        sequence.state = State.PREFILLING
+        sequence.slot = self.free_slots.pop()
+        sequence.num_bypassed = 0
+        self._residence.prefixes.start(sequence, start.begin)
+        if sequence.started_s is None:
+            sequence.started_s = time.monotonic()
+            sequence.num_cached_tokens = start.begin
+            self._residence.prefixes.count(sequence.num_tokens, start.begin)
+        this.batches.add(sequence, start)
+        this.num_hidden += sequence.num_tokens - start.begin
+        this.num_coming_pages += self._residence.num_coming_pages(sequence)
+        this.is_depositing |= start.end > 0
+        this.num_admitted += 1
+        this.has_others = True
 
     def _start_job(self, batch: list[tuple[Sequence, Start]]) -> PrefillJob:
         prompts = [
             PrefillPrompt(
                 slot=sequence.slot,
-                token_ids=sequence.token_array(),
+                token_ids=sequence.tokens_from(0),
                 begin=start.begin,
                 num_prompt_tokens=sequence.num_prompt_tokens,
-                sampling=sequence.request.sampling,
+                sampling=sequence.sampling,
                 profile=sequence.request.attention_profile,
                 host=self._residence.host_prompt(sequence, start),
             )
@@ -118,13 +226,3 @@ class Admission:
         self._next_job_id += 1
         self._prefill.jobs.append(JobInProgress(job, [sequence for sequence, _ in batch]))
         return job
-
-    def _enter(self, sequence: Sequence, begin: int) -> None:
-        sequence.state = State.PREFILLING
-        sequence.slot = self.free_slots.pop()
-        sequence.num_bypassed = 0
-        self._residence.prefixes.start(sequence, begin)
-        if sequence.started_s is None:
-            sequence.started_s = time.monotonic()
-            sequence.num_cached_tokens = begin
-            self._residence.prefixes.count(len(sequence.tokens), begin)

@@ -87,7 +87,7 @@ class Capacity:
 
     def check(self, request: EngineRequest, profile: Profile) -> None:
         """Raises TooLargeError for a request that cannot fit even alone."""
-        num_prompt = len(request.prompt_token_ids)
+        num_prompt = request.num_prompt_tokens
         asked = num_prompt + request.max_tokens
         for have, what, key in self._limits(profile):
             if asked > have:

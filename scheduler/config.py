@@ -12,7 +12,12 @@ class PrefillConfig(Settings):
     max_hidden_tokens: int | None = Field(None, gt=0, description="hidden states of all prefills under way; derived")
     max_jobs: int = Field(8, ge=1, description="prefill jobs under way at once")
     share: float = Field(0.8, gt=0, lt=1, description="of the time while streams run, within the token gap target")
-    bypass_units: int = Field(64, ge=1, description="units of shorter jobs before the oldest job gets one")
+    oldest_share: float = Field(
+        1 / 3,
+        ge=0,
+        le=0.5,
+        description="of prefill's time, at least, for the prompt that came first; shorter ones pass",
+    )
 
 
 class SchedulerConfig(Settings):

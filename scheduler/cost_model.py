@@ -23,13 +23,15 @@ class CostModel:
         self._weights = architecture.num_layer_weights
         self._attention_width = architecture.num_heads * architecture.dim
         self._seen: deque[tuple[np.ndarray, float]] = deque(maxlen=_WINDOW_STEPS)
-        self._costs = np.array([0.0, 1.0, 1.0]) / _FIRST_RATE
+        self._costs = [0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE]
         self._largest_tokens = 0
         self.decode_seconds = 0.0
 
     def unit_seconds(self, num_tokens: int, context: int) -> float:
         """Of one layer over `num_tokens` tokens that end at position `context`."""
-        return float(self._terms(num_tokens, context) @ self._costs)
+        one, projections, attention = self._costs
+        terms = self._terms(num_tokens, context)
+        return one * terms[0] + projections * terms[1] + attention * terms[2]
 
     def tokens_within(self, seconds: float, begin: int, most: int, least: int) -> int:
         """The most tokens, a power of two times `least` or `most`, whose unit from position `begin` fits `seconds`."""
@@ -55,15 +57,15 @@ class CostModel:
         self._seen.append((np.sum(terms, axis=0), seconds))
         relative = np.array([total / taken for total, taken in self._seen])  # [steps, terms]
         scale = np.maximum(relative.max(axis=0), 1e-30)
-        self._costs = nnls(relative / scale, np.ones(len(relative)))[0] / scale
+        self._costs = (nnls(relative / scale, np.ones(len(relative)))[0] / scale).tolist()
 
     def observe_decode(self, seconds: float) -> None:
         if seconds > 0:
             known = self.decode_seconds or seconds
             self.decode_seconds = known + _SMOOTHING * (seconds - known)
 
-    def _terms(self, num_tokens: int, context: int) -> np.ndarray:
+    def _terms(self, num_tokens: int, context: int) -> tuple[float, float, float]:
         """1, projection FLOPs, attention FLOPs over the mean context of the chunk."""
         mean_context = max(context - num_tokens / 2, 1.0)
         attention = 4.0 * self._attention_width * mean_context
-        return np.array([1.0, 2.0 * self._weights * num_tokens, attention * num_tokens])
+        return 1.0, 2.0 * self._weights * num_tokens, attention * num_tokens

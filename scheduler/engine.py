@@ -24,6 +24,7 @@ from scheduler.config import EngineConfig
 from scheduler.decode_reads import DecodeReads
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Ready, Stats
 from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
 from transfer.config import HostConfig
 from transfer.host_memory import TAIL_TOKENS, bytes_of_context, without_tables
 from transfer.machine import probe_machine
@@ -51,9 +52,18 @@ class Engine:
         scheduler = self.scheduler
         return scheduler.num_unfinished > 0 or self._in_flight is not None or scheduler.has_changes
 
+    def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
+        """What `queue` takes, its prompts hashed: the one thing that any thread may ask. `rest` is called every tenth
+        of a millisecond or so. Raises TooLargeError."""
+        return self.scheduler.prepare(requests, rest)
+
+    def queue(self, sequences: list[Sequence]) -> None:
+        """Queue all or none. Raises QueueFullError."""
+        self.scheduler.queue(sequences)
+
     def submit(self, requests: list[EngineRequest]) -> None:
-        """Queue all or none. Raises QueueFullError or TooLargeError."""
-        self.scheduler.submit(requests)
+        """Prepare and queue all or none. Raises QueueFullError or TooLargeError."""
+        self.queue(self.prepare(requests, lambda: None))
 
     def cancel(self, request_ids: list[str]) -> None:
         self.scheduler.cancel(request_ids)

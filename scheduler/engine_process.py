@@ -17,30 +17,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-import zmq
 from pydantic import ValidationError
 
 from gpu.architecture import ModelError
 from gpu.memory_plan import PlanError
 from gpu.profiles import ProfileError
-from scheduler.capacity import QueueFullError, TooLargeError
+from scheduler.capacity import QueueFullError
 from scheduler.config import EngineConfig
+from scheduler.connection import Connection, Prepared
 from scheduler.engine import Engine, load_engine
 from scheduler.messages import (
     Accepted,
     Cancel,
     Delta,
     Failed,
-    FromEngine,
     Loading,
     Outputs,
     Progress,
     Refused,
     Shutdown,
     Stats,
-    Submit,
-    ToEngine,
 )
 from scheduler.pulse import PulseThread
 from transfer.tier import HostMemoryError
@@ -51,37 +47,6 @@ _STATS_SECONDS = 0.25
 _PROGRESS_SECONDS = 0.1
 _LOADING_STEP = 0.1
 _PARENT_SECONDS = 1.0
-
-
-class Connection:
-    """Messages to and from the API process."""
-
-    def __init__(self, requests: str, replies: str) -> None:
-        self._context = zmq.Context()
-        self._requests = self._context.socket(zmq.PULL)
-        self._replies = self._context.socket(zmq.PUSH)
-        for socket, address in ((self._requests, requests), (self._replies, replies)):
-            socket.set_hwm(0)
-            socket.connect(address)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def receive(self, wait_seconds: float) -> list[ToEngine]:
-        """Every message that is there; waits for a first one at most this long."""
-        messages: list[ToEngine] = []
-        if wait_seconds and not self._requests.poll(int(wait_seconds * 1e3)):
-            return messages
-        while True:
-            try:
-                messages.append(self._decoder.decode(self._requests.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
-
-    def send(self, message: FromEngine) -> None:
-        self._replies.send(self._encoder.encode(message))
-
-    def close(self) -> None:
-        self._context.destroy(linger=2000)
 
 
 class Loop:
@@ -105,16 +70,17 @@ class Loop:
                 self._handle(message)
             self._report(self._engine.step() if self._engine.has_work else [])
 
-    def _handle(self, message: Submit | Cancel) -> None:
+    def _handle(self, message: Prepared | Refused | Cancel) -> None:
         if isinstance(message, Cancel):
             self._engine.cancel(message.request_ids)
             return
+        if isinstance(message, Refused):
+            self._connection.send(message)
+            return
         try:
-            self._engine.submit(message.requests)
+            self._engine.queue(message.sequences)
         except QueueFullError as error:
             self._connection.send(Refused(message.submit_id, "queue_full", str(error)))
-        except TooLargeError as error:
-            self._connection.send(Refused(message.submit_id, "too_large", str(error)))
         else:
             self._connection.send(Accepted(message.submit_id))
 
@@ -146,6 +112,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
         connection.close()
         return 1
     log.info("ready device=%s load_seconds=%.1f pages=%d", ready.device, ready.load_seconds, ready.num_pages)
+    connection.listen(engine.prepare)
     connection.send(ready)
     Loop(engine, connection, pulse).run()
     pulse.stop()

@@ -3,9 +3,11 @@
 Knows ids, blocks, pages and bytes; never sees a row. A context is a run of blocks (whole pages of tokens after the
 sink), each with a dense page on the device. A finished sequence's context stays, idle, for those that begin with the
 same tokens. Invariants: charges never exceed the limit; a context outlives its forks; what nobody holds, finds or
-forked is closed; a dense page is held by contexts alone, so its block is only ever read together with its context.
+forked is closed; a block is found only where the one before it is found; a dense page is held by contexts alone, so its
+block is only ever read together with its context.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -98,15 +100,10 @@ class HostContexts:
         """Blocks that are down, a shared one counted once."""
         return sum(context.num_own for context in self._contexts.values())
 
-    def find(self, hashes: list[bytes]) -> tuple[HostContext | None, int]:
+    def find(self, hashes: list[bytes], begin: int, end: int) -> tuple[HostContext | None, int]:
         """A context with the longest run that begins with these blocks, and how many of them it has."""
-        found, num_found = None, 0
-        for digest in hashes:
-            owners = self._owners.get(digest)
-            if not owners:
-                break
-            found, num_found = owners[0], num_found + 1
-        return found, num_found
+        last = bisect_left(range(begin, end), True, key=lambda block: hashes[block] not in self._owners)
+        return (self._owners[hashes[begin + last - 1]][0], last) if last else (None, 0)
 
     # --- holding ------------------------------------------------------------------------------------------------------
 
@@ -169,15 +166,17 @@ class HostContexts:
         context.is_held = False
         self._reserve(context, context.num_blocks)
         self._use(context)
+        hidden = [context]
         if not (is_kept and self._keeps_idle and context.is_open and context.num_own):
-            self._hide(context)
-        self._close_unused(context)
+            hidden = self._hide(context)
+        for one in hidden:
+            self._close_unused(one)
 
     def discard(self, context: HostContext) -> None:
         """What is down is not what was planned: nobody new may find it."""
         if not context.is_closed:
-            self._hide(context)
-            self._close_unused(context)
+            for hidden in self._hide(context):
+                self._close_unused(hidden)
 
     def retract(self, hashes: list[bytes]) -> None:
         """Blocks of these hashes are wrong: no context that has one, or stands on one that has, is found any more."""
@@ -276,7 +275,10 @@ class HostContexts:
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
-    def _hide(self, context: HostContext) -> None:
+    def _hide(self, context: HostContext) -> list[HostContext]:
+        """Nobody new finds it, nor what stands on it: all of these, the last forks in front."""
+        forks = [one for one in self._contexts.values() if one.parent is context] if context.num_forks else []
+        hidden = [one for fork in forks for one in self._hide(fork)]
         context.is_findable = False
         for digest in context.hashes[context.size.num_shared :]:
             owners = self._owners[digest]
@@ -284,6 +286,7 @@ class HostContexts:
             if not owners:
                 del self._owners[digest]
         del context.hashes[context.size.num_shared :]
+        return [*hidden, context]
 
     def _close_unused(self, context: HostContext | None) -> None:
         """Close it if nobody holds, finds or forked it, and then what it stood on."""

@@ -4,20 +4,33 @@ Each engine process has its own pair of sockets (PUSH/PULL), so messages of a de
 Times are `time.monotonic()` seconds, which on Linux all processes of a host share. No torch here.
 """
 
+from array import array
+from collections.abc import Iterable
+from typing import Self
+
 import msgspec
 
 from gpu.sampling_params import SamplingParams
+
+_TOKEN_BYTES = 4
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as a prompt has them: int32, in this host's byte order."""
+    return array("i", token_ids).tobytes()
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. `max_tokens` bounds the output, and prompt + output never exceed the model's context.
 
-    `stop_token_ids` end it (the stop token is reported in `Delta.token_ids`); stop strings are the API process's work.
-    `max_tokens` 0 computes the prompt alone (for `echo` with `logprobs`).
+    `prompt` is packed (`pack_tokens`); requests that share one share the object, and it is hashed once for all of them.
+    `stop_token_ids` end it (the stop token is reported in `Delta.token_ids`), and are not drawn before the output has
+    `min_tokens` with them; stop strings are the API process's work. `max_tokens` 0 computes the prompt alone (for
+    `echo` with `logprobs`).
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt: bytes
     sampling: SamplingParams
     max_tokens: int
     stop_token_ids: list[int]
@@ -26,15 +39,45 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float
     cache_salt: str = ""  # prefixes are shared among requests of one salt alone
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // _TOKEN_BYTES
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A new list."""
+        return array("i", self.prompt).tolist()
+
 
 # --- API process -> engine -------------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Accept all of these or none: answered by one `Accepted` or `Refused` with the same `submit_id`."""
+    """Accept all of these or none: answered by one `Accepted` or `Refused` with the same `submit_id`.
+
+    A prompt travels once: one that a request shares with the request before it is left out, and no prompt is empty.
+    """
 
     submit_id: str
-    requests: list[EngineRequest]
+    packed: list[EngineRequest]
+
+    @classmethod
+    def of(cls, submit_id: str, requests: list[EngineRequest]) -> Self:
+        """Prompts that are one object are left out but for the first of them in a row."""
+        packed: list[EngineRequest] = []
+        before: bytes | None = None
+        for request in requests:
+            is_shared = request.prompt is before
+            packed.append(msgspec.structs.replace(request, prompt=b"") if is_shared else request)
+            before = request.prompt
+        return cls(submit_id, packed)
+
+    def requests(self) -> list[EngineRequest]:
+        """Each with its prompt; those that share one share the object."""
+        whole: list[EngineRequest] = []
+        for request in self.packed:
+            whole.append(request if request.prompt else msgspec.structs.replace(request, prompt=whole[-1].prompt))
+        return whole
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -1,24 +1,51 @@
 """Who holds which KV page, and which pages hold a known prefix. Knows ids and hashes; never sees a tensor.
 
 A page is held by sequences (counted), or free. A free page whose content is published under a block hash stays findable
-until it is needed for something else: least recently used first. Invariant: every page is in exactly one of `held`,
-`idle` (free, published) and `blank` (free, content unknown).
+until it is needed for something else: least recently used first. Invariants: every page is in exactly one of held,
+`idle` (free, published) and `blank` (free, content unknown); a block is published only as long as the block before it
+is, so how many blocks of a prompt are known is found without looking at each.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from hashlib import blake2b
 
 import numpy as np
 
 
-def extend_hashes(hashes: list[bytes], token_ids: list[int], page_tokens: int, seed: bytes) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` that it lacks; each covers all tokens to its end.
+def extend_hashes(hashes: list[bytes], token_ids: np.ndarray, page_tokens: int, seed: bytes) -> None:
+    """Append the hashes of the full blocks of `token_ids`, int32: the tokens behind those that are hashed already.
 
-    `seed` (at most 64 bytes) names the model and what produced the KV, so that KV of another making never matches.
+    Each covers all tokens to its end. `seed` (at most 64 bytes) names the model and what produced the KV, so that KV of
+    another making never matches.
     """
-    for block in range(len(hashes), len(token_ids) // page_tokens):
-        tokens = np.asarray(token_ids[block * page_tokens : (block + 1) * page_tokens], dtype=np.int32)
-        hashes.append(blake2b(tokens.tobytes(), key=hashes[-1] if hashes else seed, digest_size=16).digest())
+    block_bytes = page_tokens * token_ids.itemsize
+    raw = token_ids.tobytes()
+    last = hashes[-1] if hashes else seed
+    for begin in range(0, len(raw) - block_bytes + 1, block_bytes):
+        last = blake2b(raw[begin : begin + block_bytes], key=last, digest_size=16).digest()
+        hashes.append(last)
+
+
+def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, end: int) -> int:
+    """How many of the first `end` hashes `has` holds for; it holds for those in front of one that it holds for.
+
+    Two looks if it is still `near`, at most `end`, and a binary search else.
+    """
+    low, high = 0, end
+    if near and not has(hashes[near - 1]):
+        high = near - 1
+    elif near == end or not has(hashes[near]):
+        return near
+    else:
+        low = near + 1
+    while low < high:
+        middle = (low + high) // 2
+        if has(hashes[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 class PagePool:
@@ -27,11 +54,14 @@ class PagePool:
     def __init__(self, first_page: int, num_pages: int, prefix_cache: bool) -> None:
         self.num_pages = num_pages
         self.prefix_cache = prefix_cache
-        self._holders: dict[int, int] = {}
+        self._first_page = first_page
+        self._holders = np.zeros(num_pages, np.int32)
         self._blank: deque[int] = deque(range(first_page, first_page + num_pages))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._before: dict[bytes, bytes | None] = {}  # of a published block, the one in front of it
+        self._behind: dict[bytes, set[bytes]] = {}  # the published blocks behind it, where there are any
 
     @property
     def num_available(self) -> int:
@@ -39,69 +69,97 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        return len(self._holders)
+        return self.num_pages - self.num_available
 
     @property
     def num_idle(self) -> int:
         return len(self._idle)
 
     def num_holders(self, page: int) -> int:
-        return self._holders.get(page, 0)
+        return int(self._holders[page - self._first_page])
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages of unknown content, held once. The caller has checked `num_available`."""
         assert count <= self.num_available, f"pages: asked {count}, have {self.num_available}"
         pages = []
         for _ in range(count):
-            if self._blank:
-                page = self._blank.popleft()
-            else:
-                page, _ = self._idle.popitem(last=False)
-                del self._page_of[self._hash_of.pop(page)]
-            self._holders[page] = 1
-            pages.append(page)
+            if not self._blank:
+                self.retract(self._hash_of[next(iter(self._idle))])
+            pages.append(self._blank.popleft())
+        self._holders[np.array(pages, np.int64) - self._first_page] = 1
         return pages
 
-    def match(self, hashes: list[bytes]) -> list[int]:
-        """Pages of the longest published run from the start of `hashes`; not held by this call."""
-        pages = []
-        for digest in hashes:
-            page = self._page_of.get(digest)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def count_known(self, hashes: list[bytes], near: int, end: int) -> int:
+        """How many of the first `end` blocks are published: all in front of one that is.
+
+        Two looks if it is still `near`, the last count.
+        """
+        page_of = self._page_of
+        if (not near or hashes[near - 1] in page_of) and (near == end or hashes[near] not in page_of):
+            return near
+        return count_front(hashes, page_of.__contains__, near, end)
+
+    def count_held(self, hashes: list[bytes], near: int, end: int) -> int:
+        """How many of the first `end` blocks, which are published, are in pages that somebody holds: a sequence holds
+        those in front as well. It may be wrong where two have computed the same block.
+        """
+        return count_front(hashes, self._is_held, near, end)
+
+    def pages_of(self, hashes: list[bytes]) -> list[int]:
+        """Of published blocks; not held by this call."""
+        return list(map(self._page_of.__getitem__, hashes))
+
+    def _is_held(self, digest: bytes) -> bool:
+        return bool(self._holders[self._page_of[digest] - self._first_page])
 
     def hold(self, pages: list[int]) -> None:
-        """One more holder for each of these matched pages."""
-        for page in pages:
-            self._idle.pop(page, None)
-            self._holders[page] = self._holders.get(page, 0) + 1
+        """One more holder for each of these pages, which are known or held, and all different."""
+        places = np.array(pages, np.int64) - self._first_page
+        for place in places[self._holders[places] == 0].tolist():
+            del self._idle[place + self._first_page]
+        self._holders[places] += 1
 
     def release(self, pages: list[int]) -> None:
         """One holder less. Last blocks become the first to be evicted, so that prefixes outlive their branches."""
-        for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            del self._holders[page]
+        places = np.array(pages[::-1], np.int64) - self._first_page
+        self._holders[places] -= 1
+        for place in places[self._holders[places] == 0].tolist():
+            page = place + self._first_page
             if page in self._hash_of:
                 self._idle[page] = None
             else:
                 self._blank.append(page)
 
-    def publish(self, digest: bytes, page: int) -> None:
-        """The page's content is final and known by this hash. The first publisher of a hash wins."""
-        if self.prefix_cache and digest not in self._page_of and page not in self._hash_of:
-            self._page_of[digest] = page
-            self._hash_of[page] = digest
+    def publish(self, digest: bytes, before: bytes | None, page: int) -> None:
+        """The page's content is final and known by this hash, if the block `before` it is (None: it is the first).
+
+        The first publisher of a hash wins.
+        """
+        if not self.prefix_cache or digest in self._page_of or page in self._hash_of:
+            return
+        if before is not None:
+            if before not in self._page_of:
+                return
+            self._behind.setdefault(before, set()).add(digest)
+        self._page_of[digest] = page
+        self._hash_of[page] = digest
+        self._before[digest] = before
 
     def retract(self, digest: bytes) -> None:
-        """Take back what is published by this hash, if anything: the page's content turned out to be wrong."""
-        page = self._page_of.pop(digest, None)
-        if page is None:
-            return
-        del self._hash_of[page]
-        if page in self._idle:
-            del self._idle[page]
-            self._blank.append(page)
+        """Take back what is published by this hash, if anything, and with it all that is behind it."""
+        before = self._before.get(digest)
+        if before is not None:
+            behind = self._behind[before]
+            behind.remove(digest)
+            if not behind:
+                del self._behind[before]
+        retracted = [digest] if digest in self._page_of else []
+        while retracted:
+            digest = retracted.pop()
+            retracted.extend(self._behind.pop(digest, ()))
+            del self._before[digest]
+            page = self._page_of.pop(digest)
+            del self._hash_of[page]
+            if page in self._idle:
+                del self._idle[page]
+                self._blank.append(page)

@@ -1,7 +1,8 @@
-"""Prefill jobs under way, and whose unit runs next: the shortest remaining job's, with a bound on how long it passes.
+"""Prefill jobs under way, and whose unit runs next: the shortest remaining job's, while the oldest gets its share.
 
 A job is layer-major: all its tokens go through layer l before any goes through l + 1. Chunk borders may differ from
-layer to layer, so a unit is as long as the time it may take allows. Invariant: units of a job come in order.
+layer to layer, so a unit is as long as the time it may take allows. Invariants: units of a job come in order; of the
+time that units take, as estimated, the job that came first gets `oldest_share`, but for one unit that it is yet to get.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ class JobInProgress:
     sequences: list[Sequence]
     layer: int = 0
     begin: int = 0
-    num_passed: int = 0  # units of shorter jobs since this one's last
 
     def remaining(self, num_layers: int) -> int:
         """Token-layers still to do."""
@@ -42,6 +42,7 @@ class PrefillQueue:
         self._config = config
         self._num_layers = num_layers
         self._costs = costs
+        self._owed_seconds = 0.0  # to the oldest job, by the shorter ones that passed it
         self.jobs: list[JobInProgress] = []  # in order of arrival
 
     @property
@@ -60,19 +61,20 @@ class PrefillQueue:
         if seconds is not None:
             left_tokens = min(left_tokens, max(self._costs.familiar_tokens, LEAST_UNIT_TOKENS))
         while self.jobs and left_tokens > 0:
-            entry = self._pick()
-            length = whole = min(left_tokens, entry.job.num_tokens - entry.begin)
+            entry = self._shortest()
+            if not units and self._is_oldest_due(left_tokens, seconds):
+                entry = self.jobs[0]
+            whole = min(left_tokens, entry.job.num_tokens - entry.begin)
+            length, cost = self._next_unit(entry, left_tokens, seconds)
             if seconds is not None:
-                begin = entry.context_at(entry.begin + 1) - 1
-                length = self._costs.tokens_within(seconds, begin, whole, LEAST_UNIT_TOKENS)
-                cost = self._costs.unit_seconds(length, begin + length)
                 if units and cost > seconds:
                     break
                 seconds -= cost
             units.append(PrefillUnit(entry.job.job_id, entry.layer, entry.begin, entry.begin + length))
+            self._settle(entry, cost)
             self._advance(entry, length)
             if entry.layer == self._num_layers:
-                self.jobs.remove(entry)
+                self.drop(entry)
                 finished.append(entry)
             left_tokens -= length
             if length < whole:
@@ -80,17 +82,45 @@ class PrefillQueue:
         return units, finished
 
     def drop(self, entry: JobInProgress) -> None:
+        if entry is self.jobs[0]:
+            self._owed_seconds = 0.0
         self.jobs.remove(entry)
 
-    def _pick(self) -> JobInProgress:
-        oldest = self.jobs[0]
-        shortest = min(self.jobs, key=lambda entry: entry.remaining(self._num_layers))
-        chosen = oldest if oldest.num_passed >= self._config.bypass_units else shortest
-        if chosen is oldest:
-            oldest.num_passed = 0
+    def seconds_left(self, sequence: Sequence) -> float | None:
+        """Of work until the sequence's job is done, whatever comes between; None if it has none."""
+        for entry in self.jobs:
+            if sequence in entry.sequences:
+                whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids)) for prompt in entry.job.prompts)
+                return whole * entry.remaining(self._num_layers) / (self._num_layers * entry.job.num_tokens)
+        return None
+
+    def prompt_seconds(self, begin: int, end: int) -> float:
+        """Of work for a prompt's tokens `[begin, end)` in all layers."""
+        return self._num_layers * self._costs.unit_seconds(end - begin, end)
+
+    def _shortest(self) -> JobInProgress:
+        return min(self.jobs, key=lambda entry: entry.remaining(self._num_layers))
+
+    def _is_oldest_due(self, left_tokens: int, seconds: float | None) -> bool:
+        """Whether what the oldest is owed pays for its next unit. It is asked once a step, and a step of shorter jobs
+        owes it less than a step: two whole units of it never come in a row while one that is shorter waits.
+        """
+        return self._owed_seconds > 0 and self._owed_seconds >= self._next_unit(self.jobs[0], left_tokens, seconds)[1]
+
+    def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
+        """Tokens of a job's next unit, and what it takes, as estimated."""
+        length = min(left_tokens, entry.job.num_tokens - entry.begin)
+        begin = entry.context_at(entry.begin + 1) - 1
+        if seconds is not None:
+            length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS)
+        return length, self._costs.unit_seconds(length, begin + length)
+
+    def _settle(self, entry: JobInProgress, cost: float) -> None:
+        if entry is self.jobs[0]:
+            self._owed_seconds = max(0.0, self._owed_seconds - cost)
         else:
-            oldest.num_passed += 1
-        return chosen
+            share = self._config.oldest_share
+            self._owed_seconds += cost * share / (1.0 - share)
 
     def _advance(self, entry: JobInProgress, length: int) -> None:
         entry.begin += length

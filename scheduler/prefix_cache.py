@@ -1,15 +1,21 @@
 """Which prefixes are known, which are being computed, and by whom. Shares a sequence's full blocks by their hashes.
 
 A block's hash covers all tokens to its end and is seeded with the model and with what produced the KV (prefill method
-and decode profile), so approximate KV never serves a request that asked for another making. Invariant: a published
-block's page holds final keys and values once every plan launched so far is carried out.
+and decode profile), so approximate KV never serves a request that asked for another making. A sequence comes with its
+prompt's hashes; nothing here walks them to say how many are known. Invariant: a published block's page holds final keys
+and values once every plan launched so far is carried out.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
+
+import numpy as np
 
 from scheduler.pages import PagePool, extend_hashes
 from scheduler.sequence import Sequence
+
+_BLOCKS_AT_ONCE = 64  # hashed between two rests: a tenth of a millisecond
 
 
 class PrefixCache:
@@ -26,29 +32,71 @@ class PrefixCache:
         self.queries_tokens = 0
         self.hits_tokens = 0
 
-    def match(self, sequence: Sequence) -> tuple[list[int], bool]:
-        """Pages of the longest known prefix, and whether the block after it is being computed by a prefill under way.
+    # --- hashes -------------------------------------------------------------------------------------------------------
 
-        A sequence's last token is always computed, for its logits; all are, when prompt logprobs are asked.
-        """
-        usable = self.usable_hashes(sequence)
-        known = self._pages.match(usable)
-        return known, len(known) < len(usable) and usable[len(known)] in self._computing
-
-    def usable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the blocks that need not be computed if they are known."""
-        if not self.is_enabled:
-            return []
-        hashes = self.known_hashes(sequence)
-        if sequence.request.sampling.num_prompt_logprobs is not None:
-            return []
-        return hashes[: (len(sequence.tokens) - 1) // self._page_tokens]
+    def hash_prompt(self, prompt: np.ndarray, profile: str, rest: Callable[[], None]) -> list[bytes]:
+        """Of its full blocks; int32 `[tokens]`. `rest` is called every now and then. Any thread may ask."""
+        hashes: list[bytes] = []
+        if self.is_enabled:
+            size = _BLOCKS_AT_ONCE * self._page_tokens
+            for begin in range(0, len(prompt), size):
+                extend_hashes(hashes, prompt[begin : begin + size], self._page_tokens, self._seeds[profile])
+                rest()
+        return hashes
 
     def known_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all full blocks of the tokens known so far."""
-        seed = _salted(self._seeds[sequence.request.attention_profile], sequence.request.cache_salt)
-        extend_hashes(sequence.hashes, sequence.tokens, self._page_tokens, seed)
+        if self.is_enabled and len(sequence.hashes) < sequence.num_tokens // self._page_tokens:
+            seed = _salted(self._seeds[sequence.request.attention_profile], sequence.request.cache_salt)
+            unhashed = sequence.tokens_from(len(sequence.hashes) * self._page_tokens)
+            extend_hashes(sequence.hashes, unhashed, self._page_tokens, seed)
         return sequence.hashes
+
+    def await_blocks(self, sequence: Sequence) -> None:
+        """The sequence waits from now on: which of its blocks need not be computed if they are known.
+
+        Its last token is always computed, for its logits; all are, when prompt logprobs are asked.
+        """
+        self.known_hashes(sequence)
+        is_used = self.is_enabled and sequence.request.sampling.num_prompt_logprobs is None
+        sequence.num_usable_blocks = (sequence.num_tokens - 1) // self._page_tokens if is_used else 0
+        sequence.num_known_blocks = sequence.num_held_blocks = 0
+        sequence.shares = None
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    def count_known(self, sequence: Sequence) -> int:
+        """Usable blocks in front that are published; where it stood at the last look is where this one begins."""
+        sequence.num_known_blocks = known = self._pages.count_known(
+            sequence.hashes, sequence.num_known_blocks, sequence.num_usable_blocks
+        )
+        return known
+
+    def count_held(self, sequence: Sequence) -> int:
+        """Of the blocks that `count_known` has counted, those in front whose pages somebody holds."""
+        near, known = sequence.num_held_blocks, sequence.num_known_blocks
+        sequence.num_held_blocks = held = self._pages.count_held(sequence.hashes, min(near, known), known)
+        return held
+
+    def count_shared(self, sequence: Sequence, other: Sequence) -> int:
+        """Usable blocks in front that the other one's prompt begins with as well."""
+        if sequence.shares is None or sequence.shares[0] is not other:
+            end = min(sequence.num_usable_blocks, len(other.hashes))
+            differs = bisect_left(range(end), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
+            sequence.shares = (other, differs)
+        return sequence.shares[1]
+
+    def count(self, num_tokens: int, num_cached_tokens: int) -> None:
+        self.queries_tokens += num_tokens
+        self.hits_tokens += num_cached_tokens
+
+    # --- what is being computed ---------------------------------------------------------------------------------------
+
+    def who_computes(self, sequence: Sequence, block: int) -> Sequence | None:
+        """The sequence whose prefill under way computes this block of the sequence, if it is usable."""
+        if not self._computing or block >= sequence.num_usable_blocks:
+            return None
+        return self._computing.get(sequence.hashes[block])
 
     def start(self, sequence: Sequence, num_cached_tokens: int) -> None:
         """The sequence's prefill begins: it computes the blocks after the first `num_cached_tokens` tokens.
@@ -61,30 +109,31 @@ class PrefixCache:
         for digest in sequence.hashes[sequence.num_published :]:
             self._computing.setdefault(digest, sequence)
 
-    def count(self, num_tokens: int, num_cached_tokens: int) -> None:
-        self.queries_tokens += num_tokens
-        self.hits_tokens += num_cached_tokens
-
     def stop(self, sequence: Sequence) -> None:
-        """The sequence computes no blocks any more: its prefill is done, or dropped."""
-        for digest in sequence.hashes:
+        """The sequence computes no blocks any more: its prefill is dropped, or done and about to be published."""
+        for digest in sequence.hashes[sequence.num_published :]:
             if self._computing.get(digest) is sequence:
                 del self._computing[digest]
+
+    # --- what is published --------------------------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Make the sequence's full blocks among its first `num_computed_tokens` tokens findable."""
         end = num_computed_tokens // self._page_tokens
         if not self.is_enabled or not sequence.pages or end <= sequence.num_published:
             return
-        hashes = self.known_hashes(sequence)
-        for block in range(sequence.num_published, end):
-            self._pages.publish(hashes[block], sequence.pages[block])
+        self.publish_blocks(self.known_hashes(sequence), sequence.pages, sequence.num_published, end)
         sequence.num_published = end
+
+    def publish_blocks(self, hashes: list[bytes], pages: list[int], begin: int, end: int) -> None:
+        """Make blocks `[begin, end)` findable; `pages` are those of all blocks from the first."""
+        for block in range(begin, end):
+            self._pages.publish(hashes[block], hashes[block - 1] if block else None, pages[block])
 
     def retract(self, sequence: Sequence) -> None:
         """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
-        for digest in sequence.hashes:
-            self._pages.retract(digest)
+        if sequence.hashes:
+            self._pages.retract(sequence.hashes[0])
 
 
 def _salted(seed: bytes, salt: str) -> bytes:

@@ -1,18 +1,23 @@
 """What requests are told of a step: deltas as tokens are drawn, progress while their prompt is prefilled."""
 
-from gpu.step import SampledToken, TokenLogprob
+from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, TokenLogprob
 from scheduler.messages import Delta, Logprob, Progress
 from scheduler.prefill_queue import JobInProgress
 from scheduler.sequence import Sequence
 
+_WHY_NOTHING = {
+    NOT_FINITE: "logits: not finite for this request; nothing could be drawn",
+    NOTHING_LEFT: "logits: no token has a finite score under this request's bias, penalties and min_tokens; relax them",
+}
+
 
 def finish_reason(sequence: Sequence, token_id: int) -> str | None:
-    """Why this draw, not yet appended, ends the sequence, or None. Stop tokens before `min_tokens` are plain text."""
+    """Why this draw, not yet appended, ends the sequence, or None. The sampler draws no stop token before its time."""
     request = sequence.request
     num_output = sequence.num_output_tokens + 1
     if token_id < 0:
         return "error"
-    if request.max_tokens and token_id in request.stop_token_ids and num_output >= request.min_tokens:
+    if request.max_tokens and token_id in request.stop_token_ids:
         return "stop"
     return "length" if num_output >= request.max_tokens else None
 
@@ -30,7 +35,7 @@ def make_delta(
         logprobs=[_message(token.logprob)] if token_ids and token.logprob is not None else None,
         prompt_logprobs=[_message(entry) for entry in prompt_logprobs] if prompt_logprobs and first else None,
         finish_reason=reason,
-        error="logits: not finite for this request; nothing could be drawn" if reason == "error" else None,
+        error=_WHY_NOTHING[token.token_id] if reason == "error" else None,
         num_cached_tokens=sequence.num_cached_tokens,
         queue_seconds=(sequence.started_s or 0.0) - request.arrival_s if first else None,
     )

@@ -5,7 +5,7 @@ refuses to know who comes first. Invariant: `sequence.pages` has a page for each
 context's run are dense pages, which the context holds, and all others are held by the sequence.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,13 +26,12 @@ Shortage = Literal["pages", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a prompt's prefill begins, and what is known of it: `cached` pages, or the front of a `source` context.
+    """Where a prompt's prefill begins: behind blocks that are known, or behind the front of a `source` context.
 
     `end`: where the run ends that goes down; 0: all of it stays on the device.
     """
 
     begin: int
-    cached: list[int]
     end: int
     source: HostContext | None
 
@@ -63,39 +62,53 @@ class Residence:
                 prefix_cache,
             )
 
+    @property
+    def page_tokens(self) -> int:
+        return self._capacity.page_tokens
+
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence) -> tuple[Start, bool]:
-        """The best start there is now, and whether to wait for a prefill under way that computes what comes next."""
-        end = self._prompt_end(sequence)
+    def await_room(self, sequence: Sequence) -> None:
+        """The sequence waits from now on: what it will take does not change meanwhile."""
+        sequence.num_pages = self._capacity.pages_for(sequence.num_tokens)
+        sequence.run_end = self._prompt_end(sequence)
+        self.prefixes.await_blocks(sequence)
+
+    def find(self, sequence: Sequence) -> Start:
+        """The best start there is now."""
+        end = sequence.run_end
         if not end:
-            cached, awaits = self.prefixes.match(sequence)
-            return Start(len(cached) * self._capacity.page_tokens, cached, 0, None), awaits
+            return Start(self.prefixes.count_known(sequence) * self._capacity.page_tokens, 0, None)
         host, contexts = self._host
         first, last = self._blocks(host.sink_tokens), self._blocks(end)
-        source, num_shared = contexts.find(self.prefixes.usable_hashes(sequence)[first:last])
+        source, num_shared = contexts.find(sequence.hashes, first, max(first, min(last, sequence.num_usable_blocks)))
         size = self._admitted_size(sequence, num_shared, end)
         if source is not None and not contexts.num_held and not contexts.has_room(size, source):
             source, num_shared = None, 0  # nobody else will make room: what it stands on must go
         begin = host.sink_tokens + num_shared * self._capacity.page_tokens if source is not None else 0
-        return Start(begin, [], end, source), False
+        return Start(begin, end, source)
 
-    def take(self, sequence: Sequence, start: Start, others: Iterable[Sequence], kept: Collection[HostContext]) -> bool:
-        """Give the sequence what its prompt needs, if `others` have pages to go on beside it; else change nothing.
+    def has_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
+        """Whether there are so many, idle contexts gone but `kept`."""
+        num_short = num_pages - self.pages.num_available
+        return num_short <= 0 or num_short <= self.num_idle_sink_pages(kept)
+
+    def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
+        """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else change nothing.
 
         One with a window needs few pages more than it has: room for all of them is left, so that no long prompt is
         computed twice for want of a page. Idle contexts but `kept` give way to it.
         """
-        num_spare = sum(self._num_coming_pages(other) for other in others)
-        num_pages = self._capacity.pages_for(len(sequence.tokens))
+        num_pages = sequence.num_pages
         if not start.end:
-            self.pages.hold(start.cached)
-            num_new = num_pages - len(start.cached)
-            if not self._has_pages(num_new + num_spare, kept):
-                self.pages.release(start.cached)
+            cached = self.pages.pages_of(sequence.hashes[: self._blocks(start.begin)])
+            self.pages.hold(cached)
+            num_new = num_pages - len(cached)
+            if not self.has_pages(num_new + num_spare, kept):
+                self.pages.release(cached)
                 return False
             self._free_pages(num_new, kept)
-            sequence.pages = start.cached + self.pages.allocate(num_new)
+            sequence.pages = cached + self.pages.allocate(num_new)
             return True
         host, contexts = self._host
         num_sink, num_run = self._blocks(host.sink_tokens), self._blocks(start.end - host.sink_tokens)
@@ -103,7 +116,7 @@ class Residence:
         num_new = num_window if start.source is not None else num_window + num_sink
         num_spare += self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens) - num_sink - num_window
         kept = kept if start.source is None else [*kept, start.source]
-        if not self._has_pages(num_new + num_spare, kept):
+        if not self.has_pages(num_new + num_spare, kept):
             return False
         num_shared = 0 if start.source is None else self._blocks(start.begin - host.sink_tokens)
         size = self._admitted_size(sequence, num_shared, start.end)
@@ -194,8 +207,7 @@ class Residence:
             num_sink = self._blocks(self._host[0].sink_tokens)
             hashes = self.prefixes.known_hashes(sequence)
             assert len(hashes) >= num_sink + num_blocks, "what goes down is known: the window is longer than a flight"
-            for digest, page in zip(hashes, context.sink_pages, strict=False):
-                self.pages.publish(digest, page)
+            self.prefixes.publish_blocks(hashes, context.sink_pages, 0, num_sink)
             self._host[1].publish(context, hashes[num_sink : num_sink + num_blocks])
 
     def retract(self, sequence: Sequence) -> None:
@@ -256,12 +268,12 @@ class Residence:
     def _prompt_end(self, sequence: Sequence) -> int:
         if self._capacity.host is None or not self._profile(sequence).uses_host:
             return 0
-        return self._capacity.host.prompt_end(len(sequence.tokens))
+        return self._capacity.host.prompt_end(sequence.num_tokens)
 
     def _admitted_size(self, sequence: Sequence, num_shared: int, end: int) -> RunSize:
         """The run that a sequence is admitted with: its prompt's, to `end`, and that of some output."""
         host = self._host[0]
-        most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, len(sequence.tokens) + _AHEAD_TOKENS)
+        most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
         num_run = self._blocks(end - host.sink_tokens)
         num_blocks = self._blocks(host.most_run_tokens(most))
         return RunSize(num_shared, num_run - num_shared, num_blocks, self._profile(sequence).samples)
@@ -275,18 +287,13 @@ class Residence:
             run_end = self._capacity.host.sink_tokens + context.num_blocks * self._capacity.page_tokens
         return self._capacity.host.deposit_end(sequence.next_position + 1, run_end)
 
-    def _num_coming_pages(self, sequence: Sequence) -> int:
-        """What a running sequence may take soon: as much as a window holds, or one page where all of it stays."""
+    def num_coming_pages(self, sequence: Sequence) -> int:
+        """What one that holds pages may take soon: as much as a window holds, or one page where all of it stays."""
         if sequence.open_context is None:
             return 1
         host = self._host[0]
         most = self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens)
         return most - (len(sequence.pages) - sequence.open_context.num_blocks)
-
-    def _has_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Whether there are so many, idle contexts gone but `kept`."""
-        num_short = num_pages - self.pages.num_available
-        return num_short <= 0 or num_short <= self.num_idle_sink_pages(kept)
 
     def _free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
         """Whether so many are free; idle contexts give way to that, but not `kept`."""

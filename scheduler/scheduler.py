@@ -9,12 +9,15 @@ gets exactly one final delta unless it is cancelled.
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from gpu.architecture import Architecture
 from gpu.profiles import Profile
 from gpu.step import (
+    NOT_FINITE,
     DecodeGroup,
     Deposit,
     PageWrite,
@@ -98,11 +101,27 @@ class Scheduler:
 
     # --- requests in --------------------------------------------------------------------------------------------------
 
-    def submit(self, requests: list[EngineRequest]) -> None:
-        """Queue all of these or none. Raises QueueFullError, or TooLargeError for one that can never fit."""
+    def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
+        """What `queue` takes: each prompt is unpacked and hashed once, for all requests that share it.
+
+        Any thread may ask, while others plan. `rest` is called every tenth of a millisecond or so. Raises TooLargeError
+        for a request that can never fit.
+        """
         for request in requests:
             self._capacity.check(request, self._profiles[request.attention_profile])
-        sequences = [Sequence(request, list(request.prompt_token_ids)) for request in requests]
+        known: dict[tuple[int, str], tuple[np.ndarray, list[bytes]]] = {}
+        sequences = []
+        for request in requests:
+            profile = request.attention_profile
+            shared = known.get((id(request.prompt), profile))
+            if shared is None:
+                prompt = np.frombuffer(request.prompt, np.int32)
+                shared = known[id(request.prompt), profile] = prompt, self.prefixes.hash_prompt(prompt, profile, rest)
+            sequences.append(Sequence(request, shared[0], list(shared[1])))
+        return sequences
+
+    def queue(self, sequences: list[Sequence]) -> None:
+        """All of these or none. Raises QueueFullError."""
         self._admission.queue(sequences)
         self._sequences |= {sequence.request_id: sequence for sequence in sequences}
 
@@ -198,8 +217,8 @@ class Scheduler:
     def _start_running(self, entry: JobInProgress) -> dict[int, Sequence]:
         """A job's last unit is planned: its blocks can be shared, and its prompts' first draws are in flight."""
         for sequence in entry.sequences:
-            self.residence.publish(sequence, len(sequence.tokens))
             self.prefixes.stop(sequence)
+            self.residence.publish(sequence, sequence.num_tokens)
             sequence.state = State.RUNNING
             sequence.num_in_flight += 1
             self._running.append(sequence)
@@ -246,7 +265,7 @@ class Scheduler:
 
     def _preempt_youngest(self, candidates: Iterable[Sequence]) -> None:
         victim = max(candidates, key=_arrival)
-        log.warning("preempted request=%s context_tokens=%d", victim.request_id, len(victim.tokens))
+        log.warning("preempted request=%s context_tokens=%d", victim.request_id, victim.num_tokens)
         self.num_preemptions += 1
         if victim.state is State.PREFILLING:
             self._drop_job(victim)
@@ -266,7 +285,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self._vacate(sequence)
         sequence.state = State.WAITING
-        self._admission.waiting.appendleft(sequence)
+        self._admission.requeue(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give back slot and pages. What a prefill has brought to the host is of no use before it ends."""
@@ -295,11 +314,14 @@ class Scheduler:
     def _append(self, sequence: Sequence, token: SampledToken, prompt_logprobs: list[TokenLogprob] | None) -> Delta:
         reason = finish_reason(sequence, token.token_id)
         delta = make_delta(sequence, token, prompt_logprobs, reason)
-        sequence.tokens += delta.token_ids
+        sequence.output += delta.token_ids
         if reason is None:
-            self.residence.publish(sequence, len(sequence.tokens) - 1)
+            if sequence.state is State.WAITING:  # it gave way while this draw was in flight
+                self.residence.await_room(sequence)
+            else:
+                self.residence.publish(sequence, sequence.num_tokens - 1)
             return delta
-        if reason == "error":
+        if token.token_id == NOT_FINITE:
             sequence.has_failed = True
             self.residence.retract(sequence)
         self._retire(sequence)

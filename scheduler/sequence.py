@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
 import numpy as np
 
+from gpu.sampling_params import SamplingParams
 from scheduler.host_contexts import HostContext
 from scheduler.messages import EngineRequest
 
@@ -20,19 +22,31 @@ class State(Enum):
 class Sequence:
     """Tokens known so far, and what the sequence holds while it is prefilling or running.
 
-    `tokens` is prompt and output; `num_in_flight` counts draws launched and not collected, so the next draw is number
-    `num_drawn` and the last token (known or not) stands at `next_position`.
+    `prompt` is int32 `[tokens]`, shared with those of the same prompt; `hashes` are of the full blocks of prompt and
+    output known so far. While it waits, `num_pages` is what its tokens take, `num_usable_blocks` need no computing
+    where they are known, and the run that goes down with it ends at `run_end`, or 0. At the last look
+    `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages that somebody held: there the next
+    look begins. `shares`: a sequence that computes blocks of this one, and how many they have in common.
+    `num_in_flight` counts draws launched and not collected, so the next draw is number `num_drawn` and the last token
+    (known or not) stands at `next_position`.
     """
 
     request: EngineRequest
-    tokens: list[int]
+    prompt: np.ndarray
+    hashes: list[bytes]
+    output: list[int] = field(default_factory=list)
     state: State = State.WAITING
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     context: HostContext | None = None  # in host memory, while it holds one
     left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
     num_in_flight: int = 0
-    hashes: list[bytes] = field(default_factory=list)
+    num_pages: int = 0
+    num_usable_blocks: int = 0
+    run_end: int = 0
+    num_known_blocks: int = 0
+    num_held_blocks: int = 0
+    shares: "tuple[Sequence, int] | None" = None
     num_published: int = 0
     num_cached_tokens: int = 0
     started_s: float | None = None
@@ -46,11 +60,16 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+        return len(self.prompt)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return len(self.output)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self.prompt) + len(self.output)
 
     @property
     def num_drawn(self) -> int:
@@ -71,5 +90,20 @@ class Sequence:
         """Whether another token may be drawn without knowing those in flight."""
         return self.state is State.RUNNING and self.num_drawn < self.request.max_tokens
 
-    def token_array(self) -> np.ndarray:
-        return np.asarray(self.tokens, dtype=np.int32)
+    @property
+    def sampling(self) -> SamplingParams:
+        """What the sampler is told: what the request asks for, and that stop tokens come late."""
+        request = self.request
+        if request.min_tokens <= 1 or not request.stop_token_ids:
+            return request.sampling
+        return msgspec.structs.replace(
+            request.sampling, late_token_ids=request.stop_token_ids, first_late_draw=request.min_tokens - 1
+        )
+
+    def tokens_from(self, begin: int) -> np.ndarray:
+        """Int32, of prompt and output from token `begin` on; the prompt itself is not copied."""
+        first = max(0, begin - len(self.prompt))
+        if not self.output:
+            return self.prompt[begin:]
+        output = np.array(self.output[first:], np.int32)
+        return np.concatenate([self.prompt[begin:], output]) if begin < len(self.prompt) else output

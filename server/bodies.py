@@ -25,7 +25,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "top_p": (0, 1, False),
     "top_k": (-1, 2**31 - 1, True),
     "min_p": (0, 1, True),
-    "repetition_penalty": (0, 10, False),
+    "repetition_penalty": (0.01, 10, True),  # less, and a float32 score divided by it is infinite
     "presence_penalty": (-2, 2, True),
     "frequency_penalty": (-2, 2, True),
     "seed": (-(2**63), 2**63 - 1, True),

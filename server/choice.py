@@ -32,12 +32,15 @@ class Choice:
     """Feed it the deltas of one engine request; it gives pieces. The offsets count from the start of its own text.
 
     The stop token that ended it is counted and has an entry, but no text. After a stop string, tokens that lie at or
-    behind it have no entry either: nothing of a stop string leaves the server.
+    behind it have no entry either: nothing of a stop string leaves the server. One that begins in the first
+    `min_tokens` tokens is plain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: list[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: list[str], min_tokens: int) -> None:
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=True)
         self._matcher = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._num_plain = 0  # characters that came before the matcher looks
         self._num_chars = 0  # decoded, including what the matcher holds back
         self._pending: list[TokenEntry] = []
         self.num_tokens = 0
@@ -74,13 +77,16 @@ class Choice:
         self._num_chars += len(text)
         if self._matcher is None or not text:
             return text
+        if self.num_tokens <= self._min_tokens:
+            self._num_plain += len(text)
+            return text
         text = self._matcher.feed(text)
         if self._matcher.matched:
             self.finish_reason = "stop"
         return text
 
     def _num_emitted(self) -> int:
-        return self._num_chars if self._matcher is None else self._matcher.num_emitted
+        return self._num_chars if self._matcher is None else self._num_plain + self._matcher.num_emitted
 
     def _entries_before(self, offset: int) -> list[TokenEntry]:
         """Take the pending entries whose text begins before `offset`; they are in the order of their offsets."""

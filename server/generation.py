@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu.sampling_params import SamplingParams
-from scheduler.messages import Delta, EngineRequest, Progress, Ready
+from scheduler.messages import Delta, EngineRequest, Progress, Ready, pack_tokens
 from server import logs
 from server.api_error import internal, invalid, unavailable
 from server.bodies import GenerationBody
@@ -61,7 +61,7 @@ class Generation:
         self._cache_salt = cache_salt
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
-        self.choices = [Choice(service.tokenizer, stops) for _ in range(num_choices)]
+        self.choices = [Choice(service.tokenizer, stops, body.min_tokens or 0) for _ in range(num_choices)]
         self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
         self._open = set(self._index)
         self._arrival_s = time.monotonic()
@@ -140,6 +140,7 @@ class Generation:
         profile = body.attention_profile or self._limits.default_profile
         if profile not in self._limits.profiles:
             raise invalid("attention_profile", self._why_unknown(profile[:80]))
+        prompts = [pack_tokens(job.prompt.token_ids) for job in self.jobs]
         requests = []
         for request_id, index in self._index.items():
             job = self.job_of(index)
@@ -161,7 +162,7 @@ class Generation:
             requests.append(
                 EngineRequest(
                     request_id=request_id,
-                    prompt_token_ids=job.prompt.token_ids,
+                    prompt=prompts[index // self.num_each],
                     sampling=sampling,
                     max_tokens=job.max_tokens,
                     stop_token_ids=stop_ids,

@@ -269,7 +269,7 @@ class Supervisor:
         for request in requests:
             self._mailboxes[request.request_id] = mailbox
         try:
-            self._engine.send(Submit(submit_id=submit_id, requests=requests))
+            self._engine.send(Submit.of(submit_id, requests))
             refused = await answer
         except EngineGone as error:
             raise unavailable(str(error), self._lost.code, self._retry_after()) from None

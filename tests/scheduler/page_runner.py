@@ -8,7 +8,18 @@ the contract of `gpu.step` as it goes: units in order, prefixes there, runs with
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from gpu.step import Deposit, PrefillJob, PrefillPrompt, SampledToken, StepPlan, StepResult, TokenLogprob
+from gpu.sampling_params import SamplingParams
+from gpu.step import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    Deposit,
+    PrefillJob,
+    PrefillPrompt,
+    SampledToken,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
 
 VOCAB = 50
 
@@ -18,10 +29,19 @@ def next_token(context: list[int], profile: str) -> int:
     return int.from_bytes(digest.digest(), "little") % VOCAB
 
 
-def expected_output(prompt: list[int], max_tokens: int, stop: list[int], profile: str) -> list[int]:
+def draw_token(context: list[int], profile: str, banned: list[int]) -> int:
+    """The next token, or the first after it that is not banned."""
+    token = next_token(context, profile)
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_output(prompt: list[int], max_tokens: int, stop: list[int], profile: str, min_tokens: int) -> list[int]:
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(tokens, profile))
+        is_early = len(tokens) - len(prompt) + 1 < min_tokens
+        tokens.append(draw_token(tokens, profile, stop if is_early else []))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -35,7 +55,8 @@ class _Job:
 
 
 class PageRunner:
-    """`broken` holds slots whose draws come out as not finite; `refuses_memory`: nothing more goes down.
+    """`broken` holds slots whose logits are not finite, `exhausted` those with nothing left to draw; `refuses_memory`:
+    nothing more goes down.
 
     `num_pages`: pages after these are dense. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000
     tokens on, twice that).
@@ -58,10 +79,12 @@ class PageRunner:
         self.pages: dict[int, list[int | None]] = {}
         self.tables: dict[int, list[int]] = {}
         self.profiles: dict[int, str] = {}
+        self.sampling: dict[int, SamplingParams] = {}
         self.last: dict[int, int] = {}
         self.jobs: dict[int, _Job] = {}
         self.plans: list[StepPlan] = []
         self.broken: set[int] = set()
+        self.exhausted: set[int] = set()
         self.contexts: dict[int, list[int]] = {}
         self.refuses_memory = False
         self.failures: dict[int, str] = {}
@@ -102,7 +125,7 @@ class PageRunner:
                 if slot not in self.failed:
                     self._check_context(slot, context_id)
                 self._write(slot, position, self.last[slot])
-                tokens.append(self._draw(slot, position + 1))
+                tokens.append(self._draw(slot, position + 1, sample))
                 assert sample >= 1
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
@@ -116,6 +139,7 @@ class PageRunner:
             assert cached == prompt.token_ids[: prompt.begin].tolist(), "the cached prefix is what the pages hold"
             assert len(self.tables[prompt.slot]) * self.page_tokens >= len(prompt.token_ids)
             self.profiles[prompt.slot] = prompt.profile
+            self.sampling[prompt.slot] = prompt.sampling
             if prompt.host is not None:
                 assert len(job.prompts) == 1, "a prompt that goes down is alone in its job"
                 self._open(prompt)
@@ -194,7 +218,7 @@ class PageRunner:
             if prompt.host is not None and prompt.slot not in self.failed:
                 begin = max(prompt.begin, prompt.host.sink)
                 self.contexts[prompt.host.context_id] += prompt.token_ids[begin : prompt.host.end].tolist()
-            tokens.append(self._draw(prompt.slot, len(prompt.token_ids)))
+            tokens.append(self._draw(prompt.slot, len(prompt.token_ids), prompt.samples))
             if prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0:
                 assert prompt.begin == 0, "prompt logprobs need every prompt token computed"
                 scored = prompt.token_ids[1 : prompt.num_prompt_tokens].tolist()
@@ -204,12 +228,16 @@ class PageRunner:
     def _seconds(self, unit) -> float:
         return self.unit_seconds * (unit.end - unit.begin) * (1.0 + unit.end / 10_000)
 
-    def _draw(self, slot: int, context: int) -> SampledToken:
+    def _draw(self, slot: int, context: int, number: int) -> SampledToken:
         if slot in self.broken | self.failed:
-            return SampledToken(slot, -1, None)
+            return SampledToken(slot, NOT_FINITE, None)
+        if slot in self.exhausted:
+            return SampledToken(slot, NOTHING_LEFT, None)
         tokens = [self._read(slot, position) for position in range(context)]
         assert None not in tokens, "a context is read before it is written"
-        self.last[slot] = next_token(tokens, self.profiles[slot])
+        sampling = self.sampling[slot]
+        banned = sampling.late_token_ids if number < sampling.first_late_draw else []
+        self.last[slot] = draw_token(tokens, self.profiles[slot], banned)
         return SampledToken(slot, self.last[slot], None)
 
     def _write(self, slot: int, position: int, token: int) -> None:

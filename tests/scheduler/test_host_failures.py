@@ -20,7 +20,7 @@ from gpu.sampling_params import SamplingParams
 from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine, load_engine
-from scheduler.messages import Delta, EngineRequest
+from scheduler.messages import Delta, EngineRequest, pack_tokens
 from tests.gpu.reference_model import shallow_model
 from transfer.config import HostConfig, SampledConfig
 from transfer.host_pages import map_pages
@@ -80,7 +80,7 @@ def prompt_of(num_tokens: int, salt: int) -> list[int]:
 def ask(name: str, prompt: list[int], max_tokens: int = 6, profile: str = "sampled") -> EngineRequest:
     return EngineRequest(
         request_id=name,
-        prompt_token_ids=prompt,
+        prompt=pack_tokens(prompt),
         sampling=SamplingParams(temperature=0.0),
         max_tokens=max_tokens,
         stop_token_ids=[],

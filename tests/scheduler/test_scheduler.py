@@ -12,7 +12,7 @@ from gpu.sampling_params import SamplingParams
 from scheduler.capacity import Capacity, QueueFullError, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
-from scheduler.messages import Delta, EngineRequest
+from scheduler.messages import Delta, EngineRequest, pack_tokens
 from scheduler.scheduler import Scheduler
 from tests.scheduler.page_runner import PageRunner, expected_output
 
@@ -31,12 +31,12 @@ def make_engine(
     is_pipelined: bool = True,
     prefix_cache: bool = True,
     max_jobs: int = 8,
-    bypass_units: int = 64,
+    oldest_share: float = 1 / 3,
     token_gap_target_ms: float = 100.0,
     runner: PageRunner | None = None,
 ) -> tuple[Engine, PageRunner]:
     prefill = PrefillConfig(
-        chunk_tokens=chunk_tokens, max_jobs=max_jobs, bypass_units=bypass_units, max_hidden_tokens=max_hidden_tokens
+        chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens
     )
     config = SchedulerConfig(
         max_running=max_running,
@@ -62,7 +62,7 @@ def make_request(
 ) -> EngineRequest:
     return EngineRequest(
         request_id=name,
-        prompt_token_ids=prompt,
+        prompt=pack_tokens(prompt),
         sampling=SamplingParams(temperature=0.0, num_prompt_logprobs=num_prompt_logprobs),
         max_tokens=max_tokens,
         stop_token_ids=stop or [],
@@ -92,7 +92,11 @@ def text(deltas: list[Delta]) -> list[int]:
 
 def check_output(request: EngineRequest, deltas: list[Delta]) -> None:
     expected = expected_output(
-        request.prompt_token_ids, request.max_tokens, request.stop_token_ids, request.attention_profile
+        request.prompt_token_ids,
+        request.max_tokens,
+        request.stop_token_ids,
+        request.attention_profile,
+        request.min_tokens,
     )
     assert text(deltas) == expected
     assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
@@ -133,6 +137,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
             num_prompt_logprobs=draw(st.sampled_from([None, None, 0])),
             stop=draw(st.lists(st.integers(0, 49), max_size=3)),
             profile=draw(st.sampled_from(sorted(PROFILES))),
+            min_tokens=draw(st.integers(0, 12)),
         )
         entries.append((request, draw(st.integers(0, 60)), draw(st.none() | st.integers(0, 150))))
     return entries
@@ -323,16 +328,34 @@ def test_zero_max_tokens_computes_the_prompt_alone() -> None:
 
 @pytest.mark.parametrize("min_tokens", [0, 4, 5, 6, 12])
 def test_a_stop_token_ends_the_text_from_min_tokens_on(min_tokens: int) -> None:
-    """The fifth token is the stop token: it ends a text of five if five are enough, else the text goes on."""
+    """The fifth token is the stop token: it ends a text of five if five are enough, else another is drawn instead."""
     prompt = prompt_of(10)
-    free = expected_output(prompt, 12, [], "exact")
+    free = expected_output(prompt, 12, [], "exact", 0)
     assert free.index(free[4]) == 4
-    assert free[4] not in free[5:]
     engine, _ = make_engine()
     engine.submit([make_request("a", prompt, max_tokens=12, stop=[free[4]], min_tokens=min_tokens)])
     deltas = drain(engine)["a"]
-    assert text(deltas) == (free[:5] if min_tokens <= 5 else free)
-    assert deltas[-1].finish_reason == ("stop" if min_tokens <= 5 else "length")
+    if min_tokens <= 5:
+        assert text(deltas) == free[:5]
+        assert deltas[-1].finish_reason == "stop"
+    else:
+        assert text(deltas)[:5] == [*free[:4], (free[4] + 1) % 50]
+        assert text(deltas) == expected_output(prompt, 12, [free[4]], "exact", min_tokens)
+
+
+@pytest.mark.parametrize("num_pages", [64, 10])
+def test_a_stop_token_is_not_drawn_before_min_tokens_and_ends_the_output_then(num_pages: int) -> None:
+    """Also across preemption: ten pages are too few for both."""
+    prompt, other = prompt_of(60), prompt_of(61, salt=1)
+    stop = expected_output(prompt, 40, [], "exact", 0)[::6]
+    engine, _ = make_engine(num_pages=num_pages)
+    request = make_request("a", prompt, max_tokens=60, stop=stop, min_tokens=25)
+    engine.submit([make_request("b", other, max_tokens=60), request])
+    deltas = drain(engine)["a"]
+    check_output(request, deltas)
+    assert not set(text(deltas)[:24]) & set(stop)
+    assert len(text(deltas)) >= 25
+    assert (engine.stats().preemptions > 0) == (num_pages == 10)
 
 
 def test_prompt_logprobs_read_no_cached_prefix() -> None:
@@ -414,7 +437,7 @@ def test_a_short_prompt_during_a_long_prefill_waits_for_two_units_at_most(is_pip
 
 def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
     """Short prompts that share nothing come so fast that one is always there to be preferred."""
-    engine, _ = make_engine(num_pages=1200, chunk_tokens=64, max_running=16, bypass_units=8, max_hidden_tokens=20_000)
+    engine, _ = make_engine(num_pages=1200, chunk_tokens=64, max_running=16, max_hidden_tokens=20_000)
     engine.submit([make_request("long", prompt_of(640), max_tokens=1)])
     done, num_short = False, 0
     for _ in range(600):

@@ -56,6 +56,9 @@ class Running:
     num_tokens: int = 0
     started: bool = field(default=False)
 
+    def __post_init__(self) -> None:
+        self.prompt = self.request.prompt_token_ids
+
 
 def logprob_of(token_id: int, rank_count: int | None) -> Logprob:
     top = [((token_id + rank) % VOCAB, -0.25 - 0.5 * rank) for rank in range(rank_count or 0)]
@@ -113,16 +116,17 @@ class FakeEngine:
             for request_id in message.request_ids:
                 self.running.pop(request_id, None)
             return
-        if any(request.attention_profile == "too_large" for request in message.requests):
+        requests = message.requests()
+        if any(request.attention_profile == "too_large" for request in requests):
             self.say(Refused(message.submit_id, "too_large", "asked 99 pages, the pool has 1"))
             return
-        if len(self.running) + len(message.requests) > self.settings.get("max_requests", 1000):
+        if len(self.running) + len(requests) > self.settings.get("max_requests", 1000):
             self.say(Refused(message.submit_id, "queue_full", "queue: 8 wait, room for 8"))
             return
         if any(request.attention_profile == "long_step" for request in message.requests):
             time.sleep(self.settings["step_s"])
         now = time.monotonic()
-        for request in message.requests:
+        for request in requests:
             prefill_s = self.settings.get("prefill_s", 1.0) if request.attention_profile == "long_prefill" else 0.0
             self.running[request.request_id] = Running(request, now + prefill_s, now + prefill_s)
         self.say(Accepted(message.submit_id))
@@ -156,7 +160,7 @@ class FakeEngine:
             self.say(Outputs(deltas=deltas, progress=progress, stats=stats))
 
     def progress(self, running: Running, now: float) -> Progress:
-        total = len(running.request.prompt_token_ids)
+        total = running.request.num_prompt_tokens
         whole_s = self.settings.get("prefill_s", 1.0)
         done = int(total * (1 - (running.prefill_ends_s - now) / whole_s))
         return Progress(
@@ -165,7 +169,7 @@ class FakeEngine:
 
     def advance(self, running: Running, now: float) -> Delta:
         request, sampling = running.request, running.request.sampling
-        prompt = request.prompt_token_ids
+        prompt = running.prompt
         first = not running.started
         running.started = True
         prompt_logprobs = None

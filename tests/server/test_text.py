@@ -108,7 +108,7 @@ def test_a_text_survives_encoding_and_streamed_decoding_without_broken_character
 def test_an_unfinished_character_ends_as_one_replacement_character():
     euro = TOKENIZER.encode("€", False)
     assert len(euro) > 1, "the test needs a character of several tokens"
-    choice = Choice(TOKENIZER, [])
+    choice = Choice(TOKENIZER, [], 0)
     first = choice.feed(Delta(request_id="r", token_ids=euro[:-1]))
     last = choice.feed(Delta(request_id="r", token_ids=[], finish_reason="length"))
     assert (first.text, last.text) == ("", "�")
@@ -158,7 +158,7 @@ def test_token_bytes_join_to_the_text_of_special_and_unknown_tokens_too():
 @given(st.text(alphabet="ab€ ", max_size=20), stop_strings, st.integers(1, 3))
 def test_offsets_point_at_their_tokens_and_nothing_of_a_stop_string_is_reported(text, stops, at_once):
     token_ids = TOKENIZER.encode(text, False)
-    choice = Choice(TOKENIZER, stops)
+    choice = Choice(TOKENIZER, stops, 0)
     pieces = []
     for begin in range(0, len(token_ids), at_once):
         some = token_ids[begin : begin + at_once]
@@ -178,7 +178,7 @@ def test_offsets_point_at_their_tokens_and_nothing_of_a_stop_string_is_reported(
 
 
 def test_the_stop_token_is_counted_and_has_an_entry_but_no_text():
-    choice = Choice(TOKENIZER, [])
+    choice = Choice(TOKENIZER, [], 0)
     x = TOKENIZER.encode("x", False)[0]
     piece = choice.feed(Delta(request_id="r", token_ids=[x, x], logprobs=[Logprob(-1.0, [])] * 2, finish_reason="stop"))
     assert (piece.text, len(piece.entries), choice.num_tokens, piece.finish_reason) == ("x", 2, 2, "stop")
