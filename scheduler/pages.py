@@ -12,6 +12,8 @@ from hashlib import blake2b
 
 import numpy as np
 
+_MOST_RUNS = 16  # remembered fronts
+
 
 def extend_hashes(hashes: list[bytes], token_ids: np.ndarray, page_tokens: int, seed: bytes) -> None:
     """Append the hashes of the full blocks of `token_ids`, int32: the tokens behind those that are hashed already.
@@ -61,7 +63,10 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._before: dict[bytes, bytes | None] = {}  # of a published block, the one in front of it
-        self._behind: dict[bytes, set[bytes]] = {}  # the published blocks behind it, where there are any
+        self._num_behind: dict[bytes, int] = {}  # published blocks right behind one, where there are any
+        self._twins: dict[bytes, int] = {}  # a held page with a block that is published in another
+        self._twin_of: dict[int, bytes] = {}
+        self._runs: dict[bytes, np.ndarray] = {}  # pages of a front that was asked for, by its last block
 
     @property
     def num_available(self) -> int:
@@ -89,6 +94,22 @@ class PagePool:
         self._holders[np.array(pages, np.int64) - self._first_page] = 1
         return pages
 
+    def hold(self, pages: list[int] | np.ndarray) -> None:
+        """One more holder for each of these pages, which are known or held, and all different."""
+        places = np.asarray(pages, np.int64) - self._first_page
+        for place in places[self._holders[places] == 0].tolist():
+            del self._idle[place + self._first_page]
+        self._holders[places] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """One holder less. Last blocks become the first to be evicted, so that prefixes outlive their branches."""
+        places = np.array(pages[::-1], np.int64) - self._first_page
+        self._holders[places] -= 1
+        for place in places[self._holders[places] == 0].tolist():
+            self._let_go(place + self._first_page)
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
     def count_known(self, hashes: list[bytes], near: int, end: int) -> int:
         """How many of the first `end` blocks are published: all in front of one that is.
 
@@ -100,66 +121,96 @@ class PagePool:
         return count_front(hashes, page_of.__contains__, near, end)
 
     def count_held(self, hashes: list[bytes], near: int, end: int) -> int:
-        """How many of the first `end` blocks, which are published, are in pages that somebody holds: a sequence holds
-        those in front as well. It may be wrong where two have computed the same block.
+        """How many of the first `end` blocks, which are published, are in pages that somebody holds.
+
+        Whoever holds one holds those in front. It may be short where three sequences have computed the same block.
         """
         return count_front(hashes, self._is_held, near, end)
 
-    def pages_of(self, hashes: list[bytes]) -> list[int]:
-        """Of published blocks; not held by this call."""
-        return list(map(self._page_of.__getitem__, hashes))
+    def pages_of(self, hashes: list[bytes], count: int) -> np.ndarray:
+        """Of the first `count` blocks, which are published, int64; not held by this call.
 
-    def _is_held(self, digest: bytes) -> bool:
-        return bool(self._holders[self._page_of[digest] - self._first_page])
-
-    def hold(self, pages: list[int]) -> None:
-        """One more holder for each of these pages, which are known or held, and all different."""
-        places = np.array(pages, np.int64) - self._first_page
-        for place in places[self._holders[places] == 0].tolist():
-            del self._idle[place + self._first_page]
-        self._holders[places] += 1
-
-    def release(self, pages: list[int]) -> None:
-        """One holder less. Last blocks become the first to be evicted, so that prefixes outlive their branches."""
-        places = np.array(pages[::-1], np.int64) - self._first_page
-        self._holders[places] -= 1
-        for place in places[self._holders[places] == 0].tolist():
-            page = place + self._first_page
-            if page in self._hash_of:
-                self._idle[page] = None
-            else:
-                self._blank.append(page)
+        What was asked last is remembered: a front is as it was for as long as its last block is published.
+        """
+        if not count:
+            return np.zeros(0, np.int64)
+        run = self._runs.get(hashes[count - 1])
+        if run is None:
+            run = np.array(list(map(self._page_of.__getitem__, hashes[:count])), np.int64)
+            if len(self._runs) == _MOST_RUNS:
+                self._runs.clear()
+            self._runs[hashes[count - 1]] = run
+        return run
 
     def publish(self, digest: bytes, before: bytes | None, page: int) -> None:
         """The page's content is final and known by this hash, if the block `before` it is (None: it is the first).
 
-        The first publisher of a hash wins.
+        The first publisher of a hash wins; the page of the next one takes over when nobody holds the first one's.
         """
-        if not self.prefix_cache or digest in self._page_of or page in self._hash_of:
+        if not self.prefix_cache or page in self._hash_of or (before is not None and before not in self._page_of):
             return
-        if before is not None:
-            if before not in self._page_of:
-                return
-            self._behind.setdefault(before, set()).add(digest)
+        if digest in self._page_of:
+            if digest not in self._twins and page not in self._twin_of:
+                self._twins[digest], self._twin_of[page] = page, digest
+            return
         self._page_of[digest] = page
         self._hash_of[page] = digest
         self._before[digest] = before
+        if before is not None:
+            self._num_behind[before] = self._num_behind.get(before, 0) + 1
 
     def retract(self, digest: bytes) -> None:
         """Take back what is published by this hash, if anything, and with it all that is behind it."""
-        before = self._before.get(digest)
-        if before is not None:
-            behind = self._behind[before]
-            behind.remove(digest)
-            if not behind:
-                del self._behind[before]
-        retracted = [digest] if digest in self._page_of else []
-        while retracted:
-            digest = retracted.pop()
-            retracted.extend(self._behind.pop(digest, ()))
-            del self._before[digest]
-            page = self._page_of.pop(digest)
+        if digest in self._page_of:
+            for one in self._all_behind(digest) if digest in self._num_behind else [digest]:
+                self._forget(one)
+
+    def _is_held(self, digest: bytes) -> bool:
+        return bool(self._holders[self._page_of[digest] - self._first_page])
+
+    def _let_go(self, page: int) -> None:
+        """Nobody holds it any more."""
+        digest = self._hash_of.get(page)
+        twin = None if digest is None else self._twins.get(digest)
+        if digest is None:
+            self._drop_twin(page)
+            self._blank.append(page)
+        elif twin is None:
+            self._idle[page] = None
+        else:
+            self._drop_twin(twin)
             del self._hash_of[page]
-            if page in self._idle:
-                del self._idle[page]
-                self._blank.append(page)
+            self._hash_of[twin], self._page_of[digest] = digest, twin
+            self._runs.clear()
+            self._blank.append(page)
+
+    def _drop_twin(self, page: int) -> None:
+        digest = self._twin_of.pop(page, None)
+        if digest is not None:
+            del self._twins[digest]
+
+    def _all_behind(self, digest: bytes) -> list[bytes]:
+        """A published block and all that are behind it: by a scan, since what is evicted has nothing behind it."""
+        behind: dict[bytes | None, list[bytes]] = {}
+        for one, before in self._before.items():
+            behind.setdefault(before, []).append(one)
+        found = [digest]
+        for one in found:
+            found += behind.get(one, [])
+        return found
+
+    def _forget(self, digest: bytes) -> None:
+        before = self._before.pop(digest)
+        if before is not None:
+            if self._num_behind[before] == 1:
+                del self._num_behind[before]
+            else:
+                self._num_behind[before] -= 1
+        if digest in self._twins:
+            self._drop_twin(self._twins[digest])
+        self._runs.pop(digest, None)
+        page = self._page_of.pop(digest)
+        del self._hash_of[page]
+        if page in self._idle:
+            del self._idle[page]
+            self._blank.append(page)

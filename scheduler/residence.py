@@ -101,14 +101,14 @@ class Residence:
         """
         num_pages = sequence.num_pages
         if not start.end:
-            cached = self.pages.pages_of(sequence.hashes[: self._blocks(start.begin)])
+            cached = self.pages.pages_of(sequence.hashes, self._blocks(start.begin))
             self.pages.hold(cached)
             num_new = num_pages - len(cached)
             if not self.has_pages(num_new + num_spare, kept):
-                self.pages.release(cached)
+                self.pages.release(cached.tolist())
                 return False
             self._free_pages(num_new, kept)
-            sequence.pages = cached + self.pages.allocate(num_new)
+            sequence.pages = cached.tolist() + self.pages.allocate(num_new)
             return True
         host, contexts = self._host
         num_sink, num_run = self._blocks(host.sink_tokens), self._blocks(start.end - host.sink_tokens)

@@ -259,3 +259,9 @@ EXACT_FRACTION = 1e-12
 # --- what the scheduler learns ---
 
 COST_MODEL = 0.01  # of a unit's time, learnt from noise-free times of three terms: the mean context is half a token off
+# --- scheduler ---
+# Of prefill's time, what the oldest prompt may lack of its share: one unit that it is yet to get, over a prefill of
+# some thirty, and the error of the estimates that shares are counted in.
+PREFILL_SHARE = 0.03
+# CPU time of a plan while 200 prompts of 60,000 tokens wait, at the 99th percentile: the target, on an idle core.
+PLANNING_MS = 1.0

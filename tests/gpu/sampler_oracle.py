@@ -19,6 +19,8 @@ def edit_scores(logits: np.ndarray, params: SamplingParams, prompt: list[int], o
         )
     for token in set(output):
         scores[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    if len(output) < params.first_late_draw:
+        scores[params.late_token_ids] = -np.inf
     return scores
 
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 from gpu.sampler import KeyStream, Sampler
 from gpu.sampling_params import SamplingParams
-from gpu.step import SampledToken
+from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken
 from tests.gpu.sampler_oracle import distribution, draw_key, edit_scores, race_winner
 from tests.tolerances import CHI_SQUARE_P, CHI_SQUARE_POWER_P
 
@@ -35,6 +35,7 @@ OPTIONS = {
     "everything": SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
                                  presence_penalty=0.3, frequency_penalty=-0.4, logit_bias={1: 1.0}),
     "greedy": SamplingParams(temperature=0.0),
+    "late": SamplingParams(late_token_ids=[1, 5, 9], first_late_draw=6),
     "greedy with penalties": SamplingParams(temperature=0.0, repetition_penalty=2.0, frequency_penalty=1.0),
     "greedy with bias": SamplingParams(temperature=0.0, logit_bias={5: 30.0}),
 }  # fmt: skip
@@ -265,6 +266,59 @@ def test_rows_without_finite_logits_say_so_and_disturb_no_other(device: str) -> 
         assert sampled.tokens.tolist() == [alone, 0] * len(bad) + [alone]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_options_that_leave_nothing_are_told_from_logits_that_are_not_finite(temperature: float, device: str) -> None:
+    """The model's logits decide: of a row whose own options spoil them, and of one that has both."""
+    vocab = 30
+    good = make_logits(1, vocab, seed=1)[0]
+    spoilt = torch.full((vocab,), float("nan"))
+    all_late = SamplingParams(temperature=temperature, late_token_ids=list(range(vocab)), first_late_draw=9)
+    overflows = SamplingParams(temperature=temperature, repetition_penalty=1e-39)
+    plain = SamplingParams(temperature=temperature)
+    rows = [(good, plain), (good, all_late), (good, overflows), (spoilt, all_late), (spoilt, plain)]
+    sampler = Sampler(len(rows), vocab, torch.device(device))
+    for slot, (_, params) in enumerate(rows):
+        sampler.assign(slot, params, np.arange(vocab, dtype=np.int32), NOTHING)
+    logits = torch.stack([row for row, _ in rows]).to(device)
+    sampled = sampler.sample(logits, list(range(len(rows))), [0] * len(rows))
+    sampled.copy_to_host()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    drawn = [token.token_id for token in sampled.to_host()]
+    assert drawn[0] >= 0
+    assert drawn[1:] == [NOTHING_LEFT, NOTHING_LEFT, NOT_FINITE, NOT_FINITE]
+    assert sampled.tokens.tolist() == [drawn[0], 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["greedy", "temperature", "everything", "greedy with penalties"])
+def test_late_tokens_are_drawn_by_no_draw_before_their_time(name: str, device: str) -> None:
+    """Against the definition: a token that may not be drawn has a score of minus infinity, after bias and penalties."""
+    vocab, first, steps = 40, 5, 9
+    logits = make_logits(1, vocab, seed=4).expand(steps, vocab).clone()
+    best = [int(token) for token in logits[0].argsort(descending=True)[:6]]
+    params = with_seed(OPTIONS[name], 3)
+    late = SamplingParams(**{field: getattr(params, field) for field in params.__struct_fields__}
+                          | {"late_token_ids": best, "first_late_draw": first})  # fmt: skip
+    sampler = Sampler(2, vocab, torch.device(device))
+    sampler.assign(1, late, ints(1, 2), NOTHING)
+    drawn = [token for step in range(steps) for token in _drawn(sampler, logits[step : step + 1], 1, step)]
+    for step in range(steps):
+        scores = edit_scores(logits[step].numpy(), late, [1, 2], drawn[:step])
+        if params.is_greedy:
+            expected = int(scores.argmax())
+        else:
+            expected = race_winner(distribution(scores, params), draw_key(3, step))
+        assert drawn[step] == expected
+    assert not set(drawn[:first]) & set(best)
+    assert name in ("temperature", "everything") or drawn[first] in best  # power: they are what is drawn otherwise
+
+
+def _drawn(sampler: Sampler, logits: torch.Tensor, slot: int, number: int) -> list[int]:
+    return [token.token_id for token in read(sampler, logits, [slot], [number])]
+
+
 def test_a_failed_row_has_no_logprob_and_the_next_keeps_its_own() -> None:
     logits = make_logits(2, 10, seed=0)
     logits[0, 0] = float("nan")
@@ -323,7 +377,7 @@ def test_a_draw_always_lies_in_the_allowed_set(values: list[float], params: Samp
     logits = torch.tensor([values])
     token = draw_once(logits, [params], [number])[0]
     if max(values) == float("-inf"):
-        assert token == -1
+        assert token == NOT_FINITE
         return
     ranked = sorted(range(len(values)), key=lambda one: (-values[one], one))
     assert values[token] > float("-inf")

@@ -14,15 +14,18 @@ import torch
 
 import cpu.store
 import cpu.tier
+from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decoder import Decoder
 from gpu.sampling_params import SamplingParams
+from gpu.step import DecodeGroup
 from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine, load_engine
 from scheduler.messages import Delta, EngineRequest, pack_tokens
 from tests.gpu.reference_model import shallow_model
 from transfer.config import HostConfig, SampledConfig
+from transfer.exchange import ExchangeError, ExchangeSlot
 from transfer.host_pages import map_pages
 from transfer.slabs import PageSource
 from transfer.tier import HostMemoryError
@@ -180,6 +183,40 @@ def test_a_copied_tail_that_the_host_refuses_ends_one_request(engine: Engine, mo
     assert deltas["fork"][-1].finish_reason == "error"
     assert "refused by the test" in deltas["fork"][-1].error
     assert [text(deltas[other.request_id]) for other in others] == expected
+
+
+def test_an_exchange_that_fails_ends_its_group_and_nobody_else(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows' keys and values of that step mean nothing; the next step's exchange is a new one."""
+    group = [ask(f"down{salt}", prompt_of(LONG, salt), 12, "offloaded") for salt in (3, 4)]
+    others = [ask("sampled", prompt_of(LONG, 5), 12), ask("exact", prompt_of(40, 1), 12, "exact")]
+    expected = {request.request_id: alone(engine, request) for request in (*group, *others)}
+    run_layer, decode = StepAttention.run, engine._runner._decode
+    asks: list[set[str]] = []  # of offloaded steps, and whose
+    stepped: set[str] = set()
+
+    def watched(decoded: DecodeGroup) -> torch.Tensor:
+        stepped.clear()
+        stepped.update(one.request_id for one in engine.scheduler._running if one.slot in decoded.slots)
+        return decode(decoded)
+
+    def late(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
+        if stepped <= {"down3", "down4"}:
+            asks.append(set(stepped))
+            if len(asks) == 5:
+                raise ExchangeError("exchange: row 0 of 1 has stamp 4 after 60 s, wanted 5; the device is behind")
+        run_layer(attention, layer, slot)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepAttention, "run", late)
+        patch.setattr(engine._runner, "_decode", watched)
+        deltas = run(engine, [*group, *others])
+    assert asks[4]
+    for name in asks[4]:
+        assert deltas[name][-1].finish_reason == "error"
+        assert "the device is behind" in deltas[name][-1].error
+    for name in expected.keys() - asks[4]:
+        assert text(deltas[name]) == expected[name]
+    assert alone(engine, group[0]) == expected["down3"]
 
 
 def test_tables_that_cannot_be_built_leave_their_rows_read_exactly(

@@ -405,6 +405,32 @@ def test_what_gave_no_finite_logits_is_found_by_nobody_though_it_was_preempted_m
     check_broken(engine, request, deltas)
 
 
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_draw_from_which_nothing_is_left_ends_its_request_and_leaves_what_others_find(is_pipelined: bool) -> None:
+    """What the request's own options did to its scores says nothing about its keys and values."""
+    engine, runner = make_engine(is_pipelined=is_pipelined, num_pages=100)
+    shared = prompt_of(160)
+    other = make_request("other", shared + prompt_of(9, salt=1), max_tokens=40)
+    engine.submit([other, make_request("a", shared + prompt_of(9, salt=2), max_tokens=30)])
+    deltas = {"a": [], "other": []}
+    while not any(sequence.request_id == "a" for sequence in engine.scheduler._running):
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    runner.exhausted = {one.slot for one in engine.scheduler._running if one.request_id == "a"}
+    for name, more in drain(engine).items():
+        deltas[name] += more
+    assert deltas["a"][-1].finish_reason == "error"
+    assert "no token has a finite score" in deltas["a"][-1].error
+    check_output(other, deltas["other"])
+    runner.exhausted.clear()
+    again = make_request("again", shared + prompt_of(9, salt=3))
+    engine.submit([again])
+    deltas = drain(engine)["again"]
+    assert deltas[0].num_cached_tokens == 160
+    check_output(again, deltas)
+    check_empty(engine)
+
+
 def test_a_prefill_waits_for_hidden_states_and_short_prompts_pass_it() -> None:
     engine, runner = make_engine(num_pages=400, max_hidden_tokens=1000, chunk_tokens=64)
     long = [make_request(f"long{i}", prompt_of(900, salt=i), max_tokens=2) for i in range(2)]

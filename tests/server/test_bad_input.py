@@ -65,6 +65,7 @@ TABLE = [
     (COMPLETION, {"prompt": "a", "stop": [1]}, "stop[0]"),
     (COMPLETION, {"prompt": "a", "stop_token_ids": [9999]}, "stop_token_ids"),
     (COMPLETION, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    (COMPLETION, {"prompt": "a", "repetition_penalty": 1e-39}, "repetition_penalty"),
     (COMPLETION, {"prompt": "a", "min_tokens": -1}, "min_tokens"),
     (COMPLETION, {"prompt": "a", "ignore_eos": 1}, "ignore_eos"),
     (COMPLETION, {"prompt": "a", "logit_bias": {"the": 1}}, "logit_bias"),

@@ -177,6 +177,29 @@ def test_offsets_point_at_their_tokens_and_nothing_of_a_stop_string_is_reported(
     assert [entry.offset for entry in entries] == sorted(entry.offset for entry in entries)
 
 
+@given(st.text(alphabet="ab€ ", max_size=20), stop_strings, st.integers(1, 3), st.integers(0, 12))
+def test_a_stop_string_that_begins_before_min_tokens_is_plain_text(text, stops, at_once, min_tokens):
+    token_ids = TOKENIZER.encode(text, False)
+    decoder = TextDecoder(TOKENIZER, skip_special_tokens=True)
+    plain = "".join(map(decoder.step, token_ids[:min_tokens]))
+    choice = Choice(TOKENIZER, stops, min_tokens)
+    pieces = []
+    for begin in range(0, len(token_ids), at_once):
+        some = token_ids[begin : begin + at_once]
+        pieces.append(choice.feed(Delta(request_id="r", token_ids=some, logprobs=[Logprob(-1.0, []) for _ in some])))
+        if choice.finish_reason:
+            break
+    else:
+        pieces.append(choice.feed(Delta(request_id="r", token_ids=[], finish_reason="length")))
+    whole = "".join(piece.text for piece in pieces)
+    assert whole == plain + before_first_stop(text[len(plain) :], stops)
+    entries = [entry for piece in pieces for entry in piece.entries]
+    assert [entry.token_id for entry in entries] == token_ids[: len(entries)]
+    joined = b"".join(TOKENIZER.token_bytes(entry.token_id) for entry in entries).decode(errors="replace")
+    assert joined.startswith(whole), "entries cover the text"
+    assert all(entry.offset < len(whole) for entry in entries)
+
+
 def test_the_stop_token_is_counted_and_has_an_entry_but_no_text():
     choice = Choice(TOKENIZER, [], 0)
     x = TOKENIZER.encode("x", False)[0]
