@@ -34,23 +34,29 @@ class PrefixCache:
 
     # --- hashes -------------------------------------------------------------------------------------------------------
 
-    def hash_prompt(self, prompt: np.ndarray, profile: str, rest: Callable[[], None]) -> list[bytes]:
+    def hash_prompt(self, prompt: np.ndarray, profile: str, salt: str, rest: Callable[[], None]) -> list[bytes]:
         """Of its full blocks; int32 `[tokens]`. `rest` is called every now and then. Any thread may ask."""
         hashes: list[bytes] = []
         if self.is_enabled:
+            seed = self._seed_of(profile, salt)
             size = _BLOCKS_AT_ONCE * self._page_tokens
             for begin in range(0, len(prompt), size):
-                extend_hashes(hashes, prompt[begin : begin + size], self._page_tokens, self._seeds[profile])
+                extend_hashes(hashes, prompt[begin : begin + size], self._page_tokens, seed)
                 rest()
         return hashes
 
     def known_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all full blocks of the tokens known so far."""
         if self.is_enabled and len(sequence.hashes) < sequence.num_tokens // self._page_tokens:
-            seed = _salted(self._seeds[sequence.request.attention_profile], sequence.request.cache_salt)
+            seed = self._seed_of(sequence.request.attention_profile, sequence.request.cache_salt)
             unhashed = sequence.tokens_from(len(sequence.hashes) * self._page_tokens)
             extend_hashes(sequence.hashes, unhashed, self._page_tokens, seed)
         return sequence.hashes
+
+    def _seed_of(self, profile: str, salt: str) -> bytes:
+        """Requests of different salts find nothing of each other."""
+        seed = self._seeds[profile]
+        return blake2b(salt.encode(), key=seed, digest_size=32).digest() if salt else seed
 
     def await_blocks(self, sequence: Sequence) -> None:
         """The sequence waits from now on: which of its blocks need not be computed if they are known.
@@ -134,11 +140,6 @@ class PrefixCache:
         """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
         if sequence.hashes:
             self._pages.retract(sequence.hashes[0])
-
-
-def _salted(seed: bytes, salt: str) -> bytes:
-    """Requests of different salts find nothing of each other."""
-    return blake2b(salt.encode(), key=seed, digest_size=32).digest() if salt else seed
 
 
 def _seed(model_key: bytes, kv_key: str) -> bytes:

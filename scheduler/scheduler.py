@@ -109,14 +109,15 @@ class Scheduler:
         """
         for request in requests:
             self._capacity.check(request, self._profiles[request.attention_profile])
-        known: dict[tuple[int, str], tuple[np.ndarray, list[bytes]]] = {}
+        known: dict[tuple[int, str, str], tuple[np.ndarray, list[bytes]]] = {}
         sequences = []
         for request in requests:
-            profile = request.attention_profile
-            shared = known.get((id(request.prompt), profile))
+            profile, salt = request.attention_profile, request.cache_salt
+            shared = known.get((id(request.prompt), profile, salt))
             if shared is None:
                 prompt = np.frombuffer(request.prompt, np.int32)
-                shared = known[id(request.prompt), profile] = prompt, self.prefixes.hash_prompt(prompt, profile, rest)
+                hashes = self.prefixes.hash_prompt(prompt, profile, salt, rest)
+                shared = known[id(request.prompt), profile, salt] = prompt, hashes
             sequences.append(Sequence(request, shared[0], list(shared[1])))
         return sequences
 
