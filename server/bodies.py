@@ -1,8 +1,7 @@
 """Request bodies: their fields, types and ranges. Knows no tokenizer, no model and no engine.
 
-A body is decoded once, straight into a msgspec struct: wrong types, NaN, invalid UTF-8 and lone surrogates end as a 400
-that names the field. Unknown fields are ignored, as OpenAI does. Fields of the OpenAI API that this server cannot
-honour are declared here, so that asking for them is refused and not silently dropped.
+A body is decoded straight into a msgspec struct: wrong types, NaN, invalid UTF-8 and lone surrogates end as a 400 that
+names the field. The structs have the fields that are served; what becomes of every other one is in `known_fields.py`.
 """
 
 from typing import Any, TypeVar
@@ -12,6 +11,10 @@ from starlette.requests import Request
 
 from server.api_error import ApiError, invalid
 from server.body_room import BodyRoom
+from server.config import ServerConfig
+from server.fields import Fields, look_into
+from server.json_fault import describe_fault
+from server.known_fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -39,7 +42,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -57,6 +60,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
     user: str | None = None
 
     top_k: int | None = None
@@ -84,9 +88,6 @@ class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
-    function_call: Any = None
-    audio: Any = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -94,15 +95,9 @@ class ChatBody(GenerationBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -119,8 +114,15 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
+FIELDS: dict[type[msgspec.Struct], Fields] = {
+    CompletionBody: COMPLETION,
+    ChatBody: CHAT,
+    TokenizeBody: TOKENIZE,
+    DetokenizeBody: DETOKENIZE,
+}
 
-async def read_body(request: Request, wanted: type[Body], room: BodyRoom) -> Body:
+
+async def read_body(request: Request, wanted: type[Body], room: BodyRoom, settings: ServerConfig) -> Body:
     """Read and decode a JSON body. Raises ApiError 413 (before the body is in memory), 415, 503 and 400."""
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
@@ -138,14 +140,18 @@ async def read_body(request: Request, wanted: type[Body], room: BodyRoom) -> Bod
             room.check(len(raw) + len(piece))
             room.take(len(piece))
             raw += piece
-        return decode_body(raw, wanted)
+        return decode_body(bytes(raw), wanted, refuse_unknown=settings.unknown_fields == "refuse")
     finally:
         room.give(len(raw))
 
 
-def decode_body(raw: bytes | bytearray, wanted: type[Body]) -> Body:
+def decode_body(raw: bytes, wanted: type[Body], refuse_unknown: bool) -> Body:
+    """The struct of a JSON text whose fields are all known, or all used. Raises ApiError 400."""
     try:
-        return msgspec.json.decode(raw, type=wanted)
+        nested = FIELDS[wanted].look(raw, "", refuse_unknown)
+        body = _decode_typed(raw, wanted)
+        look_into(nested, refuse_unknown)
+        return body
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
         param = path.rstrip("`").lstrip(".").partition("[...]")[0] or None
@@ -159,7 +165,29 @@ def decode_body(raw: bytes | bytearray, wanted: type[Body]) -> Body:
     except RecursionError:
         raise invalid("body", "nested too deeply") from None
     except msgspec.DecodeError as error:
-        raise invalid("body", f"not valid JSON: {error}; NaN, Infinity and lone surrogates are not JSON") from None
+        raise invalid("body", describe_fault(raw, str(error))) from None
+
+
+def _decode_typed(raw: bytes, wanted: type[Body]) -> Body:
+    """Decode into the struct; where an integer is wanted, 16.0 is one (JSON knows one kind of number)."""
+    try:
+        return msgspec.json.decode(raw, type=wanted)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        tree = _with_integers(msgspec.json.decode(raw))
+        return msgspec.convert(tree, type=wanted)
+
+
+def _with_integers(tree: Any) -> Any:
+    """The same tree with integers for the floats that are whole."""
+    if isinstance(tree, float) and tree.is_integer():
+        return int(tree)
+    if isinstance(tree, list):
+        return [_with_integers(item) for item in tree]
+    if isinstance(tree, dict):
+        return {key: _with_integers(value) for key, value in tree.items()}
+    return tree
 
 
 def check_generation(body: GenerationBody) -> None:
@@ -169,7 +197,7 @@ def check_generation(body: GenerationBody) -> None:
         if value is None:
             continue
         if not (least <= value <= most) or (value == least and not closed):
-            raise invalid(field, f"got {value:g}, wanted {'from' if closed else 'above'} {least:g} to {most:g}")
+            raise invalid(field, f"got {spell(value)}, wanted {describe_range(least, most, closed)}")
     stops = body.stop_strings()
     if len(stops) > MAX_STOP_STRINGS:
         raise invalid("stop", f"{len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed")
@@ -182,7 +210,10 @@ def check_generation(body: GenerationBody) -> None:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid("logit_bias", f"key {key[:40]!r} is not a token id")
         if not -100 <= bias <= 100:
-            raise invalid("logit_bias", f"got {bias:g} for token {key}, wanted from -100 to 100")
+            raise invalid("logit_bias", f"got {spell(bias)} for token {key}, wanted from -100 to 100")
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        got = body.response_format.get("type")
+        raise invalid("response_format", f"got type {got!r}, only 'text' is served: output is not constrained")
     if not body.stream:
         if body.stream_options is not None:
             raise invalid("stream_options", "only with stream: true")
@@ -202,14 +233,10 @@ def check_completion(body: CompletionBody) -> None:
 
 def check_chat(body: ChatBody) -> None:
     check_generation(body)
-    for field in ("tools", "functions", "audio", "prediction", "web_search_options"):
-        if getattr(body, field):
-            raise invalid(field, "not supported by this server")
-    for field in ("tool_choice", "function_call"):
-        if getattr(body, field) not in (None, "none", "auto"):
-            raise invalid(field, "not supported by this server; leave it out or send 'none'")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise invalid("response_format", f"got type {body.response_format.get('type')!r}, only 'text' is supported")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "tools are not called by this server; leave it out or send 'none'")
+    if body.tools and body.tool_choice != "none":
+        raise invalid("tools", "tools are not called by this server; leave them out or send tool_choice: 'none'")
     if any(modality != "text" for modality in body.modalities or ()):
         raise invalid("modalities", "only 'text' is supported")
     if body.top_logprobs is not None and not body.logprobs:
@@ -226,9 +253,6 @@ def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise invalid("messages", "empty; wanted at least one message")
     for i, message in enumerate(messages):
-        for field in ("tool_calls", "function_call", "audio"):
-            if getattr(message, field):
-                raise invalid(f"messages[{i}].{field}", "not supported by this server")
         if message.content is None:
             raise invalid(f"messages[{i}].content", "missing; wanted a string or a list of text parts")
         if isinstance(message.content, list):
@@ -238,6 +262,16 @@ def check_messages(messages: list[Message]) -> None:
                     raise invalid(f"{at}.type", f"got {part.get('type')!r}, only 'text' is supported")
                 if not isinstance(part.get("text"), str):
                     raise invalid(f"{at}.text", "missing or not a string")
+
+
+def describe_range(least: float, most: float, closed: bool) -> str:
+    """`from 0 to 2`, or `above 0 to 1` where the least itself is not allowed."""
+    return f"{'from' if closed else 'above'} {spell(least)} to {spell(most)}"
+
+
+def spell(value: float) -> str:
+    """A number as people write it: whole ones in full, others in as many digits as they have."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 2**64 else repr(value)
 
 
 def message_text(message: Message) -> str:

@@ -33,6 +33,9 @@ class ServerConfig(Settings):
     header_seconds: float = Field(10.0, gt=0, description="for a request's headers, and for a first one to begin")
     body_seconds: float = Field(60.0, gt=0, description="for a request's body")
     stall_seconds: float = Field(120.0, gt=0, description="a client that takes nothing for so long is let go")
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse", description="a request's field that no table has: a 400 that names the nearest one, or dropped"
+    )
     keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
     progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
     retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")

@@ -42,10 +42,12 @@ class _Frame:
         self._head = b"data: " + _encode(common)[:-1] + b',"choices":['
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
+        self._counts_each = self._with_usage and options is not None and bool(options.continuous_usage_stats)
         self._tail = b'],"usage":null}\n\n' if self._with_usage else b"]}\n\n"
 
     def chunk(self, choice: bytes) -> bytes:
-        return self._head + choice + self._tail
+        tail = b'],"usage":' + _encode(self._usage()) + b"}\n\n" if self._counts_each else self._tail
+        return self._head + choice + tail
 
     def progress_chunk(self, progress: Progress, seconds: float) -> bytes:
         report = {

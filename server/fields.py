@@ -1,0 +1,139 @@
+"""What becomes of a field of a request, and the walk that checks a body against a table of them.
+
+A field is served (`bodies.py` has it), free of effect whatever it says, or accepted at the values that ask for nothing
+and refused by name at any other. What the table (`known_fields.py`) lacks is unknown. The walk looks at names and small
+values; types are `bodies.py`'s business. Invariant: what it keeps does not grow with the number of fields sent.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw
+from rapidfuzz import process
+
+from server.api_error import ApiError, invalid
+
+_LONGEST_NEUTRAL = 64  # bytes; a longer value is none of the neutral ones, and is refused unread
+_LONGEST_NAME = 64  # characters of an unknown field's name that a message repeats
+_UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at `.*`)?\Z", re.DOTALL)
+_decode = msgspec.json.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """`bodies.py` reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A label or a hint: whatever it says, the answer is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """Accepted as null or at one of `values`, which ask for nothing; `reason` ends the message of a refusal."""
+
+    values: tuple[object, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """A list whose items are objects; of any other JSON type, `bodies.py` decides."""
+
+    item: "Fields"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A value to look into, and where it stood."""
+
+    path: str
+    raw: Raw
+    inside: "Fields | Each"
+
+
+class Fields:
+    """The known fields of one JSON object."""
+
+    def __init__(self, name: str, fates: "Mapping[str, Fate]") -> None:
+        self.fates = dict(fates)
+        known: list[tuple[str, Any, Any]] = [(field, Raw, UNSET) for field in fates]
+        self._strict = msgspec.defstruct(f"Strict{name}", known, forbid_unknown_fields=True)
+        self._lenient = msgspec.defstruct(f"Lenient{name}", known)
+
+    def look(self, raw: bytes | Raw, path: str, strict: bool) -> list[Found]:
+        """Check the names and neutral values of one object. Returns what is nested in it.
+
+        Raises ApiError 400 that names the field: unknown (if `strict`), or refused. Raises msgspec's errors for JSON
+        that is broken or no object.
+        """
+        try:
+            scan = _decode(raw, type=self._strict if strict else self._lenient)
+        except msgspec.ValidationError as error:
+            unknown = _UNKNOWN.search(str(error))
+            if unknown is None:
+                raise
+            raise self._unknown(path, unknown[1]) from None
+        found = []
+        for name, fate in self.fates.items():
+            value = getattr(scan, name)
+            if value is UNSET:
+                continue
+            if isinstance(fate, Neutral):
+                _require_neutral(_join(path, name), value, fate)
+            elif isinstance(fate, Fields | Each):
+                found.append(Found(_join(path, name), value, fate))
+        return found
+
+    def _unknown(self, path: str, name: str) -> ApiError:
+        shown = name[:_LONGEST_NAME] if name[:_LONGEST_NAME].isprintable() else repr(name[:_LONGEST_NAME])
+        nearest, _, _ = process.extractOne(name[:_LONGEST_NAME], list(self.fates))
+        return invalid(_join(path, shown), f"unknown field; the nearest known one is {nearest!r}", "unknown_parameter")
+
+
+Fate = Served | Free | Neutral | Fields | Each
+
+
+def look_into(found: list[Found], strict: bool) -> None:
+    """Check everything nested in what `Fields.look` returned. Raises ApiError 400."""
+    pending = list(found)
+    while pending:
+        one = pending.pop()
+        first = bytes(memoryview(one.raw)[:1])
+        if isinstance(one.inside, Fields):
+            if first == b"{":
+                pending += one.inside.look(one.raw, one.path, strict)
+        elif first == b"[":
+            for i, item in enumerate(_decode(one.raw, type=list[Raw])):
+                pending.append(Found(f"{one.path}[{i}]", item, one.inside.item))
+
+
+def _require_neutral(path: str, raw: Raw, fate: Neutral) -> None:
+    small = len(memoryview(raw)) <= _LONGEST_NEUTRAL
+    value = _decode(raw) if small else None
+    if small and (value is None or value in fate.values):
+        return
+    wanted = " or ".join(msgspec.json.encode(value).decode() for value in fate.values)
+    accepted = f"; leave it out or send {wanted}" if fate.values else "; leave it out"
+    raise invalid(path, fate.reason + accepted, "unsupported_value")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def served(*names: str) -> dict[str, Fate]:
+    return dict.fromkeys(names, Served())
+
+
+def free(*names: str) -> dict[str, Fate]:
+    return dict.fromkeys(names, Free())
+
+
+def refused(reason: str, *names: str, at: tuple[object, ...] = ()) -> dict[str, Fate]:
+    """Refused with `reason`, but for null and the values of `at`."""
+    return dict.fromkeys(names, Neutral(at, reason))

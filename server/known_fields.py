@@ -1,0 +1,156 @@
+"""The fields of OpenAI's and vLLM's requests, and what becomes of each here: data, read by `fields.py`.
+
+Also those that SGLang's router `smg` adds to what it passes on. Served ones are the fields of the structs in
+`bodies.py`, to the name; a test compares them. A refusal's reason ends its message.
+"""
+
+from server.fields import Each, Fate, Fields, free, refused, served
+
+_FREE_FORM = "output is not constrained to a form by this server"
+_NO_TOOLS = "tools are not called by this server"
+_TEXT_ONLY = "text alone is read and written by this server"
+_OWN_TEMPLATE = "the chat template and what it is given are the deployment's"
+_NO_REASONING = "reasoning is not separated from the answer by this server"
+_NO_SHARDS = "one engine does all of a request's work here"
+_OWN_DECODING = "this way of decoding is not offered"
+_NOT_REPORTED = "not reported by this server"
+
+RESPONSE_FORMAT = Fields("ResponseFormat", served("type", "json_schema", "schema", "format", "structures", "triggers"))
+
+STREAM_OPTIONS = Fields(
+    "StreamOptions",
+    {
+        **served("include_usage", "continuous_usage_stats"),
+        **refused("chunks are not padded by this server", "include_obfuscation", at=(False,)),
+    },
+)
+
+FUNCTION = Fields("Function", served("name", "description", "parameters", "strict", "defer_loading"))
+
+TOOL = Fields(
+    "Tool",
+    {
+        "function": FUNCTION,
+        "custom": Fields("Custom", served("name", "description", "format")),
+        **served("type", "defer_loading"),
+    },
+)
+
+PART = Fields(
+    "Part",
+    {
+        **served("type", "text"),
+        **free("cache_control", "prompt_cache_breakpoint"),
+        **refused(_TEXT_ONLY, "image_url", "image", "image_embeds", "image_pil", "input_audio", "audio_url",
+                    "audio_embeds", "video_url", "file", "refusal", "thinking", "uuid"),
+    },
+)  # fmt: skip
+
+MESSAGE = Fields(
+    "Message",
+    {
+        "content": Each(PART),
+        **served("role", "name"),
+        **free("cache_control"),
+        **refused(_NO_TOOLS, "tool_calls", "tools", at=([],)),
+        **refused(_NO_TOOLS, "tool_call_id", "function_call"),
+        **refused(_TEXT_ONLY, "audio"),
+        **refused(_TEXT_ONLY, "annotations", at=([],)),
+        **refused("a refusal is not put in the prompt by this server", "refusal", at=("",)),
+        **refused(_NO_REASONING, "reasoning", "reasoning_content", at=("",)),
+        **refused("a message is not continued by this server", "prefix", "partial", at=(False,)),
+    },
+)
+
+GENERATION: dict[str, Fate] = {
+    **served("model", "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed",
+               "stop", "max_tokens", "stream", "user", "top_k", "min_p", "repetition_penalty", "ignore_eos",
+               "min_tokens", "stop_token_ids", "attention_profile", "return_progress", "logprobs"),
+    "stream_options": STREAM_OPTIONS,
+    "response_format": RESPONSE_FORMAT,
+    **free("metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+                "session_id", "include_reasoning", "separate_reasoning", "stream_reasoning"),
+    **refused("nothing is stored by this server", "store", at=(False,)),
+    **refused("all requests have one tier here", "service_tier", at=("auto", "default")),
+    **refused("requests are served in an order of the server's own", "priority", at=(0,)),
+    **refused("the header x-request-id names a request", "request_id", "rid"),
+    # vLLM's structured outputs, by their present and their former names; SGLang's
+    **refused(_FREE_FORM, "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                   "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "regex", "ebnf",
+                   "json_schema"),
+    **refused("prompts are not cut by this server", "truncate_prompt_tokens", "truncation_side"),
+    **refused(_OWN_DECODING, "use_beam_search", "early_stopping", at=(False,)),
+    **refused(_OWN_DECODING, "length_penalty", at=(1,)),
+    **refused(_OWN_DECODING, "logits_processors", "bad_words", at=([],)),
+    **refused(_OWN_DECODING, "allowed_token_ids", "watermarking", "repetition_detection", "stop_regex",
+                   "custom_logit_processor", "custom_params"),
+    **refused("send `seed`", "sampling_seed"),
+    **refused("a stop string and special tokens never leave this server", "include_stop_str_in_output",
+                   "no_stop_trim", at=(False,)),
+    **refused("special tokens have no text here", "skip_special_tokens", "spaces_between_special_tokens",
+                   at=(True,)),
+    **refused(_NOT_REPORTED, "return_tokens_as_token_ids", "return_token_ids", "return_token_offsets",
+                   "return_hidden_states", "return_routed_experts", "return_cached_tokens_details", at=(False,)),
+    **refused(_NOT_REPORTED, "prompt_logprobs", "logprob_token_ids"),
+    **refused(_NOT_REPORTED, "routed_experts_prompt_start", at=(0,)),
+    **refused(_TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
+    **free("return_mm_kwargs"),
+    **refused(_NO_REASONING, "thinking_token_budget", at=(-1,)),
+    **refused("prefixes are shared by all requests of one model and profile", "cache_salt", "extra_key"),
+    **refused(_NO_SHARDS, "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "bootstrap_host",
+                   "bootstrap_port", "bootstrap_room", "data_parallel_rank", "session_params"),
+    **refused("one set of weights is served", "lora_path", at=("",)),
+    **refused("a token is sent as it comes", "stream_interval", at=(1,)),
+}  # fmt: skip
+
+COMPLETION = Fields(
+    "Completion",
+    {
+        **GENERATION,
+        **served("prompt", "best_of", "echo", "suffix"),
+        **refused("prompts are text or token ids", "prompt_embeds"),
+        **refused("a prompt of token ids is taken as it is; a text gets its BOS", "add_special_tokens",
+                       at=(True,)),
+    },
+)  # fmt: skip
+
+CHAT = Fields(
+    "Chat",
+    {
+        **GENERATION,
+        "messages": Each(MESSAGE),
+        "tools": Each(TOOL),
+        **served("max_completion_tokens", "top_logprobs", "tool_choice", "modalities"),
+        **free("parallel_tool_calls"),
+        **refused(_NO_TOOLS, "functions", at=([],)),
+        **refused(_NO_TOOLS, "function_call", at=("none", "auto")),
+        **refused(_NO_TOOLS, "web_search_options", "moderation"),
+        **refused(_TEXT_ONLY, "audio"),
+        **refused("an answer is not predicted by this server", "prediction"),
+        **refused(_NO_REASONING, "reasoning_effort", at=("none",)),
+        **refused(_NO_REASONING, "reasoning", "thinking"),
+        **refused("answers have one verbosity here", "verbosity", at=("medium",)),
+        **refused(_OWN_TEMPLATE, "chat_template", "documents"),
+        **refused(_OWN_TEMPLATE, "chat_template_kwargs", at=({},)),
+        **refused(_OWN_TEMPLATE, "add_generation_prompt", at=(True,)),
+        **refused(_OWN_TEMPLATE, "continue_final_message", "add_special_tokens", "echo", at=(False,)),
+        **refused(_NOT_REPORTED, "return_prompt_text", at=(False,)),
+    },
+)
+
+TOKENIZE = Fields(
+    "Tokenize",
+    {
+        "messages": Each(MESSAGE),
+        **served("model", "prompt", "add_special_tokens"),
+        **refused(_NOT_REPORTED, "return_token_strs", "return_token_offsets", at=(False,)),
+        **refused(_OWN_TEMPLATE, "chat_template"),
+        **refused(_OWN_TEMPLATE, "chat_template_kwargs", at=({},)),
+        **refused(_OWN_TEMPLATE, "add_generation_prompt", at=(True,)),
+        **refused(_OWN_TEMPLATE, "continue_final_message", at=(False,)),
+        **refused(_TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
+        **refused(_NO_TOOLS, "tools", at=([],)),
+    },
+)
+
+DETOKENIZE = Fields("Detokenize", served("model", "tokens"))

@@ -1,0 +1,260 @@
+"""Every field of a request is known: served, free of effect, accepted where it asks for nothing, or refused by name."""
+
+import json
+from typing import Any
+
+import msgspec
+import openai.types as openai_types
+import pytest
+from openai.types import chat as openai_chat
+
+from server.api_error import ApiError
+from server.bodies import (
+    FIELDS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    check_chat,
+    check_completion,
+    decode_body,
+)
+from server.fields import Each, Fields, Neutral, Served
+from server.known_fields import CHAT, COMPLETION, MESSAGE, PART, RESPONSE_FORMAT, STREAM_OPTIONS, TOOL
+from tests.server.live_server import fake_command, make_deployment, running_server
+
+HI = [{"role": "user", "content": "Hi"}]
+LEAST: dict[type[msgspec.Struct], dict[str, Any]] = {
+    CompletionBody: {"prompt": "a"},
+    ChatBody: {"messages": HI},
+    TokenizeBody: {"prompt": "a"},
+    DetokenizeBody: {"tokens": [1]},
+}
+TABLES = [pytest.param(body, fields, id=body.__name__) for body, fields in FIELDS.items()]
+
+
+def decode(wanted: type[msgspec.Struct], tree: dict[str, Any], refuse_unknown: bool = True) -> Any:
+    return decode_body(json.dumps(LEAST[wanted] | tree).encode(), wanted, refuse_unknown)
+
+
+def refusal(wanted: type[msgspec.Struct], tree: dict[str, Any]) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        decode(wanted, tree)
+    assert refused.value.status == 400
+    return refused.value
+
+
+@pytest.mark.parametrize(("body", "fields"), TABLES)
+def test_served_fields_are_those_that_a_body_reads(body: type[msgspec.Struct], fields: Fields) -> None:
+    read = {name for name, fate in fields.fates.items() if isinstance(fate, Served | Fields | Each)}
+    assert read == set(body.__struct_fields__)
+
+
+@pytest.mark.parametrize(("body", "fields"), TABLES)
+def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_others(
+    body: type[msgspec.Struct], fields: Fields
+) -> None:
+    for name, fate in fields.fates.items():
+        if not isinstance(fate, Neutral):
+            continue
+        for value in (None, *fate.values):
+            decode(body, {name: value})
+        for value in ("anything else", {"a": 1}, ["x" * 100]):
+            error = refusal(body, {name: value})
+            assert (error.param, error.code) == (name, "unsupported_value")
+            assert error.message.startswith(f"{name}: {fate.reason}; leave it out")
+
+
+@pytest.mark.parametrize(
+    ("body", "given", "nearest"),
+    [
+        (CompletionBody, "max_token", "max_tokens"),
+        (CompletionBody, "temprature", "temperature"),
+        (ChatBody, "guided_jsn", "guided_json"),
+        (ChatBody, "stop_tokens_ids", "stop_token_ids"),
+        (TokenizeBody, "add_special_token", "add_special_tokens"),
+        (DetokenizeBody, "token", "tokens"),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_nearest_known_one(
+    body: type[msgspec.Struct], given: str, nearest: str
+) -> None:
+    error = refusal(body, {given: 1})
+    assert (error.param, error.code) == (given, "unknown_parameter")
+    assert error.message == f"{given}: unknown field; the nearest known one is {nearest!r}"
+
+
+def test_a_misspelt_needed_field_is_named_before_the_missing_one() -> None:
+    with pytest.raises(ApiError, match=r"^promt: unknown field; the nearest known one is 'prompt'$"):
+        decode_body(b'{"promt": "a"}', CompletionBody, refuse_unknown=True)
+
+
+NESTED = [
+    ({"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge", "include_usage"),
+    ({"messages": [*HI, {"role": "user", "content": "a", "nme": "b"}]}, "messages[1].nme", "name"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "txt": "b"}]}]},
+        "messages[0].content[1].txt",
+        "text",
+    ),
+    ({"tools": [{"type": "function", "function": {"nam": "f"}}]}, "tools[0].function.nam", "name"),
+    ({"response_format": {"typ": "text"}}, "response_format.typ", "type"),
+]
+
+
+@pytest.mark.parametrize(("tree", "path", "nearest"), NESTED)
+def test_an_unknown_nested_field_is_named_with_its_path(tree: dict[str, Any], path: str, nearest: str) -> None:
+    error = refusal(ChatBody, tree)
+    assert error.param == path
+    assert error.message == f"{path}: unknown field; the nearest known one is {nearest!r}"
+    decode(ChatBody, tree, refuse_unknown=False)
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": "b"}}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ],
+)
+def test_a_nested_field_that_is_not_served_is_refused_by_name_whatever_the_setting(
+    tree: dict[str, Any], path: str
+) -> None:
+    assert refusal(ChatBody, tree).param == path
+    with pytest.raises(ApiError):
+        decode(ChatBody, tree, refuse_unknown=False)
+
+
+def test_unknown_names_are_cut_and_made_printable() -> None:
+    for name in ("x" * 1_000_000, "two\nlines", "back`tick", "` - at `$.n`"):
+        message = refusal(CompletionBody, {name: 1}).message
+        assert len(message) < 250
+        assert message.isprintable()
+
+
+def test_fields_that_were_dropped_unseen_are_refused_by_name() -> None:
+    for name, value in {
+        "guided_json": {"type": "object"},
+        "guided_regex": "a+",
+        "structured_outputs": {"json": {}},
+        "service_tier": "flex",
+        "reasoning_effort": "high",
+        "truncate_prompt_tokens": 5,
+        "prompt_logprobs": 1,
+        "skip_special_tokens": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }.items():
+        assert refusal(ChatBody, {name: value}).param == name
+
+
+def typed_fields(kind: Any) -> set[str]:
+    return set(kind.__required_keys__ | kind.__optional_keys__)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (openai_types.completion_create_params.CompletionCreateParamsStreaming, COMPLETION),
+        (openai_chat.completion_create_params.CompletionCreateParamsStreaming, CHAT),
+        (openai_chat.ChatCompletionStreamOptionsParam, STREAM_OPTIONS),
+        (openai_chat.ChatCompletionAssistantMessageParam, MESSAGE),
+        (openai_chat.ChatCompletionUserMessageParam, MESSAGE),
+        (openai_chat.ChatCompletionToolMessageParam, MESSAGE),
+        (openai_chat.ChatCompletionFunctionMessageParam, MESSAGE),
+        (openai_chat.ChatCompletionContentPartTextParam, PART),
+        (openai_chat.ChatCompletionContentPartImageParam, PART),
+        (openai_chat.ChatCompletionContentPartInputAudioParam, PART),
+        (openai_chat.chat_completion_content_part_param.File, PART),
+        (openai_chat.ChatCompletionFunctionToolParam, TOOL),
+        (openai_chat.ChatCompletionCustomToolParam, TOOL),
+        (openai_types.shared_params.ResponseFormatJSONSchema, RESPONSE_FORMAT),
+    ],
+)
+def test_every_field_of_the_official_client_is_known(kind: Any, fields: Fields) -> None:
+    assert typed_fields(kind) <= set(fields.fates)
+
+
+def test_tools_are_taken_with_tool_choice_none_and_refused_without() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "anything": {}}}}]
+    check_chat(decode(ChatBody, {"tools": tools, "tool_choice": "none"}))
+    check_chat(decode(ChatBody, {"tools": [], "tool_choice": "auto"}))
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": None}):
+        with pytest.raises(ApiError, match="tools: tools are not called"):
+            check_chat(decode(ChatBody, {"tools": tools} | choice))
+
+
+def test_whole_floats_are_integers_and_others_are_not() -> None:
+    body = decode(CompletionBody, {"max_tokens": 16.0, "n": 2.0, "seed": 1e3, "stop_token_ids": [7.0, 8], "top_p": 1})
+    assert (body.max_tokens, body.n, body.seed, body.stop_token_ids) == (16, 2, 1000, [7, 8])
+    assert all(type(value) is int for value in (body.max_tokens, body.n, body.seed, *body.stop_token_ids))
+    assert decode(CompletionBody, {"prompt": [1.0, 2.0]}).prompt == [1, 2]
+    for tree, path in (({"max_tokens": 5.5}, "max_tokens"), ({"n": 1.5, "max_tokens": 2.0}, "n")):
+        assert refusal(CompletionBody, tree).param == path
+
+
+async def test_usage_goes_with_each_chunk_when_asked() -> None:
+    body = {"prompt": "one two three", "temperature": 0, "max_tokens": 3, "stream": True}
+    async with running_server(make_deployment(), fake_command()) as live:
+
+        async def counts(**options: bool) -> list[int | None]:
+            answer = await live.http.post("/v1/completions", json=body | {"stream_options": options})
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            return [(event.get("usage") or {}).get("completion_tokens") for event in events]
+
+        running = await counts(include_usage=True, continuous_usage_stats=True)
+        assert running == sorted(running)  # type: ignore[type-var]
+        assert (min(running) >= 1, running[-2:]) == (True, [3, 3])  # type: ignore[type-var]
+        plain = await counts(include_usage=True, continuous_usage_stats=False)
+        assert plain == [None] * (len(plain) - 1) + [3]
+        assert set(await counts(include_usage=False, continuous_usage_stats=True)) == {None}
+
+
+async def test_unknown_fields_are_dropped_where_the_deployment_says_so() -> None:
+    body = {"prompt": "one two", "temperature": 0, "no_such_field": {"a": [1]}, "stop": None, "n": None}
+    async with running_server(make_deployment(unknown_fields="ignore"), fake_command()) as live:
+        assert (await live.http.post("/v1/completions", json=body)).json()["choices"][0]["text"] == "one two"
+        assert (await live.http.post("/v1/completions", json=body | {"guided_json": {}})).status_code == 400
+    async with running_server(make_deployment(), fake_command()) as live:
+        assert (await live.http.post("/v1/completions", json=body)).json()["error"]["param"] == "no_such_field"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "body: empty; wanted a JSON object"),
+        (b'{"prompt": "a"', "ends before it is complete, after '"),
+        (b'{"prompt": "a",}', "line 1, column 16, '}': trailing comma in object"),
+        (b'{"prompt": "a",\n "n": NaN}', "line 2, column 7, 'NaN}': NaN is not JSON"),
+        (b'{"prompt": "a", "n": -Infinity}', "Infinity is not JSON"),
+        (b"{'prompt': 'a'}", "strings stand in double quotes"),
+        (b'{"echo": True}', "small letters"),
+        (b'{"n": None}', "None is null"),
+        (b'{"prompt": "\\ud800 x"}', "column 13, "),
+        (b'{"prompt": "\\ud800 x"}', "half a character (a lone surrogate)"),
+        (b'{"prompt": "a\nb"}', "a line's end as \\n"),
+        (b"prompt=a", "line 1, column 1, 'prompt=a': invalid character"),
+    ],
+)
+def test_a_body_that_is_not_json_is_told_what_is_wrong_with_it(raw: bytes, words: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode_body(raw, CompletionBody, refuse_unknown=True)
+    assert words in refused.value.message
+    assert "\n" not in refused.value.message
+    for other in ("NaN", "surrogate"):
+        assert (other in refused.value.message) <= (other in words or b"\\ud800" in raw), "what is wrong with this one"
+
+
+def test_ranges_are_printed_as_people_write_them() -> None:
+    for tree, words in (
+        ({"seed": 2**63}, "got 9223372036854775808, wanted from -9223372036854775808 to 9223372036854775807"),
+        ({"max_tokens": -1}, "got -1, wanted from 0 to 2147483647"),
+        ({"top_p": 1.25}, "got 1.25, wanted above 0 to 1"),
+    ):
+        body = decode(CompletionBody, tree)
+        with pytest.raises(ApiError, match=words):
+            check_completion(body)
