@@ -1,4 +1,4 @@
-"""Which prefill unit runs next: the shortest remaining job's, and the oldest's after a bounded number of others."""
+"""Which prefill unit runs next: the shortest remaining job's, and the oldest's where its share of the time is due."""
 
 from itertools import pairwise
 
@@ -17,8 +17,8 @@ LAYERS = SHAPE.num_layers
 CHUNK = 64
 
 
-def make_queue(bypass_units: int = 64, chunk_tokens: int = CHUNK) -> PrefillQueue:
-    config = PrefillConfig(chunk_tokens=chunk_tokens, bypass_units=bypass_units)
+def make_queue(oldest_share: float = 1 / 3, chunk_tokens: int = CHUNK) -> PrefillQueue:
+    config = PrefillConfig(chunk_tokens=chunk_tokens, oldest_share=oldest_share)
     return PrefillQueue(config, LAYERS, CostModel(SHAPE))
 
 
@@ -31,22 +31,44 @@ def make_job(job_id: int, *prompts: tuple[int, int]) -> JobInProgress:
     return JobInProgress(PrefillJob(job_id, listed), [])
 
 
-def run_steps(queue: PrefillQueue, num_steps: int) -> list[int]:
-    """The job of each unit, a shorter job than the first arriving before every step."""
-    ran = []
+def run_steps(queue: PrefillQueue, num_steps: int) -> list[tuple[bool, float]]:
+    """Of each unit, whether it is the first job's, and what it takes; a shorter job arrives before every step."""
+    costs, ran = CostModel(SHAPE), []
     for step in range(num_steps):
         queue.jobs.append(make_job(1 + step, (0, CHUNK // LAYERS)))
-        ran += [unit.job_id for unit in queue.next_units(None)[0]]
+        entries = {entry.job.job_id: entry for entry in queue.jobs}
+        for unit in queue.next_units(None)[0]:
+            cost = costs.unit_seconds(unit.end - unit.begin, entries[unit.job_id].context_at(unit.end))
+            ran.append((unit.job_id == 0, cost))
     return ran
 
 
-def test_the_oldest_job_runs_after_as_many_units_of_shorter_ones_as_are_allowed_and_no_sooner() -> None:
-    queue = make_queue(bypass_units=8)
+@pytest.mark.parametrize("share", [0.1, 1 / 3, 0.5])
+def test_the_oldest_job_gets_its_share_of_the_time_and_never_before_it_is_due(share: float) -> None:
+    queue = make_queue(oldest_share=share)
     queue.jobs.append(make_job(0, (0, 100 * CHUNK)))
-    ran = run_steps(queue, 60)
-    turns = [place for place, job_id in enumerate(ran) if job_id == 0]
-    assert len(turns) > 10
-    assert turns == list(range(8, len(ran), 9)), "eight units of others, then one of the oldest, again and again"
+    whole = CostModel(SHAPE).unit_seconds(CHUNK, 50 * CHUNK)
+    total = own = 0.0
+    for is_oldest, cost in run_steps(queue, 100):
+        total, own = total + cost, own + cost * is_oldest
+        assert share * total - 2 * whole <= own <= share * total + 1e-12
+    assert own > 4 * whole
+
+
+def test_the_oldest_job_without_a_share_waits_for_the_others() -> None:
+    queue = make_queue(oldest_share=0.0)
+    queue.jobs.append(make_job(0, (0, 100 * CHUNK)))
+    assert not any(is_oldest for is_oldest, _ in run_steps(queue, 60))
+
+
+def test_what_the_oldest_job_was_owed_goes_with_it() -> None:
+    """The next oldest begins with nothing due: a shorter job that arrives goes first."""
+    queue = make_queue(oldest_share=0.5)
+    queue.jobs += [make_job(0, (0, 100 * CHUNK)), make_job(1000, (0, 100 * CHUNK))]
+    run_steps(queue, 1)
+    queue.drop(queue.jobs[0])
+    queue.jobs.append(make_job(2000, (0, CHUNK // LAYERS)))
+    assert {unit.job_id for unit in queue.next_units(None)[0]} == {2000}
 
 
 def test_the_job_with_the_least_left_runs_first_though_its_prompt_is_the_longer_one() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpu.sampling_params import SamplingParams
-from scheduler.messages import Cancel, Delta, EngineRequest, Outputs, Progress, Refused, Submit
+from scheduler.messages import Cancel, Delta, EngineRequest, Outputs, Progress, Refused, Submit, pack_tokens
 from server.api_error import ApiError
 from server.mailbox import EngineLost, Mailbox
 from server.metrics import Metrics
@@ -27,7 +27,7 @@ class Sent:
 
 def make_request(name: str) -> EngineRequest:
     return EngineRequest(
-        request_id=name, prompt_token_ids=[1], sampling=SamplingParams(), max_tokens=1, stop_token_ids=[],
+        request_id=name, prompt=pack_tokens([1]), sampling=SamplingParams(), max_tokens=1, stop_token_ids=[],
         attention_profile="exact", arrival_s=0.0,
     )  # fmt: skip
 
