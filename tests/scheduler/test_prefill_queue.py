@@ -49,10 +49,11 @@ def test_the_oldest_job_gets_its_share_of_the_time_and_never_before_it_is_due(sh
     queue.jobs.append(make_job(0, (0, 100 * CHUNK)))
     whole = CostModel(SHAPE).unit_seconds(CHUNK, 50 * CHUNK)
     total = own = 0.0
-    for is_oldest, cost in run_steps(queue, 100):
+    ran = run_steps(queue, 100)
+    for is_oldest, cost in ran:
         total, own = total + cost, own + cost * is_oldest
         assert share * total - 2 * whole <= own <= share * total + 1e-12
-    assert own > 4 * whole
+    assert sum(is_oldest for is_oldest, _ in ran) > 5
 
 
 def test_the_oldest_job_without_a_share_waits_for_the_others() -> None:
