@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from gpu.config import GpuConfig, ModelConfig
@@ -62,20 +63,22 @@ def test_what_is_retracted_is_not_found_and_its_page_is_blank() -> None:
     assert (pool.num_idle, pool.num_available) == (1, 3), "nor what is behind it"
 
 
-def hashes(model: bytes, kv_key: str) -> list[bytes]:
+def hashes(model: bytes, kv_key: str, salt: str = "") -> list[bytes]:
     cache = PrefixCache(PagePool(0, 4, True), 16, True, model, {"exact": kv_key})
     prompt = np.array(prompt_of(40), np.int32)
-    listed = cache.hash_prompt(prompt, "exact", lambda: None)
-    assert listed == cache.known_hashes(Sequence(make_request("a", prompt_of(40)), prompt, []))
+    listed = cache.hash_prompt(prompt, "exact", salt, lambda: None)
+    request = msgspec.structs.replace(make_request("a", prompt_of(40)), cache_salt=salt)
+    assert listed == cache.known_hashes(Sequence(request, prompt, []))
     return listed
 
 
-def test_a_blocks_hash_names_the_model_and_the_making_of_its_kv() -> None:
+def test_a_blocks_hash_names_the_model_the_making_of_its_kv_and_the_salt() -> None:
     one = hashes(b"model", "exact")
     assert len(one) == 2
     assert one == hashes(b"model", "exact")
     assert not set(one) & set(hashes(b"other", "exact"))
     assert not set(one) & set(hashes(b"model", "other"))
+    assert not set(one) & set(hashes(b"model", "exact", salt="a"))
 
 
 def test_a_models_key_names_its_weights_and_their_precision() -> None:

@@ -49,7 +49,7 @@ class Call:
             settings=deployment.server,
         )  # fmt: skip
         jobs = [Job(Prompt(prompt, "", 0), max_tokens) for prompt in prompts]
-        self.generation = Generation(service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS)
+        self.generation = Generation(service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS, "salt")
 
     async def submit(self) -> list[EngineRequest]:
         await self.generation.submit(None, None, "prompt")
@@ -76,7 +76,7 @@ async def test_every_option_of_a_body_reaches_the_engine_under_its_own_name(toke
     (request,) = call.engine.requests
     assert request.sampling == SamplingParams(**given, logit_bias={5: -2.0}, num_logprobs=3, num_prompt_logprobs=2)
     assert (request.prompt_token_ids, request.max_tokens, request.min_tokens) == ([1, 2, 3], 16, 4)
-    assert request.attention_profile == "narrow"
+    assert (request.attention_profile, request.cache_salt) == ("narrow", "salt")
 
 
 async def test_what_a_body_leaves_out_is_openais_default_and_a_seed_nobody_knows(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from server.app import create_app
 from tests.server.live_server import fake_command, make_deployment
 
-OPEN = {"/health", "/version", "/metrics"}
+OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"}
 GUARDED = {
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}", "/tokenize", "/detokenize",
 }  # fmt: skip
