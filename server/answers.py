@@ -139,3 +139,47 @@ class Live(Answer):
 
 class Version(Answer):
     version: str
+
+
+class Progress(Answer):
+    index: Count
+    total: Count
+    cache: Count
+    processed: Count
+    time_ms: Count
+
+
+class CompletionChunk(Answer):
+    """An event of a stream; `choices` is empty in those of progress and usage."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    prompt_progress: Progress | None = None
+
+
+class ChatDelta(Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Answer):
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatChunk(Answer):
+    """An event of a stream; `choices` is empty in those of progress and usage."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: Count
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_progress: Progress | None = None

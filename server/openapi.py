@@ -28,7 +28,7 @@ Tree = dict[str, Any]
 _BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _ANSWERS = (
     answers.Error, answers.Completion, answers.ChatCompletion, answers.Tokens, answers.Text, answers.Models,
-    answers.Model, answers.Health, answers.Live, answers.Version,
+    answers.Model, answers.Health, answers.Live, answers.Version, answers.CompletionChunk, answers.ChatChunk,
 )  # fmt: skip
 _REF = "#/components/schemas/{name}"
 _REFUSALS = {
@@ -51,6 +51,8 @@ def build_document(model_name: str, profiles: tuple[str, ...], has_keys: bool) -
     _, components = msgspec.json.schema_components((*_BODIES, *_ANSWERS), ref_template=_REF)
     for name in ("Message", *(body.__name__ for body in _BODIES)):
         _bound(components[name], model_name, profiles)
+    completes = _posts("Continue a text", CompletionBody, answers.Completion, answers.CompletionChunk)
+    chats = _posts("Answer a chat", ChatBody, answers.ChatCompletion, answers.ChatChunk)
     document: Tree = {
         "openapi": "3.1.0",
         "info": {
@@ -59,10 +61,10 @@ def build_document(model_name: str, profiles: tuple[str, ...], has_keys: bool) -
             "description": "OpenAI's completions and chat completions, and what a server says about itself.",
         },
         "paths": {
-            "/v1/completions": {"post": _posts("Continue a text", CompletionBody, answers.Completion, True)},
-            "/v1/chat/completions": {"post": _posts("Answer a chat", ChatBody, answers.ChatCompletion, True)},
-            "/tokenize": {"post": _posts("A text or messages in tokens", TokenizeBody, answers.Tokens, False)},
-            "/detokenize": {"post": _posts("Tokens as a text", DetokenizeBody, answers.Text, False)},
+            "/v1/completions": {"post": completes},
+            "/v1/chat/completions": {"post": chats},
+            "/tokenize": {"post": _posts("A text or messages in tokens", TokenizeBody, answers.Tokens, None)},
+            "/detokenize": {"post": _posts("Tokens as a text", DetokenizeBody, answers.Text, None)},
             "/v1/models": {"get": _gets("The model that is served", answers.Models)},
             "/v1/models/{model_id}": {"get": _gets("The model, by its id", answers.Model, parameters=[_MODEL_ID])},
             "/health": {"get": _gets("Whether the engine serves", answers.Health, answers.Health)},
@@ -161,17 +163,27 @@ _BY_HAND: Tree = {
 }
 
 
-def _posts(summary: str, body: type, answer: type, is_generation: bool) -> Tree:
+def _posts(summary: str, body: type, answer: type, chunk: type | None) -> Tree:
+    """`chunk`: what the events of a stream hold, up to one that is `[DONE]` or an error; None: it does not stream."""
     whole = _content(answer)
-    if is_generation:
-        whole |= {"text/event-stream": {"schema": {"type": "string"}}}
-    codes = [code for code in _REFUSALS if is_generation or code != "500"]
+    if chunk is not None:
+        whole |= {"text/event-stream": {"schema": _event(chunk)}}
+    codes = [code for code in _REFUSALS if chunk is not None or code != "500"]
     return {
         "summary": summary,
         "operationId": body.__name__.removesuffix("Body").lower(),
         "requestBody": {"required": True, "content": _content(body)},
         "responses": {"200": {"description": "done", "content": whole}} | _errors(codes),
     }
+
+
+def _event(chunk: type) -> Tree:
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": _REF.format(name=chunk.__name__)},
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _gets(summary: str, answer: type | None, unavailable: type = answers.Error, parameters: Any = ()) -> Tree:

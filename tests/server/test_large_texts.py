@@ -46,14 +46,20 @@ async def took(asked: Awaitable[httpx.Response]) -> float:
     return asyncio.get_running_loop().time() - began_s
 
 
-def test_a_text_that_is_counted_piece_by_piece_fits_exactly_if_all_of_it_does(tokenizer):
-    for text in ("It was the best of times. " * 6000, "a" * 150_000, "naïve 東京 " * 20_000, "1234567" * 9000):
+def test_a_text_that_is_counted_piece_by_piece_fits_if_all_of_it_does(tokenizer):
+    longest = max((tokenizer.token_bytes(token_id) for token_id in range(8192)), key=len).decode()
+    assert len(longest) == tokenizer.longest_token_chars
+    texts = ("It was the best of times. " * 6000, "a" * 150_000, "naïve 東京 " * 20_000, "1234567" * 9000)
+    for text in (longest * 15_000, *texts):
         num_tokens = len(tokenizer.encode(text, False))
         for most in (num_tokens, num_tokens + 5, 4 * num_tokens):
             tokenizer.check_fits(text, most)
         with pytest.raises(TooManyTokens) as refused:
             tokenizer.check_fits(text, len(text) // 200)
         assert len(text) // 200 < refused.value.num_tokens <= num_tokens
+    assert len(longest) * 15_000 > 6 * len(tokenizer.encode(longest * 15_000, False)), (
+        "the first is counted before it fits"
+    )
 
 
 async def test_tokenize_and_detokenize_have_a_limit():

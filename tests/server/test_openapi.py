@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -22,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from server import routes_docs, routes_generation, routes_status, routes_tokens
+from server import answers, routes_docs, routes_generation, routes_status, routes_tokens
 from server.bodies import RANGES, ChatBody, CompletionBody
 from server.openapi import build_document
 from tests.server.program import Program
@@ -98,6 +99,27 @@ def test_a_sample_of_whatever_is_sent_gets_an_answer_that_is_in_the_document(url
 @pytest.mark.timeout(1800)
 def test_3000_cases_of_whatever_is_sent_get_an_answer_that_is_in_the_document(url):
     assert fuzz(url, 370, 20, is_sample=False) >= 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "chunk", "own"),
+    [
+        (POSTS[0], answers.CompletionChunk, {"prompt": "one two three", "logprobs": 2, "echo": True}),
+        (
+            POSTS[1],
+            answers.ChatChunk,
+            {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2},
+        ),
+    ],
+)
+def test_every_event_of_a_stream_is_in_the_document(url, path, chunk, own):
+    body = own | {"stream": True, "return_progress": True, "stream_options": {"include_usage": True}, "n": 2}
+    answer = httpx.post(f"{url}{path}", json=body, headers={"authorization": f"Bearer {KEY}"})
+    *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert last == "[DONE]"
+    chunks = [msgspec.json.decode(event, type=chunk) for event in events]
+    assert chunks[-1].usage.completion_tokens > 0
+    assert any(choice.logprobs for event in chunks for choice in event.choices)
 
 
 def test_the_page_and_the_document_need_no_key_and_nothing_from_elsewhere(url):
