@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.rates import measure_device_rates
-from bench.rows import measure
+from bench.rates import measure_device_rates, measure_host_matmul
 from cpu.rates import GIB, measure_host_rates, measure_read_rate
 from gpu.architecture import Architecture
 from gpu.host_demand import CODE_BYTES, ROW_BYTES
@@ -23,9 +22,6 @@ from scheduler.config import EngineConfig
 from scheduler.engine import find_tier_shape, host_capacity, plan_engine
 from transfer.machine import count_physical_cores
 from transfer.tier_shape import TierShape
-
-_MATMUL = 2048  # on the CPU: a few tenths of a second
-_WARMUPS, _REPEATS = 2, 7
 
 
 class Floor(NamedTuple):
@@ -133,17 +129,7 @@ def measure_floors(config: EngineConfig) -> LongFloors:
 def _measure_cpu_device(plan: MemoryPlan, weight_bytes: int) -> dict[str, float]:
     """`host_weights_gb_s`: of weights that may live in the cache; `host_matmul_tflop_s`: in the better dtype."""
     torch.set_num_threads(plan.threads)
-    flops = 2 * _MATMUL**3
-    times = []
-    for dtype in {torch.float32, DTYPES[plan.dtype]}:
-        matrix = torch.randn(_MATMUL, _MATMUL).to(dtype)
-        out = torch.empty_like(matrix)
-
-        def multiply(matrix: torch.Tensor = matrix, out: torch.Tensor = out) -> None:
-            torch.mm(matrix, matrix, out=out)
-
-        times.append(measure(multiply, torch.device("cpu"), _WARMUPS, _REPEATS).ms)
     return {
         "host_weights_gb_s": measure_read_rate(count_physical_cores(), min(weight_bytes, GIB)),
-        "host_matmul_tflop_s": flops / min(times) / 1e9,
+        "host_matmul_tflop_s": measure_host_matmul({torch.float32, DTYPES[plan.dtype]}),
     }

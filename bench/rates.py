@@ -6,7 +6,7 @@ of a few lines: each byte is read once, nothing is written back.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -21,9 +21,11 @@ from transfer.machine import count_physical_cores, probe_machine
 _WARMUPS = 3
 _REPEATS = 20
 _MATMUL = 8192
+_HOST_MATMUL = 1024
+_HOST_DTYPES = (torch.float32, torch.bfloat16)
 _STREAM_CONFIGS = ((4096, 4), (8192, 8), (16_384, 8))  # elements of a block, warps
 _PROGRAMS_PER_SM = 8
-HOST_KEYS = ("host_stream", "host_random")
+HOST_KEYS = ("host_stream", "host_random", "host_matmul")
 
 
 @triton.jit
@@ -44,17 +46,27 @@ def sum_stream(values: torch.Tensor, partial_sums: torch.Tensor, block: int, num
 
 
 def measure_device_rates(device: torch.device) -> dict[str, float]:
-    """Of a CUDA device, by median: `device_stream_gb_s` (read), `device_copy_gb_s` (read and written bytes together),
-    `host_to_device_gb_s` and `device_to_host_gb_s` (pinned), in 1e9 bytes a second, and `bf16_matmul_tflop_s`.
+    """By median. Of a CUDA device: `device_stream_gb_s` (read), `device_copy_gb_s` (read and written bytes together),
+    `host_to_device_gb_s` and `device_to_host_gb_s` (pinned), in 1e9 bytes a second, and `bf16_matmul_tflop_s`. Of the
+    CPU, whose memory `measure_host_rates` reads: `host_matmul_tflop_s`, in the better of float32 and bfloat16.
 
-    Empty for a device that is not CUDA. Needs up to 5 GiB free on it, for a few seconds.
+    Needs up to 5 GiB free on a CUDA device, for a few seconds.
     """
     if device.type != "cuda":
-        return {}
+        return {"host_matmul_tflop_s": measure_host_matmul(_HOST_DTYPES)}
     memory = _measure_memory(device)  # its buffers are free again before the next ones are made
     matmul = {"bf16_matmul_tflop_s": _matmul_rate(device)}
     torch.cuda.empty_cache()  # a model may want all of the memory next
     return memory | matmul
+
+
+def measure_host_matmul(dtypes: Collection[torch.dtype]) -> float:
+    """TFLOP/s of a product of square matrices on torch's threads, in the better of `dtypes`."""
+    rates = []
+    for dtype in dtypes:
+        matrix = torch.randn(_HOST_MATMUL, _HOST_MATMUL).to(dtype)
+        rates.append(_multiply_rate(matrix, torch.empty_like(matrix)))
+    return max(rates)
 
 
 def _measure_memory(device: torch.device) -> dict[str, float]:
@@ -74,8 +86,11 @@ def _measure_memory(device: torch.device) -> dict[str, float]:
 
 def _matmul_rate(device: torch.device) -> float:
     matrix = torch.randn((_MATMUL, _MATMUL), device=device).bfloat16()
-    out = torch.empty_like(matrix)
-    return 2 * _MATMUL**3 / _time(lambda: torch.mm(matrix, matrix, out=out), device).ms / 1e9
+    return _multiply_rate(matrix, torch.empty_like(matrix))
+
+
+def _multiply_rate(matrix: torch.Tensor, out: torch.Tensor) -> float:
+    return 2 * len(matrix) ** 3 / _time(lambda: torch.mm(matrix, matrix, out=out), matrix.device).ms / 1e9
 
 
 def _stream_rate(buffer: torch.Tensor, device: torch.device) -> float:
@@ -123,6 +138,7 @@ def rates(threads: int | None, json_path: Path | None, console: Console) -> None
     """Measure host and device and report them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     threads = threads or count_physical_cores()
+    torch.set_num_threads(threads)
     gib = default_gib()
     console.print(f"reading {gib:.1f} GiB with {threads} threads", highlight=False)
     measured = measure_host_rates(threads, gib=gib) | measure_device_rates(device)

@@ -15,6 +15,7 @@ class ModelConfig(Settings):
     random_weights: str | None = Field(None, description="a named shape, for instance llama-3.1-8b")
     tokenizer: Path | None = Field(None, description="folder of the tokenizer; defaults to `path`")
     name: str | None = Field(None, description="the id in /v1/models; defaults to the folder's or the shape's name")
+    aliases: tuple[str, ...] = Field((), description="further ids by which requests may name the model")
     shape: str | None = Field(None, description="named shape to plan with while the folder `path` is not there yet")
     chat_template: Path | None = Field(None, description="jinja file; defaults to the tokenizer's own")
 

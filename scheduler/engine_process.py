@@ -111,7 +111,6 @@ def main(requests: str, replies: str, parent_id: str) -> int:
         connection.send(Failed(" ".join(str(error).split())))
         connection.close()
         return 1
-    log.info("ready device=%s load_seconds=%.1f pages=%d", ready.device, ready.load_seconds, ready.num_pages)
     connection.listen(engine.prepare)
     connection.send(ready)
     Loop(engine, connection, pulse).run()

@@ -54,9 +54,10 @@ def bad_key(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
-def unknown_model(got: str, served: str) -> ApiError:
+def unknown_model(got: str, served: list[str]) -> ApiError:
+    names = ", ".join(map(repr, served))
     return ApiError(
-        404, f"model: {got!r} does not exist; this server has {served!r}", param="model", code="model_not_found"
+        404, f"model: {got!r} does not exist; this server has {names}", param="model", code="model_not_found"
     )
 
 

@@ -17,9 +17,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from scheduler.messages import Loading
-from server import logs, routes_docs, routes_generation, routes_status, routes_tokens
+from server import logs, routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens
 from server.api_error import ApiError, invalid, unavailable
 from server.config import ConfigError, Deployment
 from server.connection import Connection, Limits, connection_type
@@ -72,9 +73,17 @@ def create_app(
         telemetry=_NO_TELEMETRY,
     )
     app.state.service = service
-    for routes in (routes_generation, routes_tokens, routes_status, routes_docs):
+    for routes in (routes_generation, routes_tokens, routes_status, routes_discovery, routes_docs):
         app.include_router(routes.router)
     app.add_middleware(RequestScope, service=service)
+    if deployment.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=deployment.server.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

@@ -192,12 +192,10 @@ def _with_integers(tree: Any) -> Any:
 
 def check_generation(body: GenerationBody) -> None:
     """Ranges and combinations that need nothing but the body. Raises ApiError 400."""
-    for field, (least, most, closed) in RANGES.items():
+    for field in RANGES:
         value = getattr(body, field, None)
-        if value is None:
-            continue
-        if not (least <= value <= most) or (value == least and not closed):
-            raise invalid(field, f"got {spell(value)}, wanted {describe_range(least, most, closed)}")
+        if value is not None:
+            check_range(field, value)
     stops = body.stop_strings()
     if len(stops) > MAX_STOP_STRINGS:
         raise invalid("stop", f"{len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed")
@@ -219,6 +217,13 @@ def check_generation(body: GenerationBody) -> None:
             raise invalid("stream_options", "only with stream: true")
         if body.return_progress:
             raise invalid("return_progress", "only with stream: true")
+
+
+def check_range(field: str, value: float) -> None:
+    """Raises ApiError 400 for a value that the field's range excludes."""
+    least, most, closed = RANGES[field]
+    if not (least <= value <= most) or (value == least and not closed):
+        raise invalid(field, f"got {spell(value)}, wanted {describe_range(least, most, closed)}")
 
 
 def check_completion(body: CompletionBody) -> None:

@@ -8,11 +8,12 @@ import json
 import os
 import socket
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from rich.console import Console
 
 from gpu.architecture import ModelError
@@ -21,20 +22,24 @@ from scheduler.messages import Loading
 from server.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document
 from server.config import ConfigError, Deployment, load_deployment
 from server.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
-from server.plan import describe_plan, print_plan, resolve_plan
+from server.plan import describe_plan, dump_deployment, print_plan, resolve_plan
+from server.servable import require_servable, require_settings
+from server.server_url import find_root
 from server.work_bar import WorkBar
 from transfer.machine import MachineError, load_machine, probe_machine
 
 WORLD_ERRORS = (ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError)
 
+SUMMARY = "Serve long-context language models from one GPU and the memory of its host."
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Serve long-context language models from one GPU and the memory of its host.",
 )
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file")]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file, or just a model's Hugging Face folder")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
 
@@ -46,6 +51,21 @@ def main() -> None:
     except WORLD_ERRORS as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tandem {version('tandem')}")
+        raise typer.Exit
+
+
+@app.callback(help=SUMMARY)
+def take_options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version and end")
+    ] = False,
+) -> None:
+    """Options of the program itself; each does its work when it is read."""
 
 
 def load_groups() -> None:
@@ -62,15 +82,19 @@ def serve(
     host: Annotated[str | None, typer.Option(help="address to listen on, instead of the file's")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="port; 0: any free one")] = None,
 ) -> None:
-    """Serve the model over the OpenAI API until Ctrl-C or SIGTERM."""
+    """Serve the model over the OpenAI API until Ctrl-C or SIGTERM.
+
+    Of a model's folder alone, the rest is derived, and printed as a file that can be changed.
+    """
     from server.app import serve as serve_deployment
 
     deployment = override_address(load_deployment(config), host, port)
     require_free_port(deployment.server.host, deployment.server.port)
     resolved = resolve_plan(deployment, probe_machine()).deployment
-    path = resolved.model.path
-    if path is not None and not path.exists():
-        raise ModelError(f"model.path: {path} is missing; put the model's Hugging Face folder there")
+    require_servable(resolved)
+    if config.is_dir():
+        print(f"# derived from {config} and this machine; saved as a file, `tandem serve FILE` takes it with changes")
+        print(yaml.safe_dump(dump_deployment(resolved), sort_keys=False), flush=True)
     with WorkBar("%", Console(stderr=True)) as bar:
 
         def show(loading: Loading) -> None:
@@ -89,9 +113,17 @@ def plan(
     machine: Annotated[Path | None, typer.Option(help="a machine profile (JSON) instead of this machine")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the resolved configuration and where each byte of GPU and host memory goes."""
+    """Show the resolved configuration and where each byte of GPU and host memory goes; refuse what `serve` refuses.
+
+    Files are not asked for with `--machine`, nor while `model.shape` stands for a folder that is not there yet.
+    """
     deployment = load_deployment(config)
     resolved = resolve_plan(deployment, probe_machine() if machine is None else load_machine(machine))
+    planned_ahead = deployment.model.path is not None and not deployment.model.path.exists()
+    if machine is not None or planned_ahead:
+        require_settings(resolved.deployment)
+    else:
+        require_servable(resolved.deployment)
     if as_json:
         print(json.dumps(describe_plan(resolved), indent=2))
     else:
@@ -127,7 +159,7 @@ def doctor(
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="the server")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="the server, with or without http:// and /v1")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="model id; default: the first that the server lists")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer key")] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
@@ -139,7 +171,10 @@ def chat(
 ) -> None:
     """Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends."""
     check_key(api_key)
-    root = url.rstrip("/").removesuffix("/v1")
+    try:
+        root = find_root(url)
+    except ValueError as error:
+        raise ChatError(f"--url: {error}") from None
     document = None if file is None else read_document(file)
     conversation = Conversation(
         url=root,

@@ -36,6 +36,13 @@ class ServerConfig(Settings):
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse", description="a request's field that no table has: a 400 that names the nearest one, or dropped"
     )
+    generation_defaults: Literal["model", "openai"] = Field(
+        "model", description="sampling where a request says nothing: the model's generation_config.json, or OpenAI's"
+    )
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="longest answer where a request says nothing; default: 16, in chats what is left"
+    )
+    cors_origins: tuple[str, ...] = Field((), description="pages of these origins may ask from a browser; *: all")
     keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
     progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
     retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")
@@ -64,7 +71,14 @@ class Deployment(Settings):
 
 
 def load_deployment(path: Path) -> Deployment:
-    """Read a YAML file. Relative paths in it are relative to its folder. Raises ConfigError with one line."""
+    """Read a YAML file; of a model's folder, the deployment that leaves all else to the machine.
+
+    Relative paths in a file are relative to its folder. Raises ConfigError with one line.
+    """
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"config: {path} has no config.json; wanted a YAML file or a model's Hugging Face folder")
+        return Deployment(model=ModelConfig(path=path.resolve()))
     try:
         tree = yaml.safe_load(path.read_text())
     except FileNotFoundError:

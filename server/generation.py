@@ -130,7 +130,7 @@ class Generation:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _requests(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> list[EngineRequest]:
-        body, vocab_size = self._body, self._limits.vocab_size
+        body, vocab_size, defaults = self._body, self._limits.vocab_size, self._service.sampling_defaults
         seed = secrets.randbits(62) if body.seed is None else body.seed
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         check_token_ids("logit_bias", list(bias), vocab_size)
@@ -147,11 +147,11 @@ class Generation:
             if (body.min_tokens or 0) > job.max_tokens:
                 raise invalid("min_tokens", f"got {body.min_tokens}, more than the {job.max_tokens} of max_tokens")
             sampling = SamplingParams(
-                temperature=_given(body.temperature, 1.0),
-                top_p=_given(body.top_p, 1.0),
-                top_k=max(0, body.top_k or 0),
-                min_p=_given(body.min_p, 0.0),
-                repetition_penalty=_given(body.repetition_penalty, 1.0),
+                temperature=_given(body.temperature, defaults.temperature),
+                top_p=_given(body.top_p, defaults.top_p),
+                top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
+                min_p=_given(body.min_p, defaults.min_p),
+                repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
                 presence_penalty=_given(body.presence_penalty, 0.0),
                 frequency_penalty=_given(body.frequency_penalty, 0.0),
                 logit_bias=bias,

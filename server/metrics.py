@@ -64,6 +64,11 @@ class Metrics:
         self.queue_s = self._histogram("tandem_queue_seconds", "from arrival to the start of prefill", _LONG_S)
         self._last: Stats | None = None
 
+    @property
+    def latest(self) -> Stats | None:
+        """What the engine said last; None until it has."""
+        return self._last
+
     def take(self, stats: Stats) -> None:
         """The engine's latest gauges and counters."""
         self.running.set(stats.num_running)

@@ -26,7 +26,7 @@ class Prompt:
 async def completion_prompts(service: Service, body: CompletionBody, limits: Ready) -> list[Prompt]:
     """One Prompt for each of the body's. Raises ApiError 400."""
     is_many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
-    check_num_sequences(service, "prompt", (len(body.prompt) if is_many else 1) * (body.n or 1))
+    check_num_sequences(service, len(body.prompt) if is_many else 1, body.n or 1)
     context = context_of(body, limits)
     prompts: list[Prompt] = []
     size = 0  # of all so far: many short ones take as long as a long one
@@ -87,11 +87,12 @@ async def encode_text(service: Service, name: str, text: str, size: int, context
     return Prompt(token_ids, text, service.tokenizer.num_leading_specials(text, token_ids))
 
 
-def check_num_sequences(service: Service, field: str, num_sequences: int) -> None:
+def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
     """Raises ApiError 400 for more than can ever wait and run, before any work is done for them."""
     most = service.deployment.scheduler.max_queue + service.deployment.scheduler.max_running
-    if num_sequences > most:
-        raise invalid(field, f"{num_sequences} sequences in one request (prompts times n), at most {most} fit")
+    if num_prompts * n > most:
+        field = "prompt" if num_prompts > most else "n"
+        raise invalid(field, f"{num_prompts * n} sequences in one request (prompts times n), at most {most} fit")
 
 
 def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
@@ -100,16 +101,17 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
         raise invalid(field, f"token id {bad} is out of range, the vocabulary has {vocab_size}")
 
 
-def completion_max_tokens(body: CompletionBody, prompt: Prompt, limits: Ready) -> int:
-    return _room("prompt", prompt, context_of(body, limits), "max_tokens", body.max_tokens, _DEFAULT_COMPLETION_TOKENS)
+def completion_max_tokens(service: Service, body: CompletionBody, prompt: Prompt, limits: Ready) -> int:
+    default = service.settings.default_max_tokens or _DEFAULT_COMPLETION_TOKENS
+    return _room("prompt", prompt, context_of(body, limits), "max_tokens", body.max_tokens, default)
 
 
-def chat_max_tokens(body: ChatBody, prompt: Prompt, limits: Ready) -> int:
-    """Without a limit, an answer may fill the context."""
+def chat_max_tokens(service: Service, body: ChatBody, prompt: Prompt, limits: Ready) -> int:
+    """Without any limit, an answer may fill the context."""
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     context = context_of(body, limits)
-    return _room("messages", prompt, context, field, asked, context)
+    return _room("messages", prompt, context, field, asked, service.settings.default_max_tokens or context)
 
 
 def context_of(body: GenerationBody, limits: Ready) -> int:

@@ -37,6 +37,8 @@ class RequestScope:
         if not _SANE_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         token = logs.request_id.set(request_id)
+        # HEAD is GET without its body, which the HTTP server leaves out.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         began_s = time.monotonic()
         status = 0
 
@@ -50,8 +52,8 @@ class RequestScope:
         counted = scope["path"] not in OPEN_PATHS
         self._service.num_open += counted
         try:
-            scope.setdefault("state", {})["cache_salt"] = self._admit(scope["path"], headers)
-            await self._app(scope, receive, send_with_id)
+            inner.setdefault("state", {})["cache_salt"] = self._admit(scope["path"], headers)
+            await self._app(inner, receive, send_with_id)
         except ApiError as error:
             await error_response(error)(scope, receive, send_with_id)
         except ClientDisconnect:

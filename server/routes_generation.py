@@ -32,7 +32,7 @@ async def completions(request: Request) -> Response:
     check_completion(body)
     limits = service.supervisor.ready()
     prompts = await completion_prompts(service, body, limits)
-    jobs = [Job(prompt, completion_max_tokens(body, prompt, limits)) for prompt in prompts]
+    jobs = [Job(prompt, completion_max_tokens(service, body, prompt, limits)) for prompt in prompts]
     generation = Generation(service, "cmpl", body, jobs, limits, request.state.cache_salt)
     shape = CompletionShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit(body.logprobs, body.logprobs if body.echo else None, "prompt")
@@ -45,10 +45,10 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, service.body_room, service.settings)
     service.check_model(body.model)
     check_chat(body)
-    check_num_sequences(service, "n", body.n or 1)
+    check_num_sequences(service, 1, body.n or 1)
     limits = service.supervisor.ready()
     prompt = await chat_prompt(service, body.messages, context_of(body, limits))
-    jobs = [Job(prompt, chat_max_tokens(body, prompt, limits))]
+    jobs = [Job(prompt, chat_max_tokens(service, body, prompt, limits))]
     generation = Generation(service, "chatcmpl", body, jobs, limits, request.state.cache_salt)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")

@@ -12,14 +12,15 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    return _json({"object": "list", "data": [_model(service_of(request))]})
+    service = service_of(request)
+    return _json({"object": "list", "data": [_model(service, name) for name in service.model_ids]})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def model(request: Request, model_id: str) -> Response:
     service = service_of(request)
     service.check_model(model_id)
-    return _json(_model(service))
+    return _json(_model(service, model_id))
 
 
 @router.get("/health")
@@ -52,13 +53,14 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def _model(service: Service) -> dict[str, object]:
+def _model(service: Service, name: str) -> dict[str, object]:
     limits = service.supervisor.limits
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "tandem",
+        "root": service.model_name,
         "max_model_len": limits.max_context_tokens if limits is not None else None,
         "attention_profiles": list(limits.profiles) if limits is not None else [],
     }

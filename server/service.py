@@ -15,10 +15,21 @@ from server.body_room import BodyRoom
 from server.config import ConfigError, Deployment, ServerConfig
 from server.control_tokens import ControlTokens
 from server.metrics import Metrics
+from server.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.supervisor import Supervisor
 from server.template import ChatTemplate, load_template
 from server.text_pool import TextPool
 from server.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What of a service is read from files."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    sampling_defaults: SamplingDefaults
+    key_digests: list[bytes]
 
 
 @dataclass
@@ -31,6 +42,7 @@ class Service:
     texts: TextPool
     body_room: BodyRoom
     template: ChatTemplate | None
+    sampling_defaults: SamplingDefaults
     metrics: Metrics
     supervisor: Supervisor
     model_name: str
@@ -43,10 +55,15 @@ class Service:
     def settings(self) -> ServerConfig:
         return self.deployment.server
 
+    @property
+    def model_ids(self) -> list[str]:
+        """The model's name, then its aliases."""
+        return [self.model_name, *self.deployment.model.aliases]
+
     def check_model(self, name: str | None) -> None:
         """A body without `model` means the one there is. Raises ApiError 404."""
-        if name is not None and name != self.model_name:
-            raise unknown_model(name[:200], self.model_name)
+        if name is not None and name not in self.model_ids:
+            raise unknown_model(name[:200], self.model_ids)
 
     def knows_key(self, key: str) -> bool:
         """Compares with every key, in time that does not depend on which one matches or where they differ."""
@@ -63,19 +80,31 @@ def build_service(
 ) -> Service:
     """Raises ConfigError if the tokenizer, the chat template or the keys cannot be read."""
     server = deployment.server
-    keys = read_keys(server)
-    tokenizer = load_tokenizer(deployment.model)
+    parts = load_parts(deployment)
     metrics = Metrics()
     return Service(
         deployment=deployment,
-        tokenizer=tokenizer,
-        control_tokens=ControlTokens(tokenizer),
+        tokenizer=parts.tokenizer,
+        control_tokens=ControlTokens(parts.tokenizer),
         texts=TextPool(server.retry_after_seconds),
         body_room=BodyRoom(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds),
-        template=load_template(deployment.model, tokenizer),
+        template=parts.template,
+        sampling_defaults=parts.sampling_defaults,
         metrics=metrics,
         supervisor=Supervisor(deployment, engine_command, metrics, on_loading),
         model_name=model_name(deployment),
+        key_digests=parts.key_digests,
+    )
+
+
+def load_parts(deployment: Deployment) -> Parts:
+    """Raises ConfigError if the tokenizer, the chat template, the sampling defaults or the keys cannot be read."""
+    keys = read_keys(deployment.server)
+    tokenizer = load_tokenizer(deployment.model)
+    return Parts(
+        tokenizer=tokenizer,
+        template=load_template(deployment.model, tokenizer),
+        sampling_defaults=load_sampling_defaults(deployment),
         key_digests=[_digest(key) for key in keys],
     )
 

@@ -39,6 +39,7 @@ _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_AFTER_S = 60.0  # a life this long resets the backoff
 _SHUTDOWN_WAIT_S = 5.0
+_TELL_LOADING_S = 5.0
 _SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
 _DIED = EngineLost("the engine process died while it worked on this request; try again", "engine_dead")
 
@@ -160,6 +161,8 @@ class Supervisor:
         engine = self._engine = EngineProcess(self._context, self._command, self._deployment_json)
         failed: str | None = None
         watch = asyncio.create_task(self._end_silence(engine))
+        began_s = time.monotonic()
+        teller = asyncio.create_task(self._keep_telling(began_s))
         try:
             await engine.start()
             logs.info("engine_started", pid=engine.pid, life=self._lives)
@@ -175,9 +178,11 @@ class Supervisor:
                     case Refused():
                         self._answer(message.submit_id, message)
                     case Loading():
+                        is_new = message.stage != self.loading.stage
                         self.loading = message
                         self._on_loading(message)
-                        logs.info("engine_loading", stage=message.stage, fraction=message.fraction)
+                        if is_new:
+                            self._tell_loading(began_s)
                     case Ready():
                         self._become_ready(message)
                     case Failed():
@@ -187,6 +192,7 @@ class Supervisor:
             ended = f"could not be run ({' '.join(str(error).split())})"
         finally:
             watch.cancel()
+            teller.cancel()
             self._engine = None
             engine.kill()
             engine.close()
@@ -197,6 +203,17 @@ class Supervisor:
         if not self._stopping:
             logs.warning("engine_ended", reason=reason, life=self._lives)
         return reason
+
+    async def _keep_telling(self, began_s: float) -> None:
+        """A log line every few seconds until the engine is ready: a slow start is told from one that hangs."""
+        while self.state == "loading":
+            await asyncio.sleep(_TELL_LOADING_S)
+            if self.state == "loading":
+                self._tell_loading(began_s)
+
+    def _tell_loading(self, began_s: float) -> None:
+        percent = round(100 * self.loading.fraction)
+        logs.info("loading", stage=self.loading.stage, percent=percent, seconds=round(time.monotonic() - began_s))
 
     async def _end_silence(self, engine: EngineProcess) -> None:
         """Notice when an engine that serves falls silent, and kill it when it or its step goes on so for too long.
@@ -228,7 +245,7 @@ class Supervisor:
         self._metrics.engine_up.set(1)
         self._metrics.pages_capacity.set(ready.num_pages)
         logs.info(
-            "engine_ready",
+            "ready",
             device=ready.device,
             load_seconds=ready.load_seconds,
             pages=ready.num_pages,

@@ -38,6 +38,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"chat_template: does not compile: {error}") from None
         self._special_tokens = special_tokens
+        self.source = source
 
     def render(self, messages: list[Message], spell: Callable[[str], str]) -> str:
         """`spell`: how a text of a message is written. Raises ApiError 400 if the template refuses the messages."""

@@ -158,6 +158,8 @@ MERGE_FLOAT32 = 5e-6
 # --- benchmarks ---
 # GB/s (or TFLOP/s) of any machine that this can run on: slower or faster is a unit mistaken by a thousand.
 PLAUSIBLE_RATES_GB_S = (0.05, 20_000.0)
+# Ratio of two timings of a matrix product on a machine that others use too: a unit mistaken by a thousand is beyond it.
+MATMUL_RATE_SPREAD = 30.0
 
 # Share by which a floor may differ from its bytes over its rate, both shown with two or three digits.
 FLOOR_ROUNDING = 0.03

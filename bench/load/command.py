@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from bench.load.settings import LoadPlan
 
 _INTERRUPTED = 130
+_STDOUT = Path("-")
 
 
 def serve(
-    url: Annotated[str, typer.Option(help="server, with or without /v1")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="server, with or without http:// and /v1")] = "http://127.0.0.1:8000",
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer key")] = None,
     model: Annotated[str | None, typer.Option(help="default: the first of /v1/models")] = None,
     endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="route to measure")] = "completions",
@@ -45,7 +46,9 @@ def serve(
     retry: Annotated[int, typer.Option(min=0, help="send a 429 again so often, after its Retry-After")] = 0,
     warmup: Annotated[int, typer.Option(min=0, help="requests to send unmeasured first")] = 0,
     usage: Annotated[bool, typer.Option(help="ask for usage in the stream")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write benchmark rows")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write benchmark rows; -: print them, and all else on stderr")
+    ] = None,
     raw: Annotated[Path | None, typer.Option(help="write a JSON line for each request")] = None,
     html: Annotated[Path | None, typer.Option(help="write the report as one page")] = None,
 ) -> None:
@@ -85,7 +88,7 @@ def serve(
             retries=retry,
             warmup=warmup,
         )
-        result = _measure(plan)
+        result = _measure(plan, json_file == _STDOUT)
     except PlanError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -96,7 +99,7 @@ def serve(
         raise typer.Exit(1)
 
 
-def _measure(plan: "LoadPlan") -> "LoadResult":
+def _measure(plan: "LoadPlan", only_json: bool) -> "LoadResult":
     import uvloop
     from rich.console import Console
 
@@ -104,7 +107,8 @@ def _measure(plan: "LoadPlan") -> "LoadResult":
     from bench.load.console import print_summary
     from bench.load.measure import measure
 
-    console = Console()
+    plan.check()
+    console = Console(stderr=only_json)
     console.print(f"[bold]{plan.base_url}[/bold]  {plan.shape}", highlight=False)
     try:
         result = uvloop.run(measure(plan, console))
@@ -119,7 +123,7 @@ def _write(result: "LoadResult", json_file: Path | None, raw: Path | None, html:
     from bench.load.row import make_row, write_raw
 
     row = make_row(result)
-    if json_file is not None:
+    if json_file is not None and json_file != _STDOUT:
         json_file.write_text(json.dumps([row], indent=2) + "\n", encoding="utf-8")
     if raw is not None:
         write_raw(raw, result)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from server.server_url import find_root
+
 SLO_KEYS = ("ttft", "tpot", "gap", "e2el")
 
 
@@ -114,7 +116,7 @@ class LoadPlan:
 
     @property
     def base_url(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1")
+        return find_root(self.url)
 
     @property
     def is_open_loop(self) -> bool:
@@ -122,8 +124,10 @@ class LoadPlan:
 
     def check(self) -> None:
         """Refuse options that contradict each other. Raises PlanError."""
-        if not self.url.startswith(("http://", "https://")):
-            raise PlanError(f"--url: got {self.url!r}; wanted http://HOST:PORT or https://HOST")
+        try:
+            find_root(self.url)
+        except ValueError as error:
+            raise PlanError(f"--url: {error}") from None
         if self.rate is not None and not (0 < self.rate < math.inf):
             raise PlanError(f"--rate: got {self.rate}; wanted requests per second above 0")
         if self.rate is None and self.concurrency is None:

@@ -54,6 +54,21 @@ def test_a_run_writes_rows_records_and_a_page(tmp_path: Path) -> None:
     assert "disconnected mid-stream" in html
 
 
+def test_json_on_standard_output_is_all_that_stands_there() -> None:
+    with scripted_server(*[Behaviour(first_s=0.01, gap_s=0.002)] * 3) as server:
+        address = server.url.removeprefix("http://") + "/v1"
+        arguments = ["--url", address, "--requests", "3", "--tokenizer", str(MODEL), "--json", "-"]
+        command = "import sys; from bench.cli import app; app(['serve', *sys.argv[1:]])"
+        run = [sys.executable, "-c", command, *arguments, "--input-tokens", "50", "--output-tokens", "4"]
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["extras"]["load"]["completed"] == 3
+    assert row["device"].endswith(server.url)
+    assert "requests completed" in done.stderr
+    assert not Path("-").exists()
+
+
 def test_a_page_that_loads_something_would_be_seen() -> None:
     for bad in ('<img src="a.png">', "<style>@import 'x'</style>", "<script>", "x{background:url(http://a)}"):
         assert LOADS.search(bad)

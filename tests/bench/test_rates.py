@@ -1,6 +1,7 @@
 """Rates: plausible, of real reads, and in the shape that the doctor reads."""
 
 import json
+import timeit
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from rich.console import Console
 import bench.rates
 from bench.rates import make_rows, measure_device_rates, rates
 from cpu.rates import default_gib, last_level_cache_bytes, measure_host_rates, measure_read_rate
-from tests.tolerances import PLAUSIBLE_RATES_GB_S
+from tests.tolerances import MATMUL_RATE_SPREAD, PLAUSIBLE_RATES_GB_S
 
 SMALL_GIB = 1 / 64
 LEAST, MOST = PLAUSIBLE_RATES_GB_S
@@ -27,8 +28,15 @@ def test_the_buffer_is_larger_than_the_cache_where_memory_allows() -> None:
     assert last_level_cache_bytes() > 0
 
 
-def test_a_host_without_a_card_has_no_device_rates() -> None:
-    assert measure_device_rates(torch.device("cpu")) == {}
+def test_a_host_without_a_card_has_its_own_arithmetic_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.rates, "_HOST_MATMUL", 512)
+    measured = measure_device_rates(torch.device("cpu"))
+    assert set(measured) == {"host_matmul_tflop_s"}
+    matrix = torch.randn(512, 512)
+    seconds = timeit.timeit(lambda: matrix @ matrix, number=10) / 10
+    ratio = measured["host_matmul_tflop_s"] / (2 * 512**3 / seconds / 1e12)
+    assert 1 / MATMUL_RATE_SPREAD < ratio < MATMUL_RATE_SPREAD
+    assert not 1 / MATMUL_RATE_SPREAD < 1000 * ratio < MATMUL_RATE_SPREAD, "a wrong unit would be seen"
 
 
 @pytest.mark.gpu

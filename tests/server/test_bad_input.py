@@ -53,7 +53,8 @@ TABLE = [
     (COMPLETION, {"prompt": "a", "seed": "x"}, "seed"),
     (COMPLETION, {"prompt": "a", "n": 0}, "n"),
     (COMPLETION, {"prompt": "a", "n": 129}, "n"),
-    (COMPLETION, {"prompt": ["a"] * 100, "n": 4}, "prompt"),
+    (COMPLETION, {"prompt": ["a"] * 100, "n": 4}, "n"),
+    (COMPLETION, {"prompt": ["a"] * 400}, "prompt"),
     (COMPLETION, {"prompt": "a", "best_of": 2}, "best_of"),
     (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix"),
     (COMPLETION, {"prompt": "a", "echo": "yes"}, "echo"),
@@ -328,10 +329,10 @@ async def test_too_many_sequences_are_refused_before_anything_is_tokenised(live,
     encoded = []
     encode = live.service.tokenizer.encode_within
     monkeypatch.setattr(live.service.tokenizer, "encode_within", lambda *given: encoded.append(given) or encode(*given))
-    for prompt in (["a few words"] * 300_000, [[7]] * 200):
+    for prompt, field in ((["a few words"] * 300_000, "prompt"), ([[7]] * 200, "n")):
         answer = await live.http.post(COMPLETION, json={"prompt": prompt, "n": 2})
         message = error_of(answer)["message"]
-        assert message.startswith(f"prompt: {2 * len(prompt)} sequences in one request (prompts times n), at most ")
+        assert message.startswith(f"{field}: {2 * len(prompt)} sequences in one request (prompts times n), at most ")
     assert encoded == []
     assert (await live.http.post(COMPLETION, json={"prompt": ["a"] * 3, "n": 2})).status_code == 200
     assert len(encoded) == 3

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +23,7 @@ from server.chat import (
     read_document,
     stream_answer,
 )
+from server.cli import main
 
 
 class ScriptedServer(ThreadingHTTPServer):
@@ -167,6 +169,24 @@ def test_a_key_that_cannot_come_in_a_header_is_refused_and_not_repeated():
         with pytest.raises(ChatError) as refused:
             check_key(key)
         assert key not in str(refused.value)
+
+
+def test_an_address_needs_no_scheme_and_a_wrong_one_is_one_line(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url in (scripted.url, scripted.url.removeprefix("http://"), f"{scripted.url}/v1/"):
+        scripted.scripts = [say("Hello")]
+        monkeypatch.setattr(sys, "argv", ["tandem", "chat", "--url", url, "--once", "hi"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        assert "Hello" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["tandem", "chat", "--url", "ftp://x", "--once", "hi"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == (
+        "error: --url: got 'ftp://x'; wanted HOST:PORT, http://HOST:PORT or https://HOST, with or without /v1\n"
+    )
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,20 @@
 """The command line: commands do what they say, and the world's errors are one line and status 1."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 from server.cli import main, override_address, require_free_port
-from server.config import ConfigError, Deployment
+from server.config import ConfigError, Deployment, load_deployment
 from transfer.machine import load_machine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -26,6 +31,84 @@ def test_help_names_every_command_and_group() -> None:
     assert done.returncode == 0
     for name in ("serve", "plan", "doctor", "chat", "bench", "eval"):
         assert name in done.stdout
+
+
+def test_the_version_is_told() -> None:
+    done = tandem("--version")
+    assert (done.returncode, done.stdout) == (0, f"tandem {version('tandem')}\n")
+
+
+def test_a_models_folder_is_a_deployment_of_its_own() -> None:
+    done = tandem("plan", DEPLOY / "models" / "reference", "--json")
+    assert done.returncode == 0, done.stderr
+    derived = json.loads(done.stdout)["deployment"]
+    assert derived["model"]["name"] == "reference"
+    assert derived["scheduler"]["max_context_tokens"] == 16384
+    assert None not in (derived["gpu"]["device"], derived["gpu"]["kv_cache_gib"], derived["gpu"]["threads"])
+
+
+def test_serving_a_folder_prints_what_was_derived_as_a_file_that_serves_the_same(tmp_path: Path) -> None:
+    log, printed = tmp_path / "log", tmp_path / "derived.yaml"
+    with log.open("w") as errors, printed.open("w") as out:
+        command = [str(TANDEM), "serve", str(DEPLOY / "models" / "reference"), "--port", "0"]
+        server = subprocess.Popen(command, stdout=out, stderr=errors, stdin=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 100
+            while "listening url=" not in log.read_text():
+                assert server.poll() is None, log.read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        finally:
+            server.terminate()
+            server.wait(60)
+    derived = load_deployment(printed)
+    assert derived.model.path == DEPLOY / "models" / "reference"
+    assert derived.gpu.kv_cache_gib is not None
+    assert "derived from" in printed.read_text().splitlines()[0]
+
+
+def test_a_folder_that_is_no_model_is_one_line(tmp_path: Path) -> None:
+    done = tandem("plan", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "has no config.json; wanted a YAML file or a model's Hugging Face folder" in done.stderr
+
+
+def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
+    """Deployments that can be planned but not served, and words of the refusal."""
+    reference = {"path": DEPLOY / "models" / "reference"}
+
+    def made(tree: dict[str, object]) -> Deployment:
+        return Deployment.model_validate({"gpu": {"device": "cpu"}} | tree)
+
+    bare = folder / "bare"
+    shutil.copytree(reference["path"], bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    yield made({"model": {"path": bare}}), "has no *.safetensors"
+    (bare / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    yield made({"model": {"path": bare}}), "model-1.safetensors is missing"
+    template = folder / "template.jinja"
+    template.write_text("{% if %}")
+    yield made({"model": reference | {"chat_template": template}}), "does not compile"
+    yield made({"model": {"random_weights": "tiny"}}), "model.tokenizer: missing"
+    yield made({"model": reference, "server": {"api_keys_file": folder / "keys"}}), "server.api_keys_file"
+    yield made({"model": reference, "scheduler": {"default_profile": "sampled"}}), "has no `host` section"
+    yield made({"model": reference, "scheduler": {"default_profile": "psychic"}}), "scheduler.default_profile"
+
+
+def test_plan_refuses_what_serve_refuses_with_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (deployment, words) in enumerate(broken_deployments(tmp_path)):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(yaml.safe_dump(deployment.model_dump(mode="json", exclude_defaults=True)))
+        said = []
+        for command in ("plan", "serve"):
+            monkeypatch.setattr(sys, "argv", ["tandem", command, str(path), *(["--port", "0"] * (command == "serve"))])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert ended.value.code == 1, (command, words)
+            said.append(capsys.readouterr().err)
+        assert words in said[0]
+        assert said[0] == said[1]
 
 
 def test_plan_prints_json_for_a_machine_that_is_elsewhere() -> None:

@@ -1,0 +1,61 @@
+"""How tokens are drawn where a request does not say: as the model's generation_config.json asks, or as OpenAI does.
+
+`do_sample: false` there is the most likely token. Values are held to the ranges of a request's fields.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from server.api_error import ApiError
+from server.bodies import check_range
+from server.config import ConfigError, Deployment
+
+FILE = "generation_config.json"
+FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """OpenAI's, where nothing else is said. top_k 0: all tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def load_sampling_defaults(deployment: Deployment) -> SamplingDefaults:
+    """Raises ConfigError if the model's file cannot be read, or asks for what no request could."""
+    folder = deployment.model.path
+    if deployment.server.generation_defaults == "openai" or folder is None:
+        return SamplingDefaults()
+    return read_sampling_defaults(folder / FILE)
+
+
+def read_sampling_defaults(path: Path) -> SamplingDefaults:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return SamplingDefaults()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"model: {path} holds {type(tree).__name__}; wanted an object")
+    given = {name: _number(path, name, tree[name]) for name in FIELDS if tree.get(name) is not None}
+    if tree.get("do_sample") is False:
+        given["temperature"] = 0.0
+    defaults = replace(SamplingDefaults(), **given)
+    return replace(defaults, top_k=max(0, int(defaults.top_k)))
+
+
+def _number(path: Path, name: str, value: object) -> float:
+    what = f"model: {path}: {name} is {value!r}; correct it, or set server.generation_defaults: openai"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(what)
+    try:
+        check_range(name, value)
+    except ApiError:
+        raise ConfigError(what) from None
+    return value
