@@ -27,6 +27,7 @@ from server.config import ConfigError, load_deployment
 
 DEPLOY = Path(__file__).resolve().parent
 LOG = DEPLOY.parent / "build" / "server.log"
+DOCUMENT = DEPLOY.parent / "build" / "document.txt"
 SEED = 5
 DOCUMENT_TOKENS = 4000
 NUM_NEEDLES = 12
@@ -122,6 +123,7 @@ def ask_about_document(url: str, model: str, console: Console) -> bool:
     needles = draw_needles(random.Random(SEED))
     key, number = needles[NUM_NEEDLES // 2]
     document, num_tokens = fit_document(url, needles)
+    DOCUMENT.write_text(document)
     question = f"What is the special magic number for {key}?"
     sentence = NUMBER_NEEDLE.format(key, number)
     begin = document.index(sentence)
@@ -169,10 +171,13 @@ def count_tokens(url: str, text: str) -> int:
 
 
 def explain(url: str, model: str, console: Console) -> None:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "..."}], "stream": True})
+    key, number = draw_needles(random.Random(SEED))[0]
+    content = f"{NUMBER_NEEDLE.format(key, number)} What is the special magic number for {key}?"
+    messages = [{"role": "user", "content": content}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 16, "stream": True})
     console.print("\n[bold]Ask more[/]")
     for line in (
-        f"  .venv/bin/tandem chat --url {url} --file SOME.txt",
+        f"  .venv/bin/tandem chat --url {url} --file {DOCUMENT.relative_to(DEPLOY.parent)}",
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'",
     ):
         console.print(line, markup=False, soft_wrap=True)

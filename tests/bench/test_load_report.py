@@ -69,6 +69,21 @@ def test_json_on_standard_output_is_all_that_stands_there() -> None:
     assert not Path("-").exists()
 
 
+def test_the_page_reads_on_a_phone(tmp_path: Path) -> None:
+    """390 pixels: nothing is wider than that but what scrolls in its own box (looked at in Chromium, once)."""
+    path = tmp_path / "page.html"
+    with scripted_server(*[Behaviour(first_s=0.01, gap_s=0.002)] * 3) as server:
+        serve("--url", server.url, "--requests", "3", "--tokenizer", str(MODEL), "--html", str(path))
+    html = path.read_text()
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    assert ".wide { overflow-x: auto; }" in style
+    columns = [int(width) for width in re.findall(r"minmax\((\d+)px", style)]
+    assert max(columns) <= 160, "columns of fixed width stand beside one another on a phone"
+    assert len(re.findall(r'<div class="wide">\s*(?:<\?xml[^>]*>\s*)?(?:<!DOCTYPE[^>]*>\s*)?<svg', html)) == 4
+    assert re.search(r'<div class="wide">\s*<table>', html)
+
+
 def test_a_page_that_loads_something_would_be_seen() -> None:
     for bad in ('<img src="a.png">', "<style>@import 'x'</style>", "<script>", "x{background:url(http://a)}"):
         assert LOADS.search(bad)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server import supervisor
 from server.config import ConfigError
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from server.server_url import find_root
@@ -205,3 +207,20 @@ async def test_what_a_client_sent_is_served(live: Running, path: Path) -> None:
 def test_there_are_captures_of_every_client() -> None:
     clients = {"guidellm", "langchain_openai", "litellm", "lm_eval", "openai", "pydantic_ai", "smg"}
     assert {path.stem for path in CAPTURED} == clients
+
+
+async def test_a_slow_start_says_so_again_and_again_and_is_ready_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_TELL_LOADING_S", 0.05)
+    monkeypatch.setattr(logging.getLogger("tandem"), "propagate", True)
+    caplog.set_level("INFO", "tandem")
+    async with running_server(make_deployment(), fake_command(load_s=0.6)) as live:
+        await live.http.get("/health")
+    words = [record.message.split()[0] for record in caplog.records]
+    assert words.count("ready") == 1
+    before, after = words[: words.index("ready")], words[words.index("ready") :]
+    assert before.count("loading") >= 4
+    assert "loading" not in after
+    told = [record.message for record in caplog.records if record.message.startswith("loading ")]
+    assert "stage=weights percent=50" in told[-1]
