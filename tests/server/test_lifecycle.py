@@ -90,11 +90,12 @@ async def test_progress_is_reported_when_asked_for_and_not_too_often():
     async with running_server(make_deployment(progress_seconds=0.2), fake_command(prefill_s=1.0)) as live:
         silent = await live.http.post(COMPLETION, json=LONG_PREFILL)
         assert "prompt_progress" not in silent.text
+        settings = {key: value for key, value in LONG_PREFILL.items() if key != "prompt"}
         for path, body in (
-            (COMPLETION, {}),
+            (COMPLETION, {"prompt": "one two three"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one two three"}]}),
         ):
-            answer = await live.http.post(path, json=LONG_PREFILL | body | {"return_progress": True})
+            answer = await live.http.post(path, json=body | settings | {"return_progress": True})
             chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
             progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
             assert len(progress) in PROGRESS_REPORTS
