@@ -6,6 +6,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from server.api_error import ApiError
 from server.bodies import check_range
@@ -43,7 +44,7 @@ def read_sampling_defaults(path: Path) -> SamplingDefaults:
         raise ConfigError(f"model: {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"model: {path} holds {type(tree).__name__}; wanted an object")
-    given = {name: _number(path, name, tree[name]) for name in FIELDS if tree.get(name) is not None}
+    given: dict[str, Any] = {name: _number(path, name, tree[name]) for name in FIELDS if tree.get(name) is not None}
     if tree.get("do_sample") is False:
         given["temperature"] = 0.0
     defaults = replace(SamplingDefaults(), **given)

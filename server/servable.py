@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from gpu.architecture import ModelError
-from gpu.profiles import ProfileError, get_profile
 from server.config import ConfigError, Deployment
 from server.service import load_parts
+from transfer.config import DEVICE_PROFILES, HOST_PROFILES
 
 _INDEX = "model.safetensors.index.json"
 
@@ -27,10 +27,14 @@ def require_servable(deployment: Deployment) -> None:
 
 def require_settings(deployment: Deployment) -> None:
     """The part that needs no file, for a machine that is elsewhere. Raises ConfigError."""
-    try:
-        get_profile(deployment.scheduler.default_profile, deployment.host)
-    except ProfileError as error:
-        raise ConfigError(f"scheduler.default_profile: {error}") from None
+    profile = deployment.scheduler.default_profile
+    if profile in HOST_PROFILES and deployment.host is None:
+        raise ConfigError(
+            f"scheduler.default_profile: {profile!r} keeps KV in host memory; this deployment has no `host` section"
+        )
+    if profile not in (*DEVICE_PROFILES, *HOST_PROFILES):
+        known = (*DEVICE_PROFILES, *(HOST_PROFILES if deployment.host is not None else ()))
+        raise ConfigError(f"scheduler.default_profile: unknown profile {profile!r}; known: {', '.join(known)}")
 
 
 def require_weights(folder: Path) -> None:

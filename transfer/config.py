@@ -11,6 +11,7 @@ from transfer.settings import Settings
 
 MAX_BITS_PER_TABLE = 16  # codes are uint16
 HOST_PROFILES = ("sampled", "offloaded")  # attention profiles that keep KV in host memory
+DEVICE_PROFILES = ("exact",)  # those that keep all of it on the device
 
 
 class SampledConfig(Settings):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpu.profiles import PROFILES, ProfileError, get_profile, profiles_for, register
-from transfer.config import HOST_PROFILES, HostConfig, SampledConfig
+from transfer.config import DEVICE_PROFILES, HOST_PROFILES, HostConfig, SampledConfig
 
 HOST = HostConfig()
 
@@ -17,6 +17,11 @@ def test_exact_ships_with_and_without_a_host_tier() -> None:
         profile = get_profile("exact", host)
         assert (profile.name, profile.uses_host, profile.samples) == ("exact", False, False)
         assert callable(profile.load_decode_attention())
+
+
+def test_the_names_that_a_plan_knows_are_those_that_there_are() -> None:
+    assert tuple(PROFILES) == DEVICE_PROFILES
+    assert set(profiles_for(HostConfig())) == {*DEVICE_PROFILES, *HOST_PROFILES}
 
 
 def test_a_host_section_brings_a_sampled_and_an_offloaded_profile() -> None:
