@@ -32,7 +32,7 @@ def load_architecture(model: ModelConfig) -> Architecture:
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
                 chunk_tokens: int, max_hidden_tokens: int, num_pages: int, num_dense_pages: int,
                 host: HostConfig | None, tier: HostTier | None, on_progress: LoadProgress) -> Runner:  # fmt: skip
-    """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights" and "graphs".
+    """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
     host, tier: settings and memory of contexts that leave the device, made by the caller, or None and None: then there
@@ -64,7 +64,9 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
             device=device, host=host, tier=tier,
         )  # fmt: skip
+        on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute
         runner.warm_up(chunk_tokens)
+        on_progress("kernels", 1.0)
         runner.capture(gpu.graph_batch_sizes, lambda fraction: on_progress("graphs", fraction))
     return runner
 
