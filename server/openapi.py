@@ -29,6 +29,7 @@ _BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _ANSWERS = (
     answers.Error, answers.Completion, answers.ChatCompletion, answers.Tokens, answers.Text, answers.Models,
     answers.Model, answers.Health, answers.Live, answers.Version, answers.CompletionChunk, answers.ChatChunk,
+    answers.TokenizerInfo, answers.ServerInfo, answers.Loads,
 )  # fmt: skip
 _REF = "#/components/schemas/{name}"
 _REFUSALS = {
@@ -67,6 +68,9 @@ def build_document(model_name: str, profiles: tuple[str, ...], has_keys: bool) -
             "/detokenize": {"post": _posts("Tokens as a text", DetokenizeBody, answers.Text, None)},
             "/v1/models": {"get": _gets("The model that is served", answers.Models)},
             "/v1/models/{model_id}": {"get": _gets("The model, by its id", answers.Model, parameters=[_MODEL_ID])},
+            "/tokenizer_info": {"get": _gets("The tokenizer's settings", answers.TokenizerInfo)},
+            "/server_info": {"get": _gets("The model and the engine's limits, for routers", answers.ServerInfo)},
+            "/v1/loads": {"get": _gets("How busy the engine is, for routers", answers.Loads)},
             "/health": {"get": _gets("Whether the engine serves", answers.Health, answers.Health)},
             "/live": {"get": _gets("Whether this process can still do so", answers.Live, answers.Live)},
             "/version": {"get": _gets("Tandem's version", answers.Version)},

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from server import answers, routes_docs, routes_generation, routes_status, routes_tokens
+from server import answers, routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens
 from server.bodies import RANGES, ChatBody, CompletionBody
 from server.openapi import build_document
 from tests.server.program import Program
@@ -38,7 +38,10 @@ CHECKS = [
 ]
 KEY = "sk-fuzz"
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/live", "/version", "/metrics")
+GETS = (
+    "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
+    "/health", "/live", "/version", "/metrics",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +141,7 @@ def test_the_document_has_every_route_of_the_application_and_every_field_of_a_bo
     document = build_document("a", ("exact",), has_keys=False)
     routes = {
         (route.path.replace(":path", ""), method.lower())
-        for routes in (routes_docs, routes_generation, routes_status, routes_tokens)
+        for routes in (routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens)
         for route in routes.router.routes
         for method in getattr(route, "methods", ())
     }
