@@ -102,18 +102,25 @@ class Admission:
         if not self.waiting or not self.free_slots or most_jobs <= 0:
             return [], []
         this = self._begin_round(holding)
+        prefixes = self._residence.prefixes
         passed: list[tuple[Sequence, int]] = []
         for sequence in list(self.waiting):
-            if not self.free_slots or len(this.batches.jobs) >= most_jobs:
-                break
             if sequence.num_in_flight or (sequence.run_end and this.is_depositing):
                 continue
-            start = None
-            is_waiting = not sequence.run_end and self._is_worth_waiting(sequence, this)
-            if not is_waiting:
-                start = self._try_down(sequence, this) if sequence.run_end else self._try(sequence, this)
+            start, is_waiting = None, False
+            if sequence.run_end:
+                start = self._try_down(sequence, this)
+            else:
+                other = prefixes.look(sequence)
+                is_waiting = other is not None and self._is_worth_waiting(sequence, other, this)
+                if not is_waiting and (
+                    sequence.num_pages - sequence.num_known_blocks < this.fewest_refused or sequence.left is not None
+                ):
+                    start = self._try(sequence, this)
             if start is not None:
                 self._enter(sequence, start, this)
+                if not self.free_slots or len(this.batches.jobs) >= most_jobs:
+                    break
                 continue
             passed.append((sequence, this.num_admitted))
             if not is_waiting and sequence.num_bypassed > _MOST_BYPASSES:
@@ -134,17 +141,13 @@ class Admission:
             has_others=bool(holding),
         )
 
-    def _is_worth_waiting(self, sequence: Sequence, this: _Round) -> bool:
-        """Whether a prefill under way computes what comes next, and waiting for its end is less work than it saves.
+    def _is_worth_waiting(self, sequence: Sequence, other: Sequence, this: _Round) -> bool:
+        """Whether waiting for another one's prefill, which computes what comes next, is less work than it saves.
 
         What is computed once is saved twice: for the one that waits, and for the one under way, which it would pass,
         being shorter by now, with the same work. Together they are done earlier by that, and later by the wait.
         """
         prefixes, page_tokens = self._residence.prefixes, self._residence.page_tokens
-        num_known = prefixes.count_known(sequence)
-        other = prefixes.who_computes(sequence, num_known)
-        if other is None:
-            return False
         left = this.seconds_left.get(other)
         if left is None:
             left = self._prefill.seconds_left(other)
@@ -152,7 +155,8 @@ class Admission:
                 left = self._prefill.prompt_seconds(other.num_published * page_tokens, other.num_tokens)
             this.seconds_left[other] = left
         num_shared = prefixes.count_shared(sequence, other)
-        return 2 * self._prefill.prompt_seconds(num_known * page_tokens, num_shared * page_tokens) > left
+        begin, end = sequence.num_known_blocks * page_tokens, num_shared * page_tokens
+        return 2 * self._prefill.prompt_seconds(begin, end) > left
 
     def _try(self, sequence: Sequence, this: _Round) -> Start | None:
         """Give it what its prompt needs, if there is room; its known blocks are counted.
@@ -162,16 +166,13 @@ class Admission:
         begin = sequence.num_known_blocks * self._residence.page_tokens
         if this.num_hidden + sequence.num_tokens - begin > self._max_hidden_tokens:
             return None
-        num_pages = sequence.num_pages + this.num_coming_pages
-        is_usual = sequence.left is None  # it asks no more of idle contexts than others do
-        if is_usual and num_pages - sequence.num_known_blocks >= this.fewest_refused:
+        num_pages = sequence.num_pages - self._residence.prefixes.count_held(sequence)
+        if num_pages >= this.fewest_refused and sequence.left is None:  # one that gave way may take what it left
             return None
-        num_pages -= self._residence.prefixes.count_held(sequence)
         kept = self._kept(sequence, this)
-        if is_usual and num_pages >= this.fewest_refused:
-            return None
-        if not self._residence.has_pages(num_pages, kept):
-            this.fewest_refused = num_pages if is_usual else this.fewest_refused
+        if not self._residence.has_pages(num_pages + this.num_coming_pages, kept):
+            if sequence.left is None:
+                this.fewest_refused = num_pages
             return None
         start = Start(begin, 0, None)
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None

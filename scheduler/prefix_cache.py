@@ -71,15 +71,17 @@ class PrefixCache:
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
-    def count_known(self, sequence: Sequence) -> int:
-        """Usable blocks in front that are published; where it stood at the last look is where this one begins."""
-        sequence.num_known_blocks = known = self._pages.count_known(
-            sequence.hashes, sequence.num_known_blocks, sequence.num_usable_blocks
-        )
-        return known
+    def look(self, sequence: Sequence) -> Sequence | None:
+        """Count the usable blocks in front that are published, from where they ended at the last look.
+
+        Returns the sequence whose prefill under way computes the next usable one, if any does.
+        """
+        hashes, end = sequence.hashes, sequence.num_usable_blocks
+        sequence.num_known_blocks = known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
+        return self._computing.get(hashes[known]) if known < end and self._computing else None
 
     def count_held(self, sequence: Sequence) -> int:
-        """Of the blocks that `count_known` has counted, those in front whose pages somebody holds."""
+        """Of the blocks that `look` has counted, those in front whose pages somebody holds."""
         near, known = sequence.num_held_blocks, sequence.num_known_blocks
         sequence.num_held_blocks = held = self._pages.count_held(sequence.hashes, min(near, known), known)
         return held
@@ -97,12 +99,6 @@ class PrefixCache:
         self.hits_tokens += num_cached_tokens
 
     # --- what is being computed ---------------------------------------------------------------------------------------
-
-    def who_computes(self, sequence: Sequence, block: int) -> Sequence | None:
-        """The sequence whose prefill under way computes this block of the sequence, if it is usable."""
-        if not self._computing or block >= sequence.num_usable_blocks:
-            return None
-        return self._computing.get(sequence.hashes[block])
 
     def start(self, sequence: Sequence, num_cached_tokens: int) -> None:
         """The sequence's prefill begins: it computes the blocks after the first `num_cached_tokens` tokens.

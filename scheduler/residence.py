@@ -75,10 +75,8 @@ class Residence:
         self.prefixes.await_blocks(sequence)
 
     def find(self, sequence: Sequence) -> Start:
-        """The best start there is now."""
+        """The best start there is now of a prompt that goes down."""
         end = sequence.run_end
-        if not end:
-            return Start(self.prefixes.count_known(sequence) * self._capacity.page_tokens, 0, None)
         host, contexts = self._host
         first, last = self._blocks(host.sink_tokens), self._blocks(end)
         source, num_shared = contexts.find(sequence.hashes, first, max(first, min(last, sequence.num_usable_blocks)))
