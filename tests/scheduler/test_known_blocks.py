@@ -1,7 +1,7 @@
 """The page pool against a model that walks: which blocks are known, which are held, and whose pages they are in."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler.pages import PagePool, count_front, extend_hashes
@@ -67,6 +67,7 @@ class Walk:
                 assert pool.count_known(hashes, min(near, 2), 2) == min(front, 2)
 
 
+@example([("alone", 0), ("publish", 0), ("enter", 1), ("retract", 0), ("publish", 1)])
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

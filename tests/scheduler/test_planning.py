@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from unittest.mock import MagicMock
 
 import msgspec
 import numpy as np
@@ -119,7 +120,10 @@ def looks_of_a_plan(num_tokens: int, kind: str) -> float:
     num_waiting = load.num_waiting
     assert num_waiting == 40, "they wait, or the test says nothing"
     CountingDigest.looks = 0
+    holds = MagicMock(wraps=load.scheduler.pages.hold)
+    load.scheduler.pages.hold = holds
     load.step()
+    assert not holds.called, "room is looked at before pages are held"
     return CountingDigest.looks / num_waiting
 
 

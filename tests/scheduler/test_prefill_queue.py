@@ -66,7 +66,7 @@ def test_what_the_oldest_job_was_owed_goes_with_it() -> None:
     """The next oldest begins with nothing due: a shorter job that arrives goes first."""
     queue = make_queue(oldest_share=0.5)
     queue.jobs += [make_job(0, (0, 100 * CHUNK)), make_job(1000, (0, 100 * CHUNK))]
-    run_steps(queue, 1)
+    run_steps(queue, 2)
     queue.drop(queue.jobs[0])
     queue.jobs.append(make_job(2000, (0, CHUNK // LAYERS)))
     assert {unit.job_id for unit in queue.next_units(None)[0]} == {2000}
