@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gpu.sampler import KeyStream, Sampler
+from gpu.sampler import KeyStream, Sampled, Sampler
 from gpu.sampling_params import SamplingParams
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken
 from tests.gpu.sampler_oracle import distribution, draw_key, edit_scores, race_winner
@@ -54,9 +54,13 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 
 
 def read(sampler: Sampler, logits: torch.Tensor, slots: list[int], samples: list[int]) -> list[SampledToken]:
-    sampled = sampler.sample(logits.to(sampler.device), slots, samples)
+    return arrived(sampler.sample(logits.to(sampler.device), slots, samples))
+
+
+def arrived(sampled: Sampled) -> list[SampledToken]:
+    """What was drawn, once it has been copied."""
     sampled.copy_to_host()
-    if sampler.device.type == "cuda":
+    if sampled.tokens.is_cuda:
         torch.cuda.synchronize()
     return sampled.to_host()
 
@@ -261,8 +265,7 @@ def test_rows_without_finite_logits_say_so_and_disturb_no_other(device: str) -> 
         for slot in range(len(logits)):
             sampler.assign(slot, params, NOTHING, NOTHING)
         sampled = sampler.sample(logits.to(device), list(range(len(logits))), [0] * len(logits))
-        sampled.copy_to_host()
-        assert [token.token_id for token in sampled.to_host()] == [alone, -1] * len(bad) + [alone]
+        assert [token.token_id for token in arrived(sampled)] == [alone, -1] * len(bad) + [alone]
         assert sampled.tokens.tolist() == [alone, 0] * len(bad) + [alone]
 
 
@@ -282,10 +285,7 @@ def test_options_that_leave_nothing_are_told_from_logits_that_are_not_finite(tem
         sampler.assign(slot, params, np.arange(vocab, dtype=np.int32), NOTHING)
     logits = torch.stack([row for row, _ in rows]).to(device)
     sampled = sampler.sample(logits, list(range(len(rows))), [0] * len(rows))
-    sampled.copy_to_host()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    drawn = [token.token_id for token in sampled.to_host()]
+    drawn = [token.token_id for token in arrived(sampled)]
     assert drawn[0] >= 0
     assert drawn[1:] == [NOTHING_LEFT, NOTHING_LEFT, NOT_FINITE, NOT_FINITE]
     assert sampled.tokens.tolist() == [drawn[0], 0, 0, 0, 0]
