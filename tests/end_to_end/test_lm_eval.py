@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from lm_eval.utils import RemoteTokenizer, check_remote_tokenizer_support
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evals.clients import Endpoint, Reply, ask_all
@@ -336,7 +337,13 @@ def test_a_batch_of_token_ids_is_answered_in_order(
     assert [texts[index] for index in range(4)] == [alone[key(sample)].text for sample in samples[:4]]
 
 
-def test_a_harness_that_looks_for_a_remote_tokenizer_is_told_there_is_none(server: ServerProcess) -> None:
-    response = httpx.get(f"{server.url}/tokenizer_info", timeout=10)
-    assert response.status_code == 404
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+def test_the_harnesss_remote_tokenizer_reads_writes_and_chats_as_the_models_own(server: ServerProcess) -> None:
+    url = f"{server.url}/v1/completions"
+    assert check_remote_tokenizer_support(url)
+    remote, own = RemoteTokenizer(url), AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    text = "The harbour's third lamp — 41 steps above the quay."
+    assert remote.encode(text) == own.encode(text, add_special_tokens=False)
+    assert remote.decode(remote.encode(text)) == text
+    assert (remote.eos_token, remote.eos_token_id) == (own.eos_token, own.eos_token_id)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+    assert remote.apply_chat_template(chat) == own.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

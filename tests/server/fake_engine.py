@@ -123,7 +123,7 @@ class FakeEngine:
         if len(self.running) + len(requests) > self.settings.get("max_requests", 1000):
             self.say(Refused(message.submit_id, "queue_full", "queue: 8 wait, room for 8"))
             return
-        if any(request.attention_profile == "long_step" for request in message.requests):
+        if any(request.attention_profile == "long_step" for request in requests):
             time.sleep(self.settings["step_s"])
         now = time.monotonic()
         for request in requests:

@@ -14,6 +14,7 @@ from server.generation import Generation, Job, Update
 from server.mailbox import Mailbox
 from server.metrics import Metrics
 from server.prompts import Prompt, completion_max_tokens
+from server.sampling_defaults import SamplingDefaults
 from server.tokenizer import Tokenizer
 from tests.server.live_server import make_deployment
 
@@ -46,7 +47,7 @@ class Call:
         deployment = make_deployment()
         service: Any = SimpleNamespace(
             supervisor=self.engine, metrics=self.metrics, tokenizer=tokenizer, deployment=deployment,
-            settings=deployment.server,
+            settings=deployment.server, sampling_defaults=SamplingDefaults(),
         )  # fmt: skip
         jobs = [Job(Prompt(prompt, "", 0), max_tokens) for prompt in prompts]
         self.generation = Generation(service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS, "salt")
@@ -189,9 +190,10 @@ ROOM = [  # prompt, max_tokens asked, what it gets (None: refused)
 @pytest.mark.parametrize(("prompt", "asked", "gets"), ROOM)
 def test_a_prompt_and_its_answer_fill_the_context_and_no_more(prompt: int, asked: int | None, gets: int | None) -> None:
     body = CompletionBody(prompt="", max_tokens=asked)
+    service: Any = SimpleNamespace(settings=make_deployment().server)
     if gets is None:
         with pytest.raises(ApiError) as refused:
-            completion_max_tokens(body, Prompt([7] * prompt, "", 0), LIMITS)
+            completion_max_tokens(service, body, Prompt([7] * prompt, "", 0), LIMITS)
         assert refused.value.code == "context_length_exceeded"
     else:
-        assert completion_max_tokens(body, Prompt([7] * prompt, "", 0), LIMITS) == gets
+        assert completion_max_tokens(service, body, Prompt([7] * prompt, "", 0), LIMITS) == gets

@@ -14,6 +14,7 @@ from tests.server.live_server import fake_command, make_deployment
 OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"}
 GUARDED = {
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}", "/tokenize", "/detokenize",
+    "/tokenizer_info", "/server_info", "/v1/loads",
 }  # fmt: skip
 
 
