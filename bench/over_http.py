@@ -5,12 +5,12 @@ this process: the two never share the machine. Every round has prompts of its ow
 """
 
 import asyncio
-import json
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from bench.load.client import Client
+from bench.load.records import RequestRecord
 from bench.rates import device_name
 from bench.rows import GateError, Row, announce, require, summarise
 from gpu.sampling_params import SamplingParams
@@ -54,6 +56,14 @@ class Floor:
     rates: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of a round: to the last token, and until every stream had its first."""
+
+    seconds: float
+    all_started_s: float
+
+
 def run_http_benchmark(benchmark: HttpBenchmark, deployment: Deployment, floor: Floor, console: Console) -> list[Row]:
     """One row: milliseconds a step (a token of every stream) over HTTP, with the engine alone as the peer.
 
@@ -67,7 +77,7 @@ def run_http_benchmark(benchmark: HttpBenchmark, deployment: Deployment, floor: 
         lambda *_: None,
     )
     alone = [_run_engine(engine, ready, benchmark, number) for number in range(benchmark.rounds + 1)][1:]
-    ours, theirs = ([1e3 * seconds / benchmark.tokens for seconds in runs] for runs in (over_http, alone))
+    ours, theirs = ([1e3 * took.seconds / benchmark.tokens for took in runs] for runs in (over_http, alone))
     timing, peer = summarise(ours), summarise(theirs)
     row = Row(
         name="step over HTTP",
@@ -85,6 +95,8 @@ def run_http_benchmark(benchmark: HttpBenchmark, deployment: Deployment, floor: 
             "tokens_per_s": 1e3 * benchmark.streams / timing.ms,
             "peer_tokens_per_s": 1e3 * benchmark.streams / peer.ms,
             "share_of_engine": peer.ms / timing.ms,
+            "all_started_ms": summarise([1e3 * took.all_started_s for took in over_http]).ms,
+            "peer_all_started_ms": summarise([1e3 * took.all_started_s for took in alone]).ms,
         },
         config={"benchmark": {"config": str(benchmark.config), "streams": benchmark.streams},
                 "engine": deployment.model_dump(mode="json", exclude={"server"})},
@@ -100,8 +112,8 @@ def draw_round(benchmark: HttpBenchmark, number: int) -> list[list[int]]:
     return prompts
 
 
-def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: int) -> float:
-    """Seconds from submitting the streams to the last token."""
+def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: int) -> Took:
+    """From submitting the streams to the last token."""
     requests = [
         EngineRequest(
             request_id=f"{number}-{index}",
@@ -114,31 +126,42 @@ def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: 
         )
         for index, prompt in enumerate(draw_round(benchmark, number))
     ]
-    began, received = time.perf_counter(), 0
+    began, received, started_s = time.perf_counter(), Counter[str](), 0.0
     engine.submit(requests)
     while engine.has_work:
-        received += sum(len(delta.token_ids) for delta in engine.step())
+        for delta in engine.step():
+            received[delta.request_id] += len(delta.token_ids)
+        if not started_s and len(received) == benchmark.streams:
+            started_s = time.perf_counter() - began
     seconds = time.perf_counter() - began
-    require(received == benchmark.streams * benchmark.tokens, f"the engine made {received} tokens")
-    return seconds
+    require(received.total() == benchmark.streams * benchmark.tokens, f"the engine made {received.total()} tokens")
+    return Took(seconds, started_s)
 
 
-async def _stream_all(url: str, benchmark: HttpBenchmark, number: int) -> float:
-    """Seconds from sending the requests to the last token."""
-    limits = httpx.Limits(max_connections=benchmark.streams)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        prompts = draw_round(benchmark, number)
-        began = time.perf_counter()
-        received = await asyncio.gather(*(_stream(client, model, prompt, benchmark.tokens) for prompt in prompts))
-        seconds = time.perf_counter() - began
-    require(received == [benchmark.tokens] * benchmark.streams, f"streams of {sorted(set(received))} tokens")
-    return seconds
+async def _stream_all(url: str, benchmark: HttpBenchmark, number: int) -> Took:
+    """From sending the requests to the last token."""
+    client = Client(url, None, timeout_s=benchmark.load_timeout_s, retries=0)
+    try:
+        model = await client.find_model()
+        records = [
+            RequestRecord(0, 0, 0.0, benchmark.prompt_tokens, benchmark.tokens) for _ in range(benchmark.streams)
+        ]
+        bodies = [_body(model, prompt, benchmark.tokens) for prompt in draw_round(benchmark, number)]
+        began = client.now()
+        await asyncio.gather(
+            *(client.send("/v1/completions", body, record) for body, record in zip(bodies, records, strict=True))
+        )
+        seconds = client.now() - began
+    finally:
+        await client.session.close()
+    for record in records:
+        require(record.outcome == "completed", f"a stream {record.outcome}: {record.reason}")
+        require(record.output_tokens == benchmark.tokens, f"a stream of {record.output_tokens} tokens")
+    return Took(seconds, max(record.ttft_s for record in records))
 
 
-async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int], tokens: int) -> int:
-    """How many tokens the server says it has streamed."""
-    body: dict[str, Any] = {
+def _body(model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
+    return {
         "model": model,
         "prompt": prompt,
         "max_tokens": tokens,
@@ -147,15 +170,6 @@ async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int], toke
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    usage: dict[str, Any] = {}
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != httpx.codes.OK:
-            text = (await response.aread()).decode(errors="replace")
-            require(False, f"the server answered {response.status_code}: {text[:200]}")
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                usage = json.loads(line[len("data: ") :]).get("usage") or usage
-    return int(usage.get("completion_tokens", 0))
 
 
 @contextmanager
