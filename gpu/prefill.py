@@ -16,7 +16,7 @@ from gpu.decoder import Decoder
 from gpu.deposit import Depositor
 from gpu.kv_pool import KvPool
 from gpu.logprobs import Logprobs
-from gpu.prefill_attention import prefill_attention
+from gpu.prefill_attention import Packing, has_flash, packed_prefill_attention, prefill_attention
 from gpu.sampler import Sampled, Sampler, gather_logprobs
 from gpu.staging import StagedPrompt, Staging
 from gpu.step import PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob
@@ -25,6 +25,7 @@ from transfer.partial import Partial
 from transfer.tier import HostMemoryError, HostTier
 
 LOGITS_BLOCK_ROWS = 256  # rows of logits at once, for prompt logprobs
+MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of more is worth a launch of its own
 
 
 class GatheredKv:
@@ -56,6 +57,28 @@ class GatheredKv:
         self._tokens = end
         return self.keys.flatten(1, 2)[:, :end], self.values.flatten(1, 2)[:, :end]
 
+    def pack(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[tokens, kv_heads, dim]` of any tokens, valid until the next gather; `rows` of `rows_of`."""
+        self.forget()
+        kv_heads, *_, dim = self.keys.shape
+        packed = []
+        for pages, gathered in (
+            (self.pool.key_pages[layer], self.keys),
+            (self.pool.value_pages[layer], self.values),
+        ):
+            flat = gathered.view(-1, dim)[: len(rows)]
+            torch.index_select(pages.view(-1, dim), 0, rows, out=flat)
+            packed.append(flat.view(-1, kv_heads, dim))
+        return packed[0], packed[1]
+
+    def rows_of(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where the KV heads of tokens lie in a layer's pages, int64 `[tokens * kv_heads]`; both int64 `[tokens]`."""
+        kv_heads, _, page_tokens, _ = self.keys.shape
+        pages = self.pool.page_table[slots, positions // page_tokens].long()
+        first = pages * (kv_heads * page_tokens) + positions % page_tokens
+        heads = torch.arange(kv_heads, device=first.device) * page_tokens
+        return (first[:, None] + heads).flatten()
+
     def forget(self) -> None:
         """Nothing gathered before is valid any more."""
         self._holds = None
@@ -78,6 +101,26 @@ class FinishedJob:
         return {slot: logprobs.to_list() for slot, logprobs in self.prompt_logprobs.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a unit has of one prompt: tokens `[begin, end)` of the job, the last of the prompt's first `context`."""
+
+    prompt: PrefillPrompt
+    begin: int
+    end: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Tokens `[begin, end)` of a job, whose prompts are attended to together: the same in every layer."""
+
+    begin: int
+    end: int
+    packing: Packing
+    rows: Tensor
+
+
 @dataclass(slots=True)
 class _Job:
     """A job on the device: packed token ids, positions (int64) and slots (int32), all `[tokens]`; prompts' offsets."""
@@ -90,6 +133,16 @@ class _Job:
     hidden: Tensor | None
     staged: StagedPrompt | None
     has_failed: bool
+    packed: _Packed | None = None
+
+    def parts(self, unit: PrefillUnit) -> list[_Part]:
+        """A unit's, prompt by prompt."""
+        parts = []
+        for prompt, prompt_begin, prompt_end in zip(self.job.prompts, self.offsets, self.offsets[1:], strict=False):
+            begin, end = max(unit.begin, prompt_begin), min(unit.end, prompt_end)
+            if begin < end:
+                parts.append(_Part(prompt, begin, end, prompt.begin + end - prompt_begin))
+        return parts
 
 
 class Prefill:
@@ -106,6 +159,8 @@ class Prefill:
         self.device = decoder.pool.device
         self.gathered = GatheredKv(decoder.pool, decoder.architecture.num_kv_heads, decoder.architecture.dim)
         self.staging = Staging(decoder.pool, tier, depositor) if tier is not None and depositor is not None else None
+        pool = decoder.pool
+        self._most_packed_tokens = min(MOST_PACKED_TOKENS, pool.max_pages * pool.page_tokens)
         self._jobs: dict[int, _Job] = {}
         self._failures: dict[int, str] = {}
 
@@ -196,19 +251,37 @@ class Prefill:
             staged.end_layer(place)
 
     def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor) -> Partial:
-        """Attention of a packed chunk, prompt by prompt; query `[unit tokens, heads, dim]`."""
-        parts = []
-        for prompt, prompt_begin, prompt_end in zip(state.job.prompts, state.offsets, state.offsets[1:], strict=False):
-            begin, end = max(unit.begin, prompt_begin), min(unit.end, prompt_end)
-            if begin >= end:
-                continue
-            context = prompt.begin + end - prompt_begin
-            keys, values = self._keys_and_values(state, prompt, unit.layer, context)
-            own = query[begin - unit.begin : end - unit.begin]
-            parts.append(prefill_attention(own, keys, values, self.decoder.scale))
-        if len(parts) == 1:
-            return parts[0]
-        return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+        """Attention of a packed chunk: all prompts at once, or prompt by prompt; query `[tokens, heads, dim]`."""
+        parts = state.parts(unit)
+        if len(parts) > 1 and has_flash(query) and sum(part.context for part in parts) <= self._most_packed_tokens:
+            packed = self._pack(state, unit, parts)
+            keys, values = self.gathered.pack(unit.layer, packed.rows)
+            return packed_prefill_attention(query, keys, values, packed.packing, self.decoder.scale)
+        attended = []
+        for part in parts:
+            keys, values = self._keys_and_values(state, part.prompt, unit.layer, part.context)
+            own = query[part.begin - unit.begin : part.end - unit.begin]
+            attended.append(prefill_attention(own, keys, values, self.decoder.scale))
+        if len(attended) == 1:
+            return attended[0]
+        return Partial(torch.cat([part.out for part in attended]), torch.cat([part.lse for part in attended]))
+
+    def _pack(self, state: _Job, unit: PrefillUnit, parts: list[_Part]) -> _Packed:
+        """What the last layer's unit had, if it was of the same tokens."""
+        known = state.packed
+        if known is not None and (known.begin, known.end) == (unit.begin, unit.end):
+            return known
+        begins = np.array([[0, 0], *((part.end - part.begin, part.context) for part in parts)], np.int32)
+        most_queries, most_keys = begins.max(0).tolist()
+        query_begins, key_begins = upload(begins.cumsum(0, dtype=np.int32).T.copy(), self.device).unbind(0)
+        tokens = (
+            [np.full(part.context, part.prompt.slot) for part in parts],
+            [np.arange(part.context) for part in parts],
+        )
+        slots, positions = upload(np.stack([np.concatenate(one) for one in tokens]), self.device).unbind(0)
+        packing = Packing(query_begins, key_begins, most_queries, most_keys)
+        state.packed = _Packed(unit.begin, unit.end, packing, self.gathered.rows_of(slots, positions))
+        return state.packed
 
     def _keys_and_values(self, state: _Job, prompt: PrefillPrompt, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """`[kv_heads, end, dim]` of a prompt's tokens `[0, end)`: staged, or gathered from pages."""

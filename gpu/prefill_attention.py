@@ -1,9 +1,12 @@
-"""Causal attention of one prompt's queries, the last tokens of a context, over that whole context: a partial.
+"""Causal attention of a prompt's queries, the last tokens of a context, over that whole context: a partial.
 
-It refuses to know pages and prompts' neighbours. Invariant: query i of n sees keys `[0, context - n + i]`, and keys are
-never repeated in memory for the query heads that share them. FlashAttention on CUDA in bf16; elsewhere the past and the
-queries' own tokens are two partials, merged, because those kernels align a causal mask to the upper left.
+It refuses to know pages. Several prompts may be computed at once, and none sees another's keys. Invariant:
+query i of n sees keys `[0, context - n + i]`, and keys are never repeated in memory for the query heads that share
+them. FlashAttention on CUDA in bf16; elsewhere the past and the queries' own tokens are two partials, merged, because
+those kernels align a causal mask to the upper left.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,13 +36,40 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
     The queries are the context's last `tokens`. out float32 `[tokens, heads, dim]`, lse float32 `[tokens, heads]`.
     """
-    if query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % FLASH_DIM_MULTIPLE == 0:
+    if has_flash(query):
         return _flash(query, key, value, scale)
     begin = key.shape[1] - query.shape[0]
     own = _two_sided(query, key[:, begin:], value[:, begin:], True, scale)
     if begin == 0:
         return own
     return merge(_two_sided(query, key[:, :begin], value[:, :begin], False, scale), own)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where prompts that are computed together begin: int32 `[prompts + 1]` each, on the device, the last the end."""
+
+    query_begins: Tensor
+    key_begins: Tensor
+    most_queries: int
+    most_keys: int
+
+
+def packed_prefill_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Partial:
+    """`prefill_attention` of each prompt, by one kernel; where `has_flash`.
+
+    query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, packing.query_begins, packing.key_begins, packing.most_queries, packing.most_keys,
+        0.0, True, False, scale=scale,
+    )  # fmt: skip
+    return Partial(out.float(), lse.transpose(0, 1))
+
+
+def has_flash(query: Tensor) -> bool:
+    """Whether FlashAttention computes for queries like this."""
+    return query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % FLASH_DIM_MULTIPLE == 0
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:

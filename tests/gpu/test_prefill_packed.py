@@ -1,0 +1,109 @@
+"""Prompts that are attended to by one kernel see their own keys and no others: part by part, and in the whole."""
+
+import numpy as np
+import pytest
+import torch
+
+import gpu.prefill
+from gpu.architecture import named_shape
+from gpu.kv_pool import KvPool
+from gpu.prefill import GatheredKv
+from gpu.prefill_attention import Packing, packed_prefill_attention, prefill_attention_reference
+from gpu.runner import Runner
+from gpu.sampling_params import SamplingParams
+from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, StepResult
+from tests.gpu.reference_model import NUM_LAYERS, Pages, document_prompt, layer_units, reference_runner
+from tests.tolerances import ATTENTION_BF16_ATOL, BF16_LOGPROB_ATOL
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(1, 1), (5, 5), (1, 77), (64, 64), (33, 130), (200, 1031), (16, 16)]  # (tokens, context) of each prompt
+LENGTHS = [150, 3, 40, 97]
+
+
+def starts(counts: list[int], device: str) -> torch.Tensor:
+    return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 128), (3, 1, 32)])
+def test_each_of_many_prompts_is_attended_to_by_the_definition(heads: int, kv_heads: int, dim: int) -> None:
+    draw = torch.Generator().manual_seed(dim)
+    counts, contexts = (list(numbers) for numbers in zip(*SHAPES, strict=True))
+    query, key, value = (
+        torch.randn((sum(rows), width, dim), generator=draw).to(torch.bfloat16)
+        for rows, width in ((counts, heads), (contexts, kv_heads), (contexts, kv_heads))
+    )
+    packing = Packing(starts(counts, "cuda"), starts(contexts, "cuda"), max(counts), max(contexts))
+    got = packed_prefill_attention(query.cuda(), key.cuda(), value.cuda(), packing, 0.125)
+    assert got.out.dtype == got.lse.dtype == torch.float32
+    of_queries = [tensor.cpu().double().split(counts) for tensor in (query, got.out, got.lse)]
+    of_keys = [tensor.double().split(contexts) for tensor in (key, value)]
+    for own, out, lse, keys, values in zip(*of_queries, *of_keys, strict=True):
+        wanted = prefill_attention_reference(own, keys.transpose(0, 1), values.transpose(0, 1), 0.125)
+        np.testing.assert_allclose(out, wanted.out, atol=ATTENTION_BF16_ATOL, rtol=0)
+        np.testing.assert_allclose(lse, wanted.lse, atol=ATTENTION_BF16_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_and_values_of_several_prompts_lie_one_after_another(device: str) -> None:
+    """Pages in any order, some shared, of prompts that end within one; NaN in what nobody wrote."""
+    shape, page = named_shape("tiny"), 16
+    pool = KvPool(shape, 40, 0, (), page, 4, 100, torch.float32, torch.device(device))
+    pool.poison()
+    rows = {2: [7, 0, 31], 0: [12], 3: [7, 0, 5, 6]}
+    pool.write_pages([PageWrite(slot, 0, pages) for slot, pages in rows.items()])
+    contexts = {2: 40, 0: 3, 3: 61}
+    for pages in (pool.key_pages[1], pool.value_pages[1]):
+        pages[[7, 0, 31, 12, 5, 6]] = torch.randn(6, *pages.shape[1:]).to(device)
+        pages[31, :, 8:], pages[12, :, 3:], pages[6, :, 13:] = (torch.nan,) * 3
+    gathered = GatheredKv(pool, shape.num_kv_heads, shape.dim)
+    cells = [(slot, token) for slot, context in contexts.items() for token in range(context)]
+    slots, positions = torch.tensor(cells, device=device).unbind(1)
+    packed = [one.clone() for one in gathered.pack(1, gathered.rows_of(slots, positions))]
+    begin = 0
+    for slot, context in contexts.items():
+        for one, whole in zip(packed, gathered.gather(0, slot, 1, context), strict=True):
+            assert torch.equal(one[begin : begin + context], whole.transpose(0, 1))
+        begin += context
+    assert begin == len(packed[0])
+    kept = gathered.gather(0, 3, 1, 50)[0].clone()
+    gathered.pack(1, gathered.rows_of(slots, positions))
+    assert torch.equal(gathered.gather(0, 3, 1, 61)[0][:, :50], kept), "what was packed over is gathered anew"
+
+
+@pytest.mark.gpu
+def test_prompts_attended_to_together_are_told_what_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole prompts, chunks that end within some of them, and prompts that go on from pages of others."""
+    together = prompt_logprobs()
+    monkeypatch.setattr(gpu.prefill, "MOST_PACKED_TOKENS", 0)
+    apart = prompt_logprobs()
+    for key, wanted in apart.items():
+        assert np.isfinite(wanted).all()
+        np.testing.assert_allclose(together[key], wanted, atol=BF16_LOGPROB_ATOL, rtol=0)
+    assert len(apart) == len(LENGTHS) + 1
+
+
+def prompt_logprobs() -> dict[int, np.ndarray]:
+    """Of all prompts of one job, by slot, and in the end what those drew that go on from the first one's pages."""
+    runner = reference_runner("bfloat16", "cuda", max_running=8, num_pages=200, max_context_tokens=1024)
+    pages = Pages(runner)
+    prompts = [document_prompt(length, length) for length in LENGTHS]
+    asks = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
+    job = PrefillJob(1, [PrefillPrompt(slot, ids, 0, len(ids), asks, "exact") for slot, ids in enumerate(prompts)])
+    writes = [pages.take(slot, len(ids) + 1) for slot, ids in enumerate(prompts)]
+    result = launch(runner, StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 170, NUM_LAYERS)))
+    told = {slot: np.array([entry.logprob for entry in entries]) for slot, entries in result.prompt_logprobs.items()}
+    shared = writes[0].page_ids[:6]
+    draws = SamplingParams(temperature=0.0, num_logprobs=0)
+    later = [np.concatenate([prompts[0][:96], document_prompt(length, 50 + length)]) for length in (20, 60)]
+    after = PrefillJob(2, [PrefillPrompt(5 + i, ids, 96, len(ids), draws, "exact") for i, ids in enumerate(later)])
+    writes = [PageWrite(5 + i, 0, shared) for i in range(2)]
+    writes += [pages.take(5 + i, len(ids) + 1, first_page=6) for i, ids in enumerate(later)]
+    result = launch(runner, StepPlan(page_writes=writes, new_jobs=[after], units=layer_units(after, 500, NUM_LAYERS)))
+    told[-1] = np.array([token.logprob.logprob for token in result.tokens if token.logprob is not None])
+    assert len(told[-1]) == 2
+    return told
+
+
+def launch(runner: Runner, plan: StepPlan) -> StepResult:
+    return runner.launch(plan).collect()
