@@ -199,33 +199,49 @@ class Runner:
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
         on_device = [name for name, profile in self._profiles.items() if not profile.uses_host]
-        self._warm_up_with(tokens - 1, [], [DecodeGroup(name, [0], [tokens - 1], [1]) for name in on_device])
+        self._rehearse([tokens - 1], [], [DecodeGroup(name, [0], [tokens - 1], [1]) for name in on_device])
         for name, profile in self._profiles.items():
             if profile.uses_host:
                 self._warm_up_host(name, profile.samples)
 
-    def _warm_up_with(self, num_prompt_tokens: int, deposits: list[Deposit], decode: list[DecodeGroup]) -> None:
-        """Prefill a prompt in slot 0, then deposit and decode."""
-        greedy = SamplingParams(temperature=0.0)
-        zeros = np.zeros(num_prompt_tokens, np.int32)
-        prompt = PrefillPrompt(0, zeros, 0, num_prompt_tokens, greedy, next(iter(self._profiles)))
-        num_pages = num_prompt_tokens // self.limits.page_tokens + 1
-        prefill = StepPlan(
-            page_writes=[PageWrite(0, 0, list(range(num_pages)))],
-            new_jobs=[PrefillJob(0, [prompt])],
-            units=[PrefillUnit(0, layer, 0, num_prompt_tokens) for layer in range(self.architecture.num_layers)],
-        )
+    @torch.inference_mode()
+    def time_prefill(self, lengths: Sequence[int]) -> tuple[list[PrefillUnit], float]:
+        """Prefill a job of prompts of these lengths, on pages nobody owns yet: its units, and their seconds together.
+
+        The second of two runs counts; in the first, kernels of the shape may be compiled and chosen.
+        """
+        for _ in range(2):
+            units, seconds = self._rehearse(lengths, [], [])
+        return units, seconds
+
+    def _rehearse(
+        self, lengths: Sequence[int], deposits: list[Deposit], decode: list[DecodeGroup]
+    ) -> tuple[list[PrefillUnit], float]:
+        """Prefill one job in slots from 0 on, layer by layer in one step; then deposit, decode, and forget it."""
+        greedy, profile = SamplingParams(temperature=0.0), next(iter(self._profiles))
+        prompts, writes, num_pages = [], [], 0
+        for slot, length in enumerate(lengths):
+            prompts.append(PrefillPrompt(slot, np.zeros(length, np.int32), 0, length, greedy, profile))
+            pages = range(num_pages, num_pages + length // self.limits.page_tokens + 1)
+            writes.append(PageWrite(slot, 0, list(pages)))
+            num_pages = pages.stop
+        units = [PrefillUnit(0, layer, 0, sum(lengths)) for layer in range(self.architecture.num_layers)]
         contexts = [deposit.context_id for deposit in deposits]
-        after = StepPlan(released_slots=[0], closed_contexts=contexts)
+        prefill = StepPlan(page_writes=writes, new_jobs=[PrefillJob(0, prompts)], units=units)
+        after = StepPlan(released_slots=list(range(len(lengths))), closed_contexts=contexts)
+        seconds = 0.0
         for plan in (prefill, StepPlan(deposits=deposits, decode=decode), after):
-            for reason in self.launch(plan).collect().failures.values():
+            result = self.launch(plan).collect()
+            for reason in result.failures.values():
                 raise HostMemoryError(reason)
+            seconds = max(seconds, result.unit_seconds)
+        return units, seconds
 
     def _warm_up_host(self, profile: str, samples: bool) -> None:
         """Three pages of tokens, of which the one in the middle goes down."""
         page, dense = self.limits.page_tokens, self.limits.num_pages
         deposit = Deposit(0, 0, page, 2 * page, [1], [dense], opens=True, is_sampled=samples)
-        self._warm_up_with(3 * page - 1, [deposit], [DecodeGroup(profile, [0], [3 * page - 1], [1], [0])])
+        self._rehearse([3 * page - 1], [deposit], [DecodeGroup(profile, [0], [3 * page - 1], [1], [0])])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:

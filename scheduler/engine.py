@@ -23,6 +23,7 @@ from scheduler.capacity import Capacity, HostCapacity
 from scheduler.config import EngineConfig
 from scheduler.decode_reads import DecodeReads
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Ready, Stats
+from scheduler.prefill_queue import LEAST_UNIT_TOKENS
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from transfer.config import HostConfig
@@ -31,6 +32,8 @@ from transfer.machine import probe_machine
 from transfer.tier_shape import TierShape
 
 log = logging.getLogger(__name__)
+
+_REHEARSED_PROMPTS = 8
 
 
 class Engine:
@@ -190,6 +193,8 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
         None if shape is None else host_capacity(plan, shape),
     )
     scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), profiles)
+    if plan.device == "cuda":
+        rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
         vocab_size=architecture.vocab_size,
@@ -202,6 +207,17 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
         load_seconds=time.monotonic() - began,
     )
     return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
+
+
+def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
+    """Prefill what is common, so that its kernels are ready and the scheduler knows what units take from the start."""
+    limits = runner.limits
+    most = min(chunk_tokens, limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
+    few = min(LEAST_UNIT_TOKENS, most)
+    together = max(1, min(limits.max_running, _REHEARSED_PROMPTS, most // (few + limits.page_tokens)))
+    for lengths in ([few], [few] * together, [most]):
+        units, seconds = runner.time_prefill(lengths)
+        scheduler.learn_units(units, [lengths[-1]] * len(units), seconds)
 
 
 def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:

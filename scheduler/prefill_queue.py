@@ -53,7 +53,7 @@ class PrefillQueue:
         """Units for one step, and the jobs that they complete (taken off the queue).
 
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
-        one whole chunk, or as many layers of shorter jobs as are the same work: an arrival never waits for more.
+        one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more.
         """
         units: list[PrefillUnit] = []
         finished: list[JobInProgress] = []
@@ -64,7 +64,10 @@ class PrefillQueue:
             entry = self._shortest()
             if not units and self._is_oldest_due(left_tokens, seconds):
                 entry = self.jobs[0]
-            whole = min(left_tokens, entry.job.num_tokens - entry.begin)
+            rest = entry.job.num_tokens - entry.begin
+            if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
+                break  # what fits of it would be a launch more
+            whole = min(left_tokens, rest)
             length, cost = self._next_unit(entry, left_tokens, seconds)
             if seconds is not None:
                 if units and cost > seconds:

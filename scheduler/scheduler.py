@@ -99,6 +99,10 @@ class Scheduler:
         self._seconds_since_decode = 0.0  # of prefill units, as estimated
         self.num_preemptions = 0
 
+    def learn_units(self, units: list[PrefillUnit], contexts: list[int], seconds: float) -> None:
+        """What units took that no request asked for; `contexts[i]` is where unit i ended in its prompt."""
+        self._costs.observe_units(units, contexts, seconds)
+
     # --- requests in --------------------------------------------------------------------------------------------------
 
     def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:

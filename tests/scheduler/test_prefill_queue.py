@@ -84,10 +84,19 @@ def test_the_job_with_the_least_left_runs_first_though_its_prompt_is_the_longer_
 
 def test_a_step_without_streams_takes_one_chunk_of_work() -> None:
     queue = make_queue()
+    queue.jobs.append(make_job(0, (0, CHUNK + 24)))
+    steps = [queue.next_units(None)[0] for _ in range(2)]
+    assert [(unit.layer, unit.begin, unit.end) for unit in steps[0]] == [(0, 0, CHUNK)]
+    assert [(unit.layer, unit.begin, unit.end) for unit in steps[1]] == [(0, CHUNK, CHUNK + 24), (1, 0, CHUNK - 24)]
+
+
+def test_a_step_without_streams_takes_as_many_whole_layers_of_short_jobs_as_are_no_more_than_a_chunk() -> None:
+    """A third of 24 tokens would be cut in two, and launched twice."""
+    queue = make_queue()
     queue.jobs += [make_job(job_id, (0, 24)) for job_id in range(4)]
     units, finished = queue.next_units(None)
-    assert sum(unit.end - unit.begin for unit in units) == CHUNK
-    assert [(unit.layer, unit.begin, unit.end) for unit in units] == [(0, 0, 24), (1, 0, 24), (2, 0, 16)]
+    assert 2 * 24 <= CHUNK < 3 * 24
+    assert [(unit.layer, unit.begin, unit.end) for unit in units] == [(0, 0, 24), (1, 0, 24)]
     assert not finished
 
 
