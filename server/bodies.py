@@ -14,7 +14,19 @@ from server.body_room import BodyRoom
 from server.config import ServerConfig
 from server.fields import Fields, look_into
 from server.json_fault import describe_fault
-from server.known_fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
+from server.known_fields import (
+    CHAT,
+    COMPLETION,
+    CUSTOM,
+    DETOKENIZE,
+    FUNCTION,
+    MESSAGE,
+    PART,
+    RESPONSE_FORMAT,
+    STREAM_OPTIONS,
+    TOKENIZE,
+    TOOL,
+)
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -45,6 +57,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str | None = None
+
+
 class GenerationBody(msgspec.Struct, kw_only=True):
     """What completions and chat completions share: OpenAI's fields, then the extensions."""
 
@@ -60,7 +76,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
 
     top_k: int | None = None
@@ -81,13 +97,38 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: str | None = None
+
+
+class Part(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    text: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
+
+
+class Function(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class Custom(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    function: Function | None = None
+    custom: Custom | None = None
+    defer_loading: bool | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -95,9 +136,8 @@ class ChatBody(GenerationBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    modalities: list[str] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -119,6 +159,13 @@ FIELDS: dict[type[msgspec.Struct], Fields] = {
     ChatBody: CHAT,
     TokenizeBody: TOKENIZE,
     DetokenizeBody: DETOKENIZE,
+    StreamOptions: STREAM_OPTIONS,
+    ResponseFormat: RESPONSE_FORMAT,
+    Message: MESSAGE,
+    Part: PART,
+    Tool: TOOL,
+    Function: FUNCTION,
+    Custom: CUSTOM,
 }
 
 
@@ -209,8 +256,8 @@ def check_generation(body: GenerationBody) -> None:
             raise invalid("logit_bias", f"key {key[:40]!r} is not a token id")
         if not -100 <= bias <= 100:
             raise invalid("logit_bias", f"got {spell(bias)} for token {key}, wanted from -100 to 100")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        got = body.response_format.get("type")
+    if body.response_format is not None and body.response_format.type != "text":
+        got = body.response_format.type
         raise invalid("response_format", f"got type {got!r}, only 'text' is served: output is not constrained")
     if not body.stream:
         if body.stream_options is not None:
@@ -228,8 +275,6 @@ def check_range(field: str, value: float) -> None:
 
 def check_completion(body: CompletionBody) -> None:
     check_generation(body)
-    if body.suffix:
-        raise invalid("suffix", "text is only ever continued, never filled in; leave suffix out")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", f"got {body.best_of}, wanted n ({body.n or 1}); ranking of candidates is not offered")
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
@@ -242,8 +287,6 @@ def check_chat(body: ChatBody) -> None:
         raise invalid("tool_choice", "tools are not called by this server; leave it out or send 'none'")
     if body.tools and body.tool_choice != "none":
         raise invalid("tools", "tools are not called by this server; leave them out or send tool_choice: 'none'")
-    if any(modality != "text" for modality in body.modalities or ()):
-        raise invalid("modalities", "only 'text' is supported")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     if body.max_tokens == 0:
@@ -263,10 +306,10 @@ def check_messages(messages: list[Message]) -> None:
         if isinstance(message.content, list):
             for j, part in enumerate(message.content):
                 at = f"messages[{i}].content[{j}]"
-                if part.get("type") != "text":
-                    raise invalid(f"{at}.type", f"got {part.get('type')!r}, only 'text' is supported")
-                if not isinstance(part.get("text"), str):
-                    raise invalid(f"{at}.text", "missing or not a string")
+                if part.type != "text":
+                    raise invalid(f"{at}.type", f"got {part.type!r}, only 'text' is supported")
+                if part.text is None:
+                    raise invalid(f"{at}.text", "missing; wanted a string")
 
 
 def describe_range(least: float, most: float, closed: bool) -> str:
@@ -282,5 +325,5 @@ def spell(value: float) -> str:
 def message_text(message: Message) -> str:
     """A message's content as one string; text parts are joined as they are."""
     if isinstance(message.content, list):
-        return "".join(part["text"] for part in message.content)
+        return "".join(part.text or "" for part in message.content)
     return message.content or ""

@@ -115,11 +115,16 @@ def look_into(found: list[Found], strict: bool) -> None:
 def _require_neutral(path: str, raw: Raw, fate: Neutral) -> None:
     small = len(memoryview(raw)) <= _LONGEST_NEUTRAL
     value = _decode(raw) if small else None
-    if small and (value is None or value in fate.values):
+    if small and (value is None or any(_is_same(value, neutral) for neutral in fate.values)):
         return
     wanted = " or ".join(msgspec.json.encode(value).decode() for value in fate.values)
     accepted = f"; leave it out or send {wanted}" if fate.values else "; leave it out"
     raise invalid(path, fate.reason + accepted, "unsupported_value")
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Whether two JSON values are one: 1 is 1.0, but 0 is not false."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _join(path: str, name: str) -> str:

@@ -1,7 +1,7 @@
 """The fields of OpenAI's and vLLM's requests, and what becomes of each here: data, read by `fields.py`.
 
 Also those that SGLang's router `smg` adds to what it passes on. Served ones are the fields of the structs in
-`bodies.py`, to the name; a test compares them. A refusal's reason ends its message.
+`bodies.py`, to the name; a test compares them. A refusal's reason ends its message. `/openapi.json` is made of both.
 """
 
 from server.fields import Each, Fate, Fields, free, refused, served
@@ -15,7 +15,10 @@ _NO_SHARDS = "one engine does all of a request's work here"
 _OWN_DECODING = "this way of decoding is not offered"
 _NOT_REPORTED = "not reported by this server"
 
-RESPONSE_FORMAT = Fields("ResponseFormat", served("type", "json_schema", "schema", "format", "structures", "triggers"))
+# text, the one type that is served, has none of the others
+RESPONSE_FORMAT = Fields(
+    "ResponseFormat", {**served("type"), **free("json_schema", "schema", "format", "structures", "triggers")}
+)
 
 STREAM_OPTIONS = Fields(
     "StreamOptions",
@@ -27,11 +30,13 @@ STREAM_OPTIONS = Fields(
 
 FUNCTION = Fields("Function", served("name", "description", "parameters", "strict", "defer_loading"))
 
+CUSTOM = Fields("Custom", served("name", "description", "format"))
+
 TOOL = Fields(
     "Tool",
     {
         "function": FUNCTION,
-        "custom": Fields("Custom", served("name", "description", "format")),
+        "custom": CUSTOM,
         **served("type", "defer_loading"),
     },
 )
@@ -107,7 +112,8 @@ COMPLETION = Fields(
     "Completion",
     {
         **GENERATION,
-        **served("prompt", "best_of", "echo", "suffix"),
+        **served("prompt", "best_of", "echo"),
+        **refused("a text is only ever continued, never filled in", "suffix", at=("",)),
         **refused("prompts are text or token ids", "prompt_embeds"),
         **refused("a prompt of token ids is taken as it is; a text gets its BOS", "add_special_tokens",
                        at=(True,)),
@@ -120,12 +126,13 @@ CHAT = Fields(
         **GENERATION,
         "messages": Each(MESSAGE),
         "tools": Each(TOOL),
-        **served("max_completion_tokens", "top_logprobs", "tool_choice", "modalities"),
+        **served("max_completion_tokens", "top_logprobs", "tool_choice"),
         **free("parallel_tool_calls"),
         **refused(_NO_TOOLS, "functions", at=([],)),
         **refused(_NO_TOOLS, "function_call", at=("none", "auto")),
         **refused(_NO_TOOLS, "web_search_options", "moderation"),
         **refused(_TEXT_ONLY, "audio"),
+        **refused(_TEXT_ONLY, "modalities", at=([], ["text"])),
         **refused("an answer is not predicted by this server", "prediction"),
         **refused(_NO_REASONING, "reasoning_effort", at=("none",)),
         **refused(_NO_REASONING, "reasoning", "thinking"),

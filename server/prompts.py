@@ -89,7 +89,7 @@ async def encode_text(service: Service, name: str, text: str, size: int, context
 
 def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
     """Raises ApiError 400 for more than can ever wait and run, before any work is done for them."""
-    most = service.deployment.scheduler.max_queue + service.deployment.scheduler.max_running
+    most = service.max_sequences
     if num_prompts * n > most:
         field = "prompt" if num_prompts > most else "n"
         raise invalid(field, f"{num_prompts * n} sequences in one request (prompts times n), at most {most} fit")

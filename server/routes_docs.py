@@ -5,7 +5,9 @@ from functools import cache
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from server.openapi import build_document, write_page
+from server.body_schemas import BodyLimits
+from server.openapi import build_document
+from server.openapi_page import write_page
 from server.service import Service, service_of
 
 router = APIRouter()
@@ -22,11 +24,21 @@ async def docs(request: Request) -> Response:
 
 
 def _of(service: Service) -> tuple[bytes, str]:
-    limits = service.supervisor.limits
-    return _written(service.model_name, () if limits is None else tuple(limits.profiles), bool(service.key_digests))
+    settings, ready = service.settings, service.supervisor.limits
+    limits = BodyLimits(
+        model_ids=tuple(service.model_ids),
+        refuses_unknown=settings.unknown_fields == "refuse",
+        min_prompt_chars=0 if service.tokenizer.encode("", add_special_tokens=True) else 1,
+        max_tokenize_items=settings.max_tokenize_kib * 1024,
+        max_sequences=service.max_sequences,
+        profiles=() if ready is None else tuple(ready.profiles),
+        vocab_size=None if ready is None else ready.vocab_size,
+        max_context_tokens=None if ready is None else ready.max_context_tokens,
+    )
+    return _written(limits, bool(service.key_digests))
 
 
 @cache
-def _written(model_name: str, profiles: tuple[str, ...], has_keys: bool) -> tuple[bytes, str]:
-    document = build_document(model_name, profiles, has_keys)
+def _written(limits: BodyLimits, has_keys: bool) -> tuple[bytes, str]:
+    document = build_document(limits, has_keys)
     return msgspec.json.encode(document), write_page(document)

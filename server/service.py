@@ -56,6 +56,11 @@ class Service:
         return self.deployment.server
 
     @property
+    def max_sequences(self) -> int:
+        """Of one request: more can never wait and run."""
+        return self.deployment.scheduler.max_queue + self.deployment.scheduler.max_running
+
+    @property
     def model_ids(self) -> list[str]:
         """The model's name, then its aliases."""
         return [self.model_name, *self.deployment.model.aliases]

@@ -31,6 +31,7 @@ LEAST: dict[type[msgspec.Struct], dict[str, Any]] = {
     DetokenizeBody: {"tokens": [1]},
 }
 TABLES = [pytest.param(body, fields, id=body.__name__) for body, fields in FIELDS.items()]
+BODIES = [pytest.param(body, FIELDS[body], id=body.__name__) for body in LEAST]
 
 
 def decode(wanted: type[msgspec.Struct], tree: dict[str, Any], refuse_unknown: bool = True) -> Any:
@@ -50,7 +51,17 @@ def test_served_fields_are_those_that_a_body_reads(body: type[msgspec.Struct], f
     assert read == set(body.__struct_fields__)
 
 
-@pytest.mark.parametrize(("body", "fields"), TABLES)
+def test_what_is_nested_has_a_struct_too() -> None:
+    nested = {
+        fate.item if isinstance(fate, Each) else fate
+        for fields in FIELDS.values()
+        for fate in fields.fates.values()
+        if isinstance(fate, Each | Fields)
+    }
+    assert nested < set(FIELDS.values())
+
+
+@pytest.mark.parametrize(("body", "fields"), BODIES)
 def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_others(
     body: type[msgspec.Struct], fields: Fields
 ) -> None:
@@ -63,6 +74,12 @@ def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_
             error = refusal(body, {name: value})
             assert (error.param, error.code) == (name, "unsupported_value")
             assert error.message.startswith(f"{name}: {fate.reason}; leave it out")
+
+
+def test_zero_is_not_false_nor_one_true_but_one_is_one_in_any_spelling() -> None:
+    decode(CompletionBody, {"length_penalty": 1.0, "priority": 0.0, "store": False, "skip_special_tokens": True})
+    for name, value in (("store", 0), ("priority", False), ("length_penalty", True), ("skip_special_tokens", 1)):
+        assert refusal(CompletionBody, {name: value}).code == "unsupported_value"
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 Of 3,000 cases the ordinary suite has a sample that is always the same.
 """
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
 
 import httpx
 import msgspec
@@ -24,8 +27,11 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from server import answers, routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens
-from server.bodies import RANGES, ChatBody, CompletionBody
+from server.bodies import FIELDS, RANGES
+from server.body_schemas import BodyLimits
+from server.fields import Neutral
 from server.openapi import build_document
+from server.openapi_page import write_page
 from tests.server.program import Program
 
 CHECKS = [
@@ -38,6 +44,28 @@ CHECKS = [
 ]
 KEY = "sk-fuzz"
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+# what compares two fields, or a field with the text of another, no schema can say: all that refuses what one allows
+UNSAID = (
+    r"^best_of: got .* wanted n ",
+    r"^min_tokens: got .* more than the .* of max_tokens$",
+    r"^max_tokens: differs from max_completion_tokens",
+    r"^(n|prompt): .* sequences in one request",
+    r"^logit_bias: token id .* is out of range",
+    r"the attention profile has room for|the context has",
+)
+# Of the bodies that are allowed, so many are served: nine in ten came through in 3,000 cases, of those that no text and
+# no second field limits all. Where the document and the server part, whole kinds of bodies are lost.
+LEAST_SHARE = {"/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/tokenize": 1.0, "/detokenize": 1.0}
+LIMITS = BodyLimits(
+    model_ids=("a", "alias"),
+    refuses_unknown=True,
+    min_prompt_chars=1,
+    max_tokenize_items=1024,
+    max_sequences=10,
+    profiles=("exact",),
+    vocab_size=100,
+    max_context_tokens=256,
+)
 GETS = (
     "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
     "/health", "/live", "/version", "/metrics",
@@ -46,8 +74,8 @@ GETS = (
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Answers end early: a context of 256 tokens."""
-    program = Program({"context": 256}, api_keys=[KEY])
+    """Answers end early: a context of 1,024 tokens."""
+    program = Program({"context": 1024}, api_keys=[KEY])
     yield program.ready()
     program.process.send_signal(signal.SIGTERM)
     code, errors = program.end()
@@ -72,6 +100,10 @@ def fuzz_operation(url: str, operation: APIOperation, mode: GenerationMode, num:
         headers = {"authorization": f"Bearer {KEY}"}
         answer = case.call_and_validate(base_url=url, headers=headers, checks=CHECKS, timeout=60)
         statuses[answer.status_code] += 1
+        if operation.method == "post" and (mode is GenerationMode.NEGATIVE or answer.status_code != 200):
+            message = answer.json()["error"]["message"]
+            assert 400 <= answer.status_code < 500
+            assert mode is GenerationMode.NEGATIVE or any(re.search(unsaid, message) for unsaid in UNSAID), message
 
     check()
     return statuses
@@ -81,17 +113,22 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
     """Every operation, with bodies that its schema allows and ones that it does not. Returns the number of cases."""
     document = httpx.get(f"{url}/openapi.json").json()
     assert set(document["paths"]) == {*POSTS, *GETS}
+    del document["security"]  # or half of the bodies that are not allowed would be good ones without a key
     schema = schemathesis.openapi.from_dict(document)
-    statuses = {path: Counter() for path in (*POSTS, *GETS)}
+    total = 0
     for path in POSTS:
-        for mode in GenerationMode:
-            statuses[path] += fuzz_operation(url, schema[path]["POST"], mode, num_of_posts, is_sample)
+        good = fuzz_operation(url, schema[path]["POST"], GenerationMode.POSITIVE, num_of_posts, is_sample)
+        bad = fuzz_operation(url, schema[path]["POST"], GenerationMode.NEGATIVE, num_of_posts, is_sample)
+        print(f"\n{path}: allowed {dict(good)}, not allowed {dict(bad)}")
+        assert good[200] >= LEAST_SHARE[path] * good.total()
+        assert bad[400] > 0
+        total += good.total() + bad.total()
     for path in GETS:
-        statuses[path] += fuzz_operation(url, schema[path]["GET"], GenerationMode.POSITIVE, num_of_gets, is_sample)
-    print(f"\n{statuses}")
-    assert all(statuses[path][400] for path in POSTS)
-    assert all(statuses[path][200] for path in (*POSTS, *GETS) if path != "/v1/models/{model_id}")
-    return sum(counter.total() for counter in statuses.values())
+        found = fuzz_operation(url, schema[path]["GET"], GenerationMode.POSITIVE, num_of_gets, is_sample)
+        print(f"{path}: {dict(found)}")
+        assert found[200] == found.total()
+        total += found.total()
+    return total
 
 
 def test_a_sample_of_whatever_is_sent_gets_an_answer_that_is_in_the_document(url):
@@ -101,7 +138,7 @@ def test_a_sample_of_whatever_is_sent_gets_an_answer_that_is_in_the_document(url
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_3000_cases_of_whatever_is_sent_get_an_answer_that_is_in_the_document(url):
-    assert fuzz(url, 370, 20, is_sample=False) >= 3000
+    assert fuzz(url, 374, 20, is_sample=False) >= 3000
 
 
 @pytest.mark.parametrize(
@@ -134,22 +171,55 @@ def test_the_page_and_the_document_need_no_key_and_nothing_from_elsewhere(url):
     assert "https://" not in page.text
     document = httpx.get(f"{url}/openapi.json").json()
     assert document["security"] == [{"key": []}]
-    assert "security" not in build_document("a", ("exact",), has_keys=False)
+    assert "security" not in build_document(LIMITS, has_keys=False)
 
 
-def test_the_document_has_every_route_of_the_application_and_every_field_of_a_body():
-    document = build_document("a", ("exact",), has_keys=False)
+def test_the_page_has_every_field_of_a_body_and_of_what_is_nested_in_one():
+    page = write_page(build_document(LIMITS, has_keys=False))
+    for struct, table in FIELDS.items():
+        assert f'id="{struct.__name__}"' in page or struct.__name__.endswith("Body")
+        for name, fate in table.fates.items():
+            assert f"<code>{name}</code>" in page
+            assert not isinstance(fate, Neutral) or escape(fate.reason) in page
+
+
+def test_the_document_has_every_route_of_the_application():
+    described = {
+        (path, method)
+        for path, methods in build_document(LIMITS, has_keys=False)["paths"].items()
+        for method in methods
+    }
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for routes in (routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens)
         for route in routes.router.routes
         for method in getattr(route, "methods", ())
     }
-    described = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert routes - described == {("/openapi.json", "get"), ("/docs", "get")}
     assert described <= routes
-    for body in (CompletionBody, ChatBody):
-        properties = document["components"]["schemas"][body.__name__]["properties"]
-        assert set(properties) == set(body.__struct_fields__)
-        for name in set(RANGES) & set(properties):
-            assert "maximum" in properties[name]
+
+
+@pytest.mark.parametrize("refuses_unknown", [True, False])
+def test_the_document_has_every_known_field_and_says_whether_there_may_be_others(refuses_unknown):
+    limits = replace(LIMITS, refuses_unknown=refuses_unknown)
+    schemas = build_document(limits, has_keys=False)["components"]["schemas"]
+    for struct, table in FIELDS.items():
+        schema = schemas[struct.__name__]
+        assert schema.get("additionalProperties", True) is not refuses_unknown
+        assert set(schema["properties"]) == set(table.fates)
+        for name, fate in table.fates.items():
+            if isinstance(fate, Neutral):
+                assert schema["properties"][name] == {"enum": [None, *fate.values], "description": fate.reason}
+        for name in set(RANGES) & set(schema["properties"]):
+            assert "maximum" in schema["properties"][name]
+
+
+def test_the_document_names_the_models_profiles_and_numbers_of_this_server_once_it_knows_them():
+    for limits in (LIMITS, replace(LIMITS, profiles=(), vocab_size=None, max_context_tokens=None)):
+        schemas = build_document(limits, has_keys=False)["components"]["schemas"]
+        fields = schemas["ChatBody"]["properties"]
+        assert fields["model"]["enum"] == [None, "a", "alias"]
+        is_known = limits is LIMITS
+        assert fields["attention_profile"].get("enum") == ([None, "exact"] if is_known else None)
+        assert fields["stop_token_ids"]["items"].get("maximum") == (99 if is_known else None)
+        assert fields["max_tokens"]["maximum"] == (255 if is_known else 2**31 - 1)

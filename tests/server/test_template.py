@@ -6,7 +6,7 @@ import pytest
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError
-from server.bodies import Message
+from server.bodies import Message, Part
 from server.config import ConfigError
 from server.template import ChatTemplate, load_template
 from server.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ def test_the_references_template_writes_the_turns_it_was_trained_on(tokenizer):
 
 def test_text_parts_are_joined():
     template = ChatTemplate("{{ messages[0].content }}", {})
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [Part(type="text", text="a"), Part(type="text", text="b")]
     assert template.render([Message(role="user", content=parts)], str) == "ab"
 
 

@@ -1,0 +1,149 @@
+"""The JSON Schemas of request bodies: what `bodies.py` and `known_fields.py` accept, no more and no less.
+
+Types come from the structs, other known fields from the tables; here stands what checks by hand add to them. What
+compares two numbers (`min_tokens` and `max_tokens`, the prompt and the context) no schema can say.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from server.bodies import (
+    FIELDS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    RANGES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    Part,
+    ResponseFormat,
+    TokenizeBody,
+)
+from server.fields import Fate, Free, Neutral
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What bodies may say to this server; `profiles` of attention is empty and the last two None until it is ready."""
+
+    model_ids: tuple[str, ...]
+    refuses_unknown: bool
+    min_prompt_chars: int  # 0 if an empty text has a token: a BOS
+    max_tokenize_items: int  # characters or ids
+    max_sequences: int
+    profiles: tuple[str, ...]
+    vocab_size: int | None
+    max_context_tokens: int | None
+
+
+def complete_schemas(components: Tree, limits: BodyLimits) -> None:
+    """Add to the schemas of the structs in `FIELDS`, by name in `components`, all that they don't say of themselves."""
+    for struct, table in FIELDS.items():
+        schema = components[struct.__name__]
+        schema["properties"] |= {name: _of_fate(fate) for name, fate in table.fates.items() if _is_beside(fate)}
+        if limits.refuses_unknown:
+            schema["additionalProperties"] = False
+        for name, keywords in (*_bounds_of_all(limits).items(), *_bounds_of(struct, limits).items()):
+            if name in schema["properties"]:
+                schema["properties"][name] |= keywords
+        schema["required"] += _NEEDED.get(struct, [])
+        schema |= _CONDITIONS.get(struct, {})
+
+
+def _is_beside(fate: Fate) -> bool:
+    return isinstance(fate, Free | Neutral)
+
+
+def _of_fate(fate: Fate) -> Tree:
+    if isinstance(fate, Neutral):
+        return {"enum": [None, *fate.values], "description": fate.reason}
+    return {"description": "without effect"}
+
+
+def _bounds_of_all(limits: BodyLimits) -> dict[str, Tree]:
+    """Field -> keywords, for those that mean the same in each body that has them."""
+    bounds: dict[str, Tree] = {
+        name: {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
+        for name, (least, most, is_closed) in RANGES.items()
+    }
+    if limits.max_context_tokens is not None:
+        for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+            bounds[name]["maximum"] = limits.max_context_tokens - 1  # beside a prompt of one token
+    bounds["best_of"] = bounds["n"]  # which it must be
+    bounds["model"] = {"enum": [None, *limits.model_ids]}
+    if limits.profiles:
+        bounds["attention_profile"] = {"enum": [None, *limits.profiles]}
+    bounds["stop"] = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}, _NULL]}
+    bounds["stop_token_ids"] = {"items": _token_id(limits), "maxItems": MAX_STOP_TOKEN_IDS}
+    bounds["logit_bias"] = {"propertyNames": _TOKEN_KEY, "additionalProperties": _BIAS}
+    return bounds
+
+
+def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
+    """Field -> keywords, where a check by hand allows less than the type."""
+    bounds: dict[type, dict[str, Tree]] = {
+        CompletionBody: {
+            "prompt": {"anyOf": _prompts(limits)},
+            "logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        },
+        ChatBody: {
+            "messages": {"minItems": 1},
+            "max_tokens": {"minimum": 1},
+            "tool_choice": {"enum": [None, "none", "auto"], "description": "tools are not called by this server"},
+        },
+        Message: {"content": {"type": ["string", "array"]}},
+        Part: {"type": {"enum": ["text"]}, "text": {"type": "string"}},
+        ResponseFormat: {"type": {"enum": ["text"]}},
+        TokenizeBody: {"prompt": {"maxLength": limits.max_tokenize_items}, "messages": {"minItems": 1}},
+        DetokenizeBody: {"tokens": {"items": _token_id(limits), "maxItems": limits.max_tokenize_items}},
+    }
+    return bounds.get(struct, {})
+
+
+def _prompts(limits: BodyLimits) -> list[Tree]:
+    """A text, token ids, or a list of either kind."""
+    text: Tree = {"type": "string", "minLength": limits.min_prompt_chars}
+    ids: Tree = {"type": "array", "items": _token_id(limits), "minItems": 1}
+    if limits.max_context_tokens is not None:
+        ids["maxItems"] = limits.max_context_tokens
+    of_one_kind: Tree = {"type": "array", "minItems": 1, "maxItems": limits.max_sequences}
+    return [text, ids, of_one_kind | {"items": text}, of_one_kind | {"items": ids}]
+
+
+def _token_id(limits: BodyLimits) -> Tree:
+    most = {} if limits.vocab_size is None else {"maximum": limits.vocab_size - 1}
+    return {"type": "integer", "minimum": 0} | most
+
+
+def _unless(name: str, value: object, otherwise: Tree) -> Tree:
+    """Where field `name` has not this value, the fields of `otherwise` have these schemas."""
+    return {"if": {"properties": {name: {"const": value}}, "required": [name]}, "else": {"properties": otherwise}}
+
+
+_NULL = {"type": "null"}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_TOKEN_KEY = {"pattern": "^[0-9]{1,9}$", "description": "a token id"}
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
+_NEEDED = {Message: ["content"], Part: ["type", "text"], ResponseFormat: ["type"]}
+_STREAMED = _unless("stream", True, {"stream_options": _NULL, "return_progress": {"enum": [None, False]}})
+_CONDITIONS: dict[type, Tree] = {
+    CompletionBody: {"allOf": [_STREAMED]},
+    ChatBody: {
+        "allOf": [
+            _STREAMED,
+            _unless("logprobs", True, {"top_logprobs": _NULL}),
+            _unless("tool_choice", "none", {"tools": {"maxItems": 0}}),
+        ]
+    },
+    TokenizeBody: {
+        "oneOf": [
+            {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": _NULL}},
+            {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": _NULL}},
+        ]
+    },
+}
