@@ -8,11 +8,12 @@ is, so how many blocks of a prompt are known is found without looking at each.
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
-_MOST_RUNS = 16  # remembered fronts
+_MOST_FRONTS = 16  # remembered fronts
 
 
 def extend_hashes(hashes: list[bytes], token_ids: np.ndarray, page_tokens: int, seed: bytes) -> None:
@@ -50,6 +51,17 @@ def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, en
     return low
 
 
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The pages of a prompt's first blocks, in the two forms in which they are wanted: int64 `[blocks]` and a list."""
+
+    array: np.ndarray
+    page_ids: list[int]
+
+
+_NO_FRONT = Front(np.zeros(0, np.int64), [])
+
+
 class PagePool:
     """Allocation and the prefix cache over page ids `[first_page, first_page + num_pages)`."""
 
@@ -66,7 +78,7 @@ class PagePool:
         self._num_behind: dict[bytes, int] = {}  # published blocks right behind one, where there are any
         self._twins: dict[bytes, int] = {}  # a held page with a block that is published in another
         self._twin_of: dict[int, bytes] = {}
-        self._runs: dict[bytes, np.ndarray] = {}  # pages of a front that was asked for, by its last block
+        self._fronts: dict[bytes, Front] = {}  # those that were asked for, by their last blocks
 
     @property
     def num_available(self) -> int:
@@ -127,27 +139,53 @@ class PagePool:
         """
         return count_front(hashes, self._is_held, near, end)
 
-    def pages_of(self, hashes: list[bytes], count: int) -> np.ndarray:
-        """Of the first `count` blocks, which are published, int64; not held by this call.
+    def front_of(self, hashes: list[bytes], count: int) -> Front:
+        """Of the first `count` blocks, which are published; not held by this call, and not to be changed.
 
         What was asked last is remembered: a front is as it was for as long as its last block is published.
         """
         if not count:
-            return np.zeros(0, np.int64)
-        run = self._runs.get(hashes[count - 1])
-        if run is None:
-            run = np.array(list(map(self._page_of.__getitem__, hashes[:count])), np.int64)
-            if len(self._runs) == _MOST_RUNS:
-                self._runs.clear()
-            self._runs[hashes[count - 1]] = run
-        return run
+            return _NO_FRONT
+        front = self._fronts.get(hashes[count - 1])
+        if front is None:
+            page_ids = list(map(self._page_of.__getitem__, hashes[:count]))
+            front = Front(np.array(page_ids, np.int64), page_ids)
+            if len(self._fronts) == _MOST_FRONTS:
+                self._fronts.clear()
+            self._fronts[hashes[count - 1]] = front
+        return front
 
-    def publish(self, digest: bytes, before: bytes | None, page: int) -> None:
-        """The page's content is final and known by this hash, if the block `before` it is (None: it is the first).
+    def publish(self, hashes: list[bytes], pages: list[int], begin: int, end: int) -> None:
+        """A prompt's blocks `[begin, end)` are final and known, if the one before them is; `pages` are those of all.
 
         The first publisher of a hash wins; the page of the next one takes over when nobody holds the first one's.
+        Where the first block is not known none behind it is, and all go in at once.
         """
-        if not self.prefix_cache or page in self._hash_of or (before is not None and before not in self._page_of):
+        before = hashes[begin - 1] if begin else None
+        if not self.prefix_cache or begin >= end or (before is not None and before not in self._page_of):
+            return
+        new, places = hashes[begin:end], pages[begin:end]
+        fronts = [before, *new[:-1]]
+        if new[0] in self._page_of or not self._hash_of.keys().isdisjoint(places):
+            for digest, front, page in zip(new, fronts, places, strict=True):
+                self._publish(digest, front, page)
+            return
+        self._page_of.update(zip(new, places, strict=True))
+        self._hash_of.update(zip(places, new, strict=True))
+        self._before.update(zip(new, fronts, strict=True))
+        self._num_behind.update(dict.fromkeys(new[:-1], 1))
+        if before is not None:
+            self._num_behind[before] = self._num_behind.get(before, 0) + 1
+
+    def retract(self, digest: bytes) -> None:
+        """Take back what is published by this hash, if anything, and with it all that is behind it."""
+        if digest in self._page_of:
+            for one in self._all_behind(digest) if digest in self._num_behind else [digest]:
+                self._forget(one)
+
+    def _publish(self, digest: bytes, before: bytes | None, page: int) -> None:
+        """One block, unless its page has another or the one `before` it is not known."""
+        if page in self._hash_of or (before is not None and before not in self._page_of):
             return
         if digest in self._page_of:
             if digest not in self._twins and page not in self._twin_of:
@@ -158,12 +196,6 @@ class PagePool:
         self._before[digest] = before
         if before is not None:
             self._num_behind[before] = self._num_behind.get(before, 0) + 1
-
-    def retract(self, digest: bytes) -> None:
-        """Take back what is published by this hash, if anything, and with it all that is behind it."""
-        if digest in self._page_of:
-            for one in self._all_behind(digest) if digest in self._num_behind else [digest]:
-                self._forget(one)
 
     def _is_held(self, digest: bytes) -> bool:
         return bool(self._holders[self._page_of[digest] - self._first_page])
@@ -181,7 +213,7 @@ class PagePool:
             self._drop_twin(twin)
             del self._hash_of[page]
             self._hash_of[twin], self._page_of[digest] = digest, twin
-            self._runs.clear()
+            self._fronts.clear()
             self._blank.append(page)
 
     def _drop_twin(self, page: int) -> None:
@@ -208,7 +240,7 @@ class PagePool:
                 self._num_behind[before] -= 1
         if digest in self._twins:
             self._drop_twin(self._twins[digest])
-        self._runs.pop(digest, None)
+        self._fronts.pop(digest, None)
         page = self._page_of.pop(digest)
         del self._hash_of[page]
         if page in self._idle:

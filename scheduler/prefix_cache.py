@@ -124,13 +124,8 @@ class PrefixCache:
         end = num_computed_tokens // self._page_tokens
         if not self.is_enabled or not sequence.pages or end <= sequence.num_published:
             return
-        self.publish_blocks(self.known_hashes(sequence), sequence.pages, sequence.num_published, end)
+        self._pages.publish(self.known_hashes(sequence), sequence.pages, sequence.num_published, end)
         sequence.num_published = end
-
-    def publish_blocks(self, hashes: list[bytes], pages: list[int], begin: int, end: int) -> None:
-        """Make blocks `[begin, end)` findable; `pages` are those of all blocks from the first."""
-        for block in range(begin, end):
-            self._pages.publish(hashes[block], hashes[block - 1] if block else None, pages[block])
 
     def retract(self, sequence: Sequence) -> None:
         """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""

@@ -99,14 +99,14 @@ class Residence:
         """
         num_pages = sequence.num_pages
         if not start.end:
-            cached = self.pages.pages_of(sequence.hashes, self._blocks(start.begin))
-            self.pages.hold(cached)
-            num_new = num_pages - len(cached)
+            front = self.pages.front_of(sequence.hashes, self._blocks(start.begin))
+            self.pages.hold(front.array)
+            num_new = num_pages - len(front.page_ids)
             if not self.has_pages(num_new + num_spare, kept):
-                self.pages.release(cached.tolist())
+                self.pages.release(front.page_ids)
                 return False
             self._free_pages(num_new, kept)
-            sequence.pages = cached.tolist() + self.pages.allocate(num_new)
+            sequence.pages = front.page_ids + self.pages.allocate(num_new)
             return True
         host, contexts = self._host
         num_sink, num_run = self._blocks(host.sink_tokens), self._blocks(start.end - host.sink_tokens)
@@ -205,7 +205,7 @@ class Residence:
             num_sink = self._blocks(self._host[0].sink_tokens)
             hashes = self.prefixes.known_hashes(sequence)
             assert len(hashes) >= num_sink + num_blocks, "what goes down is known: the window is longer than a flight"
-            self.prefixes.publish_blocks(hashes, context.sink_pages, 0, num_sink)
+            self.pages.publish(hashes, context.sink_pages, 0, num_sink)
             self._host[1].publish(context, hashes[num_sink : num_sink + num_blocks])
 
     def retract(self, sequence: Sequence) -> None:

@@ -27,7 +27,7 @@ class Walk:
     def enter(self, chain: int, is_shared: bool) -> None:
         hashes = hashes_of(CHAINS[chain])
         known = self.pool.count_known(hashes, 0, len(hashes)) if is_shared else 0
-        cached = self.pool.pages_of(hashes, known).tolist()
+        cached = self.pool.front_of(hashes, known).page_ids
         self.pool.hold(cached)
         if len(hashes) - known > self.pool.num_available:
             self.pool.release(cached)
@@ -40,8 +40,7 @@ class Walk:
 
     def publish(self, place: int) -> None:
         hashes, pages, begin = self.held[place % len(self.held)]
-        for block in range(begin, len(pages)):
-            self.pool.publish(hashes[block], hashes[block - 1] if block else None, pages[block])
+        self.pool.publish(hashes, pages, begin, len(pages))
 
     def leave(self, place: int) -> None:
         self.pool.release(self.held.pop(place % len(self.held))[1])
@@ -60,7 +59,8 @@ class Walk:
             front = [*known, False].index(False)
             assert known == [True] * front + [False] * (len(known) - front), "nothing is known behind a gap"
             pages = [pool._page_of[digest] for digest in hashes[:front]]
-            assert pool.pages_of(hashes, front).tolist() == pages
+            assert pool.front_of(hashes, front).page_ids == pages
+            assert pool.front_of(hashes, front).array.tolist() == pages
             assert [self.content[page] for page in pages] == hashes[:front]
             for near in range(len(hashes) + 1):
                 assert pool.count_known(hashes, near, len(hashes)) == front
@@ -104,10 +104,10 @@ def test_what_two_computed_stays_known_when_the_first_lets_go() -> None:
     walk.publish(0)
     walk.publish(1)
     hashes, pages, _ = walk.held[1]
-    assert walk.pool.pages_of(hashes, 8).tolist() == walk.held[0][1] + pages[3:]
+    assert walk.pool.front_of(hashes, 8).page_ids == walk.held[0][1] + pages[3:]
     assert walk.pool.count_held(hashes, 0, 8) == 8
     walk.leave(0)
-    assert walk.pool.pages_of(hashes, 8).tolist() == pages
+    assert walk.pool.front_of(hashes, 8).page_ids == pages
     assert walk.pool.count_held(hashes, 0, 8) == 8
     walk.check()
     walk.pool.release(walk.pool.allocate(walk.pool.num_available))

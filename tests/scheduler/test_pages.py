@@ -19,14 +19,13 @@ def make_pool() -> tuple[PagePool, list[int]]:
     """Three pages, held and published."""
     pool = PagePool(0, 3, prefix_cache=True)
     pages = pool.allocate(3)
-    for digest, before, page in zip(HASHES, [None, *HASHES], pages, strict=False):
-        pool.publish(digest, before, page)
+    pool.publish(HASHES, pages, 0, 3)
     return pool, pages
 
 
 def found(pool: PagePool) -> list[int]:
     """Pages of the known front."""
-    return pool.pages_of(HASHES, pool.count_known(HASHES, 0, len(HASHES))).tolist()
+    return pool.front_of(HASHES, pool.count_known(HASHES, 0, len(HASHES))).page_ids
 
 
 def test_the_page_that_was_used_longest_ago_is_evicted_first() -> None:
