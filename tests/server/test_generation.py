@@ -91,9 +91,16 @@ async def test_what_a_body_leaves_out_is_openais_default_and_a_seed_nobody_knows
     assert len(seeds) == 2
 
 
+async def test_what_is_given_as_zero_is_given(tokenizer: Tokenizer) -> None:
+    (request,) = await Call(tokenizer, [[1]], temperature=0, seed=0, top_k=0).submit()
+    assert request.sampling == SamplingParams(temperature=0.0, seed=0, top_k=0)
+
+
 async def test_choices_follow_their_prompts_and_count_seeds_up_from_the_same_one(tokenizer: Tokenizer) -> None:
-    requests = await Call(tokenizer, [[1, 2], [3]], n=3, seed=5).submit()
+    call = Call(tokenizer, [[1, 2], [3]], n=3, seed=5)
+    requests = await call.submit()
     assert [request.prompt_token_ids for request in requests] == [[1, 2]] * 3 + [[3]] * 3
+    assert [call.generation.job_of(index).prompt.token_ids for index in range(6)] == [[1, 2]] * 3 + [[3]] * 3
     assert [request.sampling.seed for request in requests] == [5, 6, 7, 5, 6, 7]
     assert len({request.request_id for request in requests}) == 6
 
