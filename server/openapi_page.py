@@ -69,13 +69,13 @@ def _table(schema: Tree) -> str:
 
 def _kind(field: Tree) -> str:
     """A schema's type or values in a word or two of HTML."""
+    if "enum" in field:
+        return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in field["enum"])
     if "anyOf" in field:
         kinds = [_kind(one) for one in field["anyOf"]]
         return " or ".join(dict.fromkeys(kind for kind in kinds if kind != "null")) or "null"
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
         return f'<a href="#{name}">{name}</a>'
-    if "enum" in field:
-        return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in field["enum"])
     kind = field.get("type", "anything")
     return f"list of {_kind(field.get('items', {}))}" if kind == "array" else escape(kind)

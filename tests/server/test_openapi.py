@@ -132,7 +132,7 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
 
 
 def test_a_sample_of_whatever_is_sent_gets_an_answer_that_is_in_the_document(url):
-    assert fuzz(url, 18, 2, is_sample=True) >= 150
+    assert fuzz(url, 16, 2, is_sample=True) >= 130
 
 
 @pytest.mark.long
@@ -176,6 +176,7 @@ def test_the_page_and_the_document_need_no_key_and_nothing_from_elsewhere(url):
 
 def test_the_page_has_every_field_of_a_body_and_of_what_is_nested_in_one():
     page = write_page(build_document(LIMITS, has_keys=False))
+    assert "<code>null</code> or <code>&quot;a&quot;</code> or <code>&quot;alias&quot;</code>" in page
     for struct, table in FIELDS.items():
         assert f'id="{struct.__name__}"' in page or struct.__name__.endswith("Body")
         for name, fate in table.fates.items():
