@@ -3,6 +3,8 @@
 numba takes no lock to write its file cache: each process of the suite, with those that it starts, has one of its own.
 Loading a model sets torch's threads for a whole process: a test among several processes begins with one, and threads
 that wait do not spin, since two that spun beside another process took fifteen times one's time.
+httpx reads all authorities' certificates anew for each client and each `httpx.get`, 30 to 80 ms of CPU time: nothing in
+the tests speaks TLS, so here, and in the processes that tests start, there are none to read.
 What hypothesis draws is the same in every run where CI is set, and elsewhere follows a seed that the run's end names.
 """
 
@@ -22,6 +24,8 @@ settings.register_profile("random", print_blob=True)
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis looks for its options
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop("SSL_CERT_FILE", None)
+    os.environ["SSL_CERT_DIR"] = os.devnull
     is_ci = bool(os.environ.get("CI"))
     settings.load_profile("ci" if is_ci else "random")
     if not is_ci and config.getoption("--hypothesis-seed") is None:
