@@ -105,12 +105,12 @@ def start_server(config: Path, port: int) -> subprocess.Popen[bytes]:
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str, console: Console) -> None:
     """Raises ChatError if the server ends, or is not healthy in time."""
     deadline = time.monotonic() + START_SECONDS
-    with console.status("loading the model"):
+    with console.status("loading the model"), httpx.Client(timeout=5) as client:  # each `httpx.get` makes one anew
         while time.monotonic() < deadline:
             if server.poll() is not None:
                 raise ChatError(f"the server ended with status {server.returncode}: {last_words(LOG)}")
             try:
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                if client.get(f"{url}/health").status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
@@ -155,16 +155,17 @@ def fit_document(url: str, needles: list[tuple[str, str]]) -> tuple[str, int]:
     depths = [(index + 0.5) / len(needles) for index in range(len(needles))]
     inserts = [(depth, NUMBER_NEEDLE.format(*needle)) for depth, needle in zip(depths, needles, strict=True)]
     low, high = LEAST_WORDS, MOST_WORDS
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = count_tokens(url, haystack.document(middle, inserts)) <= DOCUMENT_TOKENS
-        low, high = (middle, high) if fits else (low, middle)
-    document = haystack.document(low, inserts)
-    return document, count_tokens(url, document)
+    with httpx.Client(base_url=url, timeout=30) as client:
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = count_tokens(client, haystack.document(middle, inserts)) <= DOCUMENT_TOKENS
+            low, high = (middle, high) if fits else (low, middle)
+        document = haystack.document(low, inserts)
+        return document, count_tokens(client, document)
 
 
-def count_tokens(url: str, text: str) -> int:
-    response = httpx.post(f"{url}/tokenize", json={"prompt": text}, timeout=30)
+def count_tokens(client: httpx.Client, text: str) -> int:
+    response = client.post("/tokenize", json={"prompt": text})
     if response.status_code != 200:
         raise ChatError(f"/tokenize: {describe_refusal(response.status_code, response.text)}")
     return int(response.json()["count"])
