@@ -37,8 +37,8 @@ TOLERANCES = {"bf16": HOST_ATTENTION_FLOAT32, "float32": HOST_ATTENTION_FLOAT32,
 SHAPES = [  # (rows, queries, heads, kv_heads, dim)
     ("bf16", "bf16", 8, 2, 128),
     ("bf16", "float32", 4, 4, 64),
-    ("int8", "bf16", 8, 1, 128),
     ("int8", "float32", 6, 2, 64),
+    pytest.param("int8", "bf16", 8, 1, 128, marks=pytest.mark.long),  # each takes half a minute to compile
     pytest.param("float32", "float32", 7, 1, 64, marks=pytest.mark.long),  # no deployment has such rows
 ]
 
@@ -218,17 +218,17 @@ def test_a_long_segment_is_looked_up_window_by_window(tokens: int) -> None:
 
 @pytest.mark.parametrize("mode", [EXACT, SAMPLED])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_a_poisoned_query_stays_with_its_head(kind: str, poison: float, mode: int) -> None:
+@pytest.mark.parametrize(("kind", "query_kind", "dim"), [("bf16", "bf16", 128), ("int8", "float32", 64)])
+def test_a_poisoned_query_stays_with_its_head(kind: str, query_kind: str, dim: int, poison: float, mode: int) -> None:
     generator = np.random.default_rng(9)
-    rows = make_rows(generator, kind, 2, 900, 128, BITS, TABLES)
+    rows = make_rows(generator, kind, 2, 900, dim, BITS, TABLES)
     context = [Context([(rows, mode, 0, 900)])] * 2
-    queries, _ = make_queries(generator, "bf16", 2, 8, 128)
+    queries, _ = make_queries(generator, query_kind, 2, 8, dim)
     codes = np.broadcast_to(rows.codes[1, :, 0], (2, 8, TABLES)).copy()
-    kernel = attention(kind, "bf16", 8, 2, 128, BITS, TABLES)
+    kernel = attention(kind, query_kind, 8, 2, dim, BITS, TABLES)
     clean = kernel.attend(table_of(context), queries, codes, 2)
     clean = clean._replace(out=clean.out.copy(), lse=clean.lse.copy())
-    queries[1, 5, 3:4] = to_bf16(np.array([poison]))
+    queries[1, 5, 3:4] = to_bf16(np.array([poison])) if query_kind == "bf16" else poison
     got = kernel.attend(table_of(context), queries, codes, 2)
     others = np.ones((2, 8), bool)
     others[1, 5] = False
@@ -329,12 +329,15 @@ def test_mass_and_weighted_values_are_unbiased_over_projections() -> None:
     assert sigmas(counted, truth.sum()) > UNBIASED_SIGMAS
 
 
+SERVED_ROWS = "(ragged_batch or poisoned) and (bf16-bf16 or int8-float32)"
+NARROW = [SERVED_ROWS, pytest.param("every_key or window_by_window", marks=pytest.mark.long)]  # of another type
+
+
 @pytest.mark.skipif(LANES == 8, reason="this process has the narrow vectors already")
-def test_the_narrow_vectors_compute_the_same() -> None:
-    """Rows of each type that is served: each takes ten seconds to compile."""
+@pytest.mark.parametrize("names", NARROW, ids=["served rows", "windows"])
+def test_the_narrow_vectors_compute_the_same(names: str) -> None:
+    """Rows of each type that is served: each takes ten seconds and more to compile."""
     assert not missing_features("avx2")
-    types = "bf16-bf16 or int8-bf16"
-    names = f"(ragged_batch and ({types})) or every_key or window_by_window or poisoned"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", names],
         env=os.environ | {"TANDEM_SIMD": "avx2"}, capture_output=True, text=True, timeout=280,

@@ -8,8 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from evals.cli import app
+
 COMMAND = [
-    sys.executable, "-m", "evals", "tasks", "--model", "deploy/models/reference", "--device", "cpu", "--batch", "1",
+    "tasks", "--model", "deploy/models/reference", "--device", "cpu", "--batch", "1",
     "--tasks", "needle", "--lengths", "256", "--samples", "6", "--method", "full", "--method", "streaming:budget=0.1",
 ]  # fmt: skip
 PATIENCE_S = 120
@@ -23,7 +27,8 @@ def count_lines(path: Path) -> int:
 def test_a_killed_process_goes_on_where_it_stopped(tmp_path: Path) -> None:
     store = tmp_path / "store" / "records.jsonl"
     arguments = [*COMMAND, "--resume", str(store.parent), "--json", str(tmp_path / "out.json")]
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    command = [sys.executable, "-m", "evals", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
     ends = time.monotonic() + PATIENCE_S
     while count_lines(store) < 3 and time.monotonic() < ends and process.poll() is None:
         time.sleep(0.005)
@@ -33,7 +38,8 @@ def test_a_killed_process_goes_on_where_it_stopped(tmp_path: Path) -> None:
         file.write(b'{"key": "cut sho')
     begun = [json.loads(line) for line in store.read_bytes().splitlines()[:-1]]
     assert 3 <= len(begun) < 12
-    subprocess.run(arguments, check=True, capture_output=True, env=ENVIRONMENT, timeout=2 * PATIENCE_S)
+    resumed = CliRunner().invoke(app, arguments)
+    assert resumed.exit_code == 0, resumed.output
     records = [json.loads(line) for line in store.read_bytes().splitlines()]
     assert records[: len(begun)] == begun
     assert len({record["key"] for record in records}) == len(records) == 12
