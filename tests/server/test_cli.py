@@ -6,9 +6,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -21,24 +22,42 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 TANDEM = Path(sys.executable).with_name("tandem")
 
 
-def tandem(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [str(TANDEM), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def test_help_names_every_command_and_group() -> None:
-    done = tandem("--help")
+RunTandem = Callable[..., Ended]
+
+
+@pytest.fixture
+def tandem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunTandem:
+    """The program in this process: starting one takes seconds."""
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["tandem", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_the_program_is_installed_and_its_help_names_every_command_and_group() -> None:
+    done = subprocess.run([str(TANDEM), "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
     for name in ("serve", "plan", "doctor", "chat", "bench", "eval"):
         assert name in done.stdout
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_told(tandem: RunTandem) -> None:
     done = tandem("--version")
     assert (done.returncode, done.stdout) == (0, f"tandem {version('tandem')}\n")
 
 
-def test_a_models_folder_is_a_deployment_of_its_own() -> None:
+def test_a_models_folder_is_a_deployment_of_its_own(tandem: RunTandem) -> None:
     done = tandem("plan", DEPLOY / "models" / "reference", "--json")
     assert done.returncode == 0, done.stderr
     derived = json.loads(done.stdout)["deployment"]
@@ -67,7 +86,7 @@ def test_serving_a_folder_prints_what_was_derived_as_a_file_that_serves_the_same
     assert "derived from" in printed.read_text().splitlines()[0]
 
 
-def test_a_folder_that_is_no_model_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_one_line(tmp_path: Path, tandem: RunTandem) -> None:
     done = tandem("plan", tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "has no config.json; wanted a YAML file or a model's Hugging Face folder" in done.stderr
@@ -94,24 +113,17 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
     yield made({"model": reference, "scheduler": {"default_profile": "psychic"}}), "scheduler.default_profile"
 
 
-def test_plan_refuses_what_serve_refuses_with_the_same_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_refuses_what_serve_refuses_with_the_same_words(tmp_path: Path, tandem: RunTandem) -> None:
     for number, (deployment, words) in enumerate(broken_deployments(tmp_path)):
         path = tmp_path / f"{number}.yaml"
         path.write_text(yaml.safe_dump(deployment.model_dump(mode="json", exclude_defaults=True)))
-        said = []
-        for command in ("plan", "serve"):
-            monkeypatch.setattr(sys, "argv", ["tandem", command, str(path), *(["--port", "0"] * (command == "serve"))])
-            with pytest.raises(SystemExit) as ended:
-                main()
-            assert ended.value.code == 1, (command, words)
-            said.append(capsys.readouterr().err)
-        assert words in said[0]
-        assert said[0] == said[1]
+        planned, served = tandem("plan", path), tandem("serve", path, "--port", 0)
+        assert (planned.returncode, served.returncode) == (1, 1), words
+        assert words in planned.stderr
+        assert planned.stderr == served.stderr
 
 
-def test_plan_prints_json_for_a_machine_that_is_elsewhere() -> None:
+def test_plan_prints_json_for_a_machine_that_is_elsewhere(tandem: RunTandem) -> None:
     machine = DEPLOY / "machines" / "a100-80g.json"
     done = tandem("plan", DEPLOY / "a100.yaml", "--machine", machine, "--json")
     assert done.returncode == 0, done.stderr
@@ -120,14 +132,14 @@ def test_plan_prints_json_for_a_machine_that_is_elsewhere() -> None:
     assert tree["memory"]["device"] == "cuda"
 
 
-def test_plan_prints_tables_for_this_machine() -> None:
+def test_plan_prints_tables_for_this_machine(tandem: RunTandem) -> None:
     done = tandem("plan", DEPLOY / "laptop.yaml")
     assert done.returncode == 0, done.stderr
     assert "KV pages" in done.stdout
     assert "max_context_tokens: 16384" in done.stdout
 
 
-def test_doctor_writes_a_profile_that_plan_reads(tmp_path: Path) -> None:
+def test_doctor_writes_a_profile_that_plan_reads(tmp_path: Path, tandem: RunTandem) -> None:
     path = tmp_path / "here.json"
     done = tandem("doctor", "--json", "--profile", path)
     tree = json.loads(done.stdout)
@@ -153,40 +165,32 @@ BAD_CONFIGURATIONS = [
     [*(("plan", *bad) for bad in BAD_CONFIGURATIONS), *(("serve", *bad) for bad in BAD_CONFIGURATIONS[:4])],
 )
 def test_what_is_wrong_with_a_configuration_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    yaml: str | None,
-    words: str,
+    tmp_path: Path, tandem: RunTandem, command: str, yaml: str | None, words: str
 ) -> None:
     path = tmp_path / "deployment.yaml"
     if yaml is not None:
         path.write_text(yaml)
     options = ["--port", "0"] if command == "serve" else []  # the default one may be taken, which is told first
-    monkeypatch.setattr(sys, "argv", ["tandem", command, str(path), *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, errors = capsys.readouterr()
-    assert ended.value.code == 1
-    assert errors.startswith("error: ")
-    assert words in errors
-    assert errors.count("\n") == 1
-    assert out == ""
+    done = tandem(command, path, *options)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
 
 
-def test_a_missing_machine_profile_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_machine_profile_is_one_line(tmp_path: Path, tandem: RunTandem) -> None:
     done = tandem("plan", DEPLOY / "laptop.yaml", "--machine", tmp_path / "no.json")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "tandem doctor --profile" in done.stderr
 
 
-def test_wrong_arguments_are_status_2() -> None:
+def test_wrong_arguments_are_status_2(tandem: RunTandem) -> None:
     assert tandem("plan").returncode == 2
     assert tandem("serve", DEPLOY / "laptop.yaml", "--port", "banana").returncode == 2
 
 
-def test_a_taken_port_is_one_line_before_anything_is_loaded() -> None:
+def test_a_taken_port_is_one_line_before_anything_is_loaded(tandem: RunTandem) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -196,7 +200,7 @@ def test_a_taken_port_is_one_line_before_anything_is_loaded() -> None:
     assert f"127.0.0.1:{port}" in done.stderr
 
 
-def test_a_model_that_can_be_planned_but_is_not_there_is_not_served(tmp_path: Path) -> None:
+def test_a_model_that_can_be_planned_but_is_not_there_is_not_served(tmp_path: Path, tandem: RunTandem) -> None:
     path = tmp_path / "deployment.yaml"
     path.write_text("model: {path: nowhere, shape: tiny}\ngpu: {device: cpu}\nserver: {port: 0}")
     assert tandem("plan", path).returncode == 0
