@@ -23,6 +23,7 @@ from evals.samples import Sample
 from tests.end_to_end.harness import (
     MAX_LENGTH,
     MODEL_FOLDER,
+    Evaluation,
     HarnessRun,
     asked_samples,
     choice_documents,
@@ -114,7 +115,11 @@ def task_folder(tmp_path_factory: pytest.TempPathFactory, samples: list[Sample])
 
 
 @pytest.fixture(scope="module")
-def completions_run(server: ServerProcess, task_folder: Path) -> HarnessRun:
+def runs(server: ServerProcess, task_folder: Path) -> list[HarnessRun]:
+    return run_harness(task_folder, [over_completions(server), over_chat(server)])
+
+
+def over_completions(server: ServerProcess) -> Evaluation:
     """Token ids, four prompts in a request, one request after another."""
     arguments = {
         "model": "reference",
@@ -125,11 +130,10 @@ def completions_run(server: ServerProcess, task_folder: Path) -> HarnessRun:
         "max_retries": 1,
     }
     tasks = ("tandem_completion", "tandem_choice", "tandem_text")
-    return run_harness(task_folder, "local-completions", arguments, tasks, "--batch_size", "4")
+    return Evaluation("local-completions", arguments, tasks, ("--batch_size", "4"))
 
 
-@pytest.fixture(scope="module")
-def chat_run(server: ServerProcess, task_folder: Path) -> HarnessRun:
+def over_chat(server: ServerProcess) -> Evaluation:
     """Messages, four requests at once; the server applies the chat template."""
     arguments = {
         "model": "reference",
@@ -137,7 +141,17 @@ def chat_run(server: ServerProcess, task_folder: Path) -> HarnessRun:
         "num_concurrent": 4,
         "max_retries": 1,
     }
-    return run_harness(task_folder, "local-chat-completions", arguments, ("tandem_chat",), "--apply_chat_template")
+    return Evaluation("local-chat-completions", arguments, ("tandem_chat",), ("--apply_chat_template",))
+
+
+@pytest.fixture(scope="module")
+def completions_run(runs: list[HarnessRun]) -> HarnessRun:
+    return runs[0]
+
+
+@pytest.fixture(scope="module")
+def chat_run(runs: list[HarnessRun]) -> HarnessRun:
+    return runs[1]
 
 
 def ask_ours(server: ServerProcess, mode: str, samples: Sequence[Sample]) -> dict[str, Reply]:
