@@ -164,7 +164,7 @@ def time_steps(step: Callable[[], None], hops: int) -> list[float]:
 
 def hop_rows(batches: tuple[int, ...], device: torch.device, hops: int, console: Console) -> list[Row]:
     """A row for each batch size, and on CUDA one more of hops behind their answers. Raises GateError."""
-    rates, rows = measure_device_rates(device), []
+    rates, rows = measure_device_rates(device) if device.type == "cuda" else {}, []
     for batch in batches:
         measured = Hops(batch, device)
         floor_ms, floor = None, "none: nothing is on another side"

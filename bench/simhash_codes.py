@@ -29,7 +29,7 @@ def simhash_rows(
     """Rows of keys `[kv_heads, tokens, dim]`, and of queries of each batch size. Raises GateError."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     projections = draw_projections(DIM, bits, tables, 0, dtype, device)
-    rates = measure_device_rates(device)
+    rates = measure_device_rates(device) if device.type == "cuda" else {}
     rows = [_key_row(tokens, projections, rates, device, console)]
     return rows + [_query_row(batch, projections, rates, device, console) for batch in batches]
 

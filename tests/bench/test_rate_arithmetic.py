@@ -110,6 +110,18 @@ def test_a_product_of_matrices_is_a_multiplication_and_an_addition_a_term(monkey
     assert bench.rates._matmul_rate(CPU) == pytest.approx(2e6 / 0.5 / 1e12)
 
 
+@pytest.mark.parametrize(("glimpse", "wanted", "timed"), [(0.2, 1.0, 1), (0.3, 2.0, 2)])
+def test_a_type_that_is_far_behind_in_small_products_is_not_timed_in_large_ones(
+    monkeypatch: pytest.MonkeyPatch, glimpse: float, wanted: float, timed: int
+) -> None:
+    rates = {(torch.float32, 256): 1.0, (torch.float32, 1024): 1.0, (torch.bfloat16, 256): glimpse}
+    rates[torch.bfloat16, 1024] = 2.0
+    asked = []
+    monkeypatch.setattr(bench.rates, "_host_matmul_rate", lambda *which: asked.append(which) or rates[which])
+    assert bench.rates.measure_host_matmul((torch.float32, torch.bfloat16)) == wanted
+    assert sum(size == 1024 for _, size in asked) == timed
+
+
 def test_a_stream_reads_its_buffer_once_and_the_best_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([400.0, 250.0, 300.0, 500.0])
 
