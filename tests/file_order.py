@@ -1,8 +1,8 @@
 """Which test file comes when, and which of two processes takes it: kernels are compiled once, and neither waits long.
 
-numba compiles the attention of host memory for a minute and a half, in each process that needs it. So the files that
-need it come first and the longest of the others last; the first process takes files from the front, the others from the
-back, and they meet among short ones. Invariant: a file's tests stay together and in their order.
+numba compiles the attention of host memory, and the decode step in bf16, for a minute and a half in each process that
+needs them. So the files that do come first and the longest of the others last; the first process takes files from the
+front, the others from the back, and they meet among short ones. Invariant: a file's tests stay together and in order.
 """
 
 from collections.abc import Iterable
@@ -23,6 +23,7 @@ COMPILING = (
     "tests/cpu/test_growth.py",
     "tests/server/test_host_end_to_end.py",
     "tests/gpu/test_cpu_step.py",
+    "tests/gpu/test_runner.py",
     "tests/gpu/test_hop_steps_on_cpu_tier.py",
     "tests/cpu/test_tier.py",
     "tests/cpu/test_tier_sampling.py",
@@ -32,19 +33,19 @@ LONG = (
     "tests/end_to_end/test_responsiveness.py",
     "tests/end_to_end/test_lm_eval.py",
     "tests/server/test_end_to_end.py",
-    "tests/gpu/test_runner.py",
-    "tests/test_house.py",
-    "tests/gpu/test_kernels_interpreted.py",
-    "tests/gpu/test_kernel_targets.py",
-    "tests/test_demo.py",
-    "tests/end_to_end/test_soak.py",
-    "tests/evals/test_resume.py",
-    "tests/server/test_cli.py",
-    "tests/gpu/test_hop_steps.py",
     "tests/server/test_lifecycle.py",
     "tests/evals/test_run.py",
-    "tests/evals/test_tasks.py",
+    "tests/gpu/test_hop_steps.py",
+    "tests/end_to_end/test_soak.py",
+    "tests/test_demo.py",
+    "tests/test_house.py",
+    "tests/gpu/test_kernels_interpreted.py",
     "tests/training/test_reference_model.py",
+    "tests/evals/test_cli.py",
+    "tests/evals/test_tasks.py",
+    "tests/server/test_cli.py",
+    "tests/evals/test_resume.py",
+    "tests/gpu/test_kernel_targets.py",
 )
 
 

@@ -95,14 +95,14 @@ COMPILED_LOGITS_FLOAT32 = 3e-5
 COMPILED_LOGITS_BFLOAT16 = 4e-3
 # exp in float32, relative: two units in the last place.
 EXP_FLOAT32 = 2.4e-7
-# Seconds between a stream's tokens while an 8K-token prompt is prefilled on one thread: what the server is asked to aim
+# Seconds between a stream's tokens while a 4K-token prompt is prefilled on one thread: what the server is asked to aim
 # for; the mean keeps to it. A single step may take more (its cost is predicted), most of all on a machine that others
 # load as well. Without interleaving, one gap would be all of the prefill: more than a third of it on any machine.
 GAP_TARGET_S = 0.4
 GAP_BOUND_S = 1.5
 GAP_SHARE = 1 / 3
-# Share of a 16K-token prefill that may pass while a prompt of 500 tokens gets its first token: two units are 1/48 (of
-# 8 chunks in 12 layers), and progress is told twice a second. Served in order of arrival, all of it would pass.
+# Share of a 12K-token prefill that may pass while a prompt of 500 tokens gets its first token: two units are 1/36 (of
+# 6 chunks in 12 layers), and progress is told twice a second. Served in order of arrival, all of it would pass.
 PASSED_SHARE = 0.1
 # Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
 # would be more.
