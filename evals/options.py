@@ -27,7 +27,7 @@ Batch = Annotated[int | None, typer.Option("--batch", help="prompts of the longe
 Resume = Annotated[Path | None, typer.Option("--resume", help="folder that keeps finished samples")]
 Seconds = Annotated[float | None, typer.Option("--seconds", min=0, help="end after so long, between two samples or "
                                                "batches, with what is finished (exit status 3)")]  # fmt: skip
-Url = Annotated[str | None, typer.Option("--url", help="ask this OpenAI-compatible server (with /v1) for profile:NAME, "
+Url = Annotated[str | None, typer.Option("--url", help="ask this OpenAI-compatible server for profile:NAME, "
                                          "or for `default`, which names no profile")]  # fmt: skip
 Config = Annotated[Path | None, typer.Option("--config", help="deployment (YAML) whose settings of gpu, host and "
                                                "scheduler profile:NAME has in this process")]  # fmt: skip

@@ -22,6 +22,7 @@ from evals.stopping import RunCut
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION
 from gpu.architecture import Architecture
+from server.server_url import find_root
 
 DEFAULT = "default"
 """The method that names no profile to a server."""
@@ -196,5 +197,9 @@ def named_methods(methods: Sequence[str]) -> tuple[str, ...]:
 
 
 def server_of(url: str, served_model: str | None, model: Path, api_key: str | None, concurrency: int) -> Server:
-    """A server with the retries and the patience of a run."""
-    return Server(url, served_model or model.resolve().name, api_key, concurrency, max_retries=4, timeout_s=600.0)
+    """A server with the retries and the patience of a run. Raises ValueError for no address of one."""
+    try:
+        base = f"{find_root(url)}/v1"
+    except ValueError as error:
+        raise ValueError(f"--url: {error}") from None
+    return Server(base, served_model or model.resolve().name, api_key, concurrency, max_retries=4, timeout_s=600.0)

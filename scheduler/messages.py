@@ -25,7 +25,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt` is packed (`pack_tokens`); requests that share one share the object, and it is hashed once for all of them.
     `stop_token_ids` end it (the stop token is reported in `Delta.token_ids`), and are not drawn before the output has
-    `min_tokens` with them; stop strings are the API process's work. `max_tokens` 0 computes the prompt alone (for
+    `min_tokens` without them; stop strings are the API process's work. `max_tokens` 0 computes the prompt alone (for
     `echo` with `logprobs`).
     """
 

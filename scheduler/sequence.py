@@ -94,10 +94,10 @@ class Sequence:
     def sampling(self) -> SamplingParams:
         """What the sampler is told: what the request asks for, and that stop tokens come late."""
         request = self.request
-        if request.min_tokens <= 1 or not request.stop_token_ids:
+        if request.min_tokens == 0 or not request.stop_token_ids:
             return request.sampling
         return msgspec.structs.replace(
-            request.sampling, late_token_ids=request.stop_token_ids, first_late_draw=request.min_tokens - 1
+            request.sampling, late_token_ids=request.stop_token_ids, first_late_draw=request.min_tokens
         )
 
     def tokens_from(self, begin: int) -> np.ndarray:

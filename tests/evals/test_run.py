@@ -261,7 +261,8 @@ def test_failures_of_a_command_are_in_its_table_its_json_and_its_status(tmp_path
     assert "failed: needle 256 profile:short: 2 of 2: status 400" in result.stdout.replace("\n", " ")
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["failures"], row["samples"], list(row["reasons"].values())) == (2, 2, [2])
-    assert ask_by_command(f"{profile_server}/v1", out, "exact").exit_code == 0
+    for url in (f"{profile_server}/v1", profile_server, profile_server.removeprefix("http://")):
+        assert ask_by_command(url, out, "exact").exit_code == 0
 
 
 @pytest.mark.parametrize(("path", "method", "told"), [
@@ -274,11 +275,17 @@ def test_a_server_that_cannot_answer_is_found_before_a_sample_is_sent(
     url = "http://127.0.0.1:1/v1" if path is None else profile_server + path
     result = ask_by_command(url, tmp_path / "out.json", method)
     assert result.exit_code == 1
-    assert f"error: --url {url}: POST /completions for one token of model 'reference'" in result.stderr
+    assert f"error: --url {url.removesuffix('/v1')}/v1: POST /completions for one token of model 'reference'" in result.stderr
     assert told in result.stderr
     assert "wanted status 200 and an answer" in result.stderr
     fidelity = CliRunner().invoke(app, ["fidelity", "--model", str(MODEL), "--url", url, "--method", method])
     assert (fidelity.exit_code, told in fidelity.stderr) == (1, True)
+
+
+def test_what_is_no_address_of_a_server_is_told_before_anything_is_asked(tmp_path: Path) -> None:
+    result = ask_by_command("ftp://somewhere", tmp_path / "out.json", "exact")
+    assert result.exit_code == 1
+    assert "--url: got 'ftp://somewhere'; wanted HOST:PORT" in result.stderr
 
 
 def test_a_method_that_breaks_fails_alone_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:

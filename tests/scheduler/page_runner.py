@@ -40,7 +40,7 @@ def draw_token(context: list[int], profile: str, banned: list[int]) -> int:
 def expected_output(prompt: list[int], max_tokens: int, stop: list[int], profile: str, min_tokens: int) -> list[int]:
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
-        is_early = len(tokens) - len(prompt) + 1 < min_tokens
+        is_early = len(tokens) - len(prompt) < min_tokens
         tokens.append(draw_token(tokens, profile, stop if is_early else []))
         if tokens[-1] in stop:
             break

@@ -327,15 +327,15 @@ def test_zero_max_tokens_computes_the_prompt_alone() -> None:
 
 
 @pytest.mark.parametrize("min_tokens", [0, 4, 5, 6, 12])
-def test_a_stop_token_ends_the_text_from_min_tokens_on(min_tokens: int) -> None:
-    """The fifth token is the stop token: it ends a text of five if five are enough, else another is drawn instead."""
+def test_a_stop_token_ends_a_text_of_min_tokens(min_tokens: int) -> None:
+    """The fifth token is the stop token: it ends a text that has four if four are enough, else another is drawn."""
     prompt = prompt_of(10)
     free = expected_output(prompt, 12, [], "exact", 0)
     assert free.index(free[4]) == 4
     engine, _ = make_engine()
     engine.submit([make_request("a", prompt, max_tokens=12, stop=[free[4]], min_tokens=min_tokens)])
     deltas = drain(engine)["a"]
-    if min_tokens <= 5:
+    if min_tokens <= 4:
         assert text(deltas) == free[:5]
         assert deltas[-1].finish_reason == "stop"
     else:

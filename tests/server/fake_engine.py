@@ -188,11 +188,11 @@ class FakeEngine:
         if request.attention_profile == "dies" and running.num_tokens == 2:
             os._exit(9)
         shift = 0 if sampling.temperature == 0 else sampling.seed % 1000
-        ends = EOS in request.stop_token_ids and running.num_tokens >= max(len(prompt), request.min_tokens - 1)
+        ends = EOS in request.stop_token_ids and running.num_tokens >= max(len(prompt), request.min_tokens)
         token = EOS if ends else prompt[(running.num_tokens + shift) % len(prompt)]
         running.num_tokens += 1
         reason = "length" if running.num_tokens >= request.max_tokens else None
-        if token in request.stop_token_ids and running.num_tokens >= request.min_tokens:
+        if token in request.stop_token_ids and running.num_tokens > request.min_tokens:
             reason = "stop"
         logprobs = None if sampling.num_logprobs is None else [logprob_of(token, sampling.num_logprobs)]
         return Delta(token_ids=[token], logprobs=logprobs, finish_reason=reason, **common)

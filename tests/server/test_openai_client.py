@@ -137,7 +137,7 @@ async def test_extension_fields_reach_the_engine(live, tokenizer):
     ignoring = await complete(live, prompt=prompt, max_tokens=20, extra_body={"ignore_eos": True})
     assert ignoring.usage.completion_tokens == 20
     late = await complete(live, prompt=prompt, max_tokens=50, extra_body={"min_tokens": num + 5})
-    assert late.usage.completion_tokens == num + 5
+    assert late.usage.completion_tokens == num + 5 + 1  # and the one that ends it
     stopped = await complete(live, prompt=prompt, extra_body={"stop_token_ids": [two]})
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("one", "stop")
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "attention_profile": "exact"}
