@@ -190,7 +190,7 @@ def test_a_broken_conversation_names_its_line(tmp_path: Path, line: str) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"url": "localhost:80"}, "--url"),
+        ({"url": "ftp://localhost"}, "--url"),
         ({"rate": 0.0}, "--rate"),
         ({"concurrency": None}, "neither --rate nor --concurrency"),
         ({"burstiness": 0.0}, "--burstiness"),
