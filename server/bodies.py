@@ -14,6 +14,7 @@ from server.body_room import BodyRoom
 from server.config import ServerConfig
 from server.fields import Fields, look_into
 from server.json_fault import describe_fault
+from server.json_size import check_json_size
 from server.known_fields import (
     CHAT,
     COMPLETION,
@@ -27,12 +28,16 @@ from server.known_fields import (
     TOKENIZE,
     TOOL,
 )
+from server.text_pool import TextPool
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128
+MAX_BIASES = 2**14
 MAX_TOP_LOGPROBS = 20
+
+_INLINE_BYTES = 64 * 1024  # of a body that is decoded at once: milliseconds, whatever it holds
 
 # field -> (least, most, whether the least itself is allowed)
 RANGES: dict[str, tuple[float, float, bool]] = {
@@ -169,8 +174,10 @@ FIELDS: dict[type[msgspec.Struct], Fields] = {
 }
 
 
-async def read_body(request: Request, wanted: type[Body], room: BodyRoom, settings: ServerConfig) -> Body:
-    """Read and decode a JSON body. Raises ApiError 413 (before the body is in memory), 415, 503 and 400."""
+async def read_body(
+    request: Request, wanted: type[Body], room: BodyRoom, texts: TextPool, settings: ServerConfig
+) -> Body:
+    """Read and decode a JSON body. Raises ApiError 413 (before the body is in memory), 415, 429, 503 and 400."""
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise ApiError(415, f"content-type: got {media!r}, wanted application/json", code="unsupported_media_type")
@@ -187,13 +194,15 @@ async def read_body(request: Request, wanted: type[Body], room: BodyRoom, settin
             room.check(len(raw) + len(piece))
             room.take(len(piece))
             raw += piece
-        return decode_body(bytes(raw), wanted, refuse_unknown=settings.unknown_fields == "refuse")
+        size = len(raw) if len(raw) > _INLINE_BYTES else 0
+        return await texts.run(size, decode_body, bytes(raw), wanted, settings.unknown_fields == "refuse")
     finally:
         room.give(len(raw))
 
 
 def decode_body(raw: bytes, wanted: type[Body], refuse_unknown: bool) -> Body:
     """The struct of a JSON text whose fields are all known, or all used. Raises ApiError 400."""
+    check_json_size(raw)
     try:
         nested = FIELDS[wanted].look(raw, "", refuse_unknown)
         body = _decode_typed(raw, wanted)
@@ -251,6 +260,8 @@ def check_generation(body: GenerationBody) -> None:
             raise invalid("stop", f"a string of {len(text)} characters, wanted 1 to {MAX_STOP_CHARS}")
     if len(body.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS} ids")
+    if len(body.logit_bias or ()) > MAX_BIASES:
+        raise invalid("logit_bias", f"more than {MAX_BIASES} token ids")
     for key, bias in (body.logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid("logit_bias", f"key {key[:40]!r} is not a token id")

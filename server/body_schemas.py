@@ -9,6 +9,7 @@ from typing import Any
 
 from server.bodies import (
     FIELDS,
+    MAX_BIASES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -80,7 +81,7 @@ def _bounds_of_all(limits: BodyLimits) -> dict[str, Tree]:
         bounds["attention_profile"] = {"enum": [None, *limits.profiles]}
     bounds["stop"] = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}, _NULL]}
     bounds["stop_token_ids"] = {"items": _token_id(limits), "maxItems": MAX_STOP_TOKEN_IDS}
-    bounds["logit_bias"] = {"propertyNames": _TOKEN_KEY, "additionalProperties": _BIAS}
+    bounds["logit_bias"] = {"propertyNames": _TOKEN_KEY, "additionalProperties": _BIAS, "maxProperties": MAX_BIASES}
     return bounds
 
 

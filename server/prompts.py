@@ -35,9 +35,9 @@ async def completion_prompts(service: Service, body: CompletionBody, limits: Rea
         if isinstance(given, str):
             prompt = await encode_text(service, name, given, size, context)
         else:
-            check_token_ids(name, given, limits.vocab_size)
             if len(given) > context:
                 raise _too_long(name, str(len(given)), context)
+            check_token_ids(name, given, limits.vocab_size)
             text = await service.texts.run(size, spell, service.tokenizer, given) if body.echo else ""
             prompt = Prompt(given, text, 0)
         if not prompt.token_ids:
@@ -139,10 +139,9 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[tuple[str, str | l
         return [("prompt", prompt)]
     if not prompt:
         raise invalid("prompt", "an empty list; wanted a string, a list of strings, token ids or lists of token ids")
-    kind = type(prompt[0])
-    if any(type(item) is not kind for item in prompt):
+    if len(set(map(type, prompt))) > 1:
         raise invalid("prompt", "a list of mixed types; wanted all strings, all token ids or all lists of token ids")
-    if kind is int:
+    if isinstance(prompt[0], int):
         return [("prompt", prompt)]  # type: ignore[list-item]
     return [(f"prompt[{i}]", item) for i, item in enumerate(prompt)]  # type: ignore[misc]
 

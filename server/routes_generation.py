@@ -27,7 +27,7 @@ _CLIENT_GONE = 499  # for the log alone: nobody reads it
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     service = service_of(request)
-    body = await read_body(request, CompletionBody, service.body_room, service.settings)
+    body = await read_body(request, CompletionBody, service.body_room, service.texts, service.settings)
     service.check_model(body.model)
     check_completion(body)
     limits = service.supervisor.ready()
@@ -42,7 +42,7 @@ async def completions(request: Request) -> Response:
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     service = service_of(request)
-    body = await read_body(request, ChatBody, service.body_room, service.settings)
+    body = await read_body(request, ChatBody, service.body_room, service.texts, service.settings)
     service.check_model(body.model)
     check_chat(body)
     check_num_sequences(service, 1, body.n or 1)

@@ -15,7 +15,7 @@ router = APIRouter()
 async def tokenize(request: Request) -> Response:
     """A prompt (with BOS unless `add_special_tokens` is false) or messages (through the chat template)."""
     service = service_of(request)
-    body = await read_body(request, TokenizeBody, service.body_room, service.settings)
+    body = await read_body(request, TokenizeBody, service.body_room, service.texts, service.settings)
     service.check_model(body.model)
     limits = service.supervisor.ready()
     if (body.prompt is None) == (body.messages is None):
@@ -37,7 +37,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens spelled out."""
     service = service_of(request)
-    body = await read_body(request, DetokenizeBody, service.body_room, service.settings)
+    body = await read_body(request, DetokenizeBody, service.body_room, service.texts, service.settings)
     service.check_model(body.model)
     limits, most = service.supervisor.ready(), service.settings.max_tokenize_kib
     if len(body.tokens) > most * 1024:

@@ -15,6 +15,22 @@ from collections.abc import Awaitable, Callable
 HEAD = b"POST /v1/%b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 PROSE = "It was the best of times, it was the worst of times. "
 PAUSE_S = 0.2
+MANY_ITEMS = [  # path, and a list: how it begins, an item, how many of them, how it ends
+    (b"chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [', b"{}", 5_200_000, b"]}"),
+    (b"chat/completions", b'{"messages": [', b'{"role":"","content":""}', 600_000, b"]}"),
+    (b"chat/completions", b'{"messages": [', b'{"role":"user","content":"a"}', 16_000, b"]}"),
+    (
+        b"chat/completions",
+        b'{"messages": [{"role": "user", "content": [',
+        b'{"type":"text","text":""}',
+        500_000,
+        b"]}]}",
+    ),
+    (b"completions", b'{"prompt": [', b"1.0", 1_300_000, b"]}"),
+    (b"completions", b'{"prompt": [', b"1", 7_800_000, b"]}"),
+    (b"completions", b'{"prompt": [', b"[]", 5_200_000, b"]}"),
+    (b"completions", b'{"prompt": "a", "logit_bias": {', b'"70": 1', 1_200_000, b"}}"),
+]
 READ_S = 20.0
 
 
@@ -100,6 +116,11 @@ class Attack:
         await self.post(wire, b"completions", b'{"prompt": [' + b"77," * random.choice([300_000, 1_500_000]) + b"7]}")
         await wire.read(65536)
 
+    async def many_items(self, wire: Wire) -> None:
+        path, begin, item, number, end = random.choice(MANY_ITEMS)
+        await self.post(wire, path, begin + b",".join([item] * number) + end)
+        await wire.read(65536)
+
     async def huge_body(self, wire: Wire) -> None:
         chunk = b"10000\r\n" + b"a" * 65536 + b"\r\n"
         await wire.send(HEAD % b"completions" + b"transfer-encoding: chunked\r\n\r\n", *[chunk] * 400)
@@ -134,7 +155,7 @@ class Attack:
 
 KINDS = {
     "flood_headers": 2, "idle": 40, "half_headers": 20, "half_body": 20, "malformed": 2, "pipeline": 1, "bad_json": 1,
-    "long_text": 3, "many_ids": 1, "huge_body": 1, "leave": 1, "never_read": 2, "stop_strings": 1, "half_close": 1,
+    "long_text": 3, "many_ids": 1, "many_items": 1, "huge_body": 1, "leave": 1, "never_read": 2, "stop_strings": 1, "half_close": 1,
 }  # fmt: skip
 
 

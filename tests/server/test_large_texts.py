@@ -1,16 +1,22 @@
 """Texts and bodies that are too large: refused for little memory and time, and nobody else waits for them."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable
 
 import httpx
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from server.api_error import ApiError
+from server.bodies import MAX_BIASES
+from server.json_size import MOST, check_json_size, count_items
 from server.tokenizer import TooManyTokens
-from tests.server.live_server import fake_command, make_deployment, running_server
+from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.test_bad_input import error_of
-from tests.tolerances import REFUSED_TEXT_BYTES, REFUSED_TEXT_S
+from tests.tolerances import BODY_STALL_S, REFUSED_TEXT_BYTES, REFUSED_TEXT_S
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -96,3 +102,78 @@ async def test_bodies_that_are_being_read_share_a_room():
         release.set()
         assert (await first).status_code == 400
         assert live.service.body_room.num_taken_bytes == 0
+
+
+def listed(begin: str, item: str, number: int, end: str) -> bytes:
+    return (begin + ",".join([item] * number) + end).encode()
+
+
+async def stall_beside(live: Running, path: str, body: bytes) -> tuple[float, httpx.Response]:
+    """Seconds that the event loop stood still, at the longest, while a body was refused."""
+    loop, worst = asyncio.get_running_loop(), 0.0
+    answer = asyncio.create_task(live.http.post(path, content=body, headers={"content-type": "application/json"}))
+    while not answer.done():
+        began_s = loop.time()
+        await asyncio.sleep(0.005)
+        worst = max(worst, loop.time() - began_s)
+    return worst, answer.result()
+
+
+async def test_beside_a_body_of_many_items_the_event_loop_goes_on(live):
+    user = '{"messages":[{"role":"user","content":"a"}],'
+    for path, body, what in (
+        (CHAT, listed(user + '"tools":[', "{}", 5_200_000, "]}"), "5200004 objects and lists"),
+        (CHAT, listed('{"messages":[', '{"role":"","content":""}', 600_000, "]}"), "600002 objects and lists"),
+        (COMPLETION, listed('{"prompt":[', "1", 7_800_000, "]}"), "7800001 values in"),
+        (COMPLETION, listed('{"prompt":"a","logit_bias":{', '"1":1', 1_200_000, "}}"), "1200002 names in objects"),
+        (COMPLETION, listed('{"prompt":[', "1.0", 1_300_000, "]}"), "1300000 tokens"),
+        (COMPLETION, b'{"' + b"x" * 15_000_000 + b'":1}', "unknown field"),
+    ):
+        stall, answer = await stall_beside(live, path, body)
+        assert what in error_of(answer)["message"]
+        assert stall < BODY_STALL_S, what
+
+
+async def test_biases_have_a_limit(live):
+    for more in (0, 1):
+        bias = {str(token_id): 200 for token_id in range(MAX_BIASES + more)}
+        answer = await live.http.post(COMPLETION, json={"prompt": "a", "logit_bias": bias})
+        wanted = f"logit_bias: more than {MAX_BIASES} token ids" if more else "logit_bias: got 200 for token 0"
+        assert error_of(answer)["message"].startswith(wanted)
+
+
+def size_of(tree: object) -> tuple[int, int, int]:
+    """Objects and lists, names in objects, and values in either: by looking at every one."""
+    if not isinstance(tree, dict | list):
+        return 0, 0, 0
+    inside = [size_of(value) for value in (tree.values() if isinstance(tree, dict) else tree)]
+    containers, names, values = (sum(counts) for counts in zip(*inside, strict=True)) if inside else (0, 0, 0)
+    return containers + 1, names + len(tree) * isinstance(tree, dict), values + len(tree)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.recursive(
+        st.integers() | st.text('a\\"[]{},:é\n'),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('\\"[,:'), inner),
+        max_leaves=20,
+    ),
+    st.booleans(),
+)
+def test_items_of_a_json_text_are_counted_without_those_that_strings_spell_out(tree, is_ascii):
+    containers, names, values = size_of(tree)
+    found = list(count_items(json.dumps(tree, ensure_ascii=is_ascii).encode()).values())
+    assert found[:2] == [containers, names]
+    assert values <= found[2] <= values + containers
+
+
+def test_a_text_is_refused_for_one_item_too_many_and_never_for_what_its_strings_hold():
+    check_json_size(json.dumps({"prompt": '[{,:"' * 1_000_000}).encode())
+    for what, begin, item, end, in_frame in (
+        ("objects and lists", "[", "[]", "]", 1),
+        ("names in objects", "{", '"a":1', "}", 0),
+        ("values in objects and lists", "[", "1", "]", 0),
+    ):
+        check_json_size(listed(begin, item, MOST[what] - in_frame, end))
+        with pytest.raises(ApiError, match=f"^body: {MOST[what] + 1} {what}, at most {MOST[what]} are read"):
+            check_json_size(listed(begin, item, MOST[what] + 1 - in_frame, end))
