@@ -4,6 +4,7 @@ A body is decoded straight into a msgspec struct: wrong types, NaN, invalid UTF-
 names the field. The structs have the fields that are served; what becomes of every other one is in `known_fields.py`.
 """
 
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,6 +37,8 @@ MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 2**14
 MAX_TOP_LOGPROBS = 20
+
+ROLE = "[A-Za-z0-9_-]{1,64}"  # a template writes it as it is, so no control token may be spelled out in it
 
 _INLINE_BYTES = 64 * 1024  # of a body that is decoded at once: milliseconds, whatever it holds
 
@@ -312,6 +315,8 @@ def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise invalid("messages", "empty; wanted at least one message")
     for i, message in enumerate(messages):
+        if re.fullmatch(ROLE, message.role) is None:
+            raise invalid(f"messages[{i}].role", f"got {message.role[:80]!r}, wanted a name: {ROLE}")
         if message.content is None:
             raise invalid(f"messages[{i}].content", "missing; wanted a string or a list of text parts")
         if isinstance(message.content, list):

@@ -155,7 +155,8 @@ class Attack:
 
 KINDS = {
     "flood_headers": 2, "idle": 40, "half_headers": 20, "half_body": 20, "malformed": 2, "pipeline": 1, "bad_json": 1,
-    "long_text": 3, "many_ids": 1, "many_items": 1, "huge_body": 1, "leave": 1, "never_read": 2, "stop_strings": 1, "half_close": 1,
+    "long_text": 3, "many_ids": 1, "many_items": 1, "huge_body": 1, "leave": 1, "never_read": 2, "stop_strings": 1,
+    "half_close": 1,
 }  # fmt: skip
 
 
