@@ -52,7 +52,7 @@ def _with_settings(method: str, text: str, deployment: Deployment | None, sample
     try:
         sampled = SampledConfig.model_validate({**deployment.host.sampled.model_dump(), **given})
     except ValidationError as error:
-        raise ProfileError(f"--method {method}: {describe(error)}; settings are {known}") from None
+        raise ProfileError(f"--method {method}: {describe(error, None)}; settings are {known}") from None
     host = deployment.host.model_copy(update={"sampled": sampled})
     return deployment.model_copy(update={"host": host})
 

@@ -98,7 +98,7 @@ def serve(deployment: Deployment, on_loading: Callable[[Loading], None] = _ignor
     """
     settings = deployment.server
     logs.configure(settings.log_level)
-    logs.info("configuration", deployment=deployment.model_dump_json(exclude={"server": {"api_keys"}}))
+    logs.info("configuration", deployment=deployment.model_dump_json(exclude={"server": {"api_keys", "api_keys_file"}}))
     try:
         app = create_app(deployment, on_loading=on_loading)
         listener = _bind(settings.host, settings.port)

@@ -1,15 +1,19 @@
 """The deployment: one YAML file, read here and nowhere else. Unknown keys are errors; nothing mutates it."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
+from rapidfuzz import process
 
 from gpu.config import GpuConfig, ModelConfig
 from scheduler.config import SchedulerConfig
 from transfer.config import HostConfig
 from transfer.settings import Settings
+
+_NAMED = re.compile(r"\b(alias|anchor|tag) .*", re.DOTALL)  # what PyYAML calls wrong, and its name
 
 
 class ConfigError(Exception):
@@ -80,46 +84,74 @@ def load_deployment(path: Path) -> Deployment:
             raise ConfigError(f"config: {path} has no config.json; wanted a YAML file or a model's Hugging Face folder")
         return Deployment(model=ModelConfig(path=path.resolve()))
     try:
-        tree = yaml.safe_load(path.read_text())
+        text = path.read_text()
     except FileNotFoundError:
         raise ConfigError(f"config: {path} is missing") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not YAML: {_where(error)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {path} cannot be read: {' '.join(str(error).split())}") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is not YAML: {_where(error)}") from None
+    except (ValueError, LookupError, AttributeError):  # of PyYAML's own conversions
+        raise ConfigError(f"config: {path} is not YAML: a value is not what its tag (!!) says") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config: {path} holds {type(tree).__name__}; wanted a mapping with the key `model`")
     try:
         deployment = Deployment.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"config: {path}: {describe(error)}") from None
+        raise ConfigError(f"config: {path}: {describe(error, text)}") from None
     return _anchor(deployment, path.resolve().parent)
 
 
-def describe(error: ValidationError) -> str:
-    """The first problem of a ValidationError as `key: got, wanted`, and how many more there are. Repeats no API key."""
+def describe(error: ValidationError, text: str | None) -> str:
+    """The first problem of a ValidationError as `key: got, wanted`, and how many more there are. Repeats no API key.
+
+    `text`: the YAML of the deployment that was validated; None: something else was, in which are no API keys.
+    """
     problems: list[Any] = list(error.errors())
-    first = problems[0]
-    key = ".".join(str(part) for part in first["loc"]) or "(top)"
-    what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+    first, loc = problems[0], problems[0]["loc"]
     more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return f"{key}: {what}{_got(first)}{more}"
+    key = ".".join(str(part) for part in loc) or "(top)"
+    if first["type"] != "extra_forbidden":
+        return f"{key}: {first['msg']}{_got(first)}{more}"
+    if text is None or (len(loc) > 1 and loc[0] != "server"):
+        return f"{key}: unknown key{more}"
+    return _unknown(loc, text) + more
+
+
+def _unknown(loc: tuple[str, ...], text: str) -> str:
+    """Where an API key may have slipped, an unknown key is told by its line and the nearest known one."""
+    section, known = ("server", ServerConfig) if len(loc) > 1 else ("(top)", Deployment)
+    nearest, _, _ = process.extractOne(str(loc[-1]), list(known.model_fields))
+    return f"{section}: unknown key at line {_line_of(loc, text)}; the nearest known one is {nearest!r}"
+
+
+def _line_of(loc: tuple[str, ...], text: str) -> int:
+    node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    line = 1
+    for part in loc:
+        found = [pair for pair in node.value if pair[0].value == str(part)]
+        if not found:  # it came with a merge of mappings
+            break
+        line, node = found[0][0].start_mark.line + 1, found[0][1]
+    return line
 
 
 def _got(problem: dict[str, Any]) -> str:
     """What was given, unless it is an API key or may hold one."""
-    given = problem["input"]
-    if problem["type"] in ("missing", "extra_forbidden") or "api_keys" in problem["loc"]:
+    given, loc = problem["input"], problem["loc"]
+    if problem["type"] == "missing" or "api_keys" in loc or ("server" in loc and isinstance(given, str)):
         return ""
     is_section = problem["type"] == "model_type" or isinstance(given, dict | list | tuple)
     return f" (got {type(given).__name__ if is_section else repr(given)})"
 
 
 def _where(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the line itself, which may hold a key."""
+    """What is wrong and where, without the line itself or a name in it, which may hold a key."""
     mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or type(error).__name__
-    return f"{what} at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(what)
+    what = _NAMED.sub(r"\1", getattr(error, "problem", None) or type(error).__name__)
+    return f"{what} at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else what
 
 
 def _anchor(deployment: Deployment, folder: Path) -> Deployment:

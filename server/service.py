@@ -143,8 +143,9 @@ def read_keys(settings: ServerConfig) -> list[str]:
 def _keys_in(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"server.api_keys_file: {path} cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # what was meant as a key may stand for the path
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"server.api_keys_file: the file that it names cannot be read: {reason}") from None
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise ConfigError(f"server.api_keys_file: {path} has no key; wanted one a line")

@@ -21,6 +21,10 @@ async def test_a_key_that_cannot_come_in_a_header_is_refused_at_start_and_not_re
     with pytest.raises(ConfigError, match=r"key 2 of .*/keys: cannot come") as refused:
         create_app(make_deployment(api_keys_file=tmp_path / "keys"))
     assert "geheim" not in str(refused.value)
+    for name in ("sk-secret", "sk-secret\0"):
+        with pytest.raises(ConfigError, match="the file that it names cannot be read") as refused:
+            create_app(make_deployment(api_keys_file=tmp_path / name))
+        assert "sk-secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="there are no keys"):
         create_app(make_deployment(cache_isolation="key"))
 
@@ -39,11 +43,28 @@ def test_an_error_in_a_configuration_never_repeats_a_key(tmp_path):
         "api_keys: ['sk-secret]",
         "api_keys: [sk-secret]: 1",
         "{api_keys: [sk-secret], port: -1, drain_seconds: x}",
+        "api_keys: *sk-secret",
+        "api_keys: !sk-secret x",
+        "api_keys: !sk-secret!x y",
+        "api_keys: !!python/name:sk-secret x",
+        "api_keys: [&sk-secret a, &sk-secret b]: 1",
+        "api_keys: !!int sk-secret",
+        "api_keys: !!bool sk-secret",
+        "api_keys: !!timestamp sk-secret",
+        "sk-secret: 1",
+        "api_keys sk-secret: [1]",
+        "port: 1\napi_keys sk-secret: [1]",
+        "cors_origins: sk-secret",
+        "port: sk-secret",
+        "cache_isolation: sk-secret",
     ):
         path.write_text(f"model:\n  path: /m\nserver:\n  {server}\n")
         with pytest.raises(ConfigError) as refused:
             load_deployment(path)
         assert "sk-secret" not in str(refused.value), server
+    path.write_text("model:\n  path: /m\nserver:\n  drain_second: 1\n")
+    with pytest.raises(ConfigError, match="server: unknown key at line 4; the nearest known one is 'drain_seconds'"):
+        load_deployment(path)
     path.write_text("model:\n  path: /m\nserver:\n  port: -1\n")
     with pytest.raises(ConfigError, match="got -1"):
         load_deployment(path)

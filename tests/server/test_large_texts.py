@@ -120,6 +120,8 @@ async def stall_beside(live: Running, path: str, body: bytes) -> tuple[float, ht
 
 
 async def test_beside_a_body_of_many_items_the_event_loop_goes_on(live):
+    many = '{"messages":[' + ",".join(['{"role":"user","content":[{"type":"text","text":""}]}'] * 10_000)
+    long_walk = listed(many + '],"stop_token_ids":[', "1.0", 1_200_000, "]}")
     user = '{"messages":[{"role":"user","content":"a"}],'
     for path, body, what in (
         (CHAT, listed(user + '"tools":[', "{}", 5_200_000, "]}"), "5200004 objects and lists"),
@@ -127,6 +129,7 @@ async def test_beside_a_body_of_many_items_the_event_loop_goes_on(live):
         (COMPLETION, listed('{"prompt":[', "1", 7_800_000, "]}"), "7800001 values in"),
         (COMPLETION, listed('{"prompt":"a","logit_bias":{', '"1":1', 1_200_000, "}}"), "1200002 names in objects"),
         (COMPLETION, listed('{"prompt":[', "1.0", 1_300_000, "]}"), "1300000 tokens"),
+        (CHAT, long_walk, "stop_token_ids: more than"),
         (COMPLETION, b'{"' + b"x" * 15_000_000 + b'":1}', "unknown field"),
     ):
         stall, answer = await stall_beside(live, path, body)
