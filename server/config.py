@@ -23,7 +23,10 @@ class ConfigError(Exception):
 class ServerConfig(Settings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: any free port, printed in the log")
-    api_keys: tuple[str, ...] = Field((), description="bearer keys; none: open; /health, /version, /metrics need none")
+    api_keys: tuple[str, ...] = Field(
+        (),
+        description="bearer keys; none: open; /health, /live, /version, /metrics, /openapi.json, /docs need none",
+    )
     api_keys_file: Path | None = Field(None, description="more keys, one a line")
     cache_isolation: Literal["none", "key"] = Field(
         "none", description="key: a key never meets another one's prefixes, neither in `cached_tokens` nor in time"
@@ -53,7 +56,7 @@ class ServerConfig(Settings):
     drain_seconds: float = Field(60.0, ge=0, description="on SIGTERM, wait this long for open requests")
     restart_engine: bool = Field(True, description="start a new engine process when one dies")
     max_engine_failures: int = Field(
-        5, ge=1, description="so many engines in a row that fail within a minute end the program"
+        5, ge=1, description="so many engines in a row that hang or end within a minute of service end the program"
     )
     engine_quiet_seconds: float = Field(
         5.0, gt=0, description="an engine process without a sign of life for so long hangs; /health says so"

@@ -37,7 +37,7 @@ from server.metrics import Metrics
 
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
-_HEALTHY_AFTER_S = 60.0  # a life this long resets the backoff
+_HEALTHY_AFTER_S = 60.0  # of service; a life that gave so much of it begins a new row of failures and of waits
 _SHUTDOWN_WAIT_S = 5.0
 _TELL_LOADING_S = 5.0
 _SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
@@ -61,6 +61,7 @@ class Supervisor:
         self._submit_ids = itertools.count()
         self._stopping = False
         self._lives = 0
+        self._ready_since_s: float | None = None  # in this life
         self._has_spoken = False
         self._turn_seconds = 0.0
         self._lost = _DIED  # what those are told whose engine is lost
@@ -131,7 +132,6 @@ class Supervisor:
         backoff_s = _FIRST_BACKOFF_S
         num_failed = 0
         while True:
-            began_s = time.monotonic()
             reason = await self._one_life()
             if self._stopping:
                 return
@@ -141,7 +141,7 @@ class Supervisor:
             if not self._settings.restart_engine:
                 return
             num_failed += 1
-            if time.monotonic() - began_s > _HEALTHY_AFTER_S:
+            if self._was_healthy():
                 backoff_s = _FIRST_BACKOFF_S
                 num_failed = 0
             if num_failed >= self._settings.max_engine_failures:
@@ -151,12 +151,19 @@ class Supervisor:
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
             self._metrics.engine_restarts.inc()
 
+    def _was_healthy(self) -> bool:
+        """Whether the life that has ended served for long. One that hung was no service while it was waited for."""
+        if self._ready_since_s is None or self._lost is not _DIED:
+            return False
+        return time.monotonic() - self._ready_since_s > _HEALTHY_AFTER_S
+
     async def _one_life(self) -> str:
         """Start an engine and serve with it until it ends. Returns why it did, in one line."""
         assert self._context is not None
         self.state = "loading"
         self.loading = Loading(stage="starting", fraction=0.0)
         self._lost = _DIED
+        self._ready_since_s = None
         self._lives += 1
         engine = self._engine = EngineProcess(self._context, self._command, self._deployment_json)
         failed: str | None = None
@@ -242,6 +249,7 @@ class Supervisor:
     def _become_ready(self, ready: Ready) -> None:
         self.limits = ready
         self.state = "ready"
+        self._ready_since_s = time.monotonic()
         self._metrics.engine_up.set(1)
         self._metrics.pages_capacity.set(ready.num_pages)
         logs.info(

@@ -1,9 +1,11 @@
 """The configuration reference is what the models say."""
 
+import re
 from pathlib import Path
 
-from server.config import Deployment
+from server.config import Deployment, ServerConfig
 from server.configuration_page import list_sections, write_page
+from server.request_scope import OPEN_PATHS
 
 PAGE = Path(__file__).parents[2] / "docs" / "CONFIGURATION.md"
 
@@ -21,3 +23,8 @@ def test_every_key_is_on_the_page() -> None:
         assert f"## `{name}`" in page
         for key in model.model_fields:
             assert f"{name}.{key}" in nested or f"| `{key}` |" in page
+
+
+def test_the_page_names_every_route_that_needs_no_key() -> None:
+    description = ServerConfig.model_fields["api_keys"].description or ""
+    assert set(re.findall(r"/[a-z.]+", description)) == OPEN_PATHS

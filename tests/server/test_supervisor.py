@@ -1,6 +1,7 @@
 """A submission is the engine's whole or nobody's, and everyone whose engine is lost is told so once."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from scheduler.messages import Cancel, Delta, EngineRequest, Outputs, Progress, 
 from server.api_error import ApiError
 from server.mailbox import EngineLost, Mailbox
 from server.metrics import Metrics
-from server.supervisor import Supervisor
+from server.supervisor import _DIED, Supervisor
 from tests.server.live_server import make_deployment
 from tests.server.test_generation import LIMITS
 
@@ -113,26 +114,79 @@ async def test_everyone_is_told_once_that_the_engine_is_lost(supervisor: Supervi
         supervisor.ready()
 
 
-async def test_an_engine_is_started_again_after_longer_and_longer_waits(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lives, waits = [1.0] * 4 + [100.0] + [1.0], []  # seconds; the fifth was a healthy one
+class Lives:
+    """What `_one_life` would go through, on a clock of its own. A life: seconds of loading and of service, its end."""
 
-    async def live() -> str:
-        nonlocal now
-        if not lives:
+    def __init__(self, supervisor: Supervisor, lives: list[tuple[float, float, str]]) -> None:
+        self.left = lives
+        self.waits: list[float] = []
+        self.now = 0.0
+        self._supervisor = supervisor
+
+    async def live(self) -> str:
+        supervisor = self._supervisor
+        if not self.left:
             supervisor._stopping = True
             return "stopped"
-        now += lives.pop(0)
-        return "ended"
+        loads_s, serves_s, end = self.left.pop(0)
+        supervisor._ready_since_s, supervisor._lost = None, _DIED
+        self.now += loads_s
+        if end != "died while it loaded":
+            supervisor._become_ready(LIMITS)
+        if end == "hung":
+            supervisor._lost = EngineLost("hung", "engine_hung")
+        self.now += serves_s
+        return end
 
-    async def wait(seconds: float) -> None:
-        waits.append(seconds)
+    async def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
 
-    now = 0.0
-    monkeypatch.setattr(supervisor, "_one_life", live)
-    monkeypatch.setattr("server.supervisor.asyncio.sleep", wait)
-    monkeypatch.setattr("server.supervisor.time.monotonic", lambda: now)
-    await supervisor._keep_alive()
-    assert waits == [0.25, 0.5, 1.0, 2.0, 0.25, 0.5]
+
+@pytest.fixture
+def keep_alive(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Lives]]:
+    async def keep(*lives: tuple[float, float, str]) -> Lives:
+        lived = Lives(supervisor, list(lives))
+        supervisor.failure = asyncio.get_running_loop().create_future()
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor, "_one_life", lived.live)
+            patched.setattr("server.supervisor.asyncio.sleep", lived.wait)
+            patched.setattr("server.supervisor.time.monotonic", lambda: lived.now)
+            await supervisor._keep_alive()
+        return lived
+
+    return keep
+
+
+async def test_an_engine_is_started_again_after_longer_and_longer_waits(
+    supervisor: Supervisor, keep_alive: Callable[..., Awaitable[Lives]]
+) -> None:
+    short, healthy = (1.0, 1.0, "died"), (1.0, 100.0, "died")
+    lived = await keep_alive(*[short] * 4, healthy, short)
+    assert lived.waits == [0.25, 0.5, 1.0, 2.0, 0.25, 0.5]
     assert "tandem_engine_restarts_total 6.0" in supervisor._metrics.text().decode()
+
+
+@pytest.mark.parametrize(
+    "life",
+    [(100.0, 1.0, "died"), (100.0, 0.0, "died while it loaded"), (1.0, 130.0, "hung")],
+    ids=["loads long and dies at once", "dies while it loads", "hangs"],
+)
+async def test_engines_that_give_no_service_end_the_program_however_long_they_live(
+    supervisor: Supervisor, keep_alive: Callable[..., Awaitable[Lives]], life: tuple[float, float, str]
+) -> None:
+    lived = await keep_alive(*[life] * 8)
+    assert len(lived.left) == 3
+    assert supervisor.state == "failed"
+    assert lived.waits == [0.25, 0.5, 1.0, 2.0]
+    assert supervisor.failure is not None
+    told = await supervisor.failure
+    assert told == f"engine: 5 failed in a row (server.max_engine_failures), the last one: {life[2]}"
+
+
+async def test_a_life_that_served_begins_a_new_row_of_failures(
+    supervisor: Supervisor, keep_alive: Callable[..., Awaitable[Lives]]
+) -> None:
+    failed, healthy = (1.0, 130.0, "hung"), (1.0, 61.0, "died")
+    lived = await keep_alive(*([failed] * 4 + [healthy]) * 2)
+    assert lived.left == []
+    assert supervisor.state != "failed"
