@@ -62,7 +62,10 @@ class ServerConfig(Settings):
         5.0, gt=0, description="an engine process without a sign of life for so long hangs; /health says so"
     )
     engine_silence_seconds: float = Field(
-        120.0, gt=0, description="one that hangs for so long is replaced, and one whose step takes so long"
+        120.0,
+        gt=0,
+        description="one that hangs for so long is replaced (while it loads: five times as long), "
+        "and one whose step takes so long",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
 

@@ -1,8 +1,8 @@
 """Keeps an engine process alive and carries requests to it and their output back. Knows no HTTP and no text.
 
 States: loading -> ready -> dead -> loading -> ...; `failed` (the first start did not succeed, several in a row failed,
-or this keeper itself did) ends the program. An engine speaks twice a second, whatever it does: one that falls silent
-hangs, which is told at once; it is killed if that lasts, and so is one whose step never ends.
+or this keeper itself did) ends the program. An engine speaks twice a second, whatever it does, also while it loads: one
+that falls silent hangs, which is told at once; it is killed if that lasts, and so is one whose step never ends.
 Invariant: every open mailbox gets either its requests' last deltas or one EngineLost.
 """
 
@@ -38,6 +38,9 @@ from server.metrics import Metrics
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_AFTER_S = 60.0  # of service; a life that gave so much of it begins a new row of failures and of waits
+# Times the silence of an engine that serves. One that loads reads its libraries before its first word, from a disk that
+# may be slow, and compiles, which may keep the interpreter from the thread that speaks.
+_LOADING_PATIENCE = 5
 _SHUTDOWN_WAIT_S = 5.0
 _TELL_LOADING_S = 5.0
 _SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
@@ -110,6 +113,11 @@ class Supervisor:
     def is_hung(self) -> bool:
         """Whether an engine that served gives no sign of life."""
         return self.state == "ready" and self.quiet_seconds >= self._settings.engine_quiet_seconds
+
+    @property
+    def _most_silence_s(self) -> float:
+        most_s = self._settings.engine_silence_seconds
+        return _LOADING_PATIENCE * most_s if self.state == "loading" else most_s
 
     @property
     def can_recover(self) -> bool:
@@ -223,24 +231,25 @@ class Supervisor:
         logs.info("loading", stage=self.loading.stage, percent=percent, seconds=round(time.monotonic() - began_s))
 
     async def _end_silence(self, engine: EngineProcess) -> None:
-        """Notice when an engine that serves falls silent, and kill it when it or its step goes on so for too long.
+        """Notice when an engine falls silent, and kill it when it or its step goes on so for too long.
 
-        Silence is counted in looks that found nothing said since the one before.
+        Silence is counted in looks that found nothing said since the one before. An engine that loads may be silent
+        for longer; its stages have no limit of their own.
         """
         settings = self._settings
         most_s = settings.engine_silence_seconds
         look_s = min(settings.engine_quiet_seconds, most_s) / _SILENCE_CHECKS
         self.quiet_seconds = self._turn_seconds = 0.0
-        while self.quiet_seconds < most_s and self._turn_seconds < most_s:
+        while self.quiet_seconds < self._most_silence_s and self._turn_seconds < most_s:
             self._has_spoken = False
             await asyncio.sleep(look_s)
             was_hung = self.is_hung
-            self.quiet_seconds = 0.0 if self._has_spoken or self.state != "ready" else self.quiet_seconds + look_s
+            self.quiet_seconds = 0.0 if self._has_spoken else self.quiet_seconds + look_s
             if self.is_hung != was_hung:
                 self._metrics.engine_up.set(was_hung)
                 logs.warning("engine_speaks" if was_hung else "engine_silent", pid=engine.pid)
         what = f"no sign of life for {self.quiet_seconds:.3g} s"
-        if self.quiet_seconds < most_s:
+        if self._turn_seconds >= most_s:
             what = f"one step for {self._turn_seconds:.3g} s"
         logs.warning("engine_hung", pid=engine.pid, what=what)
         self._lost = EngineLost(f"the engine process hung ({what}) and was replaced; try again", "engine_hung")
@@ -250,6 +259,7 @@ class Supervisor:
         self.limits = ready
         self.state = "ready"
         self._ready_since_s = time.monotonic()
+        self.quiet_seconds = 0.0
         self._metrics.engine_up.set(1)
         self._metrics.pages_capacity.set(ready.num_pages)
         logs.info(

@@ -21,9 +21,13 @@ class Sent:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
+        self.pid = 1
 
     def send(self, message: Any) -> None:
         self.messages.append(message)
+
+    def kill(self) -> None:
+        self.messages.append("killed")
 
 
 def make_request(name: str) -> EngineRequest:
@@ -190,3 +194,52 @@ async def test_a_life_that_served_begins_a_new_row_of_failures(
     lived = await keep_alive(*([failed] * 4 + [healthy]) * 2)
     assert lived.left == []
     assert supervisor.state != "failed"
+
+
+class Silence:
+    """Looks for a sign of life, on a clock of its own: `events` happen at their second, and a day is the end."""
+
+    def __init__(self, supervisor: Supervisor, events: dict[float, Callable[[], object]]) -> None:
+        self.now = 0.0
+        self._supervisor = supervisor
+        self._events = events
+
+    async def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for due_s in [due_s for due_s in self._events if due_s <= self.now]:
+            self._events.pop(due_s)()
+            self._supervisor._has_spoken = True
+        if self.now > 86_400:
+            raise TimeoutError("it was never killed")
+
+
+@pytest.mark.parametrize(
+    ("state", "spoke_s", "killed_s"),
+    [("loading", [], 600), ("loading", [250.0, 500.0], 1100), ("ready", [], 120), ("ready", [100.0], 220)],
+)
+async def test_an_engine_that_falls_silent_is_killed_also_while_it_loads(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, state: str, spoke_s: list[float], killed_s: int
+) -> None:
+    supervisor.state = state
+    silence = Silence(supervisor, {due_s: lambda: None for due_s in spoke_s})
+    monkeypatch.setattr("server.supervisor.asyncio.sleep", silence.wait)
+    engine = Sent()
+    await supervisor._end_silence(engine)  # type: ignore[arg-type]
+    assert engine.messages == ["killed"]
+    assert silence.now == killed_s
+    assert supervisor._lost.code == "engine_hung"
+    assert "no sign of life for " in supervisor._lost.message
+
+
+async def test_silence_while_loading_is_forgotten_when_the_engine_is_ready(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def become_ready() -> None:
+        supervisor._become_ready(LIMITS)
+        assert not supervisor.is_hung
+
+    supervisor.state = "loading"
+    silence = Silence(supervisor, {400.0: become_ready})
+    monkeypatch.setattr("server.supervisor.asyncio.sleep", silence.wait)
+    await supervisor._end_silence(Sent())  # type: ignore[arg-type]
+    assert silence.now == 400 + 120
