@@ -117,7 +117,7 @@ def http_config(app: FastAPI) -> uvicorn.Config:
     """How uvicorn is to serve an application of `create_app`: over connections with our limits and deadlines."""
     settings = app.state.service.settings
     limits = Limits(
-        settings.max_connections or most_connections(),
+        allowed_connections(settings.max_connections),
         settings.header_seconds,
         settings.body_seconds,
         settings.stall_seconds,
@@ -134,6 +134,15 @@ def http_config(app: FastAPI) -> uvicorn.Config:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_LAST_SENDS_S,
     )
+
+
+def allowed_connections(asked: int | None) -> int:
+    """What `server.max_connections` asks for, as far as descriptors reach; a log line tells where they do not."""
+    most = most_connections()
+    if asked is None or asked <= most:
+        return asked or most
+    logs.warning("max_connections_cut", asked=asked, allowed=most, raise_it_with="ulimit -n")
+    return most
 
 
 def most_connections() -> int:

@@ -35,7 +35,9 @@ class ServerConfig(Settings):
     max_bodies_mib: float = Field(256.0, gt=0, description="of all bodies that are being read; more: 503")
     max_tokenize_kib: int = Field(1024, ge=1, description="characters (or ids) of a /tokenize or /detokenize, in Ki")
     max_connections: int | None = Field(
-        None, ge=1, description="open connections; one more is answered with 503; default: what descriptors allow"
+        None,
+        ge=1,
+        description="open connections; one more is answered with 503; default and most: what descriptors allow",
     )
     header_seconds: float = Field(10.0, gt=0, description="for a request's headers, and for a first one to begin")
     body_seconds: float = Field(60.0, gt=0, description="for a request's body")

@@ -8,8 +8,8 @@ import httpx
 import psutil
 import pytest
 
-from server.app import most_connections
-from server.connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED
+from server.app import create_app, http_config, most_connections
+from server.connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED, Limits
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.tolerances import CANCEL_S, DEADLINE_LATE_S, HEADER_FLOOD_BYTES
 
@@ -217,6 +217,19 @@ def test_so_many_connections_fit_below_the_descriptors():
     assert most < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert most > 100
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft
+
+
+@pytest.mark.parametrize(("asked", "allowed"), [(None, 172), (8, 8), (172, 172), (173, 172), (100_000, 172)])
+def test_no_more_connections_are_allowed_than_descriptors_however_many_are_asked_for(
+    asked: int | None, allowed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[Limits] = []
+    monkeypatch.setattr("server.app.connection_type", found.append)
+    monkeypatch.setattr("server.app.resource.getrlimit", lambda _: (300, 300))
+    http_config(create_app(make_deployment(max_connections=asked), fake_command()))
+    assert [limits.connections for limits in found] == [allowed]
+    is_cut = asked is not None and asked > allowed
+    assert (f"max_connections_cut asked={asked} allowed=172" in caplog.text) == is_cut
 
 
 async def test_a_client_that_closes_its_sending_half_gets_its_answer(live):
