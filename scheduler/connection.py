@@ -1,13 +1,16 @@
 """The engine process's end of its two sockets. Messages are read, and requests made ready, by a thread of their own.
 
 Knows nothing of steps. What costs time in a submission, unpacking and hashing its prompts, is done while the engine
-steps, a tenth of a millisecond at a time: the loop never waits longer than that for the interpreter. Invariant:
-messages are handed over in the order in which they were sent, each once.
+steps, a tenth of a millisecond at a time: the loop never waits longer than that for the interpreter, and the socket is
+read after each. Invariants: Cancel and Shutdown are handed over as they are read. Submissions take one of two lanes, by
+the tokens to hash; those of a lane are handed over in the order in which they were sent, each once. A short one waits
+for no long one, and a long one goes on after each short one. What was cancelled before it was ready is not handed over.
 """
 
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +23,8 @@ from scheduler.sequence import Sequence
 
 _POLL_MS = 100
 _REST_SECONDS = 50e-6  # long enough for whoever waits for the interpreter to have it
+_SHORT_TOKENS = 8192  # to hash, some 3 ms
+_BYTES_PER_TOKEN = 4
 
 Prepare = Callable[[list[EngineRequest], Callable[[], None]], list[Sequence]]
 
@@ -48,11 +53,11 @@ class Connection:
         self._encoder = msgspec.msgpack.Encoder()
         self._arrivals: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._is_closing = threading.Event()
-        self._reader: threading.Thread | None = None
+        self._reader: _Reader | None = None
 
     def listen(self, prepare: Prepare) -> None:
         """Messages are read from now on; `prepare` makes sequences of requests, in the thread that reads."""
-        self._reader = threading.Thread(target=self._read, args=(prepare,), name="reader", daemon=True)
+        self._reader = _Reader(self._requests, self._arrivals, prepare, self._is_closing)
         self._reader.start()
 
     def receive(self, wait_seconds: float) -> list[Arrival]:
@@ -77,25 +82,78 @@ class Connection:
             self._reader.join()
         self._context.destroy(linger=2000)
 
-    def _read(self, prepare: Prepare) -> None:
-        decoder = msgspec.msgpack.Decoder(ToEngine)
+
+class _Reader(threading.Thread):
+    """The thread, and what it has read and not handed over yet; `_unready` names the requests of that."""
+
+    def __init__(
+        self,
+        requests: zmq.Socket[bytes],
+        arrivals: queue.SimpleQueue[Arrival | None],
+        prepare: Prepare,
+        is_closing: threading.Event,
+    ) -> None:
+        super().__init__(name="reader", daemon=True)
+        self._requests = requests
+        self._arrivals = arrivals
+        self._prepare = prepare
+        self._is_closing = is_closing
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._short: deque[Submit] = deque()
+        self._long: deque[Submit] = deque()
+        self._unready: set[str] = set()
+
+    def run(self) -> None:
         try:
             while not self._is_closing.is_set():
-                if self._requests.poll(_POLL_MS):
-                    self._arrivals.put(_make_ready(decoder.decode(self._requests.recv()), prepare))
+                self._read(0 if self._short or self._long else _POLL_MS)
+                if self._short:
+                    self._make_ready(self._short.popleft(), self._rest)
+                elif self._long:
+                    self._make_ready(self._long.popleft(), self._rest_in_long)
         finally:
             self._arrivals.put(None)
 
+    def _read(self, wait_ms: int) -> None:
+        """All that has come; waits for a first message at most this long."""
+        while self._requests.poll(wait_ms):
+            wait_ms = 0
+            message = self._decoder.decode(self._requests.recv())
+            if isinstance(message, Submit):
+                self._unready.update(request.request_id for request in message.packed)
+                lane = self._short if _tokens_to_hash(message) <= _SHORT_TOKENS else self._long
+                lane.append(message)
+                continue
+            if isinstance(message, Cancel):
+                self._unready.difference_update(message.request_ids)
+            self._arrivals.put(message)
 
-def _make_ready(message: ToEngine, prepare: Prepare) -> Arrival:
-    if not isinstance(message, Submit):
-        return message
-    try:
-        return Prepared(message.submit_id, prepare(message.requests(), _rest))
-    except TooLargeError as error:
-        return Refused(message.submit_id, "too_large", str(error))
+    def _make_ready(self, message: Submit, rest: Callable[[], None]) -> None:
+        """Hand it over, less what is cancelled by then; if that is all of it, there is no answer."""
+        requests = [request for request in message.requests() if request.request_id in self._unready]
+        arrival: Prepared | Refused
+        try:
+            sequences = self._prepare(requests, rest)
+        except TooLargeError as error:
+            arrival = Refused(message.submit_id, "too_large", str(error))
+        else:
+            arrival = Prepared(message.submit_id, [each for each in sequences if each.request_id in self._unready])
+        names = {request.request_id for request in requests}
+        if names & self._unready:
+            self._unready -= names
+            self._arrivals.put(arrival)
+
+    def _rest(self) -> None:
+        """Let the loop have the interpreter, and see what has come."""
+        time.sleep(_REST_SECONDS)
+        self._read(0)
+
+    def _rest_in_long(self) -> None:
+        if self._short:
+            self._make_ready(self._short.popleft(), self._rest)
+        self._rest()
 
 
-def _rest() -> None:
-    """Let the loop have the interpreter."""
-    time.sleep(_REST_SECONDS)
+def _tokens_to_hash(message: Submit) -> int:
+    """Of all its prompts; one that requests share is hashed, and sent, once."""
+    return sum(len(request.prompt) for request in message.packed) // _BYTES_PER_TOKEN
