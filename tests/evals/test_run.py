@@ -275,7 +275,8 @@ def test_a_server_that_cannot_answer_is_found_before_a_sample_is_sent(
     url = "http://127.0.0.1:1/v1" if path is None else profile_server + path
     result = ask_by_command(url, tmp_path / "out.json", method)
     assert result.exit_code == 1
-    assert f"error: --url {url.removesuffix('/v1')}/v1: POST /completions for one token of model 'reference'" in result.stderr
+    base = url.removesuffix("/v1") + "/v1"
+    assert f"error: --url {base}: POST /completions for one token of model 'reference'" in result.stderr
     assert told in result.stderr
     assert "wanted status 200 and an answer" in result.stderr
     fidelity = CliRunner().invoke(app, ["fidelity", "--model", str(MODEL), "--url", url, "--method", method])
