@@ -1,12 +1,13 @@
-"""`/tokenize` and `/detokenize`: what a text is in tokens, and back."""
+"""`/tokenize` and `/detokenize`: what a text is in tokens, and back. A thread for long texts is left to prompts."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server.api_error import invalid
-from server.bodies import DetokenizeBody, TokenizeBody, check_messages, read_body
+from server.bodies import DetokenizeBody, TokenizeBody, check_messages, message_text, read_body
 from server.prompts import chat_prompt, check_token_ids
 from server.service import service_of
+from server.text_pool import INLINE_CHARS
 
 router = APIRouter()
 
@@ -22,14 +23,17 @@ async def tokenize(request: Request) -> Response:
         raise invalid("prompt", "give either prompt or messages, and not both")
     if body.messages is not None:
         check_messages(body.messages)
-        token_ids = (await chat_prompt(service, body.messages, limits.max_context_tokens)).token_ids
+        size = INLINE_CHARS + sum(len(message_text(message)) for message in body.messages)  # never inline, as there
+        async with service.texts.aside(size):
+            token_ids = (await chat_prompt(service, body.messages, limits.max_context_tokens)).token_ids
     else:
         text = body.prompt or ""
         if len(text) > service.settings.max_tokenize_kib * 1024:
             most = service.settings.max_tokenize_kib
             raise invalid("prompt", f"{len(text)} characters, at most {most} Ki (server.max_tokenize_kib)")
         with_special = body.add_special_tokens is not False
-        token_ids = await service.texts.run(len(text), service.tokenizer.encode, text, with_special)
+        async with service.texts.aside(len(text)):
+            token_ids = await service.texts.run(len(text), service.tokenizer.encode, text, with_special)
     return _json({"tokens": token_ids, "count": len(token_ids), "max_model_len": limits.max_context_tokens})
 
 
@@ -43,7 +47,8 @@ async def detokenize(request: Request) -> Response:
     if len(body.tokens) > most * 1024:
         raise invalid("tokens", f"{len(body.tokens)} ids, at most {most} Ki (server.max_tokenize_kib)")
     check_token_ids("tokens", body.tokens, limits.vocab_size)
-    text = await service.texts.run(len(body.tokens), service.tokenizer.decode, body.tokens, False)
+    async with service.texts.aside(len(body.tokens)):
+        text = await service.texts.run(len(body.tokens), service.tokenizer.decode, body.tokens, False)
     return _json({"prompt": text})
 
 

@@ -1,12 +1,14 @@
 """Threads for work that grows with a text: tokenising, templates, long answers. Bounded, and nobody else's.
 
 Refuses to know what the work is. Invariants: no more threads than here, however many clients there are; a short text
-never waits for a long one; nobody waits behind more than `_MOST_WAITING` others.
+never waits for a long one; nobody waits behind more than `_MOST_WAITING` others; of the long texts from which nothing
+is generated, one at a time is worked on: a thread is left for those that wait for an answer.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from typing import ParamSpec, TypeVar
 
 from server.api_error import queue_full
@@ -24,6 +26,7 @@ class TextPool:
     def __init__(self, retry_after_seconds: int) -> None:
         self._short = ThreadPoolExecutor(_THREADS, "short-text")
         self._long = ThreadPoolExecutor(_THREADS, "long-text")
+        self._aside = asyncio.Lock()
         self._num_waiting = 0
         self._retry_after_seconds = retry_after_seconds
 
@@ -31,12 +34,30 @@ class TextPool:
         """Call it, in a thread if `size` (characters or tokens) says that it may take long. Raises ApiError 429."""
         if size < INLINE_CHARS:
             return function(*args, **kwargs)
+        lane = self._short if size <= _SHORT_CHARS else self._long
+        with self._wait():
+            return await asyncio.get_running_loop().run_in_executor(lane, lambda: function(*args, **kwargs))
+
+    @asynccontextmanager
+    async def aside(self, size: int) -> AsyncIterator[None]:
+        """Call `run` in here for a text from which nothing is generated: alone, if it is long. Raises ApiError 429."""
+        if size <= _SHORT_CHARS:
+            yield
+            return
+        with self._wait():
+            await self._aside.acquire()
+        try:
+            yield
+        finally:
+            self._aside.release()
+
+    @contextmanager
+    def _wait(self) -> Iterator[None]:
         if self._num_waiting >= _MOST_WAITING:
             raise queue_full(f"server: {self._num_waiting} texts wait to be tokenised", self._retry_after_seconds)
         self._num_waiting += 1
         try:
-            lane = self._short if size <= _SHORT_CHARS else self._long
-            return await asyncio.get_running_loop().run_in_executor(lane, lambda: function(*args, **kwargs))
+            yield
         finally:
             self._num_waiting -= 1
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 import psutil
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from server.api_error import ApiError
 from server.bodies import MAX_BIASES
 from server.json_size import MOST, check_json_size, count_items
-from server.tokenizer import TooManyTokens
+from server.template import ChatTemplate
+from server.text_pool import TextPool
+from server.tokenizer import Tokenizer, TooManyTokens
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.test_bad_input import error_of
 from tests.tolerances import BODY_STALL_S, REFUSED_TEXT_BYTES, REFUSED_TEXT_S
@@ -77,6 +80,76 @@ async def test_tokenize_and_detokenize_have_a_limit():
             assert "server.max_tokenize_kib" in error["message"]
         error = error_of(await live.http.post("/tokenize", json={"messages": [{"role": "user", "content": LONG}]}))
         assert error["code"] == "context_length_exceeded"
+
+
+class Held:
+    """A method that stays where it is, while others run, until it is let go. Counts how many are in it at once."""
+
+    def __init__(self, method: Callable[..., object], is_held: Callable[..., bool]) -> None:
+        self.goes_on = threading.Event()
+        self.num_in = self.most_in = 0
+
+        def call(*args: object) -> object:
+            if is_held(*args):
+                self.num_in += 1
+                self.most_in = max(self.most_in, self.num_in)
+                assert self.goes_on.wait(20)
+                self.num_in -= 1
+            return method(*args)
+
+        self.call = call
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "owner", "name", "is_held"),
+    [
+        ("/tokenize", {"prompt": LONG}, Tokenizer, "encode", lambda _, text, special: len(text) == len(LONG)),
+        ("/tokenize", {"messages": [HI[0] | {"content": LONG[:65_000]}]}, ChatTemplate, "render", lambda *_: True),
+        ("/detokenize", {"tokens": [70] * 70_000}, Tokenizer, "decode", lambda _, ids, skip: len(ids) == 70_000),
+    ],
+    ids=["prompt", "messages", "tokens"],
+)
+async def test_long_texts_to_tokenize_leave_a_thread_to_long_prompts(
+    live, monkeypatch, path, body, owner, name, is_held
+):
+    held = Held(getattr(owner, name), is_held)
+    monkeypatch.setattr(owner, name, held.call)
+    asked = [asyncio.create_task(live.http.post(path, json=body)) for _ in range(4)]
+
+    async def is_in() -> bool:
+        return held.num_in > 0
+
+    await live.until(is_in)
+    beside = [(COMPLETION, {"prompt": LONG[:70_000], "max_tokens": 2}), ("/tokenize", {"prompt": "word " * 1000})]
+    others = [asyncio.create_task(live.http.post(to, json=body)) for to, body in beside]
+    done, _ = await asyncio.wait(others, timeout=5)
+    held.goes_on.set()
+    answers = await asyncio.gather(*others, *asked)
+    assert len(done) == 2, "they were answered while the others were held"
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert held.most_in == 1
+
+
+async def test_long_texts_that_wait_are_bounded_wherever_they_wait(monkeypatch):
+    monkeypatch.setattr("server.text_pool._MOST_WAITING", 3)
+    texts, has_come, goes_on = TextPool(1), threading.Event(), threading.Event()
+
+    def work() -> None:
+        has_come.set()
+        assert goes_on.wait(10)
+
+    async def ask() -> None:
+        async with texts.aside(100_000):
+            await texts.run(100_000, work)
+
+    asked = [asyncio.create_task(ask()) for _ in range(3)]
+    assert await asyncio.to_thread(has_come.wait, 10)
+    with pytest.raises(ApiError, match="3 texts wait"):
+        await ask()
+    goes_on.set()
+    await asyncio.gather(*asked)
+    await ask()
+    texts.shutdown()
 
 
 async def test_bodies_that_are_being_read_share_a_room():
