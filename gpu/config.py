@@ -25,6 +25,14 @@ class ModelConfig(Settings):
             raise ValueError("model: give either `path` or `random_weights`, and not both")
         return self
 
+    @model_validator(mode="after")
+    def _distinct_ids(self) -> "ModelConfig":
+        ids = [self.name or self.random_weights or (self.path.name if self.path else ""), *self.aliases]
+        for i, alias in enumerate(self.aliases):
+            if not alias or alias in ids[: i + 1]:
+                raise ValueError(f"aliases: got {alias!r}; wanted further ids, none of them empty or there twice")
+        return self
+
 
 class GpuConfig(Settings):
     """One device. What is None is derived from the machine."""

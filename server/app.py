@@ -31,6 +31,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine_process")
 
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _POLL_S = 0.02
+_LONGEST_PATH = 200  # characters that a message repeats
 _MOST_DESCRIPTORS = 65_536
 _OWN_DESCRIPTORS = 128  # of the engine's sockets, the log, libraries; and connections that are told that it is full
 _LAST_WORDS_S = 1.0  # for clients to read their last words, once the drain is over
@@ -250,9 +251,10 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = request.url.path[:_LONGEST_PATH]
     what = {
-        404: f"{request.url.path}: no such route",
-        405: f"{request.url.path}: {request.method} is not allowed here",
+        404: f"{path}: no such route",
+        405: f"{path}: {request.method} is not allowed here",
     }.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return error_response(ApiError(error.status_code, what, code=code, headers=dict(error.headers or {})))

@@ -5,7 +5,7 @@ names the field. The structs have the fields that are served; what becomes of ev
 """
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -94,6 +94,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     attention_profile: str | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     return_progress: bool | None = None
 
     def stop_strings(self) -> list[str]:
@@ -239,8 +240,8 @@ def _decode_typed(raw: bytes, wanted: type[Body]) -> Body:
 
 
 def _with_integers(tree: Any) -> Any:
-    """The same tree with integers for the floats that are whole."""
-    if isinstance(tree, float) and tree.is_integer():
+    """The same tree with integers for the floats that are whole, if any field could take one so large."""
+    if isinstance(tree, float) and tree.is_integer() and abs(tree) < 2**64:
         return int(tree)
     if isinstance(tree, list):
         return [_with_integers(item) for item in tree]

@@ -54,6 +54,7 @@ class Connection(HttpToolsProtocol):
         self._unread_bytes = 0  # received since the parser last had something whole
         self._fault: ApiError | None = None  # why a callback stopped the parser
         self._is_refused = False
+        self._last_words: ApiError | None = None  # behind the answers under way
 
     # --- the transport tells ------------------------------------------------------------------------------------------
 
@@ -150,6 +151,9 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._last_words is not None and not self._is_answering and not self.transport.is_closing():
+            self.transport.write(self._whole_answer(self._last_words))
+            self._linger()
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._wait(self._limits.stall_seconds)
 
@@ -165,7 +169,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         logs.info("refused", status=error.status, code=error.code, why=error.message)
         if self._is_answering and self._phase != "body":
-            self._answer_no_more()
+            self._last_words = error
         elif self._is_answering and (self.pipeline or self.cycle.response_started):
             self.transport.abort()  # nobody will ever finish this message, and no answer to it can stand here
         elif not self.transport.is_closing():

@@ -17,7 +17,7 @@ from server.bodies import GenerationBody
 from server.choice import Choice, Piece
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick
 from server.prompts import Prompt, check_token_ids
-from server.service import Service
+from server.service import Service, join_salts
 from transfer.config import HOST_PROFILES
 
 _SEED_MASK = 2**63 - 1
@@ -58,7 +58,7 @@ class Generation:
         self._service = service
         self._body = body
         self._limits = limits
-        self._cache_salt = cache_salt
+        self._cache_salt = cache_salt if body.cache_salt is None else join_salts(cache_salt, body.cache_salt)
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
         self.choices = [Choice(service.tokenizer, stops, body.min_tokens or 0) for _ in range(num_choices)]

@@ -152,5 +152,10 @@ def _keys_in(path: Path) -> list[str]:
     return keys
 
 
+def join_salts(of_key: str, of_request: str) -> str:
+    """A salt of its own for each pair."""
+    return _digest(f"{of_key} {of_request}").hex()
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

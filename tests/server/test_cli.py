@@ -215,6 +215,13 @@ def test_a_free_port_passes_and_an_impossible_host_does_not() -> None:
         require_free_port("192.0.2.1", 0)
 
 
+def test_a_host_that_does_not_exist_is_named_and_not_the_port() -> None:
+    with pytest.raises(ConfigError, match=r"server\.host: 'nonsense\.invalid' is no address") as refused:
+        require_free_port("nonsense.invalid", 0)
+    assert "Unknown error" not in str(refused.value)
+    assert "--port" not in str(refused.value)
+
+
 def test_options_override_the_file_and_nothing_else() -> None:
     deployment = Deployment.model_validate({"model": {"random_weights": "tiny"}, "server": {"port": 1, "host": "a"}})
     changed = override_address(deployment, None, 2)

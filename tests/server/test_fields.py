@@ -275,3 +275,15 @@ def test_ranges_are_printed_as_people_write_them() -> None:
         body = decode(CompletionBody, tree)
         with pytest.raises(ApiError, match=words):
             check_completion(body)
+
+
+def test_numbers_that_are_far_too_large_are_not_repeated_digit_by_digit() -> None:
+    for tree in ({"max_tokens": 1e300}, {"best_of": -1e300}, {"prompt": [1e300]}, {"logprobs": 1e300}):
+        error = refusal(CompletionBody, tree)
+        assert error.param.partition("[")[0] == next(iter(tree))
+        assert len(error.message) < 100
+
+
+def test_no_watermark_is_taken_and_one_is_refused() -> None:
+    decode(ChatBody, {"watermarking": False})
+    assert refusal(ChatBody, {"watermarking": True}).param == "watermarking"

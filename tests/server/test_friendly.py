@@ -9,7 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from gpu.config import ModelConfig
 from server import supervisor
 from server.config import ConfigError
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
@@ -85,6 +87,13 @@ async def test_a_request_is_drawn_as_the_model_asks_or_as_openai_does() -> None:
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aliases", [["reference"], [""], ["a", "b", "a"]])
+def test_an_alias_that_is_no_further_id_is_refused(aliases: list[str]) -> None:
+    for named in ({"path": REFERENCE}, {"path": "/elsewhere", "name": "reference"}):
+        with pytest.raises(ValidationError, match="wanted further ids, none of them empty or there twice"):
+            ModelConfig.model_validate(named | {"aliases": aliases})
 
 
 async def test_a_model_answers_to_its_aliases() -> None:

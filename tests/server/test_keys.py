@@ -97,3 +97,21 @@ async def test_keys_are_kept_apart_by_the_salt_of_their_prefixes():
     assert first == chat != second
     assert not {"", "one", "two"} & (first | second)
     assert await salts_of(make_deployment(api_keys=["one", "two"])) == [{""}] * 3
+
+
+async def test_requests_with_a_salt_meet_the_prefixes_of_their_own_salt_and_key_alone():
+    async with running_server(make_deployment(api_keys=["one", "two"], cache_isolation="key"), fake_command()) as live:
+        submit, salts = live.service.supervisor.submit, []
+
+        async def note(requests: list[EngineRequest], *rest: object) -> None:
+            salts.append(requests[0].cache_salt)
+            await submit(requests, *rest)
+
+        live.service.supervisor.submit = note
+        for key, own in (("one", {}), ("one", "a"), ("one", "a"), ("one", "b"), ("two", "a"), ("one", "")):
+            body = {"prompt": "a"} | ({"cache_salt": own} if isinstance(own, str) else {})
+            answer = await live.http.post(COMPLETION, json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == (400 if own == "" else 200)
+    without, first, again, other, of_another_key = salts
+    assert first == again
+    assert len({without, first, other, of_another_key, "", "a", "b"}) == 7

@@ -97,3 +97,12 @@ async def test_a_request_is_open_as_long_as_it_runs_and_the_open_routes_never_ar
         assert (seen, service.num_open) == ([1], 0)
         await client.get("/metrics")
         assert service.num_open == 0
+
+
+async def test_a_path_that_nothing_has_is_cut_where_it_is_repeated() -> None:
+    async with client_of(create_app(make_deployment(), fake_command())) as client:
+        for method, path, status in (("GET", "/" + "x" * 20_000, 404), ("PUT", "/v1/models/" + "x" * 20_000, 405)):
+            answer = await client.request(method, path)
+            assert answer.status_code == status
+            assert answer.json()["error"]["message"].startswith(path[:100])
+            assert len(answer.text) < 500
