@@ -94,7 +94,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     attention_profile: str | None = None
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
     return_progress: bool | None = None
 
     def stop_strings(self) -> list[str]:

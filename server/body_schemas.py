@@ -10,6 +10,7 @@ from typing import Any
 from server.bodies import (
     FIELDS,
     MAX_BIASES,
+    MAX_CHOICES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -76,7 +77,6 @@ def _bounds_of_all(limits: BodyLimits) -> dict[str, Tree]:
     if limits.max_context_tokens is not None:
         for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
             bounds[name]["maximum"] = limits.max_context_tokens - 1  # beside a prompt of one token
-    bounds["best_of"] = bounds["n"]  # which it must be
     bounds["model"] = {"enum": [None, *limits.model_ids]}
     if limits.profiles:
         bounds["attention_profile"] = {"enum": [None, *limits.profiles]}
@@ -92,6 +92,7 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         CompletionBody: {
             "prompt": {"anyOf": _prompts(limits)},
             "logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+            "best_of": {"minimum": 1, "maximum": MAX_CHOICES},  # n, which it must be
         },
         ChatBody: {
             "messages": {"minItems": 1},

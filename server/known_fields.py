@@ -128,6 +128,7 @@ CHAT = Fields(
         "tools": Each(TOOL),
         **served("max_completion_tokens", "top_logprobs", "tool_choice"),
         **free("parallel_tool_calls"),
+        **refused("ranking of candidates is not offered", "best_of", at=(1,)),
         **refused(_NO_TOOLS, "functions", at=([],)),
         **refused(_NO_TOOLS, "function_call", at=("none", "auto")),
         **refused(_NO_TOOLS, "web_search_options", "moderation"),

@@ -1,6 +1,8 @@
 """Every field of a request is known: served, free of effect, accepted where it asks for nothing, or refused by name."""
 
 import json
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +22,17 @@ from server.bodies import (
     decode_body,
 )
 from server.fields import Each, Fields, Neutral, Served
-from server.known_fields import CHAT, COMPLETION, MESSAGE, PART, RESPONSE_FORMAT, STREAM_OPTIONS, TOOL
+from server.known_fields import (
+    CHAT,
+    COMPLETION,
+    CUSTOM,
+    FUNCTION,
+    MESSAGE,
+    PART,
+    RESPONSE_FORMAT,
+    STREAM_OPTIONS,
+    TOOL,
+)
 from tests.server.live_server import fake_command, make_deployment, running_server
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -181,19 +193,34 @@ def typed_fields(kind: Any) -> set[str]:
         (openai_chat.ChatCompletionStreamOptionsParam, STREAM_OPTIONS),
         (openai_chat.ChatCompletionAssistantMessageParam, MESSAGE),
         (openai_chat.ChatCompletionUserMessageParam, MESSAGE),
+        (openai_chat.ChatCompletionSystemMessageParam, MESSAGE),
+        (openai_chat.ChatCompletionDeveloperMessageParam, MESSAGE),
         (openai_chat.ChatCompletionToolMessageParam, MESSAGE),
         (openai_chat.ChatCompletionFunctionMessageParam, MESSAGE),
         (openai_chat.ChatCompletionContentPartTextParam, PART),
         (openai_chat.ChatCompletionContentPartImageParam, PART),
         (openai_chat.ChatCompletionContentPartInputAudioParam, PART),
+        (openai_chat.ChatCompletionContentPartRefusalParam, PART),
         (openai_chat.chat_completion_content_part_param.File, PART),
         (openai_chat.ChatCompletionFunctionToolParam, TOOL),
         (openai_chat.ChatCompletionCustomToolParam, TOOL),
+        (openai_chat.chat_completion_custom_tool_param.Custom, CUSTOM),
+        (openai_types.shared_params.FunctionDefinition, FUNCTION),
+        (openai_types.shared_params.ResponseFormatText, RESPONSE_FORMAT),
+        (openai_types.shared_params.ResponseFormatJSONObject, RESPONSE_FORMAT),
         (openai_types.shared_params.ResponseFormatJSONSchema, RESPONSE_FORMAT),
     ],
 )
 def test_every_field_of_the_official_client_is_known(kind: Any, fields: Fields) -> None:
     assert typed_fields(kind) <= set(fields.fates)
+
+
+def test_every_field_of_vllm_is_known() -> None:
+    names = tomllib.loads((Path(__file__).parent / "vllm_fields.toml").read_text())
+    for fields, own, num_least in ((COMPLETION, "completion", 60), (CHAT, "chat", 70)):
+        wanted = {*names["both"], *names[own], *names["former"]}
+        assert len(wanted) >= num_least
+        assert wanted <= set(fields.fates)
 
 
 def test_tools_are_taken_with_tool_choice_none_and_refused_without() -> None:

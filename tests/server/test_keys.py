@@ -62,6 +62,10 @@ def test_an_error_in_a_configuration_never_repeats_a_key(tmp_path):
         with pytest.raises(ConfigError) as refused:
             load_deployment(path)
         assert "sk-secret" not in str(refused.value), server
+    path.write_text("model:\n  path: /m\nserver:\n  api_keys: [7777]\n")
+    with pytest.raises(ConfigError) as refused:
+        load_deployment(path)
+    assert "7777" not in str(refused.value)
     path.write_text("model:\n  path: /m\nserver:\n  drain_second: 1\n")
     with pytest.raises(ConfigError, match="server: unknown key at line 4; the nearest known one is 'drain_seconds'"):
         load_deployment(path)
