@@ -42,7 +42,6 @@ def build_runner(
         max_running=max_batch,
         max_context_tokens=context,
         max_hidden_tokens=max_batch * context,
-        host=None,
         tier=None,
         dtype=dtype,
         device=device,
@@ -60,7 +59,7 @@ def decode(runner: Runner, prompts: np.ndarray, steps: int) -> Decoded:
     in_flight: InFlight | None = None
     slots = list(range(batch))
     for step in range(steps):
-        group = DecodeGroup(PROFILE, slots, [length + step] * batch, [1 + step] * batch)
+        group = DecodeGroup(slots, [length + step] * batch, [1 + step] * batch)
         launched = runner.launch(StepPlan(decode=[group]))
         if runner.device.type != "cuda":
             in_flight, launched = launched, None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from bench.decode_loop import PROFILE, build_runner, decode
+from bench.decode_loop import build_runner, decode
 from bench.hugging_face import HuggingFace, load_hugging_face
 from bench.plain_decode import PlainDecode
 from bench.rates import device_name, measure_device_rates
@@ -159,7 +159,7 @@ def _summary(ours: Sequence[float], theirs: Sequence[float], peer: str, agreemen
 @torch.inference_mode()
 def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
     """The step that was captured, without sampling and without the host: inputs are left as they were."""
-    steps = runner.decode_steps(PROFILE)
+    steps = runner.resident_steps
     steps.run(list(range(batch)), [position] * batch)
     timing = measure(steps._captured[batch].graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
     return asdict(timing) | {"peer": None, "peer_ms": None, "extras": {}}

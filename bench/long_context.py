@@ -28,7 +28,7 @@ from bench.long_gate import Agreement, check_host_path
 from bench.rates import device_name
 from bench.rows import Row, announce, summarise
 from bench.step_trace import tabulate_parts, trace_steps
-from gpu.profiles import Profile, get_profile
+from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.config import EngineConfig
 from scheduler.engine import load_engine
 from server.config import Deployment
@@ -75,9 +75,14 @@ def run_long_context_benchmark(
     anything is timed where the host path is wrong.
     """
     config = EngineConfig(
-        model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler
+        model=deployment.model,
+        gpu=deployment.gpu,
+        host=deployment.host,
+        profiles=deployment.profiles,
+        scheduler=deployment.scheduler,
     )
-    profiles = [get_profile(name, deployment.host) for name in benchmark.profiles]
+    served_profiles = resolve_profiles(deployment.profiles, deployment.host)
+    profiles = [get_profile(name, served_profiles, "--profiles") for name in benchmark.profiles]
     floors = measure_floors(config)
     _announce(console, benchmark, profiles, floors)
     is_cuda = floors.plan.device == "cuda"
@@ -191,11 +196,12 @@ def _rows(
                    "engine": deployment.model_dump(mode="json", exclude={"server"}),
                    "gate": {name: asdict(agreement) for name, agreement in gate.items()}},
     }  # fmt: skip
+    profiles = resolve_profiles(deployment.profiles, deployment.host)
     names, rows = list(served), []
     for name, ours in served.items():
         peer = names[1] if name == names[0] and len(names) > 1 else None
         theirs = served[peer] if peer else None
-        profile = get_profile(name, deployment.host)
+        profile = profiles[name]
         for batch, measured in ours.batches.items():
             floor = floors.decode(profile, benchmark.context, batch, measured.rows_read)
             timing = summarise(measured.step_ms)

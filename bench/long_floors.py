@@ -17,9 +17,9 @@ from gpu.host_demand import CODE_BYTES, ROW_BYTES
 from gpu.load import DTYPES, load_architecture
 from gpu.memory_plan import MemoryPlan
 from gpu.profiles import Profile
-from scheduler.capacity import HostCapacity
+from scheduler.capacity import HostCapacity, host_capacity
 from scheduler.config import EngineConfig
-from scheduler.engine import find_tier_shape, host_capacity, plan_engine
+from scheduler.engine import find_tier_shape, plan_engine
 from transfer.machine import count_physical_cores
 from transfer.tier_shape import TierShape
 
@@ -58,7 +58,7 @@ class LongFloors:
 
     def prefill(self, profile: Profile, num_tokens: int) -> Floor:
         """A prompt of `num_tokens`: its products, or its rows and codes on their way down, whichever takes longer."""
-        code_bytes = self.shape.num_tables * CODE_BYTES if profile.samples else 0
+        code_bytes = self.shape.num_tables * CODE_BYTES if profile.is_sampled else 0
         num_bytes = self._deposited(profile, num_tokens) * self._rows_of_token * (self._row_bytes + code_bytes)
         return self._slower(self._flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
 
@@ -78,7 +78,7 @@ class LongFloors:
 
     def _deposited(self, profile: Profile, num_tokens: int) -> int:
         """Tokens of a prompt that are down."""
-        if not profile.uses_host:
+        if not profile.goes_down:
             return 0
         return max(0, self.capacity.prompt_end(num_tokens) - self.capacity.sink_tokens)
 

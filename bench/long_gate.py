@@ -80,10 +80,10 @@ def check_host_path(
 
     rows: how the host keeps them; batch: the largest that will be timed. Raises GateError.
     """
-    if not any(profile.uses_host for profile in profiles):
+    if not any(profile.goes_down for profile in profiles):
         return {}
     agreements = {}
-    for name in ("offloaded", *sorted(profile.name for profile in profiles if profile.samples)):
+    for name in ("offloaded", *sorted(profile.name for profile in profiles if profile.is_sampled)):
         is_sampled = name != "offloaded"
         num_tokens = _prompt_tokens(client, capacity, name)
         stretches = 1 if is_sampled else STRETCHES

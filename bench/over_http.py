@@ -73,7 +73,13 @@ def run_http_benchmark(benchmark: HttpBenchmark, deployment: Deployment, floor: 
     with _serve(benchmark) as url:
         over_http = [asyncio.run(_stream_all(url, benchmark, number)) for number in range(benchmark.rounds + 1)][1:]
     engine, ready = load_engine(
-        EngineConfig(model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler),
+        EngineConfig(
+            model=deployment.model,
+            gpu=deployment.gpu,
+            host=deployment.host,
+            profiles=deployment.profiles,
+            scheduler=deployment.scheduler,
+        ),
         lambda *_: None,
     )
     alone = [_run_engine(engine, ready, benchmark, number) for number in range(benchmark.rounds + 1)][1:]

@@ -6,7 +6,7 @@ comes back exactly once, finished or as a failure with its reason.
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -19,12 +19,12 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.host_demand import LUMP_TOKENS
 from gpu.host_plan import resolve_host
 from gpu.memory_plan import SMALLEST_CONTEXT_TOKENS
-from gpu.profiles import get_profile
+from gpu.profiles import Profile, resolve_profiles
 from gpu.sampling_params import SamplingParams
-from scheduler.capacity import QueueFullError, TooLargeError
+from scheduler.capacity import QueueFullError, TooLargeError, bytes_of_run
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.decode_reads import DecodeReads
-from scheduler.engine import Engine, bytes_of_run, load_engine
+from scheduler.engine import Engine, load_engine
 from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from server.config import Deployment
 from transfer.config import HostConfig
@@ -65,8 +65,8 @@ class Answer:
 class ServingEngine:
     """A loaded engine and how many prompts it is given at once. Leaving it as a context ends its threads."""
 
-    def __init__(self, engine: Engine, shape: Architecture, host: HostConfig | None, max_waiting: int) -> None:
-        self._engine, self._shape, self._host, self._max_waiting = engine, shape, host, max_waiting
+    def __init__(self, engine: Engine, shape: Architecture, profiles: Mapping[str, Profile], max_waiting: int) -> None:
+        self._engine, self._shape, self._profiles, self._max_waiting = engine, shape, profiles, max_waiting
 
     def __enter__(self) -> Self:
         return self
@@ -80,8 +80,8 @@ class ServingEngine:
 
     def settings_of(self, profile: str) -> dict[str, str]:
         """What decides a profile's answers beside its name: empty for one that keeps its KV on the device."""
-        found = get_profile(profile, self._host)
-        return {"host": found.kv_key} if found.uses_host else {}
+        found = self._profiles[profile]
+        return {"host": found.kv_key} if found.goes_down else {}
 
     def reads(self) -> DecodeReads:
         """What was read so far, of all profiles."""
@@ -89,7 +89,7 @@ class ServingEngine:
 
     def fractions(self, before: DecodeReads, profile: str) -> Fractions | None:
         """What was read since `before`, all of it under this profile; None if nothing was decoded."""
-        layers = len(self._engine.host_layers) if get_profile(profile, self._host).uses_host else 0
+        layers = len(self._engine.host_layers) if self._profiles[profile].goes_down else 0
         return served_fractions(self.reads() - before, self._shape, layers)
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
@@ -152,11 +152,14 @@ def load_serving_engine(model: Path, device: str, longest_tokens: int, deploymen
         model=ModelConfig(path=model),
         gpu=settings.gpu.model_copy(update={"device": "cuda" if device.startswith("cuda") else "cpu"}),
         host=settings.host,
+        profiles=settings.profiles,
         scheduler=settings.scheduler.model_copy(update={"prefix_cache": False}),
     )
     engine, _ = load_engine(config, lambda *_: None)
     max_waiting = settings.scheduler.max_running + settings.scheduler.max_queue // 2
-    return ServingEngine(engine, read_architecture(model), settings.host, max_waiting)
+    return ServingEngine(
+        engine, read_architecture(model), resolve_profiles(settings.profiles, settings.host), max_waiting
+    )
 
 
 def make_deployment(model: Path, device: str, longest_tokens: int, host: HostConfig | None) -> Deployment:

@@ -1,9 +1,9 @@
 """Settings of the device side: the model and where it runs. Resolving against the machine returns a new tree."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from transfer.settings import Settings
 
@@ -44,3 +44,48 @@ class GpuConfig(Settings):
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")
+
+
+class MethodChoice(BaseModel):
+    """A method's name, or a mapping with `method` and its settings, which the method checks."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    method: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if not isinstance(given, str | dict | cls):
+            raise ValueError("wanted a method's name, or a mapping with `method` and its settings")
+        return {"method": given} if isinstance(given, str) else given
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+    def __str__(self) -> str:
+        return self.method
+
+
+class Composition(Settings):
+    """Attention profiles beside the built-in ones, which are the methods of the slot `host` by their names: under a
+    name of your own, a method for each slot, or a mapping with `method` and its settings. A request may name one in
+    `attention_profile`, and so may `scheduler.default_profile`. The methods are listed at the end of this page.
+    """
+
+    prefill: MethodChoice | None = Field(None, description="how prompts are attended to; default: all of them, exactly")
+    reuse: MethodChoice | None = Field(None, description="what is kept of attention from one token to the next")
+    host: MethodChoice = Field(
+        MethodChoice(method="exact"), description="what becomes of a context that outgrows the device"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_slot(cls, given: Any) -> Any:
+        if not isinstance(given, dict | cls):
+            raise ValueError("wanted a mapping of slots to methods, like `{host: sampled}`")
+        return given
+
+
+ProfileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Profiles = dict[ProfileName, Composition]

@@ -12,7 +12,6 @@ from gpu.architecture import Architecture, ModelError, named_shape, read_archite
 from gpu.config import GpuConfig, ModelConfig
 from gpu.runner import Runner
 from gpu.weights import load_weights, random_weights
-from transfer.config import HostConfig
 from transfer.tier import HostTier
 
 RANDOM_SEED = 20_240_901
@@ -31,13 +30,12 @@ def load_architecture(model: ModelConfig) -> Architecture:
 
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
                 chunk_tokens: int, max_hidden_tokens: int, num_pages: int, num_dense_pages: int,
-                host: HostConfig | None, tier: HostTier | None, on_progress: LoadProgress) -> Runner:  # fmt: skip
+                tier: HostTier | None, on_progress: LoadProgress) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
-    host, tier: settings and memory of contexts that leave the device, made by the caller, or None and None: then there
-    are no dense pages. Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot
-    be served.
+    tier: memory of contexts that leave the device, made by the caller, or None: then there are no dense pages. Sets
+    torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
         torch.set_num_threads(gpu.threads)
@@ -62,7 +60,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
         runner = Runner(
             architecture, weights, num_pages=num_pages, num_dense_pages=num_dense_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
-            device=device, host=host, tier=tier,
+            device=device, tier=tier,
         )  # fmt: skip
         on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute
         runner.warm_up(chunk_tokens)

@@ -4,6 +4,7 @@ Knows a model's shape and what the runner, its kernels and its sampler allocate;
 Each number mirrors an allocation elsewhere in `gpu`, peaks of a step included. No torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +42,9 @@ class PlanError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One model with its settings on one device. `host`: what its host tier asks for, or None without one."""
+    """One model with its settings on one device. `host`: what its host tier asks for, or None without one;
+    `slot_bytes`: what attention methods ask for one running sequence, by method.
+    """
 
     shape: Architecture
     device: Literal["cuda", "cpu"]
@@ -51,6 +54,7 @@ class Demand:
     page_tokens: int
     graph_batch_sizes: tuple[int, ...]
     host: HostDemand | None
+    slot_bytes: Mapping[str, int]
 
     @property
     def place(self) -> Place:
@@ -101,7 +105,7 @@ class Demand:
 
     def fixed_items(self) -> tuple[MemoryItem, ...]:
         """What does not depend on the context; weights first."""
-        return (*self._weights(), *self._workspaces(), *self._reserves(), *self._exchange())
+        return (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
 
     def context_items(self, context: int, hidden_tokens: int) -> tuple[MemoryItem, ...]:
         gathered = context * self.gathered_token_bytes
@@ -161,6 +165,14 @@ class Demand:
             self.item(
                 "penalties", penalty_rows * shape.vocab_size * PENALTY_ENTRY_BYTES, f"tokens counted for {running}"
             ),
+        )
+
+    def _method_states(self) -> tuple[MemoryItem, ...]:
+        """Of methods that keep a state for what runs; any of the sequences that run may be of any profile."""
+        running = self.max_running
+        return tuple(
+            self.item(f"state of {name}", running * num_bytes, f"{num_bytes:,} bytes for each of {running} sequences")
+            for name, num_bytes in self.slot_bytes.items()
         )
 
     def _reserves(self) -> tuple[MemoryItem, ...]:

@@ -5,6 +5,7 @@ is `gpu.memory_demand`'s. The invariant: the items of a place add up to no more 
 they hold the longest context; with a host tier, `gpu.host_plan` says what that takes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +68,7 @@ def plan_memory(
     gpu: GpuConfig,
     *,
     host: HostConfig | None,
+    slot_bytes: Mapping[str, int],
     max_running: int,
     chunk_tokens: int,
     max_context_tokens: int | None,
@@ -75,7 +77,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
-    A context that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
+    slot_bytes: what attention methods ask for one running sequence, by method (`gpu.profiles.slot_bytes`). A context
+    that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
     """
     device = _resolve_device(gpu, machine)
     dtype = _resolve_dtype(gpu, device, machine)
@@ -89,6 +92,7 @@ def plan_memory(
         gpu.page_tokens,
         gpu.graph_batch_sizes,
         tier,
+        slot_bytes,
     )
     place = demand.place
     limits = _resolve_limits(gpu, device, machine)

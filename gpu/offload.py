@@ -52,11 +52,16 @@ class Offload:
         self._exact = self._steps(segments, None)
         self._sampled = self._steps(segments, depositor.hyperplanes) if depositor.hyperplanes else None
 
-    def decode_steps(self, samples: bool) -> HopSteps:
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Of contexts that the tier takes, by `is_sampled`."""
+        return (False,) if self._sampled is None else (False, True)
+
+    def decode_steps(self, is_sampled: bool) -> HopSteps:
         """Steps whose queries have codes, or none."""
-        if not samples:
+        if not is_sampled:
             return self._exact
-        assert self._sampled is not None, "offload: a sampled profile over a tier without tables"
+        assert self._sampled is not None, "offload: a sampled context over a tier without tables"
         return self._sampled
 
     def close(self, context_ids: Sequence[int]) -> None:

@@ -1,95 +1,193 @@
-"""Attention profiles: what a request may name in `attention_profile`, and how each one attends in a decode step.
+"""Attention profiles: what a request may name in `attention_profile`, each a composition of methods.
 
-No torch here, so that the scheduler can list and check names; what computes is imported when the runner asks for it.
+It refuses to know what a method does: `gpu.methods` says what each one states, and here names become compositions. No
+torch. Every method of the slot `host` is a profile of its own name; `profiles:` of a deployment names others.
 Invariant: two profiles share KV (and cached prefixes) exactly if their `kv_key` is the same.
-
-`exact` keeps a context on the device and reads all of it. `sampled` and `offloaded` exist where the deployment has a
-`host` section: they keep the middle of a long context in host memory, where the CPU reads a sample of it by hash codes
-(MagicPIG, arXiv 2410.16179, section 4) or all of it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, get_args
 
-from transfer.config import HOST_PROFILES, HostConfig
+from pydantic import ValidationError
+from rapidfuzz import process
 
-if TYPE_CHECKING:
-    from gpu.decode_attention import DecodeAttention
+from gpu.architecture import Architecture
+from gpu.config import Composition, MethodChoice
+from gpu.methods.method import Method, Slot
+from gpu.methods.registry import list_methods
+from transfer.config import HostConfig
+from transfer.settings import Settings
+
+UNCHANGED = "exact"
+"""The `kv_key` of KV that no method changes."""
 
 
 class ProfileError(ValueError):
-    """A name that no profile of this deployment has; the message lists those that it has."""
+    """A profile that this deployment does not have, or cannot have; the message says what it has, or what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A slot of a composition that is filled."""
+
+    method: Method
+    settings: Settings
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{key} {value}" for key, value in self.settings.model_dump().items())
+        return f"{self.method.slot}: {self.method.name}" + (f" ({given})" if given else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`kv_key` marks the KV that this profile writes (prefix hashes are seeded with it).
-
-    `uses_host`: contexts beyond the resident limit go down; `samples`: the CPU then reads a sample of what is there.
-    `load_decode_attention` imports and returns the function that attends in a decode step to what is on the device.
-    """
+    """`kv_key` marks the KV that this profile writes (prefix hashes are seeded with it). `parts`: one a filled slot,
+    of which `host` is always one."""
 
     name: str
     kv_key: str
-    uses_host: bool
-    samples: bool
-    load_decode_attention: Callable[[], DecodeAttention]
+    parts: tuple[Part, ...]
+
+    @property
+    def composition(self) -> str:
+        """In words: slots, methods, settings."""
+        return ", ".join(map(str, self.parts))
+
+    @property
+    def goes_down(self) -> bool:
+        """Whether contexts beyond the resident limit go to host memory."""
+        return any(part.method.reading is not None for part in self.parts)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the CPU reads a sample of what is there; else it reads all of it."""
+        return any(part.method.reading == "sample" for part in self.parts)
 
 
-def _exact_decode_attention() -> DecodeAttention:
-    from gpu.decode_attention import exact_decode_attention
+def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) -> dict[str, Profile]:
+    """The profiles of a deployment by name, built-in ones first; `host` is its section of that name, or None.
 
-    return exact_decode_attention
-
-
-PROFILES: dict[str, Profile] = {}
-"""Those of every deployment, by name."""
-
-
-def register(profile: Profile) -> None:
-    """Add a profile to every deployment. Raises ValueError if its name is taken."""
-    if profile.name in PROFILES or profile.name in HOST_PROFILES:
-        raise ValueError(f"attention profile: {profile.name!r} is registered already; wanted a new name")
-    PROFILES[profile.name] = profile
-
-
-def profiles_for(host: HostConfig | None) -> dict[str, Profile]:
-    """The profiles of a deployment by name; `host` is its section of that name, or None."""
-    if host is None:
-        return dict(PROFILES)
-    of_host = [
-        Profile(name, kv_key(name, host), uses_host=True, samples=name == "sampled",
-                load_decode_attention=_exact_decode_attention)
-        for name in HOST_PROFILES
-    ]  # fmt: skip
-    return PROFILES | {profile.name: profile for profile in of_host}
+    Raises ProfileError for a composition that there cannot be.
+    """
+    methods = list_methods()
+    built_in = {name: method for name, method in methods.items() if method.slot == "host"}
+    profiles = {}
+    for name, method in built_in.items():
+        if method.reading is None or host is not None:
+            profiles[name] = _compose(name, Composition(host=MethodChoice(method=name)), methods, host)
+    for name, composition in named.items():
+        if name in built_in:
+            raise ProfileError(f"profiles.{name}: is built in and stays what it is; choose another name")
+        profiles[name] = _compose(name, composition, methods, host)
+    return profiles
 
 
-def get_profile(name: str, host: HostConfig | None) -> Profile:
-    """The profile of that name in a deployment. Raises ProfileError if there is none."""
-    profiles = profiles_for(host)
-    if name in profiles:
-        return profiles[name]
-    if name in HOST_PROFILES:
+def get_profile(name: str, profiles: Mapping[str, Profile], asked_in: str) -> Profile:
+    """The profile of that name. Raises ProfileError if there is none; `asked_in`: what named it."""
+    if name not in profiles:
+        raise ProfileError(f"{asked_in}: {why_unknown(name, profiles)}")
+    return profiles[name]
+
+
+def why_unknown(name: str, known: Iterable[str]) -> str:
+    """Why a deployment whose profiles are `known` has none of this name."""
+    if needs_host(name):
+        return f"{name!r} keeps KV in host memory; this deployment has no `host` section"
+    return f"unknown profile {name!r}; known: {', '.join(known)}"
+
+
+def needs_host(name: str) -> bool:
+    """Whether it is a built-in profile that only a deployment with a `host` section has."""
+    method = list_methods().get(name)
+    return method is not None and method.reading is not None
+
+
+def slot_bytes(profiles: Iterable[Profile], architecture: Architecture) -> dict[str, int]:
+    """Device memory that the methods of these profiles take for one running sequence, by method; those that take some.
+
+    One method with two settings has two states.
+    """
+    parts: list[Part] = []
+    for profile in profiles:
+        parts += [part for part in profile.parts if part not in parts]
+    totals: dict[str, int] = {}
+    for part in parts:
+        num_bytes = part.method.slot_bytes(part.settings, architecture)
+        totals[part.method.name] = totals.get(part.method.name, 0) + num_bytes
+    return {name: num_bytes for name, num_bytes in totals.items() if num_bytes}
+
+
+def _compose(name: str, composition: Composition, methods: Mapping[str, Method], host: HostConfig | None) -> Profile:
+    parts = []
+    for slot in get_args(Slot):
+        choice: MethodChoice | None = getattr(composition, slot)
+        if choice is None:
+            continue
+        where = f"profiles.{name}.{slot}"
+        method = _find_method(where, slot, choice.method, methods)
+        if method.reading is not None and host is None:
+            raise ProfileError(
+                f"{where}: {method.name!r} keeps KV in host memory; this deployment has no `host` section: add one, or "
+                "take the profile out"
+            )
+        parts.append(Part(method, _settings_of(where, method, choice.settings, host)))
+    keys = [key for part in parts if (key := _kv_key(part, host))]
+    return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts))
+
+
+def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method]) -> Method:
+    method = methods.get(name)
+    if method is not None and method.slot == slot:
+        return method
+    if method is not None:
+        raise ProfileError(f"{where}: method {name!r} fills the slot `{method.slot}`; write `{method.slot}: {name}`")
+    known = [other.name for other in methods.values() if other.slot == slot]
+    if not known:
+        raise ProfileError(f"{where}: asked {name!r}, but no method fills the slot `{slot}` yet; leave it out")
+    raise ProfileError(
+        f"{where}: unknown method {name!r}; the nearest known one is {_nearest(name, known)!r} (of {', '.join(known)})"
+    )
+
+
+def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: HostConfig | None) -> Settings:
+    """The method's settings; what is not given is as the `host` section has it, or as it is by default."""
+    shared = None if host is None or method.shared_key is None else getattr(host, method.shared_key)
+    known = list(method.settings.model_fields)
+    for key in given:
+        if key not in known:
+            what = f"the nearest known one is {_nearest(key, known)!r}" if known else "it has none"
+            raise ProfileError(f"{where}: unknown setting {key!r} of {method.name!r}; {what}")
+    try:
+        settings = method.settings.model_validate({**(shared.model_dump() if shared else {}), **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ProfileError(f"{where}.{key}: {first['msg']} (got {first['input']!r})") from None
+    if shared is not None and settings != shared:
         raise ProfileError(
-            f"attention_profile: {name!r} keeps KV in host memory; this deployment has no `host` section"
+            f"{where}: asks {_listed(settings)}, host.{method.shared_key} has {_listed(shared)}; what {method.name!r} "
+            f"keeps in host memory is of one kind for all profiles: set host.{method.shared_key} to what this one asks"
         )
-    raise ProfileError(f"attention_profile: unknown profile {name!r}; known: {', '.join(profiles)}")
+    return settings
 
 
-def kv_key(name: str, host: HostConfig) -> str:
-    """What decides the KV that a profile of the host tier writes: every setting that moves a decoded token's."""
-    dense = "default" if host.dense_layers is None else ",".join(map(str, host.dense_layers))
-    key = f"{name} rows={host.rows} sink={host.sink_tokens} window={host.window_tokens} dense={dense} "
-    key += f"resident={host.resident_tokens}"
-    if name == "sampled":
-        key += f" bits={host.sampled.bits_per_table} tables={host.sampled.num_tables}"
-    return key
+def _kv_key(part: Part, host: HostConfig | None) -> str:
+    """What a method states to change the KV; empty if nothing does."""
+    method = part.method
+    words = [f"{short}={_word(getattr(host, key))}" for short, key in method.kv_host.items()]
+    words += [f"{short}={_word(getattr(part.settings, key))}" for short, key in method.kv_settings.items()]
+    return " ".join([method.name, *words]) if words else ""
 
 
-register(
-    Profile(name="exact", kv_key="exact", uses_host=False, samples=False, load_decode_attention=_exact_decode_attention)
-)
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "default" if value is None else str(value)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return process.extractOne(name, known)[0]
+
+
+def _listed(settings: Settings) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in settings.model_dump().items()) + "}"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gpu.architecture import Architecture
-from gpu.decode_attention import DecodeAttention
+from gpu.decode_attention import exact_decode_attention
 from gpu.decode_graphs import DecodeSteps
 from gpu.decoder import Decoder
 from gpu.deposit import Depositor
@@ -25,7 +25,6 @@ from gpu.kernels.simhash_encode import Hyperplanes, arrange
 from gpu.kv_pool import KvPool
 from gpu.offload import Offload
 from gpu.prefill import FinishedJob, Prefill
-from gpu.profiles import profiles_for
 from gpu.sampler import Sampled, Sampler
 from gpu.sampling_params import SamplingParams
 from gpu.simhash import draw_projections
@@ -44,7 +43,6 @@ from gpu.step import (
 )
 from gpu.upload import upload
 from gpu.weights import Progress, Weights
-from transfer.config import HostConfig
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.tier import ContextLostError, HostMemoryError, HostTier, TierShape
@@ -123,14 +121,13 @@ class InFlight:
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    tier: where contexts go that leave the device, and `host` the settings it was made by, or None and None; then there
-    are no dense pages.
+    tier: where contexts go that leave the device, or None; then there are no dense pages. resident_steps: over contexts
+    that are on the device.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, num_dense_pages: int,
                  page_tokens: int, max_running: int, max_context_tokens: int, max_hidden_tokens: int,
-                 dtype: torch.dtype, device: torch.device, host: HostConfig | None,
-                 tier: HostTier | None) -> None:  # fmt: skip
+                 dtype: torch.dtype, device: torch.device, tier: HostTier | None) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -151,13 +148,7 @@ class Runner:
         workspace = workspace_for(
             max_running, architecture.num_heads, architecture.num_kv_heads, architecture.dim, max_context_tokens, device
         )
-        self._profiles = profiles_for(host)
-        by_attention: dict[DecodeAttention, DecodeSteps] = {}
-        for profile in self._profiles.values():
-            attention = profile.load_decode_attention()
-            if attention not in by_attention:
-                by_attention[attention] = DecodeSteps(decoder, attention, self._last_tokens, workspace)
-        self._steps_by_attention = by_attention
+        self.resident_steps = DecodeSteps(decoder, exact_decode_attention, self._last_tokens, workspace)
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._offload: Offload | None = None
         if tier is not None and depositor is not None:
@@ -172,17 +163,13 @@ class Runner:
         """Of all steps with a part on the CPU; they stay zero without a tier."""
         return self._offload.times if self._offload is not None else HopTimes()
 
-    def decode_steps(self, profile: str) -> DecodeSteps:
-        """The steps of an attention profile over contexts that are on the device. `profile` exists."""
-        return self._steps_by_attention[self._profiles[profile].load_decode_attention()]
-
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
-        """Capture the decode steps of all profiles as CUDA graphs; does nothing on the CPU."""
+        """Capture the decode steps of every kind as CUDA graphs; does nothing on the CPU."""
         sizes = sorted({min(size, self.limits.max_running) for size in batch_sizes})
         if self.device.type != "cuda" or not sizes:
             return
-        captures = [partial(steps.capture, sizes) for steps in self._steps_by_attention.values()]
+        captures = [partial(self.resident_steps.capture, sizes)]
         if self._offload is not None:
             captures.append(partial(self._offload.capture, sizes))
         for done, capture in enumerate(captures):
@@ -198,11 +185,9 @@ class Runner:
         limits = self.limits
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
-        on_device = [name for name, profile in self._profiles.items() if not profile.uses_host]
-        self._rehearse([tokens - 1], [], [DecodeGroup(name, [0], [tokens - 1], [1]) for name in on_device])
-        for name, profile in self._profiles.items():
-            if profile.uses_host:
-                self._warm_up_host(name, profile.samples)
+        self._rehearse([tokens - 1], [], [DecodeGroup([0], [tokens - 1], [1])])
+        for is_sampled in () if self._offload is None else self._offload.kinds:
+            self._warm_up_host(is_sampled)
 
     @torch.inference_mode()
     def time_prefill(self, lengths: Sequence[int]) -> tuple[list[PrefillUnit], float]:
@@ -218,10 +203,10 @@ class Runner:
         self, lengths: Sequence[int], deposits: list[Deposit], decode: list[DecodeGroup]
     ) -> tuple[list[PrefillUnit], float]:
         """Prefill one job in slots from 0 on, layer by layer in one step; then deposit, decode, and forget it."""
-        greedy, profile = SamplingParams(temperature=0.0), next(iter(self._profiles))
+        greedy = SamplingParams(temperature=0.0)
         prompts, writes, num_pages = [], [], 0
         for slot, length in enumerate(lengths):
-            prompts.append(PrefillPrompt(slot, np.zeros(length, np.int32), 0, length, greedy, profile))
+            prompts.append(PrefillPrompt(slot, np.zeros(length, np.int32), 0, length, greedy, "exact"))
             pages = range(num_pages, num_pages + length // self.limits.page_tokens + 1)
             writes.append(PageWrite(slot, 0, list(pages)))
             num_pages = pages.stop
@@ -237,11 +222,11 @@ class Runner:
             seconds = max(seconds, result.unit_seconds)
         return units, seconds
 
-    def _warm_up_host(self, profile: str, samples: bool) -> None:
+    def _warm_up_host(self, is_sampled: bool) -> None:
         """Three pages of tokens, of which the one in the middle goes down."""
         page, dense = self.limits.page_tokens, self.limits.num_pages
-        deposit = Deposit(0, 0, page, 2 * page, [1], [dense], opens=True, is_sampled=samples)
-        self._rehearse([3 * page - 1], [deposit], [DecodeGroup(profile, [0], [3 * page - 1], [1], [0])])
+        deposit = Deposit(0, 0, page, 2 * page, [1], [dense], opens=True, is_sampled=is_sampled)
+        self._rehearse([3 * page - 1], [deposit], [DecodeGroup([0], [3 * page - 1], [1], [0], is_sampled)])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -331,9 +316,9 @@ class Runner:
     def _decode(self, group: DecodeGroup) -> torch.Tensor:
         """Logits, float32 `[rows, vocab]`. Raises ContextLostError, and ExchangeError where the device asks nothing."""
         if group.context_ids is None:
-            return self.decode_steps(group.profile).run(group.slots, group.positions)
+            return self.resident_steps.run(group.slots, group.positions)
         assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
-        steps = self._offload.decode_steps(self._profiles[group.profile].samples)
+        steps = self._offload.decode_steps(group.is_sampled)
         return steps.run(group.slots, group.positions, group.context_ids)
 
     def _feed_back(self, sampled: Sampled) -> None:

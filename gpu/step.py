@@ -111,18 +111,19 @@ class Deposit:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of one attention profile that decode one token each.
+    """Sequences that decode one token each, in one step, whatever their profiles.
 
     The input token of a slot is the one last sampled for it (on the device), at position `positions[i]`; its key and
     value are written there, so the context afterwards is `positions[i] + 1` tokens. `samples[i]` numbers the draw.
-    `context_ids`: their host contexts, or None where every row is on the device (a group is all of one kind).
+    `context_ids`: their host contexts, or None where every row is on the device; `is_sampled`: the CPU reads a sample
+    of these contexts, else all of them. A group is all of one kind.
     """
 
-    profile: str
     slots: list[int]
     positions: list[int]
     samples: list[int]
     context_ids: list[int] | None = None
+    is_sampled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

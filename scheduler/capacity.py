@@ -6,9 +6,13 @@ Knows lengths, pages and bytes. Invariant: a request that `check` lets pass fits
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from gpu.memory_plan import MemoryPlan
 from gpu.profiles import Profile
 from scheduler.messages import EngineRequest
+from transfer.host_memory import TAIL_TOKENS, bytes_of_context, without_tables
+from transfer.tier_shape import TierShape
 
 
 class QueueFullError(Exception):
@@ -103,7 +107,7 @@ class Capacity:
             (self.max_hidden_tokens, "hidden states fit", "scheduler.prefill.max_hidden_tokens"),
         ]
         in_pages = self.num_pages * self.page_tokens
-        if self.host is None or not profile.uses_host:
+        if self.host is None or not profile.goes_down:
             return [limits[0], (in_pages, "KV pages hold", "gpu.kv_cache_gib"), limits[1]]
         if in_pages < min(self.host.most_resident_tokens, self.max_context_tokens):
             limits.append((in_pages, "KV pages hold", "gpu.kv_cache_gib, or lower host.resident_tokens"))
@@ -113,7 +117,7 @@ class Capacity:
         )
         bytes_of_run, lump_tokens = self.host.bytes_of_run, self.host.lump_tokens
         limit_bytes = self.host.limit_bytes
-        in_host = self._longest_run(lambda run: bytes_of_run(run, lump_tokens, profile.samples, False), limit_bytes)
+        in_host = self._longest_run(lambda run: bytes_of_run(run, lump_tokens, profile.is_sampled, False), limit_bytes)
         return [*limits, (in_host, "host memory holds", "host.memory_limit_gib")]
 
     def _longest_run(self, cost: Callable[[int], int], limit: int) -> int:
@@ -126,3 +130,42 @@ class Capacity:
             return cost(run) if run else 0
 
         return bisect_right(range(self.max_context_tokens + 1), limit, key=cost_of) - 1
+
+
+def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
+    """What a plan leaves for requests. shape: what of the model goes down to host memory, None without a host tier."""
+    return Capacity(
+        plan.num_pages,
+        plan.page_tokens,
+        plan.max_context_tokens,
+        plan.max_hidden_tokens,
+        None if shape is None else host_capacity(plan, shape),
+    )
+
+
+def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
+    """What contexts may take of host memory, by the store's own count of bytes."""
+    return HostCapacity(
+        page_tokens=plan.page_tokens,
+        num_dense_pages=plan.num_dense_pages,
+        limit_bytes=plan.host_limit_bytes,
+        sink_tokens=plan.sink_tokens,
+        window_tokens=plan.window_tokens,
+        lump_tokens=plan.lump_tokens,
+        resident_tokens=plan.resident_tokens,
+        bytes_of_run=partial(bytes_of_run, shape),
+    )
+
+
+def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, is_sampled: bool, is_fork: bool) -> int:
+    """The most that a context takes of its own for tokens that come at once, and then lump by lump.
+
+    What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
+    may have to copy the open tail that it shares the front of.
+    """
+    rows = shape if is_sampled else without_tables(shape)
+    is_bulk = bulk_tokens >= TAIL_TOKENS
+    num_bytes = bytes_of_context(rows, bulk_tokens) if is_bulk else 0
+    num_tails = -(-(more_tokens if is_bulk else bulk_tokens + more_tokens) // TAIL_TOKENS)
+    copies_tail = is_fork and bulk_tokens + more_tokens > 0
+    return num_bytes + (num_tails + copies_tail) * bytes_of_context(rows, 1)

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from gpu.config import GpuConfig, ModelConfig
+from gpu.config import GpuConfig, ModelConfig, Profiles
 from transfer.config import HostConfig
 from transfer.settings import Settings
 
@@ -36,4 +36,5 @@ class EngineConfig(Settings):
     model: ModelConfig
     gpu: GpuConfig = GpuConfig()
     host: HostConfig | None = None
+    profiles: Profiles = {}
     scheduler: SchedulerConfig = SchedulerConfig()

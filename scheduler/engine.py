@@ -8,7 +8,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 
 from cpu.tier import CpuTier, open_tier
 from gpu.architecture import Architecture
@@ -16,10 +15,10 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.host_plan import resolve_host
 from gpu.load import DTYPES, load_architecture, load_runner
 from gpu.memory_plan import MemoryPlan, plan_memory
-from gpu.profiles import ProfileError, get_profile, profiles_for
+from gpu.profiles import get_profile, resolve_profiles, slot_bytes
 from gpu.runner import InFlight, Runner
 from gpu.step import StepPlan
-from scheduler.capacity import Capacity, HostCapacity
+from scheduler.capacity import plan_capacity
 from scheduler.config import EngineConfig
 from scheduler.decode_reads import DecodeReads
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Ready, Stats
@@ -27,7 +26,6 @@ from scheduler.prefill_queue import LEAST_UNIT_TOKENS
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from transfer.config import HostConfig
-from transfer.host_memory import TAIL_TOKENS, bytes_of_context, without_tables
 from transfer.machine import probe_machine
 from transfer.tier_shape import TierShape
 
@@ -142,11 +140,12 @@ def _blocks(plan: StepPlan) -> bool:
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
-    """The memory of this machine, shared out. Raises PlanError when the deployment does not fit."""
+    """The memory of this machine, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
     return plan_memory(
         architecture,
         config.gpu,
         host=config.host,
+        slot_bytes=slot_bytes(resolve_profiles(config.profiles, config.host).values(), architecture),
         max_running=config.scheduler.max_running,
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_context_tokens=config.scheduler.max_context_tokens,
@@ -159,13 +158,11 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
     """Plan the memory, load the model, and build an engine that is ready to step.
 
     `on_progress(stage, fraction)` is called as it goes. Raises ModelError, PlanError, HostMemoryError, or ProfileError
-    for a default profile that does not exist.
+    for a profile that there cannot be, and for a default one that does not exist.
     """
     began = time.monotonic()
-    try:
-        get_profile(config.scheduler.default_profile, config.host)
-    except ProfileError as error:
-        raise ProfileError(f"scheduler.default_profile: {error}") from None
+    profiles = resolve_profiles(config.profiles, config.host)
+    get_profile(config.scheduler.default_profile, profiles, "scheduler.default_profile")
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture)
     gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})
@@ -180,18 +177,10 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None])
         max_hidden_tokens=plan.max_hidden_tokens,
         num_pages=plan.num_pages,
         num_dense_pages=plan.num_dense_pages,
-        host=config.host,
         tier=tier,
         on_progress=on_progress,
     )
-    profiles = profiles_for(config.host)
-    capacity = Capacity(
-        plan.num_pages,
-        plan.page_tokens,
-        plan.max_context_tokens,
-        plan.max_hidden_tokens,
-        None if shape is None else host_capacity(plan, shape),
-    )
+    capacity = plan_capacity(plan, shape)
     scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), profiles)
     if plan.device == "cuda":
         rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
@@ -231,34 +220,6 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
     """Memory and threads for deposited contexts; pinned where a GPU copies into it."""
     threads = host.threads or plan.threads
     return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned=plan.device == "cuda")
-
-
-def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
-    """What contexts may take of host memory, by the store's own count of bytes."""
-    return HostCapacity(
-        page_tokens=plan.page_tokens,
-        num_dense_pages=plan.num_dense_pages,
-        limit_bytes=plan.host_limit_bytes,
-        sink_tokens=plan.sink_tokens,
-        window_tokens=plan.window_tokens,
-        lump_tokens=plan.lump_tokens,
-        resident_tokens=plan.resident_tokens,
-        bytes_of_run=partial(bytes_of_run, shape),
-    )
-
-
-def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, is_sampled: bool, is_fork: bool) -> int:
-    """The most that a context takes of its own for tokens that come at once, and then lump by lump.
-
-    What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
-    may have to copy the open tail that it shares the front of.
-    """
-    rows = shape if is_sampled else without_tables(shape)
-    is_bulk = bulk_tokens >= TAIL_TOKENS
-    num_bytes = bytes_of_context(rows, bulk_tokens) if is_bulk else 0
-    num_tails = -(-(more_tokens if is_bulk else bulk_tokens + more_tokens) // TAIL_TOKENS)
-    copies_tail = is_fork and bulk_tokens + more_tokens > 0
-    return num_bytes + (num_tails + copies_tail) * bytes_of_context(rows, 1)
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig) -> bytes:

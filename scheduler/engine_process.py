@@ -138,7 +138,7 @@ def _read_config(text: str) -> EngineConfig:
     tree = json.loads(text)
     level = tree.get("server", {}).get("log_level", "info")
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    return EngineConfig.model_validate({key: tree[key] for key in ("model", "gpu", "host", "scheduler") if key in tree})
+    return EngineConfig.model_validate({key: tree[key] for key in EngineConfig.model_fields if key in tree})
 
 
 def _loading(connection: Connection) -> Callable[[str, float], None]:

@@ -146,7 +146,7 @@ class Residence:
             source_id=None if start.source is None else start.source.context_id,
             sink=self._host[0].sink_tokens,
             end=start.end,
-            is_sampled=self._profile(sequence).samples,
+            is_sampled=self._profile(sequence).is_sampled,
         )
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Residence:
         dense_page_ids = contexts.deposit(context, last - first)
         sequence.pages[first:last] = dense_page_ids
         self.pages.release(page_ids)
-        is_sampled = self._profile(sequence).samples
+        is_sampled = self._profile(sequence).is_sampled
         return Deposit(sequence.slot, context.context_id, begin, end, page_ids, dense_page_ids, opens, is_sampled)
 
     # --- what others may find -----------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Residence:
         return num_tokens // self._capacity.page_tokens
 
     def _prompt_end(self, sequence: Sequence) -> int:
-        if self._capacity.host is None or not self._profile(sequence).uses_host:
+        if self._capacity.host is None or not self._profile(sequence).goes_down:
             return 0
         return self._capacity.host.prompt_end(sequence.num_tokens)
 
@@ -274,10 +274,10 @@ class Residence:
         most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
         num_run = self._blocks(end - host.sink_tokens)
         num_blocks = self._blocks(host.most_run_tokens(most))
-        return RunSize(num_shared, num_run - num_shared, num_blocks, self._profile(sequence).samples)
+        return RunSize(num_shared, num_run - num_shared, num_blocks, self._profile(sequence).is_sampled)
 
     def _deposit_end(self, sequence: Sequence) -> int:
-        if self._capacity.host is None or not self._profile(sequence).uses_host:
+        if self._capacity.host is None or not self._profile(sequence).goes_down:
             return 0
         run_end = None
         context = sequence.open_context
@@ -303,7 +303,7 @@ class Residence:
         contexts = self._host[1]
         if sequence.context is not None:
             return contexts.grow(sequence.context, num_blocks)
-        sequence.context = contexts.add(RunSize(0, num_blocks, num_blocks, self._profile(sequence).samples), None)
+        sequence.context = contexts.add(RunSize(0, num_blocks, num_blocks, self._profile(sequence).is_sampled), None)
         return sequence.context is not None
 
     def _needs_page(self, sequence: Sequence) -> bool:

@@ -335,13 +335,13 @@ class Scheduler:
     # --- the shape of a step ------------------------------------------------------------------------------------------
 
     def _group(self, drawing: list[Sequence]) -> list[DecodeGroup]:
-        """By profile, and those with a context in host memory apart from those without."""
-        groups: dict[tuple[str, bool], DecodeGroup] = {}
+        """By what the loop must do for them: nothing is in host memory, or the CPU reads all of it, or samples it."""
+        groups: dict[bool | None, DecodeGroup] = {}
         for sequence in drawing:
-            profile, context = sequence.request.attention_profile, sequence.open_context
+            context = sequence.open_context
+            is_sampled = None if context is None else self._profiles[sequence.request.attention_profile].is_sampled
             context_ids: list[int] | None = None if context is None else []
-            empty = DecodeGroup(profile, [], [], [], context_ids)
-            group = groups.setdefault((profile, context is not None), empty)
+            group = groups.setdefault(is_sampled, DecodeGroup([], [], [], context_ids, bool(is_sampled)))
             group.slots.append(sequence.slot)
             group.positions.append(sequence.next_position)
             group.samples.append(sequence.num_drawn)

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from gpu.architecture import ModelError
 from gpu.memory_plan import PlanError
+from gpu.profiles import ProfileError
 from scheduler.messages import Loading
 from server.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document
 from server.config import ConfigError, Deployment, load_deployment
@@ -28,7 +29,7 @@ from server.server_url import find_root
 from server.work_bar import WorkBar
 from transfer.machine import MachineError, load_machine, probe_machine
 
-WORLD_ERRORS = (ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError)
+WORLD_ERRORS = (ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError)
 
 SUMMARY = "Serve long-context language models from one GPU and the memory of its host."
 app = typer.Typer(

@@ -8,7 +8,7 @@ import yaml
 from pydantic import Field, ValidationError
 from rapidfuzz import process
 
-from gpu.config import GpuConfig, ModelConfig
+from gpu.config import GpuConfig, ModelConfig, Profiles
 from scheduler.config import SchedulerConfig
 from transfer.config import HostConfig
 from transfer.settings import Settings
@@ -78,6 +78,7 @@ class Deployment(Settings):
     model: ModelConfig
     gpu: GpuConfig = GpuConfig()
     host: HostConfig | None = None
+    profiles: Profiles = {}
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
 

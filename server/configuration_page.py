@@ -11,20 +11,33 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gpu.config import MethodChoice
+from gpu.methods.method import Method
+from gpu.methods.registry import list_methods
 from server.config import Deployment
+from transfer.settings import Settings
 
 OPENING = """# Configuration
 
 One YAML file describes a deployment. Unknown keys are errors, relative paths are relative to the file, and what is left
 out is derived from the machine: `tandem plan CONFIG` prints the resolved tree. This page is written by
-`make docs` from the models in `server/config.py`, `scheduler/config.py`, `gpu/config.py` and `transfer/config.py`.
+`make docs` from the models in `server/config.py`, `scheduler/config.py`, `gpu/config.py` and `transfer/config.py`, and
+from what the methods in `gpu/methods` say of themselves.
 """
-TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
+METHODS = """
+## Methods
+
+What a profile may name, and the settings that it may give with it.
+"""
+TYPE_NAMES = {
+    str: "text", int: "integer", float: "number", bool: "true or false", Path: "path", MethodChoice: "method",
+}  # fmt: skip
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def write_page() -> str:
-    return OPENING + "".join(write_section(model, name) for name, model in list_sections(Deployment, ""))
+    sections = "".join(write_section(model, name) for name, model in list_sections(Deployment, ""))
+    return OPENING + sections + METHODS + "".join(write_method(method) for method in list_methods().values())
 
 
 def list_sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:
@@ -41,7 +54,7 @@ def list_sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[B
 def find_section(field: FieldInfo) -> type[BaseModel] | None:
     """The settings model that a field holds, or may hold."""
     kinds = get_args(field.annotation) or (field.annotation,)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)), None)
 
 
 def write_section(model: type[BaseModel], name: str) -> str:
@@ -49,13 +62,27 @@ def write_section(model: type[BaseModel], name: str) -> str:
     lines = [f"\n## `{name}`", ""]
     if opening and not opening.startswith("!!!"):
         lines += [" ".join(opening.split()), ""]
-    lines += ["| key | value | default | |", "|---|---|---|---|"]
+    return "\n".join([*lines, *_tabulate(model)]) + "\n"
+
+
+def write_method(method: Method) -> str:
+    lines = [f"\n### `{method.name}`", "", f"Fills the slot `{method.slot}`. {method.summary}"]
+    if method.shared_key is not None:
+        shared = f"All profiles of a deployment share what stands in `host.{method.shared_key}`"
+        lines += ["", f"{shared}: one may repeat it, and one that asks for something else is refused."]
+    elif method.settings.model_fields:
+        lines += ["", *_tabulate(method.settings)]
+    return "\n".join(lines) + "\n"
+
+
+def _tabulate(model: type[BaseModel]) -> list[str]:
+    lines = ["| key | value | default | |", "|---|---|---|---|"]
     for key, field in model.model_fields.items():
         if find_section(field) is not None:
             continue
         cells = (f"`{key}`", describe_type(field), describe_default(field), field.description or "")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def describe_type(field: FieldInfo) -> str:

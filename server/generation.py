@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpu.profiles import why_unknown
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Progress, Ready, pack_tokens
 from server import logs
@@ -18,7 +19,6 @@ from server.choice import Choice, Piece
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick
 from server.prompts import Prompt, check_token_ids
 from server.service import Service, join_salts
-from transfer.config import HOST_PROFILES
 
 _SEED_MASK = 2**63 - 1
 
@@ -139,7 +139,7 @@ class Generation:
         stop_ids = sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)})
         profile = body.attention_profile or self._limits.default_profile
         if profile not in self._limits.profiles:
-            raise invalid("attention_profile", self._why_unknown(profile[:80]))
+            raise invalid("attention_profile", why_unknown(profile[:80], self._limits.profiles))
         prompts = [pack_tokens(job.prompt.token_ids) for job in self.jobs]
         requests = []
         for request_id, index in self._index.items():
@@ -173,11 +173,6 @@ class Generation:
                 )
             )
         return requests
-
-    def _why_unknown(self, profile: str) -> str:
-        if profile in HOST_PROFILES and self._service.deployment.host is None:
-            return f"{profile!r} keeps KV in host memory; this deployment has no `host` section"
-        return f"unknown profile {profile!r}; this server has: {', '.join(self._limits.profiles)}"
 
     def _drop(self, reason: str) -> None:
         if self._open:

@@ -14,10 +14,14 @@ from rich.table import Table
 
 from gpu.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.config import ModelConfig
+from gpu.host_demand import HostDemand
 from gpu.host_plan import resolve_host
 from gpu.memory_demand import Place
 from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.profiles import Profile, resolve_profiles, slot_bytes
+from scheduler.capacity import plan_capacity
 from server.config import Deployment
+from transfer.config import HostConfig
 from transfer.host_memory import bytes_of_context, bytes_per_token, table_bytes_of_context, without_tables
 from transfer.machine import GIB, MachineProfile
 
@@ -27,6 +31,7 @@ class ResolvedPlan:
     deployment: Deployment
     architecture: Architecture
     memory: MemoryPlan
+    profiles: dict[str, Profile]
     machine: MachineProfile
     notes: tuple[str, ...]
 
@@ -52,13 +57,15 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]
 
 
 def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPlan:
-    """Fill in what the deployment leaves to the machine. Raises ModelError or PlanError with one line."""
+    """Fill in what the deployment leaves to the machine. Raises ModelError, ProfileError or PlanError with one line."""
     architecture, notes = find_architecture(deployment.model)
+    profiles = resolve_profiles(deployment.profiles, deployment.host)
     scheduler, prefill = deployment.scheduler, deployment.scheduler.prefill
     memory = plan_memory(
         architecture,
         deployment.gpu,
         host=deployment.host,
+        slot_bytes=slot_bytes(profiles.values(), architecture),
         max_running=scheduler.max_running,
         chunk_tokens=prefill.chunk_tokens,
         max_context_tokens=scheduler.max_context_tokens,
@@ -96,7 +103,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
         update={"name": name, "tokenizer": deployment.model.tokenizer or deployment.model.path}
     )
     resolved = deployment.model_copy(update={"model": model, "gpu": gpu, "host": host, "scheduler": resolved_scheduler})
-    return ResolvedPlan(resolved, architecture, memory, machine, (*notes, *memory.notes))
+    return ResolvedPlan(resolved, architecture, memory, profiles, machine, (*notes, *memory.notes))
 
 
 def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
@@ -123,6 +130,7 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
             "items": items,
         },
         "host": describe_host(plan),
+        "profiles": describe_profiles(plan),
         "notes": list(plan.notes),
     }
 
@@ -136,9 +144,7 @@ def describe_host(plan: ResolvedPlan) -> dict[str, int] | None:
     memory, host = plan.memory, plan.deployment.host
     if host is None:
         return None
-    demand = resolve_host(
-        host, plan.architecture, memory.page_tokens, memory.dtype_bytes, plan.deployment.scheduler.max_running
-    )
+    demand = _demand(plan, host)
     longest_down_tokens = demand.deposited_tokens(memory.max_context_tokens)
     return {
         "resident_tokens": memory.resident_tokens,
@@ -151,6 +157,21 @@ def describe_host(plan: ResolvedPlan) -> dict[str, int] | None:
         "longest_table_bytes": table_bytes_of_context(demand.tier_shape, longest_down_tokens),
         "tokens": memory.host_tokens,
     }
+
+
+def describe_profiles(plan: ResolvedPlan) -> dict[str, dict[str, Any]]:
+    """What each profile is made of, and its longest prompt and answer when nothing else runs."""
+    host = plan.deployment.host
+    capacity = plan_capacity(plan.memory, None if host is None else _demand(plan, host).tier_shape)
+    return {
+        name: {"composition": profile.composition, "longest_tokens": capacity.longest_tokens(profile)}
+        for name, profile in plan.profiles.items()
+    }
+
+
+def _demand(plan: ResolvedPlan, host: HostConfig) -> HostDemand:
+    memory, max_running = plan.memory, plan.deployment.scheduler.max_running
+    return resolve_host(host, plan.architecture, memory.page_tokens, memory.dtype_bytes, max_running)
 
 
 def dump_deployment(deployment: Deployment) -> dict[str, Any]:
@@ -180,8 +201,19 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
             ),
             highlight=False,
         )
+    console.print(_tabulate_profiles(plan))
     for note in plan.notes:
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
+
+
+def _tabulate_profiles(plan: ResolvedPlan) -> Table:
+    table = Table(title="attention profiles", title_justify="left")
+    table.add_column("name")
+    table.add_column("what it is made of", overflow="fold")
+    table.add_column("longest context", justify="right")
+    for name, profile in describe_profiles(plan).items():
+        table.add_row(name, profile["composition"], f"{profile['longest_tokens']:,}")
+    return table
 
 
 def _tabulate(plan: ResolvedPlan, place: str, limit: int) -> Table:

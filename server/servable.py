@@ -7,15 +7,17 @@ import json
 from pathlib import Path
 
 from gpu.architecture import ModelError
-from server.config import ConfigError, Deployment
+from gpu.profiles import get_profile, resolve_profiles
+from server.config import Deployment
 from server.service import load_parts
-from transfer.config import DEVICE_PROFILES, HOST_PROFILES
 
 _INDEX = "model.safetensors.index.json"
 
 
 def require_servable(deployment: Deployment) -> None:
-    """Raises ModelError or ConfigError with one line: the model's files, tokenizer, template, keys, default profile."""
+    """Raises ModelError, ConfigError or ProfileError with one line: the model's files, tokenizer, template, keys,
+    profiles.
+    """
     require_settings(deployment)
     path = deployment.model.path
     if path is not None:
@@ -26,15 +28,9 @@ def require_servable(deployment: Deployment) -> None:
 
 
 def require_settings(deployment: Deployment) -> None:
-    """The part that needs no file, for a machine that is elsewhere. Raises ConfigError."""
-    profile = deployment.scheduler.default_profile
-    if profile in HOST_PROFILES and deployment.host is None:
-        raise ConfigError(
-            f"scheduler.default_profile: {profile!r} keeps KV in host memory; this deployment has no `host` section"
-        )
-    if profile not in (*DEVICE_PROFILES, *HOST_PROFILES):
-        known = (*DEVICE_PROFILES, *(HOST_PROFILES if deployment.host is not None else ()))
-        raise ConfigError(f"scheduler.default_profile: unknown profile {profile!r}; known: {', '.join(known)}")
+    """The part that needs no file, for a machine that is elsewhere. Raises ProfileError."""
+    profiles = resolve_profiles(deployment.profiles, deployment.host)
+    get_profile(deployment.scheduler.default_profile, profiles, "scheduler.default_profile")
 
 
 def require_weights(folder: Path) -> None:

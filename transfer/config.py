@@ -10,8 +10,6 @@ from pydantic import Field
 from transfer.settings import Settings
 
 MAX_BITS_PER_TABLE = 16  # codes are uint16
-HOST_PROFILES = ("sampled", "offloaded")  # attention profiles that keep KV in host memory
-DEVICE_PROFILES = ("exact",)  # those that keep all of it on the device
 
 
 class SampledConfig(Settings):

@@ -19,7 +19,7 @@ from bench.rows import GateError
 from bench.step_trace import STEPS
 from cpu.decode_step import StepAttention
 from cpu.tables import build_tables
-from gpu.profiles import get_profile
+from gpu.profiles import resolve_profiles
 from scheduler.capacity import HostCapacity
 from scheduler.config import EngineConfig
 from scheduler.engine import load_engine
@@ -131,8 +131,9 @@ def client():
 def check(client):
     """The gate of a profile, over one request; `offloaded` is looked at in any case, and first."""
     host = Deployment.model_validate(DEPLOYMENT).host
+    known = resolve_profiles({}, host)
     capacity = client.engine.scheduler.residence._capacity.host
-    return lambda name: check_host_path(client, capacity, "bfloat16", [get_profile(name, host)], 1, Console(quiet=True))
+    return lambda name: check_host_path(client, capacity, "bfloat16", [known[name]], 1, Console(quiet=True))
 
 
 def test_the_gate_is_passed_before_anything_is_timed_and_stands_in_every_row(run):
@@ -239,10 +240,11 @@ def test_a_count_of_two_reads_in_a_hundred_too_many_gives_no_number(client, monk
 def test_a_deployment_whose_device_holds_no_prompt_that_goes_down_gives_no_number():
     capacity = HostCapacity(16, 8, 1 << 30, 16, 64, 128, 4096, lambda *_: 0)
     client = SimpleNamespace(longest_tokens={"exact": 4096, "offloaded": 8192})
-    offloaded = get_profile("offloaded", HostConfig())
+    offloaded = resolve_profiles({}, HostConfig())["offloaded"]
     with pytest.raises(GateError, match="goes down from 4,097 tokens on, and exact and offloaded have room for 4,064"):
         check_host_path(client, capacity, "bfloat16", [offloaded], 1, Console(quiet=True))
-    assert check_host_path(client, capacity, "bfloat16", [get_profile("exact", None)], 1, Console(quiet=True)) == {}
+    exact = resolve_profiles({}, None)["exact"]
+    assert check_host_path(client, capacity, "bfloat16", [exact], 1, Console(quiet=True)) == {}
 
 
 class FirstStepWaits:

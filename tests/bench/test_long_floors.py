@@ -7,9 +7,10 @@ import pytest
 
 from bench.long_floors import LongFloors
 from gpu.load import load_architecture
-from gpu.profiles import get_profile
+from gpu.profiles import resolve_profiles
+from scheduler.capacity import host_capacity
 from scheduler.config import EngineConfig
-from scheduler.engine import find_tier_shape, host_capacity, plan_engine
+from scheduler.engine import find_tier_shape, plan_engine
 from server.config import Deployment
 
 RATES = {
@@ -38,7 +39,7 @@ def floors_of(dtype, rows):
     plan = plan_engine(config, architecture)
     shape = find_tier_shape(config, architecture, plan)
     floors = LongFloors(architecture, plan, shape, host_capacity(plan, shape), RATES, 1.0)
-    return floors, *(get_profile(name, config.host) for name in ("sampled", "offloaded", "exact"))
+    return floors, *(resolve_profiles({}, config.host)[name] for name in ("sampled", "offloaded", "exact"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from rich.console import Console
 import bench.long_gate
 from bench.long_gate import Agreement, check_host_path
 from bench.rows import GateError
-from gpu.profiles import get_profile
+from gpu.profiles import resolve_profiles
 from scheduler.capacity import HostCapacity
 from transfer.config import HostConfig
 
@@ -43,7 +43,7 @@ def run_gate(
     )
     monkeypatch.setattr(bench.long_gate, "_measure", measure)
     monkeypatch.setattr(bench.long_gate, "_decode", lambda *_: [])
-    offloaded = get_profile("offloaded", HostConfig())
+    offloaded = resolve_profiles({}, HostConfig())["offloaded"]
     return check_host_path(client, CAPACITY, rows, [offloaded], 2, Console(quiet=True))
 
 

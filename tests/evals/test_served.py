@@ -22,8 +22,8 @@ from evals.served_results import served_cells
 from evals.serving import Answer, Ask, make_deployment
 from evals.stopping import RunCut
 from evals.store import Ledger, Record
-from gpu.config import ModelConfig
-from gpu.profiles import ProfileError
+from gpu.config import Composition, ModelConfig
+from gpu.profiles import ProfileError, resolve_profiles
 from server.config import Deployment
 from tests.evals.test_run import MODEL, SETTINGS
 from transfer.config import HostConfig
@@ -130,8 +130,24 @@ def test_settings_in_a_methods_name_make_their_own_deployment() -> None:
     assert alone == (None, {"profile:exact": "exact"})
 
 
+def test_settings_of_a_named_profile_are_those_of_all_that_share_them() -> None:
+    named = {"careful": Composition.model_validate({"host": {"method": "sampled", "num_tables": 150}})}
+    whole = {"whole": Composition.model_validate({"host": "offloaded"})}
+    deployment = DEPLOYMENT.model_copy(update={"profiles": named | whole})
+    found = served_method("profile:careful:num_tables=40", deployment)
+    assert found is not None
+    assert found.deployment is not None
+    assert (found.profile, found.goes_down) == ("careful", True)
+    profiles = resolve_profiles(found.deployment.profiles, found.deployment.host)
+    assert "tables=40" in profiles["careful"].kv_key
+    assert profiles["careful"].kv_key == profiles["sampled"].kv_key
+    assert profiles["whole"].parts == profiles["offloaded"].parts
+    (alone,) = group_by_deployment(["profile:exact", "profile:whole", "profile:careful"], deployment)
+    assert sorted(alone[1].values()) == ["careful", "exact", "whole"]
+
+
 @pytest.mark.parametrize(("method", "told"), [
-    ("profile:exact:num_tables=3", "only profile:sampled takes settings"),
+    ("profile:exact:num_tables=3", "profile 'exact' takes no settings; leave out `:num_tables=3`"),
     ("profile:sampled:tables=3", "tables: unknown key"),
     ("profile:sampled:num_tables=1", "num_tables: Input should be greater than or equal to 2"),
 ])  # fmt: skip

@@ -88,7 +88,6 @@ def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: i
         max_hidden_tokens=max_hidden_tokens,
         num_pages=num_pages,
         num_dense_pages=0,
-        host=None,
         tier=None,
         on_progress=lambda stage, fraction: None,
     )
@@ -168,6 +167,6 @@ def decode(runner: Runner, generated: Generated, prompt_lengths: list[int], num_
     """Decode slots 0 .. as one batch until each has `num_tokens` tokens."""
     slots = list(range(len(prompt_lengths)))
     for drawn in range(1, num_tokens):
-        group = DecodeGroup("exact", slots, [length + drawn - 1 for length in prompt_lengths], [drawn] * len(slots))
+        group = DecodeGroup(slots, [length + drawn - 1 for length in prompt_lengths], [drawn] * len(slots))
         for token in runner.launch(StepPlan(decode=[group])).collect().tokens:
             generated.tokens[token.slot].append(token.token_id)

@@ -37,7 +37,7 @@ def prefilled(runner: Runner) -> list[int]:
 
 
 def group(slots: list[int], drawn: int) -> DecodeGroup:
-    return DecodeGroup("exact", slots, [len(PROMPTS[slot]) + drawn - 1 for slot in slots], [drawn] * len(slots))
+    return DecodeGroup(slots, [len(PROMPTS[slot]) + drawn - 1 for slot in slots], [drawn] * len(slots))
 
 
 def small_runner(device: str = "cpu", dtype: str = "float32", sizes: tuple[int, ...] = ()) -> Runner:
@@ -57,7 +57,7 @@ def test_inputs_are_packed_and_padded() -> None:
 def test_padding_rows_write_nothing_and_change_nothing() -> None:
     runner = small_runner()
     prefilled(runner)
-    steps = runner.decode_steps("exact")
+    steps = runner.resident_steps
     logits = steps.compute(DecodeInputs(torch.from_numpy(DecodeInputs.pack([1], [47], 1, 4)), 1))
     pages = [pages.clone() for pages in (*runner.pool.key_pages, *runner.pool.value_pages)]
     padded = steps.compute(DecodeInputs(torch.from_numpy(DecodeInputs.pack([1], [47], 4, 4)), 4))

@@ -20,7 +20,7 @@ TINY = named_shape("tiny")
 CPU = torch.device("cpu")
 CARD = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090.json")
 PAGE, PAGES, SLOTS, CONTEXT = 16, 10, 5, 128
-DEMAND = Demand(TINY, "cpu", 4, SLOTS, 256, PAGE, (1,), None)
+DEMAND = Demand(TINY, "cpu", 4, SLOTS, 256, PAGE, (1,), None, {})
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_the_penalty_table_takes_no_more_than_is_planned_and_more_than_half() ->
 
 def plan_8b(**gpu: float) -> MemoryPlan:
     return plan_memory(
-        named_shape("llama-3.1-8b"), GpuConfig.model_validate(gpu), host=None, max_running=8, chunk_tokens=2048,
-        max_context_tokens=4096, max_hidden_tokens=None, machine=CARD,
+        named_shape("llama-3.1-8b"), GpuConfig.model_validate(gpu), host=None, slot_bytes={}, max_running=8,
+        chunk_tokens=2048, max_context_tokens=4096, max_hidden_tokens=None, machine=CARD,
     )  # fmt: skip
 
 

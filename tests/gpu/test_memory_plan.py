@@ -53,6 +53,7 @@ def make_plan(
         shape,
         gpu,
         host=host,
+        slot_bytes={},
         max_running=max_running,
         chunk_tokens=chunk_tokens,
         max_context_tokens=max_context_tokens,
@@ -184,7 +185,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers_and_the_key_to_change(
 @pytest.mark.parametrize("running", [1, 3, 16, 64])
 def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, running: int) -> None:
     shape = named_shape(name)
-    demand = Demand(shape, "cuda", 2, running, 2048, 16, (1,), None)
+    demand = Demand(shape, "cuda", 2, running, 2048, 16, (1,), None, {})
     for num_sms in (40, 108, 132):
         rows = max(
             count * num_splits(count, shape.num_kv_heads, shape.max_context_tokens, num_sms)
@@ -195,7 +196,7 @@ def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, runn
 
 def test_the_compiled_step_on_the_cpu_is_planned_with_its_own_rows_and_parts() -> None:
     assert (memory_demand.CPU_STEP_ROWS, memory_demand.CPU_PART_TOKENS) == (MAX_ROWS, PART_TOKENS)
-    demand = Demand(SHAPE_TINY, "cpu", 4, 4, 2048, 16, (1,), None)
+    demand = Demand(SHAPE_TINY, "cpu", 4, 4, 2048, 16, (1,), None, {})
     step = CpuStep(cpu_decoder(SHAPE_TINY, torch.float32, num_pages=4, max_slots=4, max_pages=4))
     parts = step._parts_for(SHAPE_TINY.max_context_tokens)
     logits = step._buffers_for(1).logits

@@ -146,7 +146,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_text() -> None:
 
 
 def decode_one(runner: Runner, position: int, drawn: int) -> int:
-    group = DecodeGroup("exact", [0], [position], [drawn])
+    group = DecodeGroup([0], [position], [drawn])
     return runner.launch(StepPlan(decode=[group])).collect().tokens[0].token_id
 
 

@@ -1,64 +1,160 @@
-"""Profiles belong to a deployment, refuse unknown names with a list, and need no torch to be listed."""
+"""Profiles are compositions of methods: which there are, which can be named, which are refused and in what words."""
 
 import subprocess
 import sys
-from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gpu.profiles import PROFILES, ProfileError, get_profile, profiles_for, register
-from transfer.config import DEVICE_PROFILES, HOST_PROFILES, HostConfig, SampledConfig
+import gpu.methods
+from gpu.architecture import named_shape
+from gpu.config import Composition, GpuConfig
+from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.methods.registry import list_methods
+from gpu.profiles import Profile, ProfileError, get_profile, resolve_profiles, slot_bytes
+from transfer.config import HostConfig, SampledConfig
+from transfer.machine import load_machine
 
 HOST = HostConfig()
+LAPTOP = Path(__file__).parents[2] / "deploy" / "machines" / "laptop.json"
 
 
-def test_exact_ships_with_and_without_a_host_tier() -> None:
-    for host in (None, HOST):
-        profile = get_profile("exact", host)
-        assert (profile.name, profile.uses_host, profile.samples) == ("exact", False, False)
-        assert callable(profile.load_decode_attention())
+def resolve(named: dict[str, Any], host: HostConfig | None = HOST) -> dict[str, Profile]:
+    return resolve_profiles({name: Composition.model_validate(tree) for name, tree in named.items()}, host)
 
 
-def test_the_names_that_a_plan_knows_are_those_that_there_are() -> None:
-    assert tuple(PROFILES) == DEVICE_PROFILES
-    assert set(profiles_for(HostConfig())) == {*DEVICE_PROFILES, *HOST_PROFILES}
+# --- what there is ----------------------------------------------------------------------------------------------------
 
 
-def test_a_host_section_brings_a_sampled_and_an_offloaded_profile() -> None:
-    assert list(profiles_for(None)) == ["exact"]
-    assert list(profiles_for(HOST)) == ["exact", "sampled", "offloaded"]
-    assert [(get_profile(name, HOST).uses_host, get_profile(name, HOST).samples) for name in HOST_PROFILES] == [
-        (True, True),
-        (True, False),
+def test_the_methods_of_the_slot_host_are_profiles_of_their_own_names() -> None:
+    profiles = resolve({})
+    assert list(profiles) == ["exact", "offloaded", "sampled"]
+    assert {name: (one.goes_down, one.is_sampled) for name, one in profiles.items()} == {
+        "exact": (False, False),
+        "offloaded": (True, False),
+        "sampled": (True, True),
+    }
+    assert [one.composition for one in profiles.values()] == [
+        "host: exact",
+        "host: offloaded",
+        "host: sampled (bits_per_table 10, num_tables 150)",
     ]
 
 
+def test_without_a_host_section_nothing_goes_down() -> None:
+    assert list(resolve({}, None)) == ["exact"]
+
+
+def test_a_composition_reads_as_its_methods_do() -> None:
+    profiles = resolve({"careful": {"host": "sampled"}, "whole": {"host": {"method": "offloaded"}}, "plain": {}})
+    assert list(profiles)[3:] == ["careful", "whole", "plain"]
+    for name, built_in in (("careful", "sampled"), ("whole", "offloaded"), ("plain", "exact")):
+        one, other = profiles[name], profiles[built_in]
+        assert (one.goes_down, one.is_sampled, one.composition) == (
+            other.goes_down,
+            other.is_sampled,
+            other.composition,
+        )
+
+
+def test_a_profile_that_leaves_a_shared_setting_out_has_that_of_the_host_section() -> None:
+    host = HostConfig(sampled=SampledConfig(bits_per_table=9, num_tables=120))
+    profiles = resolve({"all": {"host": "sampled"}, "one": {"host": {"method": "sampled", "num_tables": 120}}}, host)
+    assert [profiles[name].parts for name in ("all", "one")] == [profiles["sampled"].parts] * 2
+
+
+def test_listing_profiles_needs_no_torch() -> None:
+    code = (
+        "import sys, gpu.profiles, gpu.step; from transfer.config import HostConfig; "
+        "gpu.profiles.resolve_profiles({}, HostConfig()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
 def test_an_unknown_profile_is_refused_with_the_list() -> None:
-    with pytest.raises(ProfileError, match=r"unknown profile 'exakt'; known: exact$"):
-        get_profile("exakt", None)
-    with pytest.raises(ProfileError, match=r"unknown profile 'exakt'; known: exact, sampled, offloaded"):
-        get_profile("exakt", HOST)
+    with pytest.raises(ProfileError, match=r"^attention_profile: unknown profile 'exakt'; known: exact$"):
+        get_profile("exakt", resolve({}, None), "attention_profile")
+    with pytest.raises(ProfileError, match=r"unknown profile 'exakt'; known: exact, offloaded, sampled, mine$"):
+        get_profile("exakt", resolve({"mine": {}}), "attention_profile")
 
 
-@pytest.mark.parametrize("name", HOST_PROFILES)
+@pytest.mark.parametrize("name", ["offloaded", "sampled"])
 def test_a_profile_of_the_host_tier_is_refused_where_there_is_none(name: str) -> None:
-    wanted = f"attention_profile: '{name}' keeps KV in host memory; this deployment has no `host` section"
+    wanted = f"^attention_profile: '{name}' keeps KV in host memory; this deployment has no `host` section$"
     with pytest.raises(ProfileError, match=wanted):
-        get_profile(name, None)
+        get_profile(name, resolve({}, None), "attention_profile")
 
 
-@pytest.mark.parametrize("name", ["exact", "sampled"])
-def test_a_name_is_registered_once(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' is registered already"):
-        register(replace(PROFILES["exact"], name=name))
+REFUSED = [
+    ("sampled", {}, "profiles.sampled: is built in and stays what it is; choose another name"),
+    (
+        "x",
+        {"host": "sampeld"},
+        "profiles.x.host: unknown method 'sampeld'; the nearest known one is 'sampled' (of exact, offloaded, sampled)",
+    ),
+    (
+        "x",
+        {"reuse": "sampled"},
+        "profiles.x.reuse: method 'sampled' fills the slot `host`; write `host: sampled`",
+    ),
+    (
+        "x",
+        {"prefill": "momo"},
+        "profiles.x.prefill: asked 'momo', but no method fills the slot `prefill` yet; leave it out",
+    ),
+    (
+        "x",
+        {"host": {"method": "sampled", "bits": 9}},
+        "profiles.x.host: unknown setting 'bits' of 'sampled'; the nearest known one is 'bits_per_table'",
+    ),
+    (
+        "x",
+        {"host": {"method": "offloaded", "bits": 9}},
+        "profiles.x.host: unknown setting 'bits' of 'offloaded'; it has none",
+    ),
+    (
+        "x",
+        {"host": {"method": "sampled", "num_tables": 1}},
+        "profiles.x.host.num_tables: Input should be greater than or equal to 2 (got 1)",
+    ),
+    (
+        "x",
+        {"host": {"method": "sampled", "bits_per_table": 9}},
+        "profiles.x.host: asks {bits_per_table: 9, num_tables: 150}, host.sampled has {bits_per_table: 10, num_tables: "
+        "150}; what 'sampled' keeps in host memory is of one kind for all profiles: set host.sampled to what this one "
+        "asks",
+    ),
+]
 
 
-def test_a_registered_profile_is_in_every_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.profiles.PROFILES", dict(PROFILES))
-    register(replace(PROFILES["exact"], name="from outside"))
-    assert "from outside" in profiles_for(None)
-    assert get_profile("from outside", HOST).name == "from outside"
+@pytest.mark.parametrize(("name", "tree", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_an_impossible_composition_is_refused_by_name(name: str, tree: dict[str, Any], words: str) -> None:
+    with pytest.raises(ProfileError) as refused:
+        resolve({"fine": {"host": "offloaded"}, name: tree})
+    assert str(refused.value) == words
 
+
+def test_a_method_of_host_memory_is_refused_without_a_host_section() -> None:
+    with pytest.raises(ProfileError) as refused:
+        resolve({"whole": {"host": "offloaded"}}, None)
+    assert str(refused.value) == (
+        "profiles.whole.host: 'offloaded' keeps KV in host memory; this deployment has no `host` section: add one, or "
+        "take the profile out"
+    )
+
+
+def test_built_in_names_are_taken_also_where_there_is_no_host_section() -> None:
+    with pytest.raises(ProfileError, match=r"profiles\.sampled: is built in"):
+        resolve({"sampled": {}}, None)
+
+
+# --- whose KV is whose ------------------------------------------------------------------------------------------------
 
 OTHER_HOSTS = [
     {"rows": "int8"},
@@ -72,20 +168,141 @@ OTHER_HOSTS = [
 ]
 
 
+def key(name: str, host: HostConfig | None) -> str:
+    return resolve({}, host)[name].kv_key
+
+
 @pytest.mark.parametrize("change", OTHER_HOSTS, ids=lambda change: next(iter(change)))
-def test_every_setting_that_decides_sampled_kv_is_in_its_key(change: dict) -> None:
-    assert get_profile("sampled", HostConfig(**change)).kv_key != get_profile("sampled", HOST).kv_key
+def test_every_setting_that_decides_sampled_kv_is_in_its_key(change: dict[str, Any]) -> None:
+    assert key("sampled", HostConfig(**change)) != key("sampled", HOST)
 
 
 def test_where_the_kv_lies_and_how_many_threads_read_it_is_not_in_the_key() -> None:
     moved = HostConfig(memory_limit_gib=1, threads=3)
-    assert [profile.kv_key for profile in profiles_for(moved).values()] == [
-        profile.kv_key for profile in profiles_for(HOST).values()
-    ]
-    assert get_profile("exact", HOST).kv_key == get_profile("exact", None).kv_key
-    assert len({profile.kv_key for profile in profiles_for(HOST).values()}) == 3
+    assert [one.kv_key for one in resolve({}, moved).values()] == [one.kv_key for one in resolve({}, HOST).values()]
+    assert key("exact", HOST) == key("exact", None)
+    assert key("offloaded", HOST) == key("offloaded", HostConfig(sampled=SampledConfig(num_tables=149)))
 
 
-def test_listing_profiles_needs_no_torch() -> None:
-    code = "import sys, gpu.profiles, gpu.step; gpu.profiles.profiles_for(None); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@given(
+    hosts=st.tuples(*[
+        st.builds(
+            HostConfig,
+            rows=st.sampled_from(["bfloat16", "int8"]),
+            sink_tokens=st.sampled_from([4, 12]),
+            dense_layers=st.sampled_from([None, (), (1,), (1, 2), (12,)]),
+            threads=st.sampled_from([None, 2]),
+            sampled=st.builds(SampledConfig, num_tables=st.sampled_from([2, 40])),
+        )
+    ] * 2),
+    names=st.tuples(*[st.sampled_from(["exact", "offloaded", "sampled"])] * 2),
+)  # fmt: skip
+def test_two_profiles_share_kv_exactly_if_nothing_that_changes_it_differs(
+    hosts: tuple[HostConfig, HostConfig], names: tuple[str, str]
+) -> None:
+    def deciding(name: str, host: HostConfig) -> tuple[object, ...]:
+        if name == "exact":
+            return (name,)
+        deposit = (name, host.rows, host.sink_tokens, host.window_tokens, host.dense_layers, host.resident_tokens)
+        return (*deposit, host.sampled) if name == "sampled" else deposit
+
+    keys = [resolve({"named": {"host": name}}, host)["named"].kv_key for name, host in zip(names, hosts, strict=True)]
+    assert (keys[0] == keys[1]) == (deciding(names[0], hosts[0]) == deciding(names[1], hosts[1]))
+
+
+def test_a_profile_that_is_a_built_in_one_by_another_name_shares_its_kv() -> None:
+    profiles = resolve({"mine": {"host": "sampled"}, "plain": {}})
+    assert profiles["mine"].kv_key == profiles["sampled"].kv_key
+    assert profiles["plain"].kv_key == profiles["exact"].kv_key
+
+
+# --- a method of one's own --------------------------------------------------------------------------------------------
+
+TOY = '''"""A toy."""
+
+from pydantic import Field
+
+from gpu.methods.method import Method
+from transfer.settings import Settings
+
+
+class ToySettings(Settings):
+    size: int = Field(3, ge=1, description="how large the toy is")
+    colour: str = Field("red", description="changes nothing")
+
+
+METHOD = Method(
+    name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
+    kv_settings={{"size": "size"}}, kv_host={{}},
+    slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers, reading={reading},
+)
+'''
+
+
+def add_toy(folder: Path, monkeypatch: pytest.MonkeyPatch, slot: str, reading: str | None) -> None:
+    (folder / "toy").mkdir()
+    (folder / "toy" / "__init__.py").write_text(TOY.format(slot=slot, reading=repr(reading)))
+    monkeypatch.setattr(gpu.methods, "__path__", [*gpu.methods.__path__, str(folder)])
+    monkeypatch.delitem(sys.modules, "gpu.methods.toy", raising=False)
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method in a folder of its own, for prompts; no list names it."""
+    add_toy(tmp_path, monkeypatch, "prefill", None)
+
+
+def plan_with(profiles: dict[str, Profile]) -> MemoryPlan:
+    shape = named_shape("tiny")
+    return plan_memory(
+        shape, GpuConfig(device="cpu", memory_limit_gib=4), host=None, slot_bytes=slot_bytes(profiles.values(), shape),
+        max_running=5, chunk_tokens=256, max_context_tokens=None, max_hidden_tokens=None, machine=load_machine(LAPTOP),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_folder_is_all_that_a_method_takes() -> None:
+    assert list(list_methods()) == ["exact", "offloaded", "sampled", "toy"]
+    profiles = resolve(
+        {"fast": {"prefill": {"method": "toy", "size": 7}, "host": "sampled"}, "small": {"prefill": "toy"}}
+    )
+    assert "toy" not in profiles, "it fills no slot that makes a profile by itself"
+    assert profiles["fast"].composition == (
+        "prefill: toy (size 7, colour red), host: sampled (bits_per_table 10, num_tables 150)"
+    )
+    assert profiles["fast"].is_sampled
+    assert profiles["fast"].kv_key == f"toy size=7 + {profiles['sampled'].kv_key}"
+    assert profiles["small"].kv_key == "toy size=3"
+    with pytest.raises(ProfileError, match=r"profiles\.x\.prefill\.size: Input should be greater .* \(got 0\)"):
+        resolve({"x": {"prefill": {"method": "toy", "size": 0}}})
+
+
+@pytest.mark.usefixtures("toy")
+def test_what_changes_no_kv_is_in_no_key() -> None:
+    trees = {name: {"prefill": {"method": "toy", "colour": name}} for name in ("red", "blue")}
+    red, blue = (resolve(trees)[name] for name in trees)
+    assert red.kv_key == blue.kv_key
+    assert red.parts != blue.parts
+
+
+def test_a_method_of_the_slot_host_is_a_profile_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_toy(tmp_path, monkeypatch, "host", "whole")
+    profiles = resolve({"big": {"host": {"method": "toy", "size": 9}}})
+    assert list(profiles) == ["exact", "offloaded", "sampled", "toy", "big"]
+    assert (profiles["toy"].goes_down, profiles["toy"].is_sampled, profiles["toy"].kv_key) == (
+        True,
+        False,
+        "toy size=3",
+    )
+    assert "toy" not in resolve({}, None)
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_plan_charges_what_methods_say_that_a_running_sequence_needs() -> None:
+    layers = named_shape("tiny").num_layers
+    named = {name: {"prefill": {"method": "toy", "size": size}} for name, size in (("a", 7), ("b", 7), ("c", 1000))}
+    without, charged = plan_with(resolve({}, None)), plan_with(resolve(named, None))
+    assert [item.name for item in without.items if item.name.startswith("state of")] == []
+    (state,) = [item for item in charged.items if item.name.startswith("state of")]
+    assert (state.name, state.bytes) == ("state of toy", 5 * (7 + 1000) * layers), "one state for two profiles alike"
+    assert charged.used_bytes("host") <= charged.limit_bytes["host"]

@@ -4,18 +4,18 @@ from gpu.runner import _rows_of, without_slots
 from gpu.step import DecodeGroup
 from transfer.tier import ContextLostError
 
-GROUP = DecodeGroup("sampled", [4, 2, 7], [40, 20, 70], [3, 1, 6], [100, 200, 100])
+GROUP = DecodeGroup([4, 2, 7], [40, 20, 70], [3, 1, 6], [100, 200, 100], True)
 
 
 def test_the_other_rows_keep_what_is_theirs() -> None:
     left = without_slots(GROUP, {2})
-    assert left == DecodeGroup("sampled", [4, 7], [40, 70], [3, 6], [100, 100])
+    assert left == DecodeGroup([4, 7], [40, 70], [3, 6], [100, 100], True)
     assert without_slots(GROUP, {4, 2, 7}).slots == []
 
 
 def test_a_group_without_contexts_has_none_after() -> None:
-    on_device = DecodeGroup("exact", [4, 2], [40, 20], [3, 1])
-    assert without_slots(on_device, {4}) == DecodeGroup("exact", [2], [20], [1])
+    on_device = DecodeGroup([4, 2], [40, 20], [3, 1])
+    assert without_slots(on_device, {4}) == DecodeGroup([2], [20], [1])
 
 
 def test_a_group_that_loses_nobody_is_itself() -> None:

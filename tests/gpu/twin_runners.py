@@ -27,7 +27,6 @@ from gpu.step import (
 from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shallow_model
 from tests.reference_tier import ReferenceTier, stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
-from transfer.config import HostConfig, SampledConfig
 from transfer.tier import HostTier, TierShape
 
 NUM_LAYERS = 4  # two of them dense by default
@@ -48,10 +47,6 @@ def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
 ) -> Runner:  # fmt: skip
-    host = None
-    if tier is not None:
-        shape = tier.shape
-        host = HostConfig(sampled=SampledConfig(bits_per_table=shape.bits_per_table, num_tables=shape.num_tables))
     runner = load_runner(
         ModelConfig(path=Path(shallow_model(NUM_LAYERS).name)),
         GpuConfig(device=device, dtype=dtype, page_tokens=page_tokens, graph_batch_sizes=graph_batch_sizes),
@@ -61,7 +56,6 @@ def load(
         max_hidden_tokens=4096,
         num_pages=num_pages,
         num_dense_pages=0 if tier is None else num_pages,
-        host=host,
         tier=tier,
         on_progress=lambda stage, fraction: None,
     )
@@ -148,7 +142,7 @@ class Twins:
                                                         (write.first_page + 1) * self.page_tokens))))
                 for write in plan.page_writes
             ],
-            decode=[DecodeGroup("exact", slots, plan_positions(plan, slots), [1] * len(slots))],
+            decode=[DecodeGroup(slots, plan_positions(plan, slots), [1] * len(slots))],
         )  # fmt: skip
         self.deposits._last_tokens.copy_(self.exact._last_tokens)
         result = self.deposits.launch(plan).collect()
@@ -190,8 +184,8 @@ class Twins:
     def _group(self, slots: list[int], is_down: bool) -> DecodeGroup:
         sequences = [self.sequences[slot] for slot in slots]
         return DecodeGroup(
-            PROFILES[self.is_sampled], slots, [one.num_tokens for one in sequences], [1] * len(slots),
-            [one.context_id for one in sequences] if is_down else None,
+            slots, [one.num_tokens for one in sequences], [1] * len(slots),
+            [one.context_id for one in sequences] if is_down else None, self.is_sampled,
         )  # fmt: skip
 
     def _due(self, sequence: Sequence) -> list[Deposit]:

@@ -79,6 +79,7 @@ class PageRunner:
         self.pages: dict[int, list[int | None]] = {}
         self.tables: dict[int, list[int]] = {}
         self.profiles: dict[int, str] = {}
+        self.is_sampled: dict[int, bool] = {}  # by context
         self.sampling: dict[int, SamplingParams] = {}
         self.last: dict[int, int] = {}
         self.jobs: dict[int, _Job] = {}
@@ -121,7 +122,7 @@ class PageRunner:
             for slot, position, sample, context_id in zip(
                 group.slots, group.positions, group.samples, contexts, strict=True
             ):
-                assert self.profiles[slot] == group.profile
+                assert context_id is None or self.is_sampled[context_id] == group.is_sampled
                 if slot not in self.failed:
                     self._check_context(slot, context_id)
                 self._write(slot, position, self.last[slot])
@@ -158,12 +159,14 @@ class PageRunner:
         shared = [] if host.source_id is None else self.contexts[host.source_id][: max(0, prompt.begin - host.sink)]
         assert shared == prompt.token_ids[host.sink : prompt.begin].tolist(), "the source has what is shared"
         self.contexts[host.context_id] = shared
+        self.is_sampled[host.context_id] = host.is_sampled
         if self.refuses_memory:
             self._fail(prompt.slot)
 
     def _deposit(self, deposit: Deposit) -> None:
         if deposit.opens:
             self.contexts[deposit.context_id] = []
+            self.is_sampled[deposit.context_id] = deposit.is_sampled
         table, context = self.tables[deposit.slot], self.contexts[deposit.context_id]
         first, last = deposit.begin // self.page_tokens, deposit.end // self.page_tokens
         assert deposit.end <= len(table) * self.page_tokens

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpu.profiles import Profile
+from gpu.config import Composition
+from gpu.profiles import resolve_profiles
 from scheduler.capacity import Capacity, HostCapacity, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
@@ -12,11 +13,10 @@ from scheduler.messages import EngineRequest
 from scheduler.scheduler import Scheduler
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
+from transfer.config import HostConfig
 
-PROFILES = {
-    name: Profile(name, name, uses_host, name == "sampled", lambda: None)
-    for name, uses_host in (("exact", False), ("sampled", True), ("offloaded", True))
-}
+NAMED = {"whole": Composition.model_validate({"host": "offloaded"})}
+PROFILES = resolve_profiles(NAMED, HostConfig())
 SINK, WINDOW, LUMP, RESIDENT = 16, 32, 64, 128
 BLOCK_BYTES = 1000
 TABLE_BYTES = 300  # of a block, where contexts are sampled
@@ -188,19 +188,52 @@ def test_prompt_logprobs_fork_nothing() -> None:
     check_idle(engine, runner)
 
 
-def test_rows_with_a_host_context_are_stepped_apart_from_those_without() -> None:
+def groups_of(plan) -> dict[str, int]:
+    """Rows of a step's groups, by what the loop does for them."""
+    kinds = [("whole", "sample")[g.is_sampled] if g.context_ids is not None else "resident" for g in plan.decode]
+    assert len(set(kinds)) == len(kinds), "rows of one kind are one group"
+    return {kind: len(group.slots) for kind, group in zip(kinds, plan.decode, strict=True)}
+
+
+def test_rows_that_have_nothing_down_are_one_group_whatever_their_profiles() -> None:
     engine, runner = make_engine()
+    names = ["exact", "sampled", "offloaded", "whole"]
+    requests = [ask(name, prompt_of(30, salt=salt), 40, profile=name) for salt, name in enumerate(names)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert {"resident": 4} in [groups_of(plan) for plan in runner.plans]
+    check_idle(engine, runner)
+
+
+def test_rows_with_a_host_context_are_grouped_by_how_it_is_read() -> None:
+    engine, runner = make_engine(num_pages=200)
     requests = [
-        ask("long", prompt_of(300), max_tokens=40),
-        ask("short", prompt_of(30, salt=1), max_tokens=60),
-        ask("exact", prompt_of(30, salt=2), max_tokens=60, profile="exact"),
+        ask("offloaded", prompt_of(300), max_tokens=60),
+        ask("whole", prompt_of(300, salt=1), max_tokens=60, profile="whole"),
+        ask("sampled", prompt_of(300, salt=2), max_tokens=60, profile="sampled"),
+        ask("short", prompt_of(30, salt=3), max_tokens=90),
+        ask("exact", prompt_of(30, salt=4), max_tokens=90, profile="exact"),
     ]
     engine.submit(requests)
     deltas = drain(engine)
     for request in requests:
         check_output(request, deltas[request.request_id])
-    shapes = [sorted((g.profile, g.context_ids is not None) for g in plan.decode) for plan in runner.plans]
-    assert [("exact", False), ("offloaded", False), ("offloaded", True)] in shapes
+    assert {"resident": 2, "whole": 2, "sample": 1} in [groups_of(plan) for plan in runner.plans]
+    check_idle(engine, runner)
+
+
+def test_a_context_that_goes_down_leaves_the_group_of_those_that_have_not() -> None:
+    engine, runner = make_engine()
+    stays, goes = ask("stays", prompt_of(30), 120, profile="exact"), ask("goes", prompt_of(120, salt=1), 120)
+    engine.submit([stays, goes])
+    deltas = drain(engine)
+    check_output(stays, deltas["stays"])
+    check_output(goes, deltas["goes"])
+    shapes = [groups_of(plan) for plan in runner.plans]
+    assert {"resident": 2} in shapes
+    assert {"resident": 1, "whole": 1} in shapes
 
 
 def test_one_prompt_goes_down_at_a_time_and_short_ones_pass_it() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import scheduler.pages
-from gpu.profiles import Profile
+from gpu.profiles import resolve_profiles
 from gpu.sampling_params import SamplingParams
 from gpu.step import SampledToken, StepResult
 from scheduler.capacity import Capacity
@@ -19,7 +19,7 @@ from scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import PAGE, SHAPE
 from tests.tolerances import PLANNING_MS
 
-PROFILES = {"exact": Profile("exact", "exact", False, False, lambda: None)}
+PROFILES = resolve_profiles({}, None)
 
 
 def make_scheduler(num_pages: int, max_running: int = 64, prefix_cache: bool = True) -> Scheduler:

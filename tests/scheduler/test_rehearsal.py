@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpu.architecture import named_shape
-from gpu.profiles import profiles_for
+from gpu.profiles import resolve_profiles
 from gpu.step import PrefillUnit
 from scheduler.capacity import Capacity
 from scheduler.config import SchedulerConfig
@@ -32,7 +32,9 @@ class Rehearsed:
 
 
 def make_scheduler() -> Scheduler:
-    return Scheduler(SchedulerConfig(), SHAPE, Capacity(100, 16, 1000, 4000, None), b"model", profiles_for(None))
+    return Scheduler(
+        SchedulerConfig(), SHAPE, Capacity(100, 16, 1000, 4000, None), b"model", resolve_profiles({}, None)
+    )
 
 
 def test_what_units_take_is_known_from_the_start() -> None:

@@ -111,6 +111,41 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
     yield made({"model": reference, "server": {"api_keys_file": folder / "keys"}}), "server.api_keys_file"
     yield made({"model": reference, "scheduler": {"default_profile": "sampled"}}), "has no `host` section"
     yield made({"model": reference, "scheduler": {"default_profile": "psychic"}}), "scheduler.default_profile"
+    host = {"memory_limit_gib": 0.1, "resident_tokens": 256}
+    for name, composition, words in (
+        (
+            "x",
+            {"host": "offloaded"},
+            "profiles.x.host: 'offloaded' keeps KV in host memory; this deployment has no `host`",
+        ),
+        ("x", {"host": "exakt"}, "profiles.x.host: unknown method 'exakt'; the nearest known one is 'exact'"),
+        ("x", {"prefill": "exact"}, "profiles.x.prefill: method 'exact' fills the slot `host`"),
+        ("x", {"reuse": "mac"}, "profiles.x.reuse: asked 'mac', but no method fills the slot `reuse` yet"),
+        ("exact", {}, "profiles.exact: is built in"),
+    ):
+        yield made({"model": reference, "profiles": {name: composition}}), words
+    tables = {"host": {"method": "sampled", "num_tables": 20}}
+    yield (
+        made({"model": reference, "host": host, "profiles": {"x": tables}}),
+        "profiles.x.host: asks {bits_per_table: 10",
+    )
+
+
+@pytest.mark.parametrize(("profiles", "words"), [
+    ({"x": {"hots": "exact"}}, "profiles.x.hots: unknown key"),
+    ({"x": "exact"}, "profiles.x: Value error, wanted a mapping of slots to methods, like `{host: sampled}`"),
+    ({"x": {"host": 3}}, "profiles.x.host: Value error, wanted a method's name, or a mapping with `method`"),
+    ({"x": {"host": {"bits_per_table": 3}}}, "profiles.x.host.method: Field required"),
+    ({"a:b": {}}, "profiles.a:b.[key]: String should match pattern"),
+])  # fmt: skip
+def test_a_profile_of_another_form_is_refused_where_the_file_is_read(
+    profiles: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text(yaml.safe_dump({"model": {"random_weights": "tiny"}, "profiles": profiles}))
+    with pytest.raises(ConfigError) as refused:
+        load_deployment(path)
+    assert words in str(refused.value)
 
 
 def test_plan_refuses_what_serve_refuses_with_the_same_words(tmp_path: Path, tandem: RunTandem) -> None:

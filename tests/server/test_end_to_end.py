@@ -26,12 +26,12 @@ DOCUMENT = f"{FILLER * 30}{NEEDLE} {FILLER * 30}"
 CHAT = [{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}]
 
 
-def serve(folder: Path, host: dict[str, object] | None = None) -> tuple[subprocess.Popen, str]:
-    """Start it on a free port, with a `host` section if asked; returns the process and its address, once healthy."""
+def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subprocess.Popen, str]:
+    """Start it on a free port, with more sections if asked; returns the process and its address, once healthy."""
     tree = yaml.safe_load((ROOT / "deploy" / "laptop.yaml").read_text())
     tree["model"]["path"] = str(REFERENCE)
     tree["server"] = {"port": 0}
-    tree |= {} if host is None else {"host": host}
+    tree |= sections or {}
     tree.setdefault("gpu", {}).update(kv_cache_gib=0.4, threads=1)
     config, log = folder / "laptop.yaml", folder / "server.log"
     config.write_text(yaml.safe_dump(tree))

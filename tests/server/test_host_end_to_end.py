@@ -17,6 +17,7 @@ HOST = {
     "resident_tokens": 256,
     "sampled": {"bits_per_table": 8, "num_tables": 75},
 }
+PROFILES = {"whole": {"host": "offloaded"}, "careful": {"host": {"method": "sampled", "num_tables": 75}}}
 STATS_SECONDS = 1.0  # the engine reports its gauges four times a second
 DOCUMENT = f"{FILLER * 64}{NEEDLE} {FILLER * 64}"
 CHAT = [{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}]
@@ -24,7 +25,7 @@ CHAT = [{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}]
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:
-    process, url = serve(tmp_path_factory.mktemp("served"), HOST)
+    process, url = serve(tmp_path_factory.mktemp("served"), {"host": HOST, "profiles": PROFILES})
     yield url
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
@@ -102,4 +103,11 @@ def test_a_sampled_context_finds_its_needle_and_the_next_turn_its_prefix(client,
 
 def test_a_server_says_which_profiles_it_has(url):
     model = httpx.get(f"{url}/v1/models").json()["data"][0]
-    assert model["attention_profiles"] == ["exact", "sampled", "offloaded"]
+    assert model["attention_profiles"] == ["exact", "offloaded", "sampled", "whole", "careful"]
+
+
+def test_a_profile_of_the_configuration_answers_as_the_built_in_one_and_finds_its_prefix(client):
+    for named, built_in in (("whole", "offloaded"), ("careful", "sampled")):
+        theirs, ours = answer(client, CHAT, built_in), answer(client, CHAT, named)
+        assert ours.choices[0].message.content == theirs.choices[0].message.content
+        assert ours.usage.prompt_tokens_details.cached_tokens > 0.9 * theirs.usage.prompt_tokens

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from gpu.architecture import ModelError, named_shape
-from gpu.config import ModelConfig
+from gpu.config import Composition, ModelConfig
 from server.config import Deployment, load_deployment
 from server.plan import ResolvedPlan, describe_plan, find_architecture, print_plan, resolve_plan
 from transfer.machine import GIB, load_machine
@@ -89,6 +89,29 @@ def test_a_host_tier_is_described_with_the_bytes_of_a_token() -> None:
     assert f"{host['longest_table_bytes'] / 2**30:.2f} of them hash tables" in page.getvalue()
     assert f"{host['sampled_token_bytes']:,} bytes a token if it is sampled" in page.getvalue()
     assert f"{host['tokens']:,} sampled tokens fit" in page.getvalue()
+
+
+def test_each_profile_is_shown_with_what_it_is_made_of_and_its_longest_context() -> None:
+    deployment = load_deployment(DEPLOY / "rtx4090.yaml")
+    named = {"whole": Composition.model_validate({"host": "offloaded"})}
+    plan = resolve_plan(
+        deployment.model_copy(update={"profiles": named}), load_machine(DEPLOY / "machines/rtx4090.json")
+    )
+    profiles = json.loads(json.dumps(describe_plan(plan)))["profiles"]
+    assert list(profiles) == ["exact", "offloaded", "sampled", "whole"]
+    assert profiles["whole"] == profiles["offloaded"]
+    assert profiles["sampled"]["composition"] == "host: sampled (bits_per_table 10, num_tables 150)"
+    in_pages = plan.memory.num_pages * plan.memory.page_tokens
+    assert profiles["exact"]["longest_tokens"] == in_pages < plan.memory.max_context_tokens
+    assert profiles["sampled"]["longest_tokens"] == plan.memory.max_context_tokens
+    page = io.StringIO()
+    print_plan(plan, Console(width=200, file=page))
+    for name, profile in profiles.items():
+        (line,) = [
+            one for one in page.getvalue().splitlines() if one.split("│")[1:2] and one.split("│")[1].strip() == name
+        ]
+        assert profile["composition"] in line
+        assert f"{profile['longest_tokens']:,}" in line
 
 
 def test_api_keys_are_counted_and_not_shown() -> None:

@@ -1,0 +1,15 @@
+"""Full attention over a context that stays on the device: what an empty slot `host` means."""
+
+from gpu.methods.method import Method, NoSettings, no_bytes
+
+METHOD = Method(
+    name="exact",
+    summary="Every context stays on the device, and all of it is read there.",
+    slot="host",
+    settings=NoSettings,
+    shared_key=None,
+    kv_settings={},
+    kv_host={},
+    slot_bytes=no_bytes,
+    reading=None,
+)

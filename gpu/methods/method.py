@@ -1,0 +1,46 @@
+"""What an attention method says of itself: the slot it fills, its settings, the KV it writes, the memory it takes.
+
+It refuses to know profiles and deployments, and imports no torch: the scheduler, the plan and the server's process read
+it. Invariant: what a method states is all that others know of it; nobody asks for its name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gpu.architecture import Architecture
+from transfer.settings import Settings
+
+Slot = Literal["prefill", "reuse", "host"]
+HostReading = Literal["whole", "sample"]
+
+
+class NoSettings(Settings):
+    """Of a method that has nothing to set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method; `gpu/methods/<name>/__init__.py` has it as `METHOD`.
+
+    slot: of a composition. settings: their model, with descriptions. shared_key: the key of the `host` section that has
+    these settings for all profiles of a deployment, or None: then each profile has its own. kv_settings, kv_host: what
+    changes the KV that it writes, of its settings and of the `host` section, each under its short name in `kv_key`;
+    both empty: it writes what the model itself would. slot_bytes: device memory for one running sequence, by settings
+    and model. reading: how the CPU reads what is in host memory, or None: nothing goes down there.
+    """
+
+    name: str
+    summary: str
+    slot: Slot
+    settings: type[Settings]
+    shared_key: str | None
+    kv_settings: Mapping[str, str]
+    kv_host: Mapping[str, str]
+    slot_bytes: Callable[[Any, Architecture], int]
+    reading: HostReading | None
+
+
+def no_bytes(settings: Settings, architecture: Architecture) -> int:
+    """Of a method that keeps no state for a running sequence."""
+    return 0

@@ -1,0 +1,16 @@
+"""Full attention over a context whose middle is in host memory: the CPU reads all that is there."""
+
+from gpu.methods.deposit_keys import DEPOSIT_KEYS
+from gpu.methods.method import Method, NoSettings, no_bytes
+
+METHOD = Method(
+    name="offloaded",
+    summary="The middle of a long context is in host memory, and the CPU reads all of it.",
+    slot="host",
+    settings=NoSettings,
+    shared_key=None,
+    kv_settings={},
+    kv_host=DEPOSIT_KEYS,
+    slot_bytes=no_bytes,
+    reading="whole",
+)

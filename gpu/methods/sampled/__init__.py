@@ -1,0 +1,20 @@
+"""Attention over a sample of what is in host memory, found by hash codes (MagicPIG, arXiv 2410.16179, section 4).
+
+The host tier builds one kind of hash table, whoever asks: so the settings stand once, in `host.sampled`.
+"""
+
+from gpu.methods.deposit_keys import DEPOSIT_KEYS
+from gpu.methods.method import Method, no_bytes
+from transfer.config import SampledConfig
+
+METHOD = Method(
+    name="sampled",
+    summary="The middle of a long context is in host memory, and the CPU reads a sample of it, found by hash tables.",
+    slot="host",
+    settings=SampledConfig,
+    shared_key="sampled",
+    kv_settings={"bits": "bits_per_table", "tables": "num_tables"},
+    kv_host=DEPOSIT_KEYS,
+    slot_bytes=no_bytes,
+    reading="sample",
+)
