@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from gpu.config import MethodChoice
-from gpu.methods.method import Method
+from gpu.config import Composition, MethodChoice
+from gpu.methods.method import Slot
 from gpu.profiles import Profile, ProfileError, get_profile, needs_host, resolve_profiles
 from server.config import Deployment, describe
-from transfer.settings import Settings
 
 PREFIX = "profile:"
 """Of a method that is a serving profile: `profile:exact`."""
@@ -21,11 +20,12 @@ PREFIX = "profile:"
 
 @dataclass(frozen=True)
 class ServedMethod:
-    """deployment: the one that is asked for with the method's settings in it; None: what the machine gives."""
+    """deployment: the one that is asked for with the method's settings in it; None: what the machine gives. profile:
+    what is named, as it is there.
+    """
 
-    profile: str
     deployment: Deployment | None
-    goes_down: bool
+    profile: Profile
 
 
 def served_method(method: str, deployment: Deployment | None) -> ServedMethod | None:
@@ -41,47 +41,50 @@ def served_method(method: str, deployment: Deployment | None) -> ServedMethod | 
         raise ProfileError(
             f"--method {method}: keeps KV in host memory; give --config a deployment with a `host` section"
         )
-    profiles = (
-        resolve_profiles({}, None) if deployment is None else resolve_profiles(deployment.profiles, deployment.host)
-    )
-    profile = get_profile(name, profiles, f"--method {method}")
-    if text:
-        deployment = _with_settings(method, text, deployment, profile)
-    return ServedMethod(profile.name, deployment, profile.goes_down)
+    found = ServedMethod(deployment, _resolve(deployment, name, method))
+    if not text:
+        return found
+    varied = _with_settings(method, text, found)
+    return ServedMethod(varied, _resolve(varied, name, method))
 
 
-def _with_settings(method: str, text: str, deployment: Deployment | None, profile: Profile) -> Deployment:
-    part = next((part for part in profile.parts if type(part.settings).model_fields), None)
-    if part is None or deployment is None:
+def _resolve(deployment: Deployment | None, name: str, method: str) -> Profile:
+    named, host = ({}, None) if deployment is None else (deployment.profiles, deployment.host)
+    return get_profile(name, resolve_profiles(named, host), f"--method {method}")
+
+
+def _with_settings(method: str, text: str, found: ServedMethod) -> Deployment:
+    """The deployment in which the profile's method has the settings of `text`."""
+    profile, deployment = found.profile, found.deployment
+    parts = [part for part in profile.parts if part.method.settings.model_fields]
+    if not parts or deployment is None:
         raise ProfileError(f"--method {method}: profile {profile.name!r} takes no settings; leave out `:{text}`")
     given = dict(part.partition("=")[::2] for part in text.split(","))
+    part = next((part for part in parts if given.keys() <= part.method.settings.model_fields.keys()), parts[0])
     try:
         settings = part.method.settings.model_validate({**part.settings.model_dump(), **given})
     except ValidationError as error:
         known = ", ".join(part.method.settings.model_fields)
         raise ProfileError(f"--method {method}: {describe(error, None)}; settings are {known}") from None
+    slot, name = part.method.slot, part.method.name
     if part.method.shared_key is not None:
-        return _share(part.method, settings, deployment)
+        assert deployment.host is not None, "evals: shared settings stand in the section `host`"
+        host = deployment.host.model_copy(update={part.method.shared_key: settings})
+        profiles = {key: _without_settings(one, slot, name) for key, one in deployment.profiles.items()}
+        return deployment.model_copy(update={"host": host, "profiles": profiles})
     if profile.name not in deployment.profiles:
         raise ProfileError(f"--method {method}: {profile.name!r} is built in; name a profile of it in --config")
-    choice = MethodChoice(method=part.method.name, **settings.model_dump())
-    composition = deployment.profiles[profile.name].model_copy(update={part.method.slot: choice})
-    return deployment.model_copy(update={"profiles": deployment.profiles | {profile.name: composition}})
+    choice = MethodChoice(method=name, **settings.model_dump())
+    own = deployment.profiles[profile.name].model_copy(update={slot: choice})
+    return deployment.model_copy(update={"profiles": deployment.profiles | {profile.name: own}})
 
 
-def _share(method: Method, settings: Settings, deployment: Deployment) -> Deployment:
-    """The deployment with other settings where all profiles share them; none of its profiles says its own any more."""
-    assert deployment.host is not None, "evals: shared settings stand in the section `host`"
-    assert method.shared_key is not None
-    host = deployment.host.model_copy(update={method.shared_key: settings})
-    choice = MethodChoice(method=method.name)
-    profiles = {
-        name: composition.model_copy(update={method.slot: choice})
-        if getattr(composition, method.slot) is not None and getattr(composition, method.slot).method == method.name
-        else composition
-        for name, composition in deployment.profiles.items()
-    }
-    return deployment.model_copy(update={"host": host, "profiles": profiles})
+def _without_settings(composition: Composition, slot: Slot, name: str) -> Composition:
+    """A composition that says nothing of its own of what all profiles share."""
+    choice: MethodChoice | None = getattr(composition, slot)
+    if choice is None or choice.method != name:
+        return composition
+    return composition.model_copy(update={slot: MethodChoice(method=name)})
 
 
 def group_by_deployment(
@@ -89,15 +92,18 @@ def group_by_deployment(
 ) -> list[tuple[Deployment | None, dict[str, str]]]:
     """Deployments to load, and the methods that run in each, with their profiles.
 
-    A profile that keeps all on the device goes with the first one: nothing of `host` touches it.
+    A profile that keeps all on the device goes with the first where it is made of the same: nothing of `host` touches
+    it.
     """
     served = {method: found for method in methods if (found := served_method(method, deployment)) is not None}
     groups: list[tuple[Deployment | None, dict[str, str]]] = []
-    for method, found in sorted(served.items(), key=lambda item: not item[1].goes_down):
+    for method, found in sorted(served.items(), key=lambda item: not item[1].profile.goes_down):
+        profile = found.profile
         for known, members in groups:
-            if known == found.deployment or not found.goes_down:
-                members[method] = found.profile
+            is_same = not profile.goes_down and _resolve(known, profile.name, method).parts == profile.parts
+            if known == found.deployment or is_same:
+                members[method] = profile.name
                 break
         else:
-            groups.append((found.deployment, {method: found.profile}))
+            groups.append((found.deployment, {method: profile.name}))
     return groups

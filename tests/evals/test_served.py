@@ -26,6 +26,7 @@ from gpu.config import Composition, ModelConfig
 from gpu.profiles import ProfileError, resolve_profiles
 from server.config import Deployment
 from tests.evals.test_run import MODEL, SETTINGS
+from tests.gpu.toy_method import add_toy
 from transfer.config import HostConfig
 
 SAMPLED = "profile:sampled:bits_per_table=10,num_tables="
@@ -137,13 +138,31 @@ def test_settings_of_a_named_profile_are_those_of_all_that_share_them() -> None:
     found = served_method("profile:careful:num_tables=40", deployment)
     assert found is not None
     assert found.deployment is not None
-    assert (found.profile, found.goes_down) == ("careful", True)
+    assert (found.profile.name, found.profile.is_sampled) == ("careful", True)
     profiles = resolve_profiles(found.deployment.profiles, found.deployment.host)
     assert "tables=40" in profiles["careful"].kv_key
     assert profiles["careful"].kv_key == profiles["sampled"].kv_key
     assert profiles["whole"].parts == profiles["offloaded"].parts
     (alone,) = group_by_deployment(["profile:exact", "profile:whole", "profile:careful"], deployment)
     assert sorted(alone[1].values()) == ["careful", "exact", "whole"]
+
+
+def test_settings_that_a_profile_has_for_itself_change_that_profile_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_toy(tmp_path, monkeypatch, "prefill", None)
+    toys = {name: Composition.model_validate({"prefill": "toy"}) for name in ("one", "other")}
+    deployment = DEPLOYMENT.model_copy(update={"profiles": toys})
+    found = served_method("profile:one:size=8", deployment)
+    assert found is not None
+    assert found.deployment is not None
+    profiles = resolve_profiles(found.deployment.profiles, found.deployment.host)
+    assert [profiles[name].kv_key for name in toys] == ["toy size=8", "toy size=3"]
+    groups = group_by_deployment(["profile:one:size=8", "profile:one", "profile:sampled", "profile:exact"], deployment)
+    assert [sorted(members) for _, members in groups] == [
+        ["profile:exact", "profile:one", "profile:sampled"],
+        ["profile:one:size=8"],
+    ]
 
 
 @pytest.mark.parametrize(("method", "told"), [

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gpu.methods
 from gpu.architecture import named_shape
 from gpu.config import Composition, GpuConfig
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.methods.registry import list_methods
 from gpu.profiles import Profile, ProfileError, get_profile, resolve_profiles, slot_bytes
+from tests.gpu.toy_method import add_toy
 from transfer.config import HostConfig, SampledConfig
 from transfer.machine import load_machine
 
@@ -210,6 +210,12 @@ def test_two_profiles_share_kv_exactly_if_nothing_that_changes_it_differs(
     assert (keys[0] == keys[1]) == (deciding(names[0], hosts[0]) == deciding(names[1], hosts[1]))
 
 
+def test_what_methods_write_is_marked_by_their_names() -> None:
+    """`offloaded` reads what `sampled` samples: one token later their KV differs."""
+    kv_keys = [one.kv_key for one in resolve({}).values()]
+    assert [words.split()[0] for words in kv_keys] == ["exact", "offloaded", "sampled"]
+
+
 def test_a_profile_that_is_a_built_in_one_by_another_name_shares_its_kv() -> None:
     profiles = resolve({"mine": {"host": "sampled"}, "plain": {}})
     assert profiles["mine"].kv_key == profiles["sampled"].kv_key
@@ -217,33 +223,6 @@ def test_a_profile_that_is_a_built_in_one_by_another_name_shares_its_kv() -> Non
 
 
 # --- a method of one's own --------------------------------------------------------------------------------------------
-
-TOY = '''"""A toy."""
-
-from pydantic import Field
-
-from gpu.methods.method import Method
-from transfer.settings import Settings
-
-
-class ToySettings(Settings):
-    size: int = Field(3, ge=1, description="how large the toy is")
-    colour: str = Field("red", description="changes nothing")
-
-
-METHOD = Method(
-    name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
-    kv_settings={{"size": "size"}}, kv_host={{}},
-    slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers, reading={reading},
-)
-'''
-
-
-def add_toy(folder: Path, monkeypatch: pytest.MonkeyPatch, slot: str, reading: str | None) -> None:
-    (folder / "toy").mkdir()
-    (folder / "toy" / "__init__.py").write_text(TOY.format(slot=slot, reading=repr(reading)))
-    monkeypatch.setattr(gpu.methods, "__path__", [*gpu.methods.__path__, str(folder)])
-    monkeypatch.delitem(sys.modules, "gpu.methods.toy", raising=False)
 
 
 @pytest.fixture

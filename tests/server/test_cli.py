@@ -113,11 +113,7 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
     yield made({"model": reference, "scheduler": {"default_profile": "psychic"}}), "scheduler.default_profile"
     host = {"memory_limit_gib": 0.1, "resident_tokens": 256}
     for name, composition, words in (
-        (
-            "x",
-            {"host": "offloaded"},
-            "profiles.x.host: 'offloaded' keeps KV in host memory; this deployment has no `host`",
-        ),
+        ("x", {"host": "offloaded"}, "profiles.x.host: 'offloaded' keeps KV in host memory; this deployment has"),
         ("x", {"host": "exakt"}, "profiles.x.host: unknown method 'exakt'; the nearest known one is 'exact'"),
         ("x", {"prefill": "exact"}, "profiles.x.prefill: method 'exact' fills the slot `host`"),
         ("x", {"reuse": "mac"}, "profiles.x.reuse: asked 'mac', but no method fills the slot `reuse` yet"),
@@ -125,10 +121,7 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
     ):
         yield made({"model": reference, "profiles": {name: composition}}), words
     tables = {"host": {"method": "sampled", "num_tables": 20}}
-    yield (
-        made({"model": reference, "host": host, "profiles": {"x": tables}}),
-        "profiles.x.host: asks {bits_per_table: 10",
-    )
+    yield made({"model": reference, "host": host, "profiles": {"x": tables}}), "profiles.x.host: asks {bits_per_table"
 
 
 @pytest.mark.parametrize(("profiles", "words"), [

@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ HOST = {
     "resident_tokens": 256,
     "sampled": {"bits_per_table": 8, "num_tables": 75},
 }
-PROFILES = {"whole": {"host": "offloaded"}, "careful": {"host": {"method": "sampled", "num_tables": 75}}}
+PROFILES = {"careful": {"host": {"method": "sampled", "num_tables": 75}}, "whole": {"host": "offloaded"}}
 STATS_SECONDS = 1.0  # the engine reports its gauges four times a second
 DOCUMENT = f"{FILLER * 64}{NEEDLE} {FILLER * 64}"
 CHAT = [{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}]
@@ -103,7 +104,23 @@ def test_a_sampled_context_finds_its_needle_and_the_next_turn_its_prefix(client,
 
 def test_a_server_says_which_profiles_it_has(url):
     model = httpx.get(f"{url}/v1/models").json()["data"][0]
-    assert model["attention_profiles"] == ["exact", "offloaded", "sampled", "whole", "careful"]
+    assert model["attention_profiles"] == ["exact", "offloaded", "sampled", "careful", "whole"]
+
+
+def test_short_prompts_of_all_profiles_at_once_answer_as_each_does_alone(client):
+    """Nothing of theirs goes down: they are one decode group."""
+    names = ["exact", "sampled", "offloaded", "whole"]
+    chats = [[{"role": "user", "content": f"{FILLER * (1 + place)}{NEEDLE}\n\n{QUESTION}"}] for place in range(4)]
+
+    def ask(place: int) -> str:
+        said = answer(client, chats[place], names[place], max_tokens=60)
+        assert said.usage.total_tokens <= HOST["resident_tokens"]
+        return said.choices[0].message.content
+
+    alone = [ask(place) for place in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == alone
+    assert all("4815162" in text for text in alone)
 
 
 def test_a_profile_of_the_configuration_answers_as_the_built_in_one_and_finds_its_prefix(client):

@@ -11,6 +11,7 @@ from gpu.architecture import ModelError, named_shape
 from gpu.config import Composition, ModelConfig
 from server.config import Deployment, load_deployment
 from server.plan import ResolvedPlan, describe_plan, find_architecture, print_plan, resolve_plan
+from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -106,12 +107,24 @@ def test_each_profile_is_shown_with_what_it_is_made_of_and_its_longest_context()
     assert profiles["sampled"]["longest_tokens"] == plan.memory.max_context_tokens
     page = io.StringIO()
     print_plan(plan, Console(width=200, file=page))
+    rows = [[cell.strip() for cell in line.split("│")] for line in page.getvalue().splitlines()]
     for name, profile in profiles.items():
-        (line,) = [
-            one for one in page.getvalue().splitlines() if one.split("│")[1:2] and one.split("│")[1].strip() == name
-        ]
-        assert profile["composition"] in line
-        assert f"{profile['longest_tokens']:,}" in line
+        assert ["", name, profile["composition"], f"{profile['longest_tokens']:,}", ""] in rows
+
+
+def test_a_methods_state_for_what_runs_is_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_toy(tmp_path, monkeypatch, "reuse", None)
+    tree = {
+        "model": {"random_weights": "tiny"},
+        "scheduler": {"max_running": 7},
+        "profiles": {"x": {"reuse": {"method": "toy", "size": 5_000_000}}},
+    }
+    plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))
+    (state,) = [item for item in plan.memory.items if item.name == "state of toy"]
+    assert state.bytes == 7 * 5_000_000 * plan.architecture.num_layers
+    page = io.StringIO()
+    print_plan(plan, Console(width=200, file=page))
+    assert f"{state.bytes / GIB:.3f}" in next(line for line in page.getvalue().splitlines() if "state of toy" in line)
 
 
 def test_api_keys_are_counted_and_not_shown() -> None:

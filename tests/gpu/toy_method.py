@@ -1,0 +1,35 @@
+"""An attention method in a folder outside the project, which no list names."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpu.methods
+
+TOY = '''"""A toy."""
+
+from pydantic import Field
+
+from gpu.methods.method import Method
+from transfer.settings import Settings
+
+
+class ToySettings(Settings):
+    size: int = Field(3, ge=1, description="how large the toy is")
+    colour: str = Field("red", description="changes nothing")
+
+
+METHOD = Method(
+    name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
+    kv_settings={{"size": "size"}}, kv_host={{}},
+    slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers, reading={reading},
+)
+'''
+
+
+def add_toy(folder: Path, monkeypatch: pytest.MonkeyPatch, slot: str, reading: str | None) -> None:
+    (folder / "toy").mkdir()
+    (folder / "toy" / "__init__.py").write_text(TOY.format(slot=slot, reading=repr(reading)))
+    monkeypatch.setattr(gpu.methods, "__path__", [*gpu.methods.__path__, str(folder)])
+    monkeypatch.delitem(sys.modules, "gpu.methods.toy", raising=False)
