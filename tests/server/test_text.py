@@ -155,10 +155,8 @@ def test_token_bytes_join_to_the_text_of_special_and_unknown_tokens_too():
     assert TOKENIZER.token_text(euro[0]).startswith("bytes:\\x")
 
 
-@given(st.text(alphabet="ab€ ", max_size=20), stop_strings, st.integers(1, 3))
-def test_offsets_point_at_their_tokens_and_nothing_of_a_stop_string_is_reported(text, stops, at_once):
-    token_ids = TOKENIZER.encode(text, False)
-    choice = Choice(TOKENIZER, stops, 0)
+def told(choice, token_ids, at_once):
+    """The text of tokens that come so many at once, and their entries: of the first tokens, and of no more than it."""
     pieces = []
     for begin in range(0, len(token_ids), at_once):
         some = token_ids[begin : begin + at_once]
@@ -169,11 +167,18 @@ def test_offsets_point_at_their_tokens_and_nothing_of_a_stop_string_is_reported(
         pieces.append(choice.feed(Delta(request_id="r", token_ids=[], finish_reason="length")))
     whole = "".join(piece.text for piece in pieces)
     entries = [entry for piece in pieces for entry in piece.entries]
-    assert whole == before_first_stop(text, stops)
     assert [entry.token_id for entry in entries] == token_ids[: len(entries)]
     assert all(entry.offset < len(whole) for entry in entries)
     joined = b"".join(TOKENIZER.token_bytes(entry.token_id) for entry in entries).decode(errors="replace")
     assert joined.startswith(whole), "entries cover the text"
+    return whole, entries
+
+
+@given(st.text(alphabet="ab€ ", max_size=20), stop_strings, st.integers(1, 3))
+def test_offsets_point_at_their_tokens_and_nothing_of_a_stop_string_is_reported(text, stops, at_once):
+    token_ids = TOKENIZER.encode(text, False)
+    whole, entries = told(Choice(TOKENIZER, stops, 0), token_ids, at_once)
+    assert whole == before_first_stop(text, stops)
     assert [entry.offset for entry in entries] == sorted(entry.offset for entry in entries)
 
 
@@ -182,22 +187,8 @@ def test_a_stop_string_that_begins_before_min_tokens_is_plain_text(text, stops, 
     token_ids = TOKENIZER.encode(text, False)
     decoder = TextDecoder(TOKENIZER, skip_special_tokens=True)
     plain = "".join(map(decoder.step, token_ids[:min_tokens]))
-    choice = Choice(TOKENIZER, stops, min_tokens)
-    pieces = []
-    for begin in range(0, len(token_ids), at_once):
-        some = token_ids[begin : begin + at_once]
-        pieces.append(choice.feed(Delta(request_id="r", token_ids=some, logprobs=[Logprob(-1.0, []) for _ in some])))
-        if choice.finish_reason:
-            break
-    else:
-        pieces.append(choice.feed(Delta(request_id="r", token_ids=[], finish_reason="length")))
-    whole = "".join(piece.text for piece in pieces)
+    whole, _ = told(Choice(TOKENIZER, stops, min_tokens), token_ids, at_once)
     assert whole == plain + before_first_stop(text[len(plain) :], stops)
-    entries = [entry for piece in pieces for entry in piece.entries]
-    assert [entry.token_id for entry in entries] == token_ids[: len(entries)]
-    joined = b"".join(TOKENIZER.token_bytes(entry.token_id) for entry in entries).decode(errors="replace")
-    assert joined.startswith(whole), "entries cover the text"
-    assert all(entry.offset < len(whole) for entry in entries)
 
 
 def test_the_stop_token_is_counted_and_has_an_entry_but_no_text():
