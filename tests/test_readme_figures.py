@@ -25,7 +25,7 @@ def numbers(text: str) -> list[float]:
 def table() -> dict[str, list[str]]:
     """README's performance table: measured, floor, ratio and peer by row."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    part = text[text.index("## What it does, measured") : text.index("`tandem bench engine` (with")]
+    part = text[text.index("## What it does, measured") : text.index("`tandem bench engine --model")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "]
     return {cells[0]: cells[1:] for cells in rows if cells[0]}
 
