@@ -64,13 +64,12 @@ LOOP_STALL_S = 0.5
 DEADLINE_LATE_S = 5.0
 # Bytes of a flood of headers, of which five may take no third in memory: kept, each would take all of it.
 HEADER_FLOOD_BYTES = 24 * 2**20
-# Bytes of memory a character of texts that are refused: body, string and JSON of both ends of a test; tokenised, a
-# character takes a hundred and more.
+# Bytes of memory a character of texts that are refused: body and string, some 2; tokenised, a character takes 104.
 REFUSED_TEXT_BYTES = 20
 # Seconds that a chat waits longer beside 18 MB of them, on a busy machine; tokenised in its way, they took a minute.
 REFUSED_TEXT_S = 8.0
-# Seconds that the event loop stands still while a body of up to 15 MiB is decoded: 0.03 to 0.17 on a quiet machine,
-# 0.33 on a busy one; decoded in its way, those of the test took 1 to 35.
+# Seconds of its own work that the event loop stands still while a body of up to 15 MiB is decoded: 0.03 to 0.17;
+# decoded in its way, those of the test took 1 to 35.
 BODY_STALL_S = 0.7
 # Seconds of 2,000 tokens' text against sixteen stop strings of a thousand characters: 0.1 to 0.3, and 2.3 to 28 the
 # way in which every beginning is looked for.

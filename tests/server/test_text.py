@@ -66,10 +66,10 @@ def test_what_is_held_back_is_only_what_may_begin_a_stop_string(text, stops):
 
 
 def seconds_of(matcher, num_tokens: int) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(num_tokens):
         matcher.feed("aaaa")
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 def test_many_long_stop_strings_that_almost_match_cost_little():
