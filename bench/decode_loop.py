@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gpu.architecture import Architecture
+from gpu.model.architecture import Architecture
+from gpu.model.weights import Weights
 from gpu.runner import InFlight, Runner
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
-from gpu.weights import Weights
 
 PAGE_TOKENS = 16
 PROFILE = "exact"

@@ -21,10 +21,10 @@ from bench.plain_decode import PlainDecode
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require, summarise
 from cpu.rates import measure_host_rates, measure_read_rate
-from gpu.architecture import Architecture, named_shape, read_architecture
 from gpu.load import DTYPES, RANDOM_SEED
+from gpu.model.architecture import Architecture, named_shape, read_architecture
+from gpu.model.weights import Weights, load_weights, random_weights
 from gpu.runner import Runner
-from gpu.weights import Weights, load_weights, random_weights
 
 # Share of tokens that the peer chooses too. In float32 only near-ties differ. In bf16 random weights of 8B differ at
 # every tenth token or so: their two best logits are often closer than bf16 rounds. A wrong step agrees nowhere.

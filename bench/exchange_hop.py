@@ -18,11 +18,11 @@ from rich.console import Console
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, require, summarise
-from gpu.decode_graphs import WARMUP_STEPS
-from gpu.hop_steps import LAUNCHES_BLOCK
+from gpu.decode.hop_steps import LAUNCHES_BLOCK
+from gpu.decode.steps import WARMUP_STEPS
+from gpu.host.simhash import draw_projections
+from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.simhash_encode import arrange, encode_queries
-from gpu.simhash import draw_projections
-from gpu.slot_exchange import SlotExchange
 from transfer.exchange import wait
 from transfer.merge import merge_outputs
 from transfer.partial import Partial

@@ -12,10 +12,10 @@ import torch
 
 from bench.rates import measure_device_rates, measure_host_matmul
 from cpu.rates import GIB, measure_host_rates, measure_read_rate
-from gpu.architecture import Architecture
-from gpu.host_demand import CODE_BYTES, ROW_BYTES
 from gpu.load import DTYPES, load_architecture
-from gpu.memory_plan import MemoryPlan
+from gpu.memory.host_demand import CODE_BYTES, ROW_BYTES
+from gpu.memory.plan import MemoryPlan
+from gpu.model.architecture import Architecture
 from gpu.profiles import Profile
 from scheduler.capacity import HostCapacity, host_capacity
 from scheduler.config import EngineConfig

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.architecture import Architecture
-from gpu.rope import rope_tables
-from gpu.weights import LayerWeights, Weights
+from gpu.model.architecture import Architecture
+from gpu.model.rope import rope_tables
+from gpu.model.weights import LayerWeights, Weights
 
 _WARMUPS = 3
 

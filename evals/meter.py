@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.architecture import Architecture
+from gpu.model.architecture import Architecture
 from scheduler.decode_reads import DecodeReads
 
 

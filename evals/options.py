@@ -40,8 +40,8 @@ Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="requests
 def one_line_errors() -> Iterator[None]:
     """The world's errors as one line on stderr and status 1."""
     from evals.methods.method import MethodError
-    from gpu.architecture import ModelError
-    from gpu.memory_plan import PlanError
+    from gpu.memory.plan import PlanError
+    from gpu.model.architecture import ModelError
     from server.config import ConfigError
     from transfer.tier import HostMemoryError
 

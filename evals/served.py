@@ -21,7 +21,7 @@ from evals.serving import Ask, ServingEngine
 from evals.stopping import RunCut
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION
-from gpu.architecture import Architecture
+from gpu.model.architecture import Architecture
 from server.server_url import find_root
 
 DEFAULT = "default"

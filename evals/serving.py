@@ -14,13 +14,13 @@ from typing import Self
 import torch
 
 from evals.meter import Fractions, served_fractions
-from gpu.architecture import Architecture, read_architecture
 from gpu.config import GpuConfig, ModelConfig
-from gpu.host_demand import LUMP_TOKENS
-from gpu.host_plan import resolve_host
-from gpu.memory_plan import SMALLEST_CONTEXT_TOKENS
+from gpu.memory.host_demand import LUMP_TOKENS
+from gpu.memory.host_shares import resolve_host
+from gpu.memory.plan import SMALLEST_CONTEXT_TOKENS
+from gpu.model.architecture import Architecture, read_architecture
 from gpu.profiles import Profile, resolve_profiles
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from scheduler.capacity import QueueFullError, TooLargeError, bytes_of_run
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.decode_reads import DecodeReads

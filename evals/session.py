@@ -244,7 +244,7 @@ def _run_profiles(
     from evals.run import load_tokenizer, prompts_of
     from evals.served import run_profiles
     from evals.serving import load_serving_engine
-    from gpu.architecture import read_architecture
+    from gpu.model.architecture import read_architecture
 
     longest = max(cell.length_tokens for cell in cells)
     shape = read_architecture(settings.model)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from gpu.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.config import GpuConfig, ModelConfig
+from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
+from gpu.model.weights import load_weights, random_weights
 from gpu.runner import Runner
-from gpu.weights import load_weights, random_weights
 from transfer.tier import HostTier
 
 RANDOM_SEED = 20_240_901

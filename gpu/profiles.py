@@ -12,10 +12,10 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from rapidfuzz import process
 
-from gpu.architecture import Architecture
 from gpu.config import Composition, MethodChoice
 from gpu.methods.method import Method, Slot
 from gpu.methods.registry import list_methods
+from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.settings import Settings
 

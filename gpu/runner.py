@@ -14,20 +14,21 @@ from functools import partial
 import numpy as np
 import torch
 
-from gpu.architecture import Architecture
-from gpu.decode_attention import exact_decode_attention
-from gpu.decode_graphs import DecodeSteps
-from gpu.decoder import Decoder
-from gpu.deposit import Depositor
-from gpu.hop_steps import HopTimes
+from gpu.decode.attention import exact_decode_attention
+from gpu.decode.hop_steps import HopTimes
+from gpu.decode.steps import DecodeSteps
+from gpu.host.deposit import Depositor
+from gpu.host.offload import Offload
+from gpu.host.simhash import draw_projections
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kernels.simhash_encode import Hyperplanes, arrange
-from gpu.kv_pool import KvPool
-from gpu.offload import Offload
-from gpu.prefill import FinishedJob, Prefill
-from gpu.sampler import Sampled, Sampler
-from gpu.sampling_params import SamplingParams
-from gpu.simhash import draw_projections
+from gpu.kv.pool import KvPool
+from gpu.model.architecture import Architecture
+from gpu.model.decoder import Decoder
+from gpu.model.weights import Progress, Weights
+from gpu.prefill.jobs import FinishedJob, Prefill
+from gpu.sampling.params import SamplingParams
+from gpu.sampling.sampler import Sampled, Sampler
 from gpu.step import (
     NOT_FINITE,
     DecodeGroup,
@@ -42,7 +43,6 @@ from gpu.step import (
     TokenLogprob,
 )
 from gpu.upload import upload
-from gpu.weights import Progress, Weights
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.tier import ContextLostError, HostMemoryError, HostTier, TierShape

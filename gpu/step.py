@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 
 NOT_FINITE = -1
 NOTHING_LEFT = -2

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from gpu.memory_plan import MemoryPlan
+from gpu.memory.plan import MemoryPlan
 from gpu.profiles import Profile
 from scheduler.messages import EngineRequest
 from transfer.host_memory import TAIL_TOKENS, bytes_of_context, without_tables

@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 from scipy.optimize import nnls
 
-from gpu.architecture import Architecture
+from gpu.model.architecture import Architecture
 from gpu.step import PrefillUnit
 
 _FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 
 from cpu.tier import CpuTier, open_tier
-from gpu.architecture import Architecture
 from gpu.config import GpuConfig, ModelConfig
-from gpu.host_plan import resolve_host
 from gpu.load import DTYPES, load_architecture, load_runner
-from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.memory.host_shares import resolve_host
+from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.model.architecture import Architecture
 from gpu.profiles import get_profile, resolve_profiles, slot_bytes
 from gpu.runner import InFlight, Runner
 from gpu.step import StepPlan

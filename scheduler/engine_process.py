@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from gpu.architecture import ModelError
-from gpu.memory_plan import PlanError
+from gpu.memory.plan import PlanError
+from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
 from scheduler.capacity import QueueFullError
 from scheduler.config import EngineConfig

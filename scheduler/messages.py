@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 
 _TOKEN_BYTES = 4
 

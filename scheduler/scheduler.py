@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu.architecture import Architecture
+from gpu.model.architecture import Architecture
 from gpu.profiles import Profile
 from gpu.step import (
     NOT_FINITE,

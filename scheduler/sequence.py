@@ -6,7 +6,7 @@ from enum import Enum
 import msgspec
 import numpy as np
 
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from scheduler.host_contexts import HostContext
 from scheduler.messages import EngineRequest
 

@@ -16,8 +16,8 @@ import typer
 import yaml
 from rich.console import Console
 
-from gpu.architecture import ModelError
-from gpu.memory_plan import PlanError
+from gpu.memory.plan import PlanError
+from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
 from scheduler.messages import Loading
 from server.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu.profiles import why_unknown
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Progress, Ready, pack_tokens
 from server import logs
 from server.api_error import internal, invalid, unavailable

@@ -12,12 +12,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from gpu.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.config import ModelConfig
-from gpu.host_demand import HostDemand
-from gpu.host_plan import resolve_host
-from gpu.memory_demand import Place
-from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.memory.demand import Place
+from gpu.memory.host_demand import HostDemand
+from gpu.memory.host_shares import resolve_host
+from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.profiles import Profile, resolve_profiles, slot_bytes
 from scheduler.capacity import plan_capacity
 from server.config import Deployment

@@ -6,7 +6,7 @@ Looks at settings and at which files there are; loads no weights. The memory's o
 import json
 from pathlib import Path
 
-from gpu.architecture import ModelError
+from gpu.model.architecture import ModelError
 from gpu.profiles import get_profile, resolve_profiles
 from server.config import Deployment
 from server.service import load_parts

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu.host.simhash import Projections
 from gpu.kernels.arguments import check, runs_on_triton
-from gpu.simhash import Projections
 
 COLUMN_STEP = 32
 """Columns of a plane are a multiple of this."""

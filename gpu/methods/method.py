@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpu.architecture import Architecture
+from gpu.model.architecture import Architecture
 from transfer.settings import Settings
 
 Slot = Literal["prefill", "reuse", "host"]

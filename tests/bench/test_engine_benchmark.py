@@ -17,8 +17,8 @@ from bench.machine_commands import parse_batches
 from bench.over_http import Floor, HttpBenchmark, draw_round, run_http_benchmark
 from bench.plain_decode import PlainDecode
 from bench.rows import GateError
-from gpu.architecture import named_shape
-from gpu.weights import random_weights
+from gpu.model.architecture import named_shape
+from gpu.model.weights import random_weights
 from server.config import load_deployment
 from server.plan import resolve_plan
 from transfer.machine import probe_machine

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from evals.meter import served_fractions
-from gpu.architecture import read_architecture
+from gpu.model.architecture import read_architecture
 from scheduler.decode_reads import DecodeReads
 from tests.evals.test_serving import MODEL
 from tests.tolerances import EXACT_FRACTION

@@ -1,13 +1,12 @@
 """The torch method of the evals and what serves draw the same keys, weigh them alike and answer the same.
 
-Served: `gpu.deposit` stores rows and codes, `gpu.slot_exchange` asks, the CPU's tier answers. Both get the same keys,
-queries and hyperplanes. Requests of the one, and layers of the other, hold the same keys, and values that name them:
-token t's is zero but in request or layer t // DIM, and there but in channel t % DIM.
-
-Where the two differ by design: the method has one centre, the mean of what its first step finds deposited, and the tier
-one for each segment, of the tokens that it began with; here there is one segment of just those. A token that leaves
-the window later is sampled at once by the method, about that centre, and read exactly by the tier until its tail is
-full. The method holds keys in their own type, and has no int8 rows.
+Served: `gpu.host.deposit` stores rows and codes, `gpu.host.slot_exchange` asks, the CPU's tier answers. Both get the
+same keys, queries and hyperplanes. Requests of the one, and layers of the other, hold the same keys, and values that
+name them: token t's is zero but in request or layer t // DIM, and there but in channel t % DIM. Where the two differ by
+design: the method has one centre, the mean of what its first step finds deposited, and the tier one for each segment,
+of the tokens that it began with; here there is one segment of just those. A token that leaves the window later is
+sampled at once by the method, about that centre, and read exactly by the tier until its tail is full. The method holds
+keys in their own type, and has no int8 rows.
 """
 
 from collections.abc import Iterator
@@ -23,10 +22,10 @@ from cpu.tables import build_tables
 from cpu.tier import CpuTier, open_tier
 from evals.methods.method import PromptLayer, Step
 from evals.methods.sampled import Sampled
-from gpu.deposit import Depositor
+from gpu.host.deposit import Depositor
+from gpu.host.simhash import draw_projections
+from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.simhash_encode import arrange
-from gpu.simhash import draw_projections
-from gpu.slot_exchange import SlotExchange
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
 from transfer.partial import Partial

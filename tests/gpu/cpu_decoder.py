@@ -3,14 +3,14 @@
 import numpy as np
 import torch
 
-from gpu.architecture import Architecture
-from gpu.decoder import Decoder
 from gpu.kernels.paged_decode_attention import paged_decode_attention_reference
 from gpu.kernels.rms_norm import rms_norm_reference
 from gpu.kernels.rope_kv_write import rope_kv_write_reference
 from gpu.kernels.swiglu import swiglu_reference
-from gpu.kv_pool import KvPool
-from gpu.weights import random_weights
+from gpu.kv.pool import KvPool
+from gpu.model.architecture import Architecture
+from gpu.model.decoder import Decoder
+from gpu.model.weights import random_weights
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16

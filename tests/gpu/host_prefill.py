@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.architecture import named_shape
-from gpu.decoder import Decoder
-from gpu.deposit import Depositor
+from gpu.host.deposit import Depositor
+from gpu.host.simhash import draw_projections
 from gpu.kernels.simhash_encode import arrange
-from gpu.kv_pool import KvPool
-from gpu.prefill import FinishedJob, Prefill
-from gpu.sampler import Sampled, Sampler
-from gpu.sampling_params import SamplingParams
-from gpu.simhash import draw_projections
+from gpu.kv.pool import KvPool
+from gpu.model.architecture import named_shape
+from gpu.model.decoder import Decoder
+from gpu.model.weights import Weights, random_weights
+from gpu.prefill.jobs import FinishedJob, Prefill
+from gpu.sampling.params import SamplingParams
+from gpu.sampling.sampler import Sampled, Sampler
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit
-from gpu.weights import Weights, random_weights
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
 from transfer.tier import TierShape

@@ -11,11 +11,11 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from gpu.architecture import read_architecture
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
+from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from gpu.step import (
     DecodeGroup,
     PageWrite,

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 
 
 def edit_scores(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:

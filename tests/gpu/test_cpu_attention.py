@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpu.kernels import cpu_attention
-from gpu.kernels.cpu_attention import paged_decode_attention_cpu, rope_kv_write_cpu
+from gpu.cpu_device import attention
+from gpu.cpu_device.attention import paged_decode_attention_cpu, rope_kv_write_cpu
 from gpu.kernels.paged_decode_attention import paged_decode_attention_reference
 from gpu.kernels.rope_kv_write import rope_kv_write_reference
 from tests.tolerances import ATTENTION_F32_ATOL
@@ -36,7 +36,7 @@ def fill(pages: torch.Tensor, page_table: torch.Tensor, slots: torch.Tensor, con
 def test_attention_equals_the_reference_in_float64(
     heads: int, kv_heads: int, dim: int, page_tokens: int, spread_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_attention, "SPREAD_TOKENS", spread_tokens)
+    monkeypatch.setattr(attention, "SPREAD_TOKENS", spread_tokens)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     keys, values, page_table = pool(kv_heads, dim, page_tokens)
     slots = torch.tensor([4, -1, 0, 7, 2, 1, 3, 5], dtype=torch.int32)

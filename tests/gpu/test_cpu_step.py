@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.architecture import named_shape
-from gpu.cpu_step import MAX_ROWS, CpuStep, serves
-from gpu.decode_attention import exact_decode_attention
-from gpu.decode_graphs import DecodeSteps
-from gpu.decoder import Decoder
-from gpu.kernels.cpu_paged_attention import PART_TOKENS
+from gpu.cpu_device.paged_attention import PART_TOKENS
+from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
+from gpu.decode.attention import exact_decode_attention
+from gpu.decode.steps import DecodeSteps
 from gpu.kernels.paged_decode_attention import workspace_for
+from gpu.model.architecture import named_shape
+from gpu.model.decoder import Decoder
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
 from transfer.simd.exp import exp

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.decode_graphs import DecodeInputs
+from gpu.decode.steps import DecodeInputs
 from gpu.runner import Runner
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, PrefillJob, StepPlan
 from tests.gpu.reference_model import (
     Generated,

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpu import deposit
-from gpu.deposit import Depositor, _Buffers
-from gpu.deposit_memory import PIECE_ROWS, deposit_bytes
+from gpu.host import deposit
+from gpu.host.deposit import Depositor, _Buffers
+from gpu.host.simhash import draw_projections, encode_reference
 from gpu.kernels.simhash_encode import arrange
-from gpu.simhash import draw_projections, encode_reference
+from gpu.memory.deposit_memory import PIECE_ROWS, deposit_bytes
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32, SAME_CODES
 from transfer.copies import Streams

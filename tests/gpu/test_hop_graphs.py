@@ -13,8 +13,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from gpu.hop_segments import HopInputs
-from gpu.hop_steps import HopSteps, HopTimes
+from gpu.decode.hop_segments import HopInputs
+from gpu.decode.hop_steps import HopSteps, HopTimes
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
 from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot
@@ -82,7 +82,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits
 
     monkeypatch.setattr(HopSteps, "_answer_all", answer_and_wait)
-    monkeypatch.setattr("gpu.slot_exchange.await_answer", await_on_the_host)
+    monkeypatch.setattr("gpu.host.slot_exchange.await_answer", await_on_the_host)
 
 
 def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:

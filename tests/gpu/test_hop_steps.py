@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.hop_segments import HopInputs
-from gpu.hop_steps import halve, most_half_rows
+from gpu.decode.hop_segments import HopInputs
+from gpu.decode.hop_steps import halve, most_half_rows
+from gpu.host.simhash import draw_projections
+from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.simhash_encode import arrange, encode_rows_reference
 from gpu.runner import PROJECTION_SEED
-from gpu.simhash import draw_projections
-from gpu.slot_exchange import SlotExchange
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES, Twins, check_steps, furthest

@@ -20,7 +20,6 @@ from triton.runtime.jit import JITFunction
 
 import gpu.kernels
 import transfer.merge
-from gpu.architecture import NAMED_SHAPES, Architecture
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
@@ -33,6 +32,7 @@ from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.scatter_runs import launch as scatter
 from gpu.kernels.simhash_encode import Hyperplanes, encode_keys, encode_queries
 from gpu.kernels.swiglu import swiglu
+from gpu.model.architecture import NAMED_SHAPES, Architecture
 from transfer.exchange import new_slot
 
 SHARED_KIB = {80: 163, 89: 99}

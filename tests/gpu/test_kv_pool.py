@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.architecture import named_shape
-from gpu.kv_pool import KvPool
+from gpu.kv.pool import KvPool
+from gpu.model.architecture import named_shape
 from gpu.step import PageWrite
 
 TINY = named_shape("tiny")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpu.architecture import ModelError
 from gpu.load import shortage_in_one_line
+from gpu.model.architecture import ModelError
 
 
 def ask_too_much_of_the_host() -> None:

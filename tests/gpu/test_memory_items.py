@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.architecture import named_shape
 from gpu.config import GpuConfig
-from gpu.kv_pool import KvPool
-from gpu.memory_demand import Demand
-from gpu.memory_plan import MemoryPlan, plan_memory
-from gpu.penalties import PenaltyTable
-from gpu.prefill import GatheredKv
-from gpu.rope import rope_tables
+from gpu.kv.pool import KvPool
+from gpu.memory.demand import Demand
+from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.model.architecture import named_shape
+from gpu.model.rope import rope_tables
+from gpu.prefill.jobs import GatheredKv
+from gpu.sampling.penalties import PenaltyTable
 from transfer.machine import load_machine
 
 TINY = named_shape("tiny")

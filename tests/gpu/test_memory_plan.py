@@ -8,23 +8,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu import logprobs, memory_demand
-from gpu.architecture import NAMED_SHAPES, Architecture, named_shape
 from gpu.config import GpuConfig
-from gpu.cpu_step import MAX_ROWS, CpuStep
-from gpu.deposit import Depositor
-from gpu.hop_steps import most_half_rows
-from gpu.host_demand import HostDemand
-from gpu.host_plan import DENSE_SHARE, resolve_host
-from gpu.kernels.cpu_paged_attention import PART_TOKENS
+from gpu.cpu_device.paged_attention import PART_TOKENS
+from gpu.cpu_device.step import MAX_ROWS, CpuStep
+from gpu.decode.hop_steps import most_half_rows
+from gpu.host.deposit import Depositor
+from gpu.host.simhash import draw_projections
 from gpu.kernels.paged_decode_attention import num_splits
 from gpu.kernels.simhash_encode import arrange
-from gpu.kv_pool import KvPool
-from gpu.memory_demand import Demand
-from gpu.memory_plan import MemoryPlan, PlanError, plan_memory
-from gpu.prefill import LOGITS_BLOCK_ROWS
-from gpu.simhash import draw_projections
-from gpu.staging import Staging
+from gpu.kv.pool import KvPool
+from gpu.memory import demand
+from gpu.memory.demand import Demand
+from gpu.memory.host_demand import HostDemand
+from gpu.memory.host_shares import DENSE_SHARE, resolve_host
+from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
+from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape
+from gpu.prefill.jobs import LOGITS_BLOCK_ROWS
+from gpu.prefill.staging import Staging
+from gpu.sampling import logprobs
 from tests.gpu.cpu_decoder import cpu_decoder
 from tests.reference_tier import ReferenceTier
 from transfer.config import HostConfig, SampledConfig
@@ -195,17 +196,17 @@ def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, runn
 
 
 def test_the_compiled_step_on_the_cpu_is_planned_with_its_own_rows_and_parts() -> None:
-    assert (memory_demand.CPU_STEP_ROWS, memory_demand.CPU_PART_TOKENS) == (MAX_ROWS, PART_TOKENS)
-    demand = Demand(SHAPE_TINY, "cpu", 4, 4, 2048, 16, (1,), None, {})
+    assert (demand.CPU_STEP_ROWS, demand.CPU_PART_TOKENS) == (MAX_ROWS, PART_TOKENS)
+    asked = Demand(SHAPE_TINY, "cpu", 4, 4, 2048, 16, (1,), None, {})
     step = CpuStep(cpu_decoder(SHAPE_TINY, torch.float32, num_pages=4, max_slots=4, max_pages=4))
     parts = step._parts_for(SHAPE_TINY.max_context_tokens)
     logits = step._buffers_for(1).logits
-    assert parts.out.nbytes + parts.top.nbytes + parts.mass.nbytes + logits.nbytes == demand._decode_partials()
+    assert parts.out.nbytes + parts.top.nbytes + parts.mass.nbytes + logits.nbytes == asked._decode_partials()
 
 
 def test_rows_of_logits_are_those_of_the_prefill_and_their_copies_those_of_logprobs() -> None:
-    assert memory_demand.MAX_LOGITS_ROWS == LOGITS_BLOCK_ROWS
-    assert memory_demand.LOGPROB_BYTES == 30 * logprobs._CHUNK_ELEMENTS
+    assert demand.MAX_LOGITS_ROWS == LOGITS_BLOCK_ROWS
+    assert demand.LOGPROB_BYTES == 30 * logprobs._CHUNK_ELEMENTS
 
 
 def test_a_card_too_old_for_bfloat16_is_refused_by_name() -> None:

@@ -3,9 +3,9 @@
 import pytest
 from torch import Tensor
 
-from gpu.deposit import Sent
-from gpu.host_demand import HostDemand
-from gpu.offload import Offload
+from gpu.host.deposit import Sent
+from gpu.host.offload import Offload
+from gpu.memory.host_demand import HostDemand
 from gpu.step import StepPlan
 from tests.gpu.logged_streams import LoggedStreams, Point
 from tests.gpu.reference_model import document_prompt

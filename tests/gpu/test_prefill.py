@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.prefill import GatheredKv
+from gpu.prefill.jobs import GatheredKv
 from gpu.runner import Runner
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, StepResult
 from tests.gpu.reference_model import (
     GREEDY,

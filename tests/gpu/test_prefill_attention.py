@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.prefill_attention import prefill_attention, prefill_attention_reference
+from gpu.prefill.attention import prefill_attention, prefill_attention_reference
 from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
 
 SHAPES = [(1, 1), (5, 5), (64, 64), (1, 77), (33, 130), (200, 1031)]  # (tokens, context)

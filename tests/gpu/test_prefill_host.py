@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.decoder import Pages
-from gpu.deposit import Sent
-from gpu.prefill import FinishedJob
+from gpu.host.deposit import Sent
+from gpu.model.decoder import Pages
+from gpu.prefill.jobs import FinishedJob
 from gpu.step import PageWrite, PrefillJob, PrefillUnit
 from tests.gpu.host_prefill import (
     DENSE_LAYERS,

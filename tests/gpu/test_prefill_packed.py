@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-import gpu.prefill
-from gpu.architecture import named_shape
-from gpu.kv_pool import KvPool
-from gpu.prefill import GatheredKv
-from gpu.prefill_attention import Packing, packed_prefill_attention, prefill_attention_reference
+import gpu.prefill.jobs
+from gpu.kv.pool import KvPool
+from gpu.model.architecture import named_shape
+from gpu.prefill.attention import Packing, packed_prefill_attention, prefill_attention_reference
+from gpu.prefill.jobs import GatheredKv
 from gpu.runner import Runner
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, StepResult
 from tests.gpu.reference_model import NUM_LAYERS, Pages, document_prompt, layer_units, reference_runner
 from tests.tolerances import ATTENTION_BF16_ATOL, BF16_LOGPROB_ATOL
@@ -75,7 +75,7 @@ def test_keys_and_values_of_several_prompts_lie_one_after_another(device: str) -
 def test_prompts_attended_to_together_are_told_what_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts, chunks that end within some of them, and prompts that go on from pages of others."""
     together = prompt_logprobs()
-    monkeypatch.setattr(gpu.prefill, "MOST_PACKED_TOKENS", 0)
+    monkeypatch.setattr(gpu.prefill.jobs, "MOST_PACKED_TOKENS", 0)
     apart = prompt_logprobs()
     for key, wanted in apart.items():
         assert np.isfinite(wanted).all()

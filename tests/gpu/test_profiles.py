@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.architecture import named_shape
 from gpu.config import Composition, GpuConfig
-from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.methods.registry import list_methods
+from gpu.model.architecture import named_shape
 from gpu.profiles import Profile, ProfileError, get_profile, resolve_profiles, slot_bytes
 from tests.gpu.toy_method import add_toy
 from transfer.config import HostConfig, SampledConfig

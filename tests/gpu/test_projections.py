@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from gpu.architecture import ModelError, named_shape
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
-from gpu.sampling_params import SamplingParams
+from gpu.model.architecture import ModelError, named_shape
+from gpu.sampling.params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
 
 SHAPE = named_shape("tiny")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gpu.sampler import KeyStream, Sampled, Sampler
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
+from gpu.sampling.sampler import KeyStream, Sampled, Sampler
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken
 from tests.gpu.sampler_oracle import distribution, draw_key, edit_scores, race_winner
 from tests.tolerances import CHI_SQUARE_P, CHI_SQUARE_POWER_P

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.draw import distances, keep_top_k, keep_top_p, weigh
+from gpu.sampling.draw import distances, keep_top_k, keep_top_p, weigh
 from tests.tolerances import DRAW_CDF, FLOAT32_CDF_ERROR
 
 VOCAB = 128_256

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu.architecture import Architecture, ModelError, named_shape, read_architecture
-from gpu.weights import Weights, load_weights, random_weights
+from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
+from gpu.model.weights import Weights, load_weights, random_weights
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import PEAK_HOST_COPIES
 
@@ -152,8 +152,8 @@ def test_a_broken_folder_is_refused_in_one_line(
 PEAK_SCRIPT = """
 import sys, torch
 from pathlib import Path
-from gpu.architecture import read_architecture
-from gpu.weights import load_weights
+from gpu.model.architecture import read_architecture
+from gpu.model.weights import load_weights
 
 def anonymous_bytes():
     text = Path("/proc/self/status").read_text()

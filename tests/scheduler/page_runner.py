@@ -8,7 +8,7 @@ the contract of `gpu.step` as it goes: units in order, prefixes there, runs with
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.params import SamplingParams
 from gpu.step import (
     NOT_FINITE,
     NOTHING_LEFT,

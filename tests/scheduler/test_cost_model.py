@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gpu.architecture import NAMED_SHAPES
+from gpu.model.architecture import NAMED_SHAPES
 from gpu.step import PrefillUnit
 from scheduler.cost_model import CostModel
 from tests.tolerances import COST_MODEL

@@ -16,8 +16,8 @@ import cpu.store
 import cpu.tier
 from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
-from gpu.decoder import Decoder
-from gpu.sampling_params import SamplingParams
+from gpu.model.decoder import Decoder
+from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup
 from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig

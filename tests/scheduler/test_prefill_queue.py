@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gpu.architecture import NAMED_SHAPES
-from gpu.sampling_params import SamplingParams
+from gpu.model.architecture import NAMED_SHAPES
+from gpu.sampling.params import SamplingParams
 from gpu.step import PrefillJob, PrefillPrompt
 from scheduler.config import PrefillConfig
 from scheduler.cost_model import CostModel

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpu.architecture import named_shape
+from gpu.model.architecture import named_shape
 from gpu.profiles import resolve_profiles
 from gpu.step import PrefillUnit
 from scheduler.capacity import Capacity

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gpu.architecture import ModelError, named_shape
 from gpu.config import Composition, ModelConfig
+from gpu.model.architecture import ModelError, named_shape
 from server.config import Deployment, load_deployment
 from server.plan import ResolvedPlan, describe_plan, find_architecture, print_plan, resolve_plan
 from tests.gpu.toy_method import add_toy

@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evals.forward import load_decoder
-from gpu.architecture import read_architecture
-from gpu.weights import load_weights
+from gpu.model.architecture import read_architecture
+from gpu.model.weights import load_weights
 from tests.tolerances import MUON_SINGULAR_VALUES, TRAINING_LOGITS_ATOL
 from training.reference.card import table_of_runs
 from training.reference.corpus import narrate

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.architecture import Architecture
+from gpu.model.architecture import Architecture
 from gpu.step import PageWrite
 from gpu.upload import upload
 

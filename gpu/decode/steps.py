@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.cpu_step import MAX_ROWS, CpuStep, serves
-from gpu.decode_attention import DecodeAttention, DecodeQuery, exact_decode_attention
-from gpu.decoder import Decoder
+from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
+from gpu.decode.attention import DecodeAttention, DecodeQuery, exact_decode_attention
 from gpu.kernels.paged_decode_attention import Workspace
+from gpu.model.decoder import Decoder
 from gpu.upload import upload
 from transfer.partial import Partial
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.decode_attention import DecodeAttention, DecodeQuery
-from gpu.decode_graphs import DecodeInputs
-from gpu.decoder import Decoder
+from gpu.decode.attention import DecodeAttention, DecodeQuery
+from gpu.decode.steps import DecodeInputs
+from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import Workspace
-from gpu.slot_exchange import SlotExchange
+from gpu.model.decoder import Decoder
 from transfer.partial import Partial
 
 

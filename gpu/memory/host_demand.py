@@ -6,8 +6,8 @@ the staging, the depositor, the exchange or the store.
 
 from dataclasses import dataclass
 
-from gpu.architecture import Architecture
-from gpu.deposit_memory import deposit_bytes
+from gpu.memory.deposit_memory import deposit_bytes
+from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.host_memory import bytes_of_context, bytes_per_token, without_tables
 from transfer.tier_shape import TierShape

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.decoder import Decoder
-from gpu.deposit import Depositor
-from gpu.kv_pool import KvPool
-from gpu.logprobs import Logprobs
-from gpu.prefill_attention import Packing, has_flash, packed_prefill_attention, prefill_attention
-from gpu.sampler import Sampled, Sampler, gather_logprobs
-from gpu.staging import StagedPrompt, Staging
+from gpu.host.deposit import Depositor
+from gpu.kv.pool import KvPool
+from gpu.model.decoder import Decoder
+from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, prefill_attention
+from gpu.prefill.staging import StagedPrompt, Staging
+from gpu.sampling.logprobs import Logprobs
+from gpu.sampling.sampler import Sampled, Sampler, gather_logprobs
 from gpu.step import PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob
 from gpu.upload import upload
 from transfer.partial import Partial

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpu.kernels.cpu_attention import applies, paged_decode_attention_cpu
+from gpu.cpu_device.attention import applies, paged_decode_attention_cpu
 from gpu.kernels.paged_decode_attention import Workspace, paged_decode_attention
 from transfer.partial import Partial
 

@@ -8,10 +8,10 @@ buffer before its first unit, and after its last one every token is in host memo
 import torch
 from torch import Tensor
 
-from gpu.decoder import Pages
-from gpu.deposit import Depositor
-from gpu.host_demand import STAGED_LAYERS
-from gpu.kv_pool import KvPool
+from gpu.host.deposit import Depositor
+from gpu.kv.pool import KvPool
+from gpu.memory.host_demand import STAGED_LAYERS
+from gpu.model.decoder import Pages
 from gpu.step import PrefillPrompt
 from transfer.copies import PASSED, Event
 from transfer.tier import HostTier

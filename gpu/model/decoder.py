@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gpu.architecture import Architecture
-from gpu.kernels.cpu_attention import applies, rope_kv_write_cpu
+from gpu.cpu_device.attention import applies, rope_kv_write_cpu
 from gpu.kernels.rope_kv_write import rope_kv_write
-from gpu.kv_pool import KvPool
-from gpu.projections import Projections
-from gpu.rope import rope_tables
-from gpu.weights import Weights
+from gpu.kv.pool import KvPool
+from gpu.model.architecture import Architecture
+from gpu.model.projections import Projections
+from gpu.model.rope import rope_tables
+from gpu.model.weights import Weights
 from transfer.partial import Partial
 
 # (query, pre_rope_query), both [tokens, heads, dim], to the partial over what the caller covers.

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from gpu.kernels import cpu_paged_attention, cpu_product
-from gpu.kernels.cpu_paged_attention import attend
-from gpu.kernels.cpu_product import normalise, project, project_and_add, project_gated
+from gpu.cpu_device import paged_attention, product
+from gpu.cpu_device.paged_attention import attend
+from gpu.cpu_device.product import normalise, project, project_and_add, project_gated
 from transfer.simd import emission, exp, team, vectors
 from transfer.simd.region import Region, version
 from transfer.simd.team import Team, claim, end_stage
@@ -143,7 +143,7 @@ def _together(work, threads, model, shape, rows, buffers, parts):
         work(np.int64(me), threads, model, shape, rows, buffers, parts)
 
 
-_work = _compile(version(cpu_paged_attention, cpu_product, emission, exp, team, vectors))
+_work = _compile(version(paged_attention, product, emission, exp, team, vectors))
 
 
 class CompiledStep(Region):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu.architecture import Architecture
-from gpu.host_demand import STAGED_LAYERS, HostDemand
+from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
+from gpu.model.architecture import Architecture
 
 Place = Literal["gpu", "host"]
 MIB = 2**20

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.architecture import Architecture
-from gpu.decoder import Decoder
-from gpu.kernels.cpu_paged_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
-from gpu.kernels.cpu_product import ROWS
-from gpu.kernels.cpu_step import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
+from gpu.cpu_device.paged_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
+from gpu.cpu_device.product import ROWS
+from gpu.cpu_device.step_kernel import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
+from gpu.model.architecture import Architecture
+from gpu.model.decoder import Decoder
 from transfer.simd.features import HAS_VECTORS
 from transfer.simd.team import COUNTER_INT64, new_counters
 from transfer.simd.vectors import LINE_BYTES

@@ -5,7 +5,7 @@ raw logits, and no token before its time; temperature; top-k, top-p, min-p. Inva
 of its logits, its seed and the number of the draw, whatever else is in the batch and across preemption, and logits that
 differ by rounding draw the same token but for about the probability mass that the rounding moves; nothing here syncs,
 so the host may run ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn
-row its distances and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.draw`.
+row its distances and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.sampling.draw`.
 """
 
 import math
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gpu.draw import distances, keep_top_k, keep_top_p, weigh
 from gpu.kernels.race import race
-from gpu.logprobs import Logprobs, gather_logprobs, to_pinned
-from gpu.penalties import PenaltyTable
-from gpu.sampling_params import SamplingParams
+from gpu.sampling.draw import distances, keep_top_k, keep_top_p, weigh
+from gpu.sampling.logprobs import Logprobs, gather_logprobs, to_pinned
+from gpu.sampling.params import SamplingParams
+from gpu.sampling.penalties import PenaltyTable
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, TokenLogprob
 from gpu.upload import upload
 

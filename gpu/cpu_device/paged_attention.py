@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from gpu.kernels.cpu_product import FINITE_OR_NOT, ROWS, product
+from gpu.cpu_device.product import FINITE_OR_NOT, ROWS, product
 from transfer.simd.exp import exp
 from transfer.simd.features import LANES
 from transfer.simd.team import COUNTER_INT64, atomic_add, claim, end_stage

@@ -1,14 +1,14 @@
 """The matrix products of a layer, with the norms, activation and residuals around them: the part that weights decide.
 
 It refuses to know attention and positions. Bytes moved: the weights once for each call. On the CPU a library repacks
-them in every call, which prefill does not notice; small decode batches go through `gpu.cpu_step` there.
+them in every call, which prefill does not notice; small decode batches go through `gpu.cpu_device.step` there.
 """
 
 from torch import Tensor
 
 from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.rms_norm import rms_norm
-from gpu.weights import Weights
+from gpu.model.weights import Weights
 
 
 class Projections:

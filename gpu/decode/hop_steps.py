@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.decode_graphs import WARMUP_STEPS
-from gpu.hop_segments import Carry, HopInputs, HopSegments
-from gpu.slot_exchange import SlotExchange
+from gpu.decode.hop_segments import Carry, HopInputs, HopSegments
+from gpu.decode.steps import WARMUP_STEPS
+from gpu.host.slot_exchange import SlotExchange
 from gpu.upload import upload
 from transfer.tier import Attention, HostTier
 

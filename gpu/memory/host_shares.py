@@ -7,9 +7,9 @@ dense pages and host memory both.
 
 from dataclasses import dataclass
 
-from gpu.architecture import Architecture
-from gpu.host_demand import HostDemand
-from gpu.memory_demand import Demand, PlanError
+from gpu.memory.demand import Demand, PlanError
+from gpu.memory.host_demand import HostDemand
+from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.machine import GIB
 

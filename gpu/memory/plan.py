@@ -1,19 +1,19 @@
 """Where each byte of device and host memory goes, decided before anything is allocated. No torch.
 
 Knows the settings and a machine profile, so a plan can be made for a machine that is elsewhere; what the parts ask for
-is `gpu.memory_demand`'s. The invariant: the items of a place add up to no more than its limit, KV pages are whole, and
-they hold the longest context; with a host tier, `gpu.host_plan` says what that takes.
+is `gpu.memory.demand`'s. The invariant: the items of a place add up to no more than its limit, KV pages are whole, and
+they hold the longest context; with a host tier, `gpu.memory.host_shares` says what that takes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu.architecture import Architecture
 from gpu.config import GpuConfig
-from gpu.host_demand import LUMP_TOKENS, HostDemand
-from gpu.host_plan import Budget, HostShares, resolve_host, share_memory
-from gpu.memory_demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanError
+from gpu.memory.demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanError
+from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
+from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
+from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.machine import GIB, MachineProfile
 

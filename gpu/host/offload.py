@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gpu.decode_attention import exact_decode_attention
-from gpu.decoder import Decoder
-from gpu.deposit import Depositor
-from gpu.hop_segments import HopSegments
-from gpu.hop_steps import HalfBatch, HopSteps, HopTimes, most_half_rows
-from gpu.host_demand import LUMP_TOKENS
+from gpu.decode.attention import exact_decode_attention
+from gpu.decode.hop_segments import HopSegments
+from gpu.decode.hop_steps import HalfBatch, HopSteps, HopTimes, most_half_rows
+from gpu.host.deposit import Depositor
+from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import Workspace
 from gpu.kernels.simhash_encode import Hyperplanes
-from gpu.prefill import GatheredKv
-from gpu.slot_exchange import SlotExchange
+from gpu.memory.host_demand import LUMP_TOKENS
+from gpu.model.decoder import Decoder
+from gpu.prefill.jobs import GatheredKv
 from gpu.step import Deposit
 from transfer.copies import PASSED, Event
 from transfer.tier import HostTier, LayerRows, Reservation

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu.architecture import Architecture, ModelError, RopeScaling
+from gpu.model.architecture import Architecture, ModelError, RopeScaling
 
 
 def rope_tables(architecture: Architecture, max_context_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
