@@ -106,6 +106,7 @@ class _Segments:
 
     def pieces(self, kind: str, mode: int) -> np.ndarray:
         table = new_pieces(len(self._kept))
+        table["run_begin"] = SEGMENT_TOKENS * np.arange(len(table))
         for piece, kept in zip(table, self._kept, strict=True):
             keys, values = kept[f"{kind} keys"], kept[f"{kind} values"]
             piece["mode"], piece["end"], piece["tokens"] = mode, keys.shape[1], keys.shape[1]

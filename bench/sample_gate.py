@@ -28,7 +28,7 @@ from cpu.tier import CpuTier
 from gpu.host.simhash import Projections, draw_projections, encode_reference
 from gpu.runner import PROJECTION_SEED
 from transfer.exchange import ExchangeSlot, wait
-from transfer.tier import Attention, LayerRows
+from transfer.tier import Ask, Attention, LayerRows
 
 ALIKE = 1e-3  # relative of an answer, and nats of its lse
 AGREE = 0.9  # of the answers, at least
@@ -37,7 +37,7 @@ _ASK_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Answer:
     """A row's query of one layer, and the tier's answer. query, out: `[heads, dim]`; lse: `[heads]`, natural; exact:
     bool `[tokens]`, those of the context that are not sampled.
     """
@@ -65,10 +65,10 @@ class WatchedTier:
 
     def __init__(self, tier: CpuTier) -> None:
         self.tier = tier
-        self.asks: list[Ask] = []
+        self.asks: list[Answer] = []
 
-    def attention(self, context_ids: Sequence[int]) -> "WatchedAttention":
-        return WatchedAttention(self.tier.attention(context_ids), self, context_ids)
+    def attention(self, asks: Sequence[Ask]) -> "WatchedAttention":
+        return WatchedAttention(self.tier.attention(asks), self, asks)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
         """Ask by ask: the device waits for each answer before it puts the next."""
@@ -83,18 +83,20 @@ class WatchedTier:
 class WatchedAttention:
     """A step's rows against their contexts, each ask remembered."""
 
-    def __init__(self, attention: Attention, watched: WatchedTier, context_ids: Sequence[int]) -> None:
-        self._attention, self._watched, self._context_ids = attention, watched, context_ids
+    def __init__(self, attention: Attention, watched: WatchedTier, asks: Sequence[Ask]) -> None:
+        self._attention, self._watched, self._asks = attention, watched, asks
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         wait(slot, layer, _ASK_LIMIT_S)
         queries = slot.queries[: slot.rows].clone()  # the next ask's stand there once this one is answered
         self._attention.run(layer, slot)
-        for row, context_id in enumerate(self._context_ids):
-            runs = self._watched.tier.runs(context_id)
-            exact = torch.cat([torch.full((tokens,), not is_sampled) for tokens, is_sampled in runs])
-            ask = Ask(context_id, layer, queries[row], slot.out[row].clone(), slot.lse[row].clone(), exact)
-            self._watched.asks.append(ask)
+        for row, ask in enumerate(self._asks):
+            if ask.context_id is None:
+                continue
+            runs = self._watched.tier.runs(ask.context_id)
+            exact = torch.cat([torch.full((tokens,), not is_sampled) for tokens, is_sampled in runs])[: ask.num_tokens]
+            answer = Answer(ask.context_id, layer, queries[row], slot.out[row].clone(), slot.lse[row].clone(), exact)
+            self._watched.asks.append(answer)
 
     def give_up(self) -> None:
         self._attention.give_up()
@@ -120,7 +122,7 @@ class _Rows:
         self._keys, self._values, self._centres = (torch.cat(each, 1) for each in (keys, values, centres))
         self._codes = encode_reference(torch.cat(stored, 1), projections).int()  # [kv_heads, tokens, tables]
 
-    def attend(self, ask: Ask, projections: Projections) -> tuple[Tensor, Tensor, int]:
+    def attend(self, ask: Answer, projections: Projections) -> tuple[Tensor, Tensor, int]:
         """Out float64 `[heads, dim]`, lse `[heads]`, and the keys that are read for it."""
         kv_heads, _, dim = self._keys.shape
         query = ask.query.double().view(kv_heads, -1, dim)  # [kv_heads, group, dim]
@@ -144,7 +146,7 @@ def _chance(cosine: Tensor, projections: Projections) -> Tensor:
     return 1 - (1 - one) ** tables - tables * one * (1 - one) ** (tables - 1)
 
 
-def measure_samples(tier: CpuTier, asks: Sequence[Ask], counted_reads: int) -> SampleAgreement:
+def measure_samples(tier: CpuTier, asks: Sequence[Answer], counted_reads: int) -> SampleAgreement:
     """Hold answers against the sample that there should be. Their contexts must be open; they may have grown."""
     shape = tier.shape
     projections = draw_projections(
@@ -174,5 +176,5 @@ def require_samples(name: str, found: SampleAgreement) -> None:
     )
 
 
-def _place_of(ask: Ask) -> tuple[int, int, int]:
+def _place_of(ask: Answer) -> tuple[int, int, int]:
     return ask.context_id, ask.layer, len(ask.exact)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from torch import Tensor
 
-from cpu import collision, context, lookup, pieces, plan, rows, softmax, stages, turns
+from cpu import collision, context, exclusions, lookup, pieces, plan, rows, softmax, stages, turns
 from cpu.collision import log_weights
 from cpu.context import (
     ALL_ATTENDED_NS,
@@ -23,6 +24,8 @@ from cpu.context import (
     BUFFERS,
     CODES,
     COVERED,
+    EXCLUDED,
+    EXCLUDED_WORDS,
     FLAGS,
     LIMIT_NS,
     LOGS,
@@ -46,12 +49,13 @@ from cpu.context import (
     ROOM_REQUESTS,
     ROOM_SLOTS,
     STAMP,
+    WANTED,
     new_asks,
     new_context,
     set_arrays,
     set_shape,
 )
-from cpu.lookup import SPANS
+from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.rows import BLOCK_ROWS, COLUMNS
@@ -83,8 +87,8 @@ QUERY_TYPES = (np.uint16, np.float32)
 
 
 _MODULES = (
-    collision, context, emission, exchange, lookup, memory, pieces, plan, region, rows, softmax, stages, team, turns,
-    values, vectors,
+    collision, context, emission, exchange, exclusions, lookup, memory, pieces, plan, region, rows, softmax, stages,
+    team, turns, values, vectors,
 )  # fmt: skip
 
 
@@ -180,13 +184,17 @@ class HostAttention:
         self._results = self._new_results(1)
         self._buffers = self._new_buffers(1, 1, 1)
 
-    def attend(self, table: np.ndarray, queries: np.ndarray, codes: np.ndarray | None, threads: int) -> Attended:
+    def attend(
+        self, table: np.ndarray, queries: np.ndarray, codes: np.ndarray | None, threads: int,
+        wanted: np.ndarray | None = None, excluded: np.ndarray | None = None,
+    ) -> Attended:  # fmt: skip
         """Attention of each request's query over its pieces.
 
         table: PIECE `[pieces]` of this row type; queries: `[requests, heads, dim]`, contiguous, of query_type; codes:
-        uint16 `[requests, heads, tables]`, contiguous; None: no piece is sampled. A request without pieces, or whose
-        samples are empty, gets (0, -inf). A NaN in a query or key makes its own heads NaN. Raises ValueError if
-        requests do not rise or a range is not in its segment.
+        uint16 `[requests, heads, tables]`, contiguous; None: no piece is sampled; wanted: uint8 `[requests, heads]`, or
+        None for all; excluded: int32 `[requests, kv_heads, words]`, or None; both as in an exchange slot. A request
+        without pieces, whose samples are empty or of which nothing is wanted gets (0, -inf). A NaN in a query or key
+        makes its own heads NaN. Raises ValueError if requests do not rise or a range is not in its segment.
         """
         shape, requests, ask = self._shape, len(queries), self._lone_ask[0]
         assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
@@ -201,10 +209,21 @@ class HostAttention:
             assert codes.dtype == np.uint16, "codes: uint16"
             assert codes.flags.c_contiguous, "codes: contiguous"
             _put(ask, CODES, codes.ctypes.data)
+        if wanted is not None:
+            assert wanted.shape == (requests, shape.heads), "wanted: [requests, heads]"
+            assert wanted.dtype == np.uint8, "wanted: uint8"
+        if excluded is not None:
+            assert excluded.shape[:2] == (requests, shape.kv_heads), "excluded: [requests, kv_heads, words]"
+            assert excluded.dtype == np.int32, "excluded: int32"
+        for column, array in ((WANTED, wanted), (EXCLUDED, excluded)):
+            assert array is None or array.flags.c_contiguous, "wanted, excluded: contiguous"
+            _put(ask, column, 0 if array is None else array.ctypes.data)
+        _put(ask, EXCLUDED_WORDS, 0 if excluded is None else excluded.shape[2])
         self._make_room_for(requests)
         out, lse, covered = self._results
         _put(ask, OUT, out.ctypes.data)
         _put(ask, LSE, lse.ctypes.data)
+        _put(ask, COVERED, covered.ctypes.data)
         self._run(self._lone_ask, threads, 0)
         totals = self._buffers.totals
         rows_read, began_ns, looked_up_ns, sampled_ns = totals[ROWS_READ : SAMPLED_NS + 1].tolist()
@@ -217,15 +236,19 @@ class HostAttention:
         """For `answer`: an ask of each table of pieces, PIECE `[asks, pieces]`, which must be kept, as must the slot;
         the slot's ask under way is the first. Its row i asks for request i; its queries are of query_type.
         """
-        shape, queries, codes = self._shape, slot.queries, slot.codes
+        shape, queries, codes, excluded = self._shape, slot.queries, slot.codes, slot.excluded
         assert queries.shape[1:] == (shape.heads, shape.dim), "slot: queries [rows, heads, dim]"
         assert queries.element_size() == self.query_type.itemsize, "slot: queries of the type that was compiled for"
         assert codes is None or codes.shape[1:] == (shape.heads, shape.tables), "slot: codes [rows, heads, tables]"
+        if excluded is not None:
+            assert excluded.shape[1] == shape.kv_heads, "slot: excluded [rows, kv_heads, words]"
         asks = new_asks(len(tables))
         _put_pieces(asks, tables)
         for column, value in (
-            (REQUESTS, slot.rows), (QUERIES, queries.data_ptr()), (CODES, codes.data_ptr() if codes is not None else 0),
-            (OUT, slot.out.data_ptr()), (LSE, slot.lse.data_ptr()), (FLAGS, slot.flags.data_ptr()),
+            (REQUESTS, slot.rows), (QUERIES, queries.data_ptr()), (CODES, _address(codes)),
+            (WANTED, slot.wanted.data_ptr()), (EXCLUDED, _address(excluded)),
+            (EXCLUDED_WORDS, 0 if excluded is None else excluded.shape[2]), (OUT, slot.out.data_ptr()),
+            (LSE, slot.lse.data_ptr()), (COVERED, _address(slot.covered)), (FLAGS, slot.flags.data_ptr()),
             (ANSWERED, slot.answered.data_ptr()), (STAMP, (slot.stamp + np.arange(len(tables))) & LAST_STAMP),
         ):  # fmt: skip
             _put(asks, column, value)
@@ -297,7 +320,7 @@ class HostAttention:
             lse=np.empty(slots, np.float32),
             totals=np.zeros(TOTALS, np.int64),
             counters=new_counters(STAGES, threads),
-            counts=np.zeros((threads, WINDOW_TOKENS), np.uint8),
+            counts=np.zeros((threads, WINDOW_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
             spans=np.empty((threads, s.tables * SPANS), np.int64),
             query=np.empty((threads, group, s.dim), np.float32),
             sums=np.empty((threads, group, s.dim), np.float32),
@@ -329,8 +352,11 @@ class HostAttention:
             np.empty(shape, np.int32),
         )
         self._context[ROOM_REQUESTS] = requests
-        self._context[COVERED] = results[2].ctypes.data
         return results
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _put(asks: np.ndarray, column: int, value: Any) -> None:

@@ -8,7 +8,7 @@ arrays alive.
 import numba
 import numpy as np
 
-from cpu.lookup import SPANS
+from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import COLUMNS as PIECE_COLUMNS
 from cpu.pieces import WINDOW_TOKENS
 from cpu.rows import BLOCK_ROWS
@@ -19,13 +19,14 @@ from transfer.simd.team import COUNTER_INT64
 # Of the shape; of the ask under way (REQUESTS to NUM_PIECES: a row of `new_asks`); what its plan took (first of them:
 # NUM_SAMPLED); what there is room for; the asks, how far they are and what they cost (`cpu.turns`).
 (
-    HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS, COVERED,
-    REQUESTS, QUERIES, CODES, OUT, LSE, FLAGS, STAMP, ANSWERED, PIECES, NUM_PIECES,
+    HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS,
+    REQUESTS, QUERIES, CODES, WANTED, EXCLUDED, EXCLUDED_WORDS, OUT, LSE, COVERED, FLAGS, STAMP, ANSWERED,
+    PIECES, NUM_PIECES,
     NUM_SAMPLED, NUM_PARTS, NUM_IDS, NUM_SLOTS,
     ROOM_REQUESTS, ROOM_PIECES, ROOM_SAMPLED, ROOM_PARTS, ROOM_IDS, ROOM_HEADS, ROOM_SLOTS,
     ASKS, NUM_ASKS, NEXT_ASK, OUTCOME, LIMIT_NS, BOARD,
     ALL_ROWS, ALL_COVERED, ALL_KEYS, ALL_INDEX_BYTES, ALL_WAITED_NS, ALL_ATTENDED_NS, PLAN,
-) = range(43)  # fmt: skip
+) = range(46)  # fmt: skip
 ASK_COLUMNS = NUM_PIECES + 1 - REQUESTS
 BUFFERS = PLAN + len(Plan._fields)
 CONTEXT = BUFFERS + len(Buffers._fields)
@@ -37,8 +38,9 @@ def new_context() -> np.ndarray:
 
 def new_asks(count: int) -> np.ndarray:
     """int64 `[count, ASK_COLUMNS]`: column `c - REQUESTS` for each c of the context's, REQUESTS to NUM_PIECES.
-    Addresses of queries, codes (0: without), out and lse; of flags and of the answer's stamp (0: nobody waits) with the
-    stamp; and of a table of pieces.
+    Addresses of queries, codes (0: without), the mask of wanted heads (0: all), exclusions (0: none) with their words a
+    row and KV head, out, lse and covered (0: nobody asks); of flags and of the answer's stamp (0: nobody waits) with
+    the stamp; and of a table of pieces.
     """
     return np.zeros((count, ASK_COLUMNS), np.int64)
 
@@ -68,7 +70,10 @@ def open_context(address, kind, query_kind):
     scale = np.float32(numba.carray(pointer_to(address), (CONTEXT,), np.float64)[SCALE])
     shape = Shape(kind, query_kind, c[HEADS], c[KV_HEADS], c[DIM], c[TABLES], c[MASK], scale)
     pieces = numba.carray(pointer_to(c[PIECES]), (c[NUM_PIECES], PIECE_COLUMNS), np.int64)
-    batch = Batch(pieces, c[REQUESTS], c[QUERIES], c[CODES], c[LOGS], c[OUT], c[LSE], c[COVERED], c[STAMP], c[ANSWERED])
+    batch = Batch(
+        pieces, c[REQUESTS], c[QUERIES], c[CODES], c[WANTED], c[EXCLUDED], c[EXCLUDED_WORDS], c[LOGS], c[OUT], c[LSE],
+        c[COVERED], c[STAMP], c[ANSWERED],
+    )  # fmt: skip
     plan = Plan(
         numba.carray(pointer_to(c[PLAN]), (c[REQUESTS] + 1,), np.int32),
         numba.carray(pointer_to(c[PLAN + 1]), (c[NUM_PIECES],), np.int32),
@@ -87,7 +92,7 @@ def open_context(address, kind, query_kind):
         numba.carray(pointer_to(c[at + 5]), (unknown,), np.float32),
         numba.carray(pointer_to(c[at + 6]), (TOTALS,), np.int64),
         numba.carray(pointer_to(c[at + 7]), (unknown, threads + 1, COUNTER_INT64), np.int64),
-        numba.carray(pointer_to(c[at + 8]), (threads, WINDOW_TOKENS), np.uint8),
+        numba.carray(pointer_to(c[at + 8]), (threads, WINDOW_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
         numba.carray(pointer_to(c[at + 9]), (threads, c[TABLES] * SPANS), np.int64),
         numba.carray(pointer_to(c[at + 10]), (threads, group, dim), np.float32),
         numba.carray(pointer_to(c[at + 11]), (threads, group, dim), np.float32),

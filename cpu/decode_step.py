@@ -1,7 +1,7 @@
 """A decode step's attention over deposited contexts: the table of pieces of every layer, and the asks of the device.
 
 It refuses to know how contexts grow. Invariant: tables of pieces are made anew only for contexts whose pieces have
-changed; in between a step costs a dictionary's look-up.
+changed, or of which more or less is asked; in between a step costs a dictionary's look-up.
 """
 
 import time
@@ -14,7 +14,7 @@ import torch
 from cpu.attention import HostAttention
 from cpu.builder import Builder
 from cpu.host_context import Context
-from cpu.pieces import COLUMNS, END, EXACT, MODE, PIECE, REQUEST, SAMPLED
+from cpu.pieces import COLUMNS, END, EXACT, MODE, PIECE, REQUEST, RUN_BEGIN, SAMPLED
 from cpu.segment import TableState
 from transfer.exchange import ExchangeSlot, late, wait
 
@@ -22,11 +22,15 @@ ASK_LIMIT_S = 20.0  # for the device to come to a layer: a step behind a whole p
 MOST_TABLES = 64  # of batches that are kept: half batches of a few groups, and those of the steps before
 QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 
+_Cut = tuple[int, int]  # a context's version, and how many of its tokens
+_NO_VERSION = -1
+
 
 @dataclass(slots=True)
 class AttentionCounts:
     """Sums over all asks. wait_s: for the device, with nothing else to do; rows_read: keys (values: as many);
-    bytes_read: of rows and of hash tables; tokens_covered, and of these keys_scored: by head.
+    bytes_read: of rows and of hash tables; tokens_covered, and of these keys_scored: by head that is wanted, without
+    what is excluded.
     """
 
     asks: int = 0
@@ -39,48 +43,61 @@ class AttentionCounts:
 
 
 class PieceTables:
-    """Tables of pieces of contexts and batches of them, kept while they hold. int64 inside, since numpy copies
-    structures field by field."""
+    """Tables of pieces of contexts' first tokens and batches of them, kept while they hold. int64 inside, since numpy
+    copies structures field by field. A batch is a sequence of (context, tokens), the context None where there are none.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._contexts: dict[int, tuple[int, np.ndarray]] = {}  # by context id, with the version
-        self._batches: dict[tuple[int, ...], np.ndarray] = {}  # by the versions
+        self._contexts: dict[int, tuple[_Cut, np.ndarray]] = {}  # by context id
+        self._batches: dict[tuple[_Cut, ...], np.ndarray] = {}
 
-    def find(self, contexts: Sequence[Context]) -> np.ndarray | None:
+    def find(self, batch: Sequence[tuple[Context | None, int]]) -> np.ndarray | None:
         """PIECE `[layers, pieces]` of a batch, if it was made before and holds."""
-        return self._batches.get(tuple(context.version for context in contexts))
+        return self._batches.get(tuple(_cut(context, tokens) for context, tokens in batch))
 
-    def knows(self, context: Context) -> bool:
-        """Whether a context has not changed since it was in a batch."""
-        return self._contexts.get(context.context_id, (-1, None))[0] == context.version
+    def knows(self, context: Context, tokens: int) -> bool:
+        """Whether so many of a context's tokens were in a batch, and it has not changed since."""
+        known = self._contexts.get(context.context_id)
+        return known is not None and known[0] == _cut(context, tokens)
 
-    def make(self, contexts: Sequence[Context]) -> np.ndarray:
+    def make(self, batch: Sequence[tuple[Context | None, int]]) -> np.ndarray:
         """PIECE `[layers, pieces]`; context i is request i. Rows have landed, tables stand."""
-        parts = [self._of_context(context) for context in contexts]
+        parts = [self._of_context(context, tokens) for context, tokens in batch]
         columns = np.concatenate(parts, axis=1)  # [layers, pieces, COLUMNS]
         columns[:, :, REQUEST] = np.repeat(np.arange(len(parts)), [part.shape[1] for part in parts])
         table = columns.view(PIECE)[:, :, 0]
         if len(self._batches) >= MOST_TABLES:
             self._batches.clear()
-        self._batches[tuple(context.version for context in contexts)] = table
+        self._batches[tuple(_cut(context, tokens) for context, tokens in batch)] = table
         return table
 
     def forget(self, context: Context) -> None:
         self._contexts.pop(context.context_id, None)
-        self._batches = {key: table for key, table in self._batches.items() if context.version not in key}
+        self._batches = {
+            key: table for key, table in self._batches.items() if all(version != context.version for version, _ in key)
+        }
 
-    def _of_context(self, context: Context) -> np.ndarray:
-        if self.knows(context):
+    def _of_context(self, context: Context | None, tokens: int) -> np.ndarray:
+        if context is None:
+            return np.empty((self._num_layers, 0, COLUMNS), np.int64)
+        if self.knows(context, tokens):
             return self._contexts[context.context_id][1]
-        columns = np.empty((self._num_layers, len(context.pieces), COLUMNS), np.int64)
-        for index, piece in enumerate(context.pieces):
+        pieces, run_begin = context.first_pieces(tokens), 0
+        columns = np.empty((self._num_layers, len(pieces), COLUMNS), np.int64)
+        for index, piece in enumerate(pieces):
             columns[:, index] = piece.segment.places()
             columns[:, index, END] = piece.tokens
+            columns[:, index, RUN_BEGIN] = run_begin
             built = [state is TableState.BUILT for state in piece.segment.tables]
             columns[:, index, MODE] = np.where(built, SAMPLED, EXACT) if piece.is_sampled else EXACT
-        self._contexts[context.context_id] = context.version, columns
+            run_begin += piece.tokens
+        self._contexts[context.context_id] = _cut(context, tokens), columns
         return columns
+
+
+def _cut(context: Context | None, tokens: int) -> _Cut:
+    return (_NO_VERSION, 0) if context is None else (context.version, tokens)
 
 
 class Attend:

@@ -1,13 +1,16 @@
 """Lookup in hash tables: the tokens that share the query's bucket in two tables or more.
 
 Functions for numba code, for one head of a query and one piece. Refuses to know rows. paper (2410.16179) section 4.3.
-Invariant: ids rise, each stands once, none outside the piece's range; counters are zero between calls. Bytes moved:
-the query's bucket of every table, and an offset line of each; the next lookup's are on their way meanwhile.
+Invariant: ids rise, each stands once, none outside the piece's range or in an excluded block; what is dropped is
+dropped after collisions are counted, so that u stays the chance of those that are left; counters are zero between
+calls. Bytes moved: the query's bucket of every table, and an offset line of each; the next lookup's are on their way
+meanwhile.
 """
 
 import numba
 import numpy as np
 
+from cpu.exclusions import clear_excluded
 from cpu.pieces import (
     BEGIN,
     END,
@@ -17,6 +20,7 @@ from cpu.pieces import (
     OFFSET_HEAD,
     OFFSET_TABLE,
     OFFSETS,
+    RUN_BEGIN,
     TOKENS,
     WINDOW_TOKENS,
 )
@@ -33,6 +37,7 @@ from transfer.simd.memory import (
     take_pairs,
 )
 
+COUNTER_MARGIN = 64  # uint8 on both sides of a window's counters, for blocks that stick out of it
 _CAPPED = 253  # tables counted between caps: a uint8 counter stays below 256
 _LINE_BYTES = 64
 _ONE = np.uint64(1)
@@ -82,11 +87,14 @@ def fetch_bucket(piece, kv_head, codes, table, mask):
 
 
 @numba.njit(nogil=True)
-def find_samples(piece, kv_head, codes, next_piece, next_head, next_codes, tables, mask, counters, spans, ids):
+def find_samples(
+    piece, kv_head, codes, excluded, words, next_piece, next_head, next_codes, tables, mask, counters, spans, ids
+):
     """Write the sampled ids to address `ids`, uint16 `[room_for(begin, end)]`; returns how many.
 
-    next_*: the lookup that comes after, whose lines are fetched; next_codes 0: none. counters: address of uint8
-    `[WINDOW_TOKENS]`, zero. spans: int64 `[tables * SPANS]`, scratch.
+    excluded, words: see `cpu.exclusions`. next_*: the lookup that comes after, whose lines are fetched; next_codes 0:
+    none. counters: address of uint8 `[WINDOW_TOKENS]`, zero, with COUNTER_MARGIN on both sides. spans: int64 `[tables *
+    SPANS]`, scratch.
     """
     windows, first, last = _windows(piece)
     for table in range(tables):
@@ -109,6 +117,10 @@ def find_samples(piece, kv_head, codes, next_piece, next_head, next_codes, table
                 for counter in range(0, WINDOW_TOKENS, COUNTERS):
                     cap_pairs(counters + counter)
         base = window * WINDOW_TOKENS
+        if excluded != 0:
+            begin, end = max(base, piece[BEGIN]), min(base + WINDOW_TOKENS, piece[END])
+            to_run = piece[RUN_BEGIN] - piece[BEGIN]
+            clear_excluded(excluded, words, begin + to_run, end + to_run, counters + begin - base)
         counted = min(WINDOW_TOKENS, piece[TOKENS] - base)
         found = _take(counters, base, counted, piece[BEGIN], piece[END], ids, found)
     return found

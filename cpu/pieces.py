@@ -21,6 +21,7 @@ PIECE = np.dtype(
             "mode",  # SAMPLED needs entries and offsets; EXACT reads every row of the range
             "begin",  # tokens of the segment that are covered, begin <= end <= tokens
             "end",
+            "run_begin",  # token `begin`'s place in the run of the request's context, whose blocks may be excluded
             "tokens",  # of the segment: all that its tables hold
             "keys",  # address of [kv_heads, tokens, dim], less `centre`: bf16 as uint16, float32, or int8
             "key_head_bytes",
@@ -42,8 +43,8 @@ PIECE = np.dtype(
 )
 COLUMNS = len(PIECE.names or ())
 (
-    REQUEST, MODE, BEGIN, END, TOKENS, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW, ENTRIES, ENTRY_HEAD,
-    ENTRY_TABLE, OFFSETS, OFFSET_HEAD, OFFSET_TABLE, CENTRE, KEY_SCALE, VALUE_SCALE,
+    REQUEST, MODE, BEGIN, END, RUN_BEGIN, TOKENS, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW, ENTRIES,
+    ENTRY_HEAD, ENTRY_TABLE, OFFSETS, OFFSET_HEAD, OFFSET_TABLE, CENTRE, KEY_SCALE, VALUE_SCALE,
 ) = range(COLUMNS)  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 It refuses to know segments and requests beyond the table of pieces. Invariants: a piece and a head's partial depend on
 its samples alone, and partials are merged in the order of the table, so results do not depend on the threads. Bytes
 moved: for a sampled head, its buckets and then a key and a value a sample; for an exact piece, each key and value once
-for all heads of a group.
+for all heads of a group; for heads that are not wanted and rows that are excluded, nothing.
 """
 
 import math
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from cpu.lookup import count_bytes, fetch_bucket, fetch_offsets, find_samples
+from cpu.exclusions import bits_at, count_excluded, next_covered
+from cpu.lookup import COUNTER_MARGIN, count_bytes, fetch_bucket, fetch_offsets, find_samples
 from cpu.pieces import (
     BEGIN,
     CENTRE,
@@ -23,6 +24,7 @@ from cpu.pieces import (
     KEYS,
     MODE,
     REQUEST,
+    RUN_BEGIN,
     SAMPLED,
     VALUE_HEAD,
     VALUE_ROW,
@@ -40,13 +42,13 @@ from cpu.rows import (
     score_samples,
 )
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
-from transfer.simd.memory import load_float32, store_float32, store_int32, store_release_int32
+from transfer.simd.memory import load_float32, load_uint8, store_float32, store_int32, store_release_int32
 from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, now_ns
 from transfer.simd.vectors import address_of, load
 
 STAGES = 3
 SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 8, 9, 10, 11, 12
-KEYS_SCORED, INDEX_BYTES, TOTALS = 13, 14, 16  # two lines
+KEYS_SCORED, INDEX_BYTES, TOKENS_COVERED, TOTALS = 13, 14, 15, 16  # two lines
 STATE = 16  # float32 between the rows of a thread's state: more than the largest group
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
@@ -70,13 +72,17 @@ class Shape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Addresses of arrays `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered. logs: of
+    """Addresses of arrays `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered (or 0), and
+    wanted uint8 (or 0: all heads). excluded: address of int32 `[requests, kv_heads, words]`, or 0. logs: of
     `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`. answered: where the stamp goes in the end, or 0."""
 
     pieces: np.ndarray
     requests: int
     queries: int
     codes: int
+    wanted: int
+    excluded: int
+    words: int
     logs: int
     out: int
     lse: int
@@ -127,6 +133,41 @@ def _codes_at(shape, batch, piece, head):
 
 
 @numba.njit(nogil=True)
+def _is_wanted(shape, batch, request, head):
+    return batch.wanted == 0 or load_uint8(batch.wanted + request * shape.heads + head) != 0
+
+
+@numba.njit(nogil=True)
+def _excluded_at(shape, batch, request, kv_head):
+    return bits_at(batch.excluded, batch.words, request * shape.kv_heads + kv_head)
+
+
+@numba.njit(nogil=True)
+def _wanted_heads(shape, batch, plan, item):
+    """How many heads want an item of the first stage: a lookup's own, or those that an exact part's rows are for."""
+    lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
+    if item < lookups:
+        piece, first, heads = batch.pieces[plan.sampled[item // shape.heads]], item % shape.heads, 1
+    else:
+        part = plan.parts[item - lookups]
+        piece, first, heads = batch.pieces[part[0]], np.int64(part[1]) * group, group
+    wanted = 0
+    for head in range(first, first + heads):
+        wanted += _is_wanted(shape, batch, piece[REQUEST], head)
+    return wanted
+
+
+@numba.njit(nogil=True)
+def _claim_wanted(team, shape, batch, plan, items):
+    """(the next item of the first stage that is this thread's to do, or -1; how many nobody wanted before it)."""
+    passed, item = 0, claim(team, 0, items)
+    while item >= 0 and _wanted_heads(shape, batch, plan, item) == 0:
+        passed += 1
+        item = claim(team, 0, items)
+    return item, passed
+
+
+@numba.njit(nogil=True)
 def _look_up(team, shape, batch, plan, buffers, item, following):
     """Lookup `item` = sampled piece and head; its samples are cut into parts. following: the next lookup's, or -1.
 
@@ -140,8 +181,10 @@ def _look_up(team, shape, batch, plan, buffers, item, following):
         next_head = following % shape.heads
         next_codes = _codes_at(shape, batch, next_piece, next_head)
     found = find_samples(
-        piece, head // group, _codes_at(shape, batch, piece, head), next_piece, next_head // group, next_codes,
-        shape.tables, shape.mask, address_of(buffers.counts[team.me]), buffers.spans[team.me],
+        piece, head // group, _codes_at(shape, batch, piece, head),
+        _excluded_at(shape, batch, piece[REQUEST], head // group), batch.words,
+        next_piece, next_head // group, next_codes, shape.tables, shape.mask,
+        address_of(buffers.counts[team.me]) + COUNTER_MARGIN, buffers.spans[team.me],
         address_of(buffers.ids) + 2 * (plan.ids_at[order, 0] + plan.ids_at[order, 1] * head),
     )  # fmt: skip
     parts = (found + PART_SAMPLES - 1) // PART_SAMPLES
@@ -168,12 +211,12 @@ def _warm_lookup(shape, batch, plan, item):
 def _first_stage(team, shape, columns, batch, plan, buffers):
     """Lookups and exact parts, and what they and the samples read: see `cpu.attention.Attended`."""
     lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
-    items, done, rows, keys, index_bytes = lookups + len(plan.parts), 0, 0, 0, 0
-    item = claim(team, 0, items)
+    items, rows, keys, index_bytes = lookups + len(plan.parts), 0, 0, 0
+    item, done = _claim_wanted(team, shape, batch, plan, items)
     if 0 <= item < lookups:
         _warm_lookup(shape, batch, plan, item)
     while item >= 0:
-        following = claim(team, 0, items)
+        following, passed = _claim_wanted(team, shape, batch, plan, items)
         if item < lookups:
             next_lookup = following if following < lookups else -1
             found, looked_at = _look_up(team, shape, batch, plan, buffers, item, next_lookup)
@@ -182,10 +225,10 @@ def _first_stage(team, shape, columns, batch, plan, buffers):
             index_bytes += looked_at
         else:
             part = plan.parts[item - lookups]
-            _exact_part(team, shape, columns, batch, buffers, part, (item - lookups) * group)
-            rows += part[3] - part[2]
-            keys += (part[3] - part[2]) * group
-        done += 1
+            read, heads = _exact_part(team, shape, columns, batch, buffers, part, (item - lookups) * group)
+            rows += read
+            keys += read * heads
+        done += 1 + passed
         item = following
     totals = address_of(buffers.totals)
     atomic_add(totals + 8 * ROWS_READ, rows)
@@ -255,7 +298,8 @@ def _second_stage(team, shape, columns, batch, plan, buffers):
 
 @numba.njit(nogil=True)
 def _exact_part(team, shape, columns, batch, buffers, part, first_slot):
-    """Attention of all heads of a group over rows of an exact piece, in blocks that stay in the first cache."""
+    """Attention of the wanted heads of a group over rows of an exact piece that are not excluded, in blocks that stay
+    in the first cache. Returns how many rows it read, and for how many heads."""
     kind, dim = shape.kind, shape.dim
     group, piece, kv_head = shape.heads // shape.kv_heads, batch.pieces[part[0]], np.int64(part[1])
     keys, values = piece[KEYS] + kv_head * piece[KEY_HEAD], piece[VALUES] + kv_head * piece[VALUE_HEAD]
@@ -263,40 +307,63 @@ def _exact_part(team, shape, columns, batch, buffers, part, first_slot):
     scores, state = address_of(buffers.scores[team.me]), buffers.state[team.me]
     top, mass, to_logit = state[0], state[1], state[2]
     key_scale = load_float32(piece[KEY_SCALE] + 4 * kv_head) if column_bytes(kind) == 1 else np.float32(1.0)
-    for member in range(group):
-        at = _query_at(shape, batch, piece, kv_head * group + member)
-        to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, query + 4 * dim * member)
-        to_logit[member] = to_unit * shape.scale * key_scale
-        top[member] = -np.inf
-        mass[member] = 0.0
+    members = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        if _is_wanted(shape, batch, piece[REQUEST], head):
+            at = _query_at(shape, batch, piece, head)
+            to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, query + 4 * dim * members)
+            to_logit[members] = to_unit * shape.scale * key_scale
+            top[members] = -np.inf
+            mass[members] = 0.0
+            members += 1
     buffers.sums[team.me, :, :] = np.float32(0.0)
-    for begin in range(part[2], part[3], BLOCK_ROWS):
-        count = min(BLOCK_ROWS, part[3] - begin)
-        key, value = keys + begin * piece[KEY_ROW], values + begin * piece[VALUE_ROW]
-        member = 0
-        while member < group:
-            left, query_at, sums_at = group - member, query + 4 * dim * member, sums + 4 * dim * member
-            rescale = address_of(state[3]) + 4 * member
-            if left >= 4:
-                _score_four(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
-                _weigh(state, member, 4, scores, count)
-                _add_four(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
-                member += 4
-            elif left >= 2:
-                _score_two(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
-                _weigh(state, member, 2, scores, count)
-                _add_two(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
-                member += 2
-            else:
-                _score_one(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
-                _weigh(state, member, 1, scores, count)
-                _add_one(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
-                member += 1
-    for member in range(group):
-        write_partial(
-            kind, sums + 4 * dim * member, mass[member], top[member], piece[VALUE_SCALE] + 4 * dim * kv_head, dim,
-            address_of(buffers.out[first_slot + member]), address_of(buffers.lse) + 4 * (first_slot + member),
-        )  # fmt: skip
+    excluded, to_run = _excluded_at(shape, batch, piece[REQUEST], kv_head), piece[RUN_BEGIN] - piece[BEGIN]
+    read, begin, last = 0, np.int64(part[2]), np.int64(part[3])
+    while begin < last:
+        begin, end = next_covered(excluded, batch.words, begin + to_run, last + to_run)
+        begin, end = begin - to_run, end - to_run
+        read += end - begin
+        for at in range(begin, end, BLOCK_ROWS):
+            key, value = keys + at * piece[KEY_ROW], values + at * piece[VALUE_ROW]
+            count = min(BLOCK_ROWS, end - at)
+            _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state)
+        begin = end
+    member = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        slot = first_slot + head % group
+        if read == 0:
+            buffers.lse[slot] = -np.inf
+        elif _is_wanted(shape, batch, piece[REQUEST], head):
+            write_partial(
+                kind, sums + 4 * dim * member, mass[member], top[member], piece[VALUE_SCALE] + 4 * dim * kv_head, dim,
+                address_of(buffers.out[slot]), address_of(buffers.lse) + 4 * slot,
+            )  # fmt: skip
+            member += 1
+    return read, members
+
+
+@numba.njit(nogil=True)
+def _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state):
+    """Add `count` rows, from the addresses of the first key and value on, to what `members` queries have so far."""
+    kind, dim, member = shape.kind, shape.dim, 0
+    while member < members:
+        left, query_at, sums_at = members - member, query + 4 * dim * member, sums + 4 * dim * member
+        rescale = address_of(state[3]) + 4 * member
+        if left >= 4:
+            _score_four(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
+            _weigh(state, member, 4, scores, count)
+            _add_four(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
+            member += 4
+        elif left >= 2:
+            _score_two(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
+            _weigh(state, member, 2, scores, count)
+            _add_two(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
+            member += 2
+        else:
+            _score_one(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
+            _weigh(state, member, 1, scores, count)
+            _add_one(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
+            member += 1
 
 
 @numba.njit(nogil=True)
@@ -338,12 +405,17 @@ def _centre_logit(shape, batch, piece, head):
 
 @numba.njit(nogil=True)
 def _merge(team, shape, batch, plan, buffers, request, head):
-    """Merge the partials of a request's pieces, for one head."""
+    """Merge the partials of a request's pieces, for one head; none, if it is not wanted. Returns the tokens covered."""
     item, covered = request * shape.heads + head, 0
+    first, last = plan.first_piece[request], plan.first_piece[request + 1]
+    if not _is_wanted(shape, batch, request, head):
+        last = first
+    excluded = _excluded_at(shape, batch, request, head // (shape.heads // shape.kv_heads))
     top = np.float32(-np.inf)
-    for index in range(plan.first_piece[request], plan.first_piece[request + 1]):
+    for index in range(first, last):
         piece = batch.pieces[index]
-        covered += piece[END] - piece[BEGIN]
+        tokens, run_begin = piece[END] - piece[BEGIN], piece[RUN_BEGIN]
+        covered += tokens - count_excluded(excluded, batch.words, run_begin, run_begin + tokens)
         slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, head)
         shift = _centre_logit(shape, batch, piece, head)
         for at in range(slot, slot + slots * step, step):
@@ -352,10 +424,12 @@ def _merge(team, shape, batch, plan, buffers, request, head):
                 top = buffers.lse[at]
     sums, mass, parts = buffers.sums[team.me, 0], 0.0, 0
     sums[:] = np.float32(0.0)
-    for index in range(plan.first_piece[request], plan.first_piece[request + 1]):
+    for index in range(first, last):
         slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, head)
-        parts += slots
         for at in range(slot, slot + slots * step, step):
+            if buffers.lse[at] == -np.inf:  # of rows that are all excluded
+                continue
+            parts += 1
             weight = math.exp(np.float64(buffers.lse[at]) - top)
             mass += weight
             values, weight32 = buffers.out[at], np.float32(weight)
@@ -365,7 +439,9 @@ def _merge(team, shape, batch, plan, buffers, request, head):
     for column in range(shape.dim):
         store_float32(batch.out + 4 * (shape.dim * item + column), sums[column] * inverse)
     store_float32(batch.lse + 4 * item, np.float32(top + math.log(mass)) if parts else top)
-    store_int32(batch.covered + 4 * item, covered)
+    if batch.covered != 0:
+        store_int32(batch.covered + 4 * item, covered)
+    return covered
 
 
 @numba.njit(nogil=True)
@@ -383,11 +459,12 @@ def attend_as(me, threads, shape, columns, batch, plan, buffers):
     _note_time(buffers.totals, LOOKED_UP_NS)
     _second_stage(team, shape, columns, batch, plan, buffers)
     _note_time(buffers.totals, SAMPLED_NS)
-    items, done = batch.requests * shape.heads, 0
+    items, done, covered = batch.requests * shape.heads, 0, 0
     item = claim(team, 2, items)
     while item >= 0:
-        _merge(team, shape, batch, plan, buffers, item // shape.heads, item % shape.heads)
+        covered += _merge(team, shape, batch, plan, buffers, item // shape.heads, item % shape.heads)
         done += 1
         item = claim(team, 2, items)
+    atomic_add(address_of(buffers.totals) + 8 * TOKENS_COVERED, covered)
     if end_stage(team, 2, items, done) and batch.answered != 0:  # not at the region's end, which waits for all to leave
         store_release_int32(batch.answered, batch.stamp)

@@ -19,7 +19,7 @@ from cpu.store import SegmentStore
 from transfer.exchange import ExchangeSlot
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
 from transfer.slabs import PageSource, SlabPool
-from transfer.tier import Attention, ContextLostError, Filled, HostMemoryError, LayerRows, Reservation, TierShape
+from transfer.tier import Ask, Attention, ContextLostError, Filled, HostMemoryError, LayerRows, Reservation, TierShape
 
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
 BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
@@ -131,18 +131,19 @@ class CpuTier:
         """Of a context's tokens, in order: how many, and whether attention samples them or reads them all."""
         return [(piece.tokens, piece.is_sampled) for piece in self._contexts[context_id].pieces]
 
-    def attention(self, context_ids: Sequence[int]) -> StepAttention:
-        """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand.
+    def attention(self, asks: Sequence[Ask]) -> StepAttention:
+        """For a decode step, an ask a row. Waits for the rows that are asked for to land and their tables to stand; for
+        what lies behind them it does not.
 
-        Raises ContextLostError for the first whose rows cannot come.
+        Raises ContextLostError for the first context whose rows cannot come.
         """
-        contexts = [self._contexts[context_id] for context_id in context_ids]
-        table = self._tables.find(contexts)
+        batch = [(self._asked_of(ask), ask.num_tokens) for ask in asks]
+        table = self._tables.find(batch)
         if table is None:
-            for context in contexts:
-                if not self._tables.knows(context):
-                    self._wait_for(context)
-            table = self._tables.make(contexts)
+            for context, tokens in batch:
+                if context is not None and not self._tables.knows(context, tokens):
+                    self._wait_for(context, tokens)
+            table = self._tables.make(batch)
         return StepAttention(table, self._attend)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
@@ -178,8 +179,15 @@ class CpuTier:
         self._builder.shutdown()
         self._pool.shutdown()
 
-    def _wait_for(self, context: Context) -> None:
-        for piece in context.pieces:
+    def _asked_of(self, ask: Ask) -> Context | None:
+        """The context, or None for an ask for nothing, whatever it names."""
+        if ask.num_tokens == 0:
+            return None
+        assert ask.context_id is not None, "ask: tokens are asked of a context"
+        return self._contexts[ask.context_id]
+
+    def _wait_for(self, context: Context, tokens: int) -> None:
+        for piece in context.first_pieces(tokens):
             try:
                 self._store.wait_for_rows(piece.segment, range(len(self.shape.layers)), piece.tokens)
             except HostMemoryError as error:

@@ -20,8 +20,6 @@ from cpu.context import (
     ASK_COLUMNS,
     ASKS,
     BOARD,
-    COVERED,
-    HEADS,
     LIMIT_NS,
     NEXT_ASK,
     NUM_ASKS,
@@ -31,8 +29,8 @@ from cpu.context import (
     open_row,
 )
 from cpu.plan import NOT_ASKED, PLANNED, make_plan
-from cpu.stages import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, WAITED_NS, attend_as
-from transfer.simd.memory import load_int32, load_int64
+from cpu.stages import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, TOKENS_COVERED, WAITED_NS, attend_as
+from transfer.simd.memory import load_int64
 from transfer.simd.team import atomic_add, atomic_load, look_again, now_ns
 
 TURN, INSIDE, BOARD_INT64 = 0, 8, 16  # the turn (odd: open) and, a line further, how many threads are inside it
@@ -75,8 +73,7 @@ def _close_turn(context, totals):
     row[ALL_ROWS] += totals[ROWS_READ]
     row[ALL_KEYS] += totals[KEYS_SCORED]
     row[ALL_INDEX_BYTES] += totals[INDEX_BYTES]
-    for item in range(row[REQUESTS] * row[HEADS]):
-        row[ALL_COVERED] += load_int32(row[COVERED] + 4 * item)
+    row[ALL_COVERED] += totals[TOKENS_COVERED]
 
 
 @numba.njit(nogil=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transfer.exchange import ExchangeSlot
-from transfer.tier import Attention, Filled, HostMemoryError, HostTier, LayerRows, Reservation, TierShape
+from transfer.tier import Ask, Attention, Filled, HostMemoryError, HostTier, LayerRows, Reservation, TierShape
 
 SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
 UNWRITTEN_CODE = 65_535
@@ -124,8 +124,12 @@ class ReferenceTier:
             for piece in _first(self.contexts[context_id], num_tokens)
         ]
 
-    def attention(self, context_ids: Sequence[int]) -> "ReferenceAttention":
-        return ReferenceAttention(self, list(context_ids))
+    def attention(self, asks: Sequence[Ask]) -> "ReferenceAttention":
+        for ask in asks:
+            if ask.num_tokens > 0:
+                assert ask.context_id is not None, "reference tier: tokens are asked of a context"
+                assert ask.num_tokens <= self.num_tokens(ask.context_id), "reference tier: more asked than there is"
+        return ReferenceAttention(self, list(asks))
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
         for layer in range(len(self.shape.layers)):
@@ -181,23 +185,30 @@ class ReferenceTier:
 
 
 class ReferenceAttention:
-    """transfer.tier.Attention: softmax over a context's whole run, float64 inside."""
+    """transfer.tier.Attention: softmax over what each row asks for, float64 inside."""
 
-    def __init__(self, tier: ReferenceTier, context_ids: list[int]) -> None:
+    def __init__(self, tier: ReferenceTier, asks: list[Ask]) -> None:
         self.tier = tier
-        self.context_ids = context_ids
+        self.asks = asks
         self.next_layer = 0
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         assert layer == self.next_layer, f"reference tier: layer {layer} asked, {self.next_layer} comes next"
-        assert slot.rows == len(self.context_ids), "reference tier: as many rows as contexts"
+        assert slot.rows == len(self.asks), "reference tier: as many rows as asks"
         self.next_layer += 1
         self._wait(slot)
-        for row, context_id in enumerate(self.context_ids):
-            keys, values = self.tier.stored(context_id, layer)
-            out, lse = attend(slot.queries[row], keys, values)
-            slot.out[row] = out.float()
-            slot.lse[row] = lse.float()
+        kv_heads = self.tier.shape.num_kv_heads
+        for row, ask in enumerate(self.asks):
+            covered = torch.zeros(len(slot.queries[row]), ask.num_tokens, dtype=torch.bool)
+            for head in slot.wanted[row].nonzero().flatten().tolist():
+                covered[head] = ~excluded_tokens(slot, row, head * kv_heads // len(covered), ask.num_tokens)
+            slot.out[row], slot.lse[row] = 0.0, -torch.inf
+            if ask.num_tokens > 0 and ask.context_id is not None:
+                rows = stored_rows(self.tier, ask.context_id, layer, ask.num_tokens)
+                out, lse = attend_to(slot.queries[row], *rows, covered)
+                slot.out[row], slot.lse[row] = out.float(), lse.float()
+            if slot.covered is not None:
+                slot.covered[row] = covered.sum(1)
         slot.give_answer()
 
     def give_up(self) -> None:
@@ -219,15 +230,32 @@ def stored_rows(tier: HostTier, context_id: int, layer: int, num_tokens: int) ->
     return torch.cat([none, *(keys for keys, _ in parts)], 1), torch.cat([none, *(values for _, values in parts)], 1)
 
 
+def excluded_tokens(slot: ExchangeSlot, row: int, kv_head: int, num_tokens: int) -> Tensor:
+    """Bool `[num_tokens]` of a run, as the slot's bits say."""
+    excluded = torch.zeros(num_tokens, dtype=torch.bool)
+    if slot.excluded is not None:
+        for word, bits in enumerate(slot.excluded[row, kv_head].tolist()):
+            for bit in range(32):
+                begin = 16 * (32 * word + bit)
+                excluded[begin : begin + 16] = bits >> bit & 1 == 1
+    return excluded
+
+
 def attend(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """One query `[heads, dim]` over `[kv_heads, tokens, dim]`: out float64 `[heads, dim]`, natural lse `[heads]`."""
+    return attend_to(query, keys, values, torch.ones(len(query), keys.shape[1], dtype=torch.bool))
+
+
+def attend_to(query: Tensor, keys: Tensor, values: Tensor, covered: Tensor) -> tuple[Tensor, Tensor]:
+    """The same over the tokens that each head covers, bool `[heads, tokens]`."""
     kv_heads, tokens, dim = keys.shape
     if tokens == 0:
         return torch.zeros(query.shape, dtype=torch.float64), torch.full((len(query),), -torch.inf).double()
     grouped = query.double().view(kv_heads, -1, dim)
     logits = grouped @ keys.double().transpose(1, 2) / dim**0.5  # [kv_heads, group, tokens]
+    logits = logits.masked_fill(~covered.view(kv_heads, -1, tokens), -torch.inf)
     lse = logits.logsumexp(-1)
-    out = (logits - lse[..., None]).exp() @ values.double()
+    out = (logits - lse[..., None].clamp(min=torch.finfo(torch.float64).min)).exp() @ values.double()
     return out.view(-1, dim), lse.flatten()
 
 

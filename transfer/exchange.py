@@ -1,8 +1,10 @@
 """Where a decode step's queries wait for the CPU and its answers for the device: one slot a half batch.
 
-It refuses to know layers and requests. Invariants: a row's flag holds the stamp of the ask that its query and codes
-belong to, and is written after them, so a reader that sees the stamp sees the row; `answered` holds the stamp of the
-last answer in the same way, so a device that is launched ahead of the answer waits for it by itself.
+It refuses to know layers and requests. An ask is coverage: which of a row's heads ask at all, and which blocks of its
+context's run the answer is not to stand for, are the device's word, beside the query. Invariants: a row's flag holds
+the stamp of the ask that its query, codes, mask and exclusions belong to, and is written after them, so a reader that
+sees the stamp sees the row; `answered` holds the stamp of the last answer in the same way, so a device that is launched
+ahead of the answer waits for it by itself.
 """
 
 import time
@@ -18,6 +20,8 @@ from transfer.simd.team import pause
 LAST_STAMP = 2**31 - 1  # stamps are int32 and begin anew at 0 after this one
 RELEASED = -1  # in place of the stamp of an answer: the device does not wait for any
 LOOKS = 1 << 16  # at a flag, between two looks at the clock: a few milliseconds
+BLOCK_TOKENS = 16  # of a context's run, that one bit of `excluded` stands for
+WORD_BITS = 32
 
 
 class ExchangeError(Exception):
@@ -29,15 +33,23 @@ class ExchangeSlot:
     """Host memory that the device reads and writes (pinned where it is CUDA).
 
     queries: `[max_rows, heads, dim]`, the device's dtype, rotated; codes: uint16 `[max_rows, heads, tables]` or None;
-    flags: int32 `[max_rows]`; out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; answered: int32
-    `[1]`, the stamp of the last answer, or RELEASED; rows: in use by the step under way; stamp: of the ask under way.
+    wanted: uint8 `[max_rows, heads]`, 0: the head asks nothing, and gets the empty partial; excluded: int32 `[max_rows,
+    kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS tokens of the row's run (block
+    0 begins with the run's first token), and if it is set, the answer does not stand for them; blocks beyond the last
+    word are covered. Which they are must not depend on hash codes, or the sampled mass of the others is biased.
+    flags: int32 `[max_rows]`; out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; covered: int32
+    `[max_rows, heads]` or None, tokens that the answer stands for; answered: int32 `[1]`, the stamp of the last answer,
+    or RELEASED; rows: in use by the step under way; stamp: of the ask under way.
     """
 
     queries: Tensor
     codes: Tensor | None
+    wanted: Tensor
+    excluded: Tensor | None
     flags: Tensor
     out: Tensor
     lse: Tensor
+    covered: Tensor | None
     answered: Tensor
     rows: int
     stamp: int
@@ -51,7 +63,7 @@ class ExchangeSlot:
         self.stamp = (self.stamp + asks) & LAST_STAMP
 
     def give_answer(self) -> None:
-        """`out` and `lse` are those of the ask under way."""
+        """`out` and `lse` (and `covered`) are those of the ask under way."""
         self.answered.fill_(self.stamp)
 
     @property
@@ -64,10 +76,16 @@ class ExchangeSlot:
 
 
 def new_slot(
-    max_rows: int, heads: int, dim: int, tables: int, dtype: torch.dtype, device: torch.device
-) -> ExchangeSlot:
-    """A slot for asks of `device`, queries in `dtype`; `tables` 0: without codes. Its first ask has stamp 1."""
-    is_pinned = device.type == "cuda"
+    max_rows: int, heads: int, dim: int, tables: int, dtype: torch.dtype, device: torch.device, *,
+    kv_heads: int = 0, exclusion_blocks: int = 0, counted: bool = False,
+) -> ExchangeSlot:  # fmt: skip
+    """A slot for asks of `device`, queries in `dtype`; `tables` 0: without codes. Its first ask has stamp 1.
+
+    Every head is wanted until the device says otherwise. exclusion_blocks: of a run, that a row may exclude for each of
+    `kv_heads`; 0: without such bits. counted: with `covered`.
+    """
+    assert kv_heads > 0 or exclusion_blocks == 0, "exchange slot: exclusions are by KV head"
+    is_pinned, words = device.type == "cuda", -(-exclusion_blocks // WORD_BITS)
 
     def zeros(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=of, pin_memory=is_pinned)
@@ -75,9 +93,12 @@ def new_slot(
     return ExchangeSlot(
         queries=zeros((max_rows, heads, dim), dtype),
         codes=zeros((max_rows, heads, tables), torch.uint16) if tables else None,
+        wanted=zeros((max_rows, heads), torch.uint8).fill_(1),
+        excluded=zeros((max_rows, kv_heads, words), torch.int32) if words else None,
         flags=zeros((max_rows,), torch.int32),
         out=zeros((max_rows, heads, dim), torch.float32),
         lse=zeros((max_rows, heads), torch.float32),
+        covered=zeros((max_rows, heads), torch.int32) if counted else None,
         answered=zeros((1,), torch.int32),
         rows=0,
         stamp=0,

@@ -16,6 +16,7 @@ from transfer.exchange import ExchangeSlot
 from transfer.tier_shape import TierShape
 
 __all__ = [
+    "Ask",
     "Attention",
     "ContextLostError",
     "Filled",
@@ -76,14 +77,27 @@ class Reservation(Protocol):
     def layer(self, layer: int) -> LayerRows: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a row of a step asks for: the first `num_tokens` of a context's run. 0: nothing, and then the row needs no
+    context (None).
+    """
+
+    context_id: int | None
+    num_tokens: int
+
+
 class Attention(Protocol):
-    """A decode step's rows against their deposited contexts. Made once a step, used once a layer, in layer order."""
+    """A decode step's rows against what they ask of their deposited contexts. Made once a step, used once a layer, in
+    layer order.
+    """
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        """Wait for the layer's queries in `slot`, which is the step's, attend, leave out and lse there, and then the
-        answer's stamp. Raises ExchangeError if the device does not ask.
+        """Wait for the layer's queries in `slot`, which is the step's, attend, leave out and lse there (and covered,
+        where the slot has it), and then the answer's stamp. Raises ExchangeError if the device does not ask.
 
-        The lse is natural, over all that the context has down, the centre's term given back.
+        A wanted head's lse is natural, over all that its row asks for but the blocks that the slot excludes, the
+        centre's term given back. A row that asks for nothing and a head that is not wanted get (0, -inf), unread.
         """
 
     def give_up(self) -> None:
@@ -116,10 +130,11 @@ class HostTier(Protocol):
         Raises HostMemoryError where rows cannot come.
         """
 
-    def attention(self, context_ids: Sequence[int]) -> Attention:
-        """For a decode step over these contexts, one a row. Waits for their rows to land and their tables to stand.
+    def attention(self, asks: Sequence[Ask]) -> Attention:
+        """For a decode step, an ask a row. Waits for the rows that are asked for to land and their tables to stand; for
+        what lies behind them it does not.
 
-        Raises ContextLostError for the first whose rows cannot come.
+        Raises ContextLostError for the first context whose rows cannot come.
         """
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:

@@ -24,7 +24,7 @@ from gpu.decode.hop_segments import Carry, HopInputs, HopSegments
 from gpu.decode.steps import WARMUP_STEPS
 from gpu.host.slot_exchange import SlotExchange
 from gpu.upload import upload
-from transfer.tier import Attention, HostTier
+from transfer.tier import Ask, Attention, HostTier
 
 LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
 MIN_ROWS_TO_HALVE = 2  # a single row leaves nothing to compute while the CPU attends
@@ -59,6 +59,14 @@ class HalfBatch:
         """The bytes of `HopInputs` of these rows, padded to `size`."""
         deposited = [self.segments.decoder.pool.num_deposited_tokens(slot) for slot in slots]
         return HopInputs.pack(slots, positions, deposited, size, len(self.segments.last_tokens) - 1)
+
+    def asks(self, slots: Sequence[int], context_ids: Sequence[int]) -> list[Ask]:
+        """All that is down of each slot's context."""
+        pool = self.segments.decoder.pool
+        return [
+            Ask(context_id, pool.num_deposited_tokens(slot))
+            for slot, context_id in zip(slots, context_ids, strict=True)
+        ]
 
     def to_device(self, packed: np.ndarray, size: int) -> HopInputs:
         return HopInputs(upload(packed, self.segments.last_tokens.device), size)
@@ -119,7 +127,7 @@ class HopSteps:
         parts = list(zip(self.halves, halve(len(slots)), strict=False))
         captured = self._captured.get(min((size for size in self._captured if size >= len(slots)), default=0))
         began = clock()
-        attentions = [self.tier.attention(context_ids[rows]) for _, rows in parts]
+        attentions = [self.tier.attention(half.asks(slots[rows], context_ids[rows])) for half, rows in parts]
         ready = clock()
         try:
             for place, (half, rows) in enumerate(parts):

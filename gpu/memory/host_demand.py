@@ -16,7 +16,7 @@ LUMP_TOKENS = 128  # what goes down at once from a running sequence's window: wh
 STAGED_LAYERS = 2  # of a prompt that goes down: one computes while the other's rows leave
 EXCHANGE_KINDS = 2  # with codes and without; each has rows for all that runs, in two half batches
 HYPERPLANE_COLUMN_STEP = 32
-CODE_BYTES, FLAG_BYTES, FLOAT_BYTES = 2, 4, 4
+CODE_BYTES, FLAG_BYTES, FLOAT_BYTES, MASK_BYTES = 2, 4, 4, 1
 ROW_BYTES = {"bfloat16": 2, "int8": 1}
 
 
@@ -70,9 +70,10 @@ class HostDemand:
 
     @property
     def exchange_bytes(self) -> int:
-        """Queries and codes on their way to the CPU, out and lse on their way back, in host memory."""
+        """Queries, codes and masks of heads on their way to the CPU, out and lse on their way back, in host memory."""
         heads, dim, tables = self.shape.num_heads, self.shape.dim, self.config.sampled.num_tables
-        row = heads * (dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES) + FLAG_BYTES
+        head = dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES + MASK_BYTES
+        row = heads * head + FLAG_BYTES
         return EXCHANGE_KINDS * (self.max_running + 1) * row
 
     @property

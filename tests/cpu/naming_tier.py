@@ -6,15 +6,20 @@ one token, and one that was not drawn has exactly 0, however small the weights o
 its own and plain values. Layers are the oracle's sets: NAMING (all of them) and PLAIN.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from cpu.decode_step import AttentionCounts
 from cpu.tier import CpuTier
 from tests.cpu.sampling_oracle import Answer, Stored, attend, simhash
 from transfer.copies import PASSED
-from transfer.exchange import new_slot
+from transfer.exchange import ExchangeSlot, new_slot
 from transfer.slabs import PageSource
-from transfer.tier import LayerRows, Reservation, TierShape
+from transfer.tier import Ask, LayerRows, Reservation, TierShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64
 HEADS = KV_HEADS * GROUP
@@ -22,6 +27,28 @@ NAMING, PLAIN = 0, 1
 MAX_ROWS = 4
 STEPS = 127  # of an int8 row's scale
 MEAN = 0.5  # of keys, in each channel
+BLOCK = 16  # tokens of a run, that are excluded together
+ALL_HEADS = (True,) * HEADS
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row asks for: the first `tokens` of a context, for the heads that are `wanted`, but `excluded` blocks:
+    bool `[KV_HEADS, blocks]`, or None for none of them; those behind the last are not.
+    """
+
+    context_id: int | None
+    tokens: int
+    wanted: tuple[bool, ...] = ALL_HEADS
+    excluded: np.ndarray | None = None
+
+    def covered(self) -> np.ndarray:
+        """Bool `[HEADS, tokens]`."""
+        covered = np.repeat(np.array(self.wanted)[:, None], self.tokens, axis=1)
+        if self.excluded is not None:
+            dropped = self.excluded.repeat(GROUP, axis=0).repeat(BLOCK, axis=1)[:, : self.tokens]
+            covered[:, : dropped.shape[1]] &= ~dropped
+        return covered
 
 
 def new_naming_tier(rows: str, bits: int, tables: int, naming_layers: int) -> CpuTier:
@@ -29,6 +56,16 @@ def new_naming_tier(rows: str, bits: int, tables: int, naming_layers: int) -> Cp
     shape = TierShape(tuple(range(naming_layers + 1)), HEADS, KV_HEADS, DIM, rows, bits, tables)
     poisoned = PageSource(lambda num_bytes: np.full(num_bytes, 0xFF, np.uint8), None, None)
     return CpuTier(shape, torch.float32, 2**32, 1, poisoned)
+
+
+@contextmanager
+def new_witness(setting: tuple[str, int, int], tokens: int) -> Iterator["Witness"]:
+    """Of a tier with this setting (rows, bits, tables), which names so many tokens."""
+    tier = new_naming_tier(*setting, -(-tokens // DIM))
+    with Witness(tier, 1) as witness:
+        yield witness
+    tier.shutdown()
+    assert tier.stats().bytes_held == 0
 
 
 class Witness:
@@ -128,38 +165,63 @@ class Witness:
             rows.codes.copy_(down)
         return _widened(stored, scale), np.broadcast_to(centre, keys.shape), codes
 
-    def attend(self, context_ids: list[int]) -> tuple[list[Answer], int]:
-        """The answers, row i asking context i, without `rows`; and the keys that were read for all of them."""
-        before, rows = self.tier.stats().attention.rows_read, len(context_ids)
-        slot = new_slot(MAX_ROWS, HEADS, DIM, len(self.planes), torch.float32, torch.device("cpu"))
-        attention = self.tier.attention(context_ids)
-        outs, lses = [], []
+    def attend(self, rows: Sequence[Row]) -> tuple[list[Answer], AttentionCounts]:
+        """The answers, without what they read; and what was counted for all of them."""
+        before, count = self.tier.stats().attention, len(rows)
+        slot = self._new_slot(rows)
+        attention = self.tier.attention([Ask(row.context_id, row.tokens) for row in rows])
+        outs, lses, covered = [], [], []
         for layer in range(self.naming + 1):
-            queries = self.queries[NAMING if layer < self.naming else PLAIN, :rows]
-            slot.advance(rows)
+            queries = self.queries[NAMING if layer < self.naming else PLAIN, :count]
+            slot.advance(count)
             slot.out.fill_(torch.nan)
             slot.lse.fill_(torch.nan)
-            slot.queries[:rows] = torch.from_numpy(queries)
-            slot.codes[:rows] = torch.from_numpy(self.codes_of(queries).astype(np.uint16))
-            slot.flags[:rows] = slot.stamp
+            slot.covered.fill_(-1)
+            slot.queries[:count] = torch.from_numpy(queries)
+            slot.codes[:count] = torch.from_numpy(self.codes_of(queries).astype(np.uint16))
+            slot.flags[:count] = slot.stamp
             attention.run(layer, slot)
-            outs.append(slot.out[:rows].double().numpy())
-            lses.append(slot.lse[:rows].double().numpy())
+            assert int(slot.answered) == slot.stamp
+            outs.append(slot.out[:count].double().numpy())
+            lses.append(slot.lse[:count].double().numpy())
+            covered.append(slot.covered[:count].numpy().copy())
         assert all(np.array_equal(lse, lses[0]) for lse in lses[:-1]), "the same keys and queries give the same lse"
-        read = self.tier.stats().attention.rows_read - before
-        return [self._read(context_id, row, outs, lses) for row, context_id in enumerate(context_ids)], read
+        assert all(np.array_equal(counts, covered[0]) for counts in covered), "a layer covers what another does"
+        after = self.tier.stats().attention
+        counted = {name: getattr(after, name) - getattr(before, name) for name in AttentionCounts.__slots__}
+        return [self._read(row, place, outs, lses, covered[0]) for place, row in enumerate(rows)], AttentionCounts(
+            **counted
+        )
 
-    def _read(self, context_id: int, row: int, outs: list[np.ndarray], lses: list[np.ndarray]) -> Answer:
-        tokens = self.stored[context_id].tokens
-        named = np.concatenate([out[row] / np.repeat(self.sizes, GROUP, axis=0) for out in outs[:-1]], axis=1)
-        assert not named[:, tokens:].any(), "a token that the context does not have was drawn"
-        lse = np.stack([lses[0][row], lses[-1][row]])
-        return Answer(named[None, :, :tokens], lse, outs[-1][row][None], np.zeros(0))
+    def _new_slot(self, rows: Sequence[Row]) -> ExchangeSlot:
+        """With room for the longest row's bits, if there are any."""
+        blocks = max((row.excluded.shape[1] for row in rows if row.excluded is not None), default=0)
+        slot = new_slot(
+            MAX_ROWS, HEADS, DIM, len(self.planes), torch.float32, torch.device("cpu"),
+            kv_heads=KV_HEADS, exclusion_blocks=blocks, counted=True,
+        )  # fmt: skip
+        for place, row in enumerate(rows):
+            slot.wanted[place] = torch.tensor(row.wanted)
+            if row.excluded is not None:
+                for kv_head, block in np.argwhere(row.excluded):
+                    slot.excluded[place, kv_head, block // 32] |= -(2**31) if block % 32 == 31 else 1 << block % 32
+        return slot
 
-    def expect(self, context_id: int, row: int, exact: np.ndarray) -> Answer:
+    def _read(
+        self, row: Row, place: int, outs: list[np.ndarray], lses: list[np.ndarray], covered: np.ndarray
+    ) -> Answer:
+        named = np.concatenate([out[place] / np.repeat(self.sizes, GROUP, axis=0) for out in outs[:-1]], axis=1)
+        assert not named[:, row.tokens :].any(), "a token that was not asked for was drawn"
+        lse = np.stack([lses[0][place], lses[-1][place]])
+        nothing = np.zeros(0)
+        return Answer(named[None, :, : row.tokens], lse, outs[-1][place][None], covered[place], nothing, nothing)
+
+    def expect(self, row: Row, place: int, exact: np.ndarray) -> Answer:
         """The oracle's answer; exact: bool `[tokens]`, those that are read whoever asks."""
-        queries = self.queries[:, row].astype(np.float64)
-        return attend(self.stored[context_id], queries, self.codes_of(self.queries[:, row]), exact, self.bits)
+        queries = self.queries[:, place].astype(np.float64)
+        empty = Stored(*(rows[..., :0, :] for rows in vars(next(iter(self.stored.values()))).values()))
+        stored = empty if row.context_id is None else self.stored[row.context_id].first(row.tokens)
+        return attend(stored, queries, self.codes_of(self.queries[:, place]), exact, row.covered(), self.bits)
 
     def codes_of(self, queries: np.ndarray) -> np.ndarray:
         return simhash(queries.astype(np.float64), self.planes)

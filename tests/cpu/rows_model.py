@@ -79,13 +79,44 @@ class Context:
     pieces: list[tuple[Rows, int, int, int]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Mask:
+    """What is asked. wanted: uint8 `[requests, heads]`; excluded: int32 `[requests, kv_heads, words]`, a bit for 16
+    tokens of a run each.
+    """
+
+    wanted: np.ndarray
+    excluded: np.ndarray
+
+    def covered(self, request: int, head: int, begin: int, end: int) -> np.ndarray:
+        """Bool, of tokens `begin .. end` of the request's run."""
+        bits = self.excluded[request, head * self.excluded.shape[1] // self.wanted.shape[1]]
+        is_excluded = np.unpackbits(bits.view(np.uint8), bitorder="little").repeat(16)[begin:end] > 0
+        is_excluded = np.pad(is_excluded, (0, end - begin - len(is_excluded)))
+        return ~is_excluded & (self.wanted[request, head] > 0)
+
+
+def make_mask(generator: np.random.Generator, requests: int, heads: int, kv_heads: int, words: int) -> Mask:
+    """A quarter of the heads asks nothing; three in ten blocks are excluded."""
+    wanted = (generator.random((requests, heads)) < 0.75).astype(np.uint8)
+    excluded = generator.random((requests, kv_heads, words, 32)) < 0.3
+    return Mask(wanted, np.packbits(excluded, axis=-1, bitorder="little").view(np.int32)[..., 0])
+
+
+def all_of(requests: int, heads: int) -> Mask:
+    return Mask(np.ones((requests, heads), np.uint8), np.zeros((requests, 1, 0), np.int32))
+
+
 def table_of(contexts: list[Context]) -> np.ndarray:
+    """Of runs that are the pieces, one behind the other."""
     table = new_pieces(sum(len(context.pieces) for context in contexts))
     index = 0
     for request, context in enumerate(contexts):
+        run = 0
         for rows, mode, begin, end in context.pieces:
             piece = table[index]
             index += 1
+            piece["run_begin"], run = run, run + end - begin
             piece["request"], piece["mode"], piece["begin"], piece["end"] = request, mode, begin, end
             piece["tokens"] = rows.keys.shape[1]
             piece["keys"], piece["values"] = rows.keys.ctypes.data, rows.values.ctypes.data
@@ -102,29 +133,32 @@ def table_of(contexts: list[Context]) -> np.ndarray:
 
 
 def attention_oracle(
-    contexts: list[Context], queries: np.ndarray, codes: np.ndarray, bits: int, tables: int, scale: float
-) -> tuple[np.ndarray, np.ndarray, int]:
+    contexts: list[Context], queries: np.ndarray, codes: np.ndarray, bits: int, tables: int, scale: float,
+    mask: Mask | None = None,
+) -> tuple[np.ndarray, np.ndarray, int]:  # fmt: skip
     """(out float64 `[requests, heads, dim]`, lse, keys read); queries: float64, codes: `[requests, heads, tables]`."""
     requests, heads, dim = queries.shape
+    mask = mask or all_of(requests, heads)
     out, lse, read = np.zeros((requests, heads, dim)), np.full((requests, heads), -np.inf), 0
     for request, context in enumerate(contexts):
         for head in range(heads):
-            logits, values = [], []
+            logits, values, run = [], [], 0
             for rows, mode, begin, end in context.pieces:
-                group = heads // len(rows.keys)
+                group, at, run = heads // len(rows.keys), run, run + end - begin
+                covered = mask.covered(request, head, at, run)
                 query, kv_head = queries[request, head], head // group
                 keys = rows.real_keys()[kv_head, begin:end]
-                weight = np.zeros(end - begin)
+                weight = np.where(covered, 0.0, -np.inf)
                 if mode == SAMPLED:
                     same = rows.codes[kv_head, :, begin:end] == codes[request, head][:, None]
                     cosine = keys @ query / np.linalg.norm(keys, axis=1) / np.linalg.norm(query)
                     p = (1 - np.arccos(cosine) / np.pi) ** bits
                     u = 1 - (1 - p) ** tables - tables * p * (1 - p) ** (tables - 1)
-                    sampled = same.sum(0) >= 2
+                    sampled = (same.sum(0) >= 2) & covered
                     weight = np.where(sampled, -np.log(u), -np.inf)
                     read += int(sampled.sum())
                 elif head % group == 0:
-                    read += end - begin
+                    read += np.any([mask.covered(request, head + one, at, run) for one in range(group)], axis=0).sum()
                 logits.append((keys + rows.centre[kv_head]) @ query * scale + weight)
                 values.append(rows.real_values()[kv_head, begin:end])
             if not logits:
@@ -138,21 +172,31 @@ def attention_oracle(
     return out, lse, read
 
 
-def reads_oracle(contexts: list[Context], codes: np.ndarray, tables: int) -> tuple[int, int]:
+def covered_oracle(contexts: list[Context], mask: Mask) -> np.ndarray:
+    """Tokens covered, int `[requests, heads]`."""
+    runs = [sum(end - begin for _, _, begin, end in context.pieces) for context in contexts]
+    heads = range(mask.wanted.shape[1])
+    return np.array([[mask.covered(request, head, 0, run).sum() for head in heads] for request, run in enumerate(runs)])
+
+
+def reads_oracle(contexts: list[Context], codes: np.ndarray, tables: int, mask: Mask) -> tuple[int, int]:
     """(keys scored, of all heads; bytes of the index read): an exact piece's every key by each head, a sampled one's
     ids in two buckets or more; a uint16 for each entry of the buckets that are looked at, whole windows of a segment,
-    and an int32 for each border of such a window. codes: `[requests, heads, tables]`.
+    and an int32 for each border of such a window; nothing for heads that are not wanted. codes: `[requests, heads,
+    tables]`.
     """
     keys = index = 0
     for request, context in enumerate(contexts):
+        run = 0
         for rows, mode, begin, end in context.pieces:
-            group = codes.shape[1] // len(rows.keys)
-            for head in range(codes.shape[1]):
+            group, at, run = codes.shape[1] // len(rows.keys), run, run + end - begin
+            for head in np.flatnonzero(mask.wanted[request]):
+                covered = mask.covered(request, head, at, run)
                 if mode == EXACT:
-                    keys += end - begin
+                    keys += int(covered.sum())
                     continue
                 same = rows.codes[head // group] == codes[request, head][:, None]
-                keys += int((same[:, begin:end].sum(0) >= 2).sum())
+                keys += int(((same[:, begin:end].sum(0) >= 2) & covered).sum())
                 first, last = begin // WINDOW_TOKENS, -(-end // WINDOW_TOKENS)
                 looked_at = same[:, first * WINDOW_TOKENS : last * WINDOW_TOKENS]
                 index += 2 * int(looked_at.sum()) + 4 * tables * (last - first + 1)
@@ -160,6 +204,6 @@ def reads_oracle(contexts: list[Context], codes: np.ndarray, tables: int) -> tup
 
 
 __all__ = [
-    "EXACT", "ROW_TYPES", "SAMPLED", "Context", "Rows", "attention_oracle", "make_rows", "reads_oracle", "table_of",
-    "to_bf16",
+    "EXACT", "ROW_TYPES", "SAMPLED", "Context", "Mask", "Rows", "all_of", "attention_oracle", "covered_oracle",
+    "make_mask", "make_rows", "reads_oracle", "table_of", "to_bf16",
 ]  # fmt: skip

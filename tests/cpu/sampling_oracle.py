@@ -51,36 +51,45 @@ class Stored:
 @dataclass(frozen=True)
 class Answer:
     """weights: of each token, `[sets, heads, tokens]`, their sum 1, exactly 0 where it was not drawn; lse: natural,
-    `[sets, heads]`; out: `[sets, heads, dim]`; rows: keys read, one that a group reads together once, `[sets]`.
+    `[sets, heads]`; out: `[sets, heads, dim]`; covered: tokens that it stands for, `[heads]`; rows: keys read, one that
+    a group reads together once, keys: those scored, of all heads, both `[sets]`.
     """
 
     weights: np.ndarray
     lse: np.ndarray
     out: np.ndarray
+    covered: np.ndarray
     rows: np.ndarray
+    keys: np.ndarray
 
 
-def attend(stored: Stored, queries: np.ndarray, query_codes: np.ndarray, exact: np.ndarray, bits: int) -> Answer:
+def attend(
+    stored: Stored, queries: np.ndarray, query_codes: np.ndarray, exact: np.ndarray, covered: np.ndarray, bits: int
+) -> Answer:
     """Eq. (11) over what is drawn, and all of what is read exactly; of nothing: zeros and an lse of -inf.
 
-    queries: float64 `[sets, heads, dim]`; query_codes: `[sets, heads, tables]`; exact: bool `[tokens]`.
+    queries: float64 `[sets, heads, dim]`; query_codes: `[sets, heads, tables]`; exact: bool `[tokens]`; covered: bool
+    `[heads, tokens]`, what the answer is to stand for.
     """
     sets, heads, dim = queries.shape
     kv_heads, tables = stored.keys.shape[1], query_codes.shape[2]
     group = heads // kv_heads
     grouped = queries.reshape(sets, kv_heads, group, dim)
-    asked = query_codes.reshape(sets, kv_heads, group, 1, tables)
-    drawn = (asked == stored.codes[:, :, None]).sum(-1) >= 2  # [sets, kv_heads, group, tokens]
+    buckets = query_codes.reshape(sets, kv_heads, group, 1, tables)
+    drawn = (buckets == stored.codes[:, :, None]).sum(-1) >= 2  # [sets, kv_heads, group, tokens]
     products = np.einsum("skgd,sktd->skgt", grouped, stored.keys)
     norms = np.linalg.norm(grouped, axis=-1)[..., None] * np.linalg.norm(stored.keys, axis=-1)[:, :, None]
     u = chance(products / norms, bits, tables)
     logits = (products + np.einsum("skgd,sktd->skgt", grouped, stored.centre)) / np.sqrt(dim)
+    asked = covered.reshape(kv_heads, group, stored.tokens)
+    sampled, read = drawn & ~exact & asked, np.broadcast_to(exact & asked, drawn.shape)
     with np.errstate(divide="ignore"):
-        logits = np.where(exact, logits, np.where(drawn, logits - np.log(u), -np.inf))
+        logits = np.where(read, logits, np.where(sampled, logits - np.log(u), -np.inf))
         top = np.maximum(logits.max(-1, keepdims=True, initial=-np.inf), np.finfo(float).min)
         masses = np.exp(logits - top)
         lse = (np.log(masses.sum(-1)) + top[..., 0]).reshape(sets, heads)
     weights = masses / np.maximum(masses.sum(-1, keepdims=True), np.finfo(float).tiny)
     out = np.einsum("skgt,ktd->skgd", weights, stored.values).reshape(sets, heads, dim)
-    rows = (drawn & ~exact).sum((1, 2, 3)) + kv_heads * exact.sum()
-    return Answer(weights.reshape(sets, heads, -1), lse, out, rows)
+    rows = sampled.sum((1, 2, 3)) + read.any(2).sum((1, 2))
+    keys = sampled.sum((1, 2, 3)) + read.sum((1, 2, 3))
+    return Answer(weights.reshape(sets, heads, stored.tokens), lse, out, covered.sum(-1), rows, keys)

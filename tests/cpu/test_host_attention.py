@@ -16,8 +16,12 @@ from tests.cpu.rows_model import (
     ROW_TYPES,
     SAMPLED,
     Context,
+    Mask,
+    all_of,
     attention_oracle,
+    covered_oracle,
     from_bf16,
+    make_mask,
     make_rows,
     reads_oracle,
     table_of,
@@ -83,20 +87,24 @@ def assert_equal(got: Attended, out: np.ndarray, lse: np.ndarray, atol: float) -
     np.testing.assert_allclose(got.lse, lse, rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("is_masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize(("kind", "query_kind", "heads", "kv_heads", "dim"), SHAPES)
-def test_a_ragged_batch_equals_the_oracle(kind: str, query_kind: str, heads: int, kv_heads: int, dim: int) -> None:
+def test_a_ragged_batch_equals_the_oracle(
+    kind: str, query_kind: str, heads: int, kv_heads: int, dim: int, is_masked: bool
+) -> None:
     generator = np.random.default_rng(3)
     batch = ragged_batch(generator, kind, kv_heads, dim)
     queries, real = make_queries(generator, query_kind, len(batch), heads, dim)
     codes = make_codes(generator, len(batch), heads, TABLES)
     kernel = attention(kind, query_kind, heads, kv_heads, dim, BITS, TABLES)
-    got = kernel.attend(table_of(batch), queries, codes, THREADS)
-    out, lse, read = attention_oracle(batch, real, codes, BITS, TABLES, dim**-0.5)
+    mask = make_mask(generator, len(batch), heads, kv_heads, 4) if is_masked else all_of(len(batch), heads)
+    asked = (mask.wanted, mask.excluded) if is_masked else ()
+    got = kernel.attend(table_of(batch), queries, codes, THREADS, *asked)
+    out, lse, read = attention_oracle(batch, real, codes, BITS, TABLES, dim**-0.5, mask)
     assert_equal(got, out, lse, TOLERANCES[kind])
     assert got.rows == read
-    assert (got.keys, got.index_bytes) == reads_oracle(batch, codes, TABLES)
-    covered = [sum(end - begin for _, _, begin, end in context.pieces) for context in batch]
-    assert (got.covered == np.array(covered)[:, None]).all()
+    assert (got.keys, got.index_bytes) == reads_oracle(batch, codes, TABLES, mask)
+    assert (got.covered == covered_oracle(batch, mask)).all()
 
 
 def test_results_are_the_same_on_any_number_of_threads() -> None:
@@ -105,15 +113,17 @@ def test_results_are_the_same_on_any_number_of_threads() -> None:
     queries, _ = make_queries(generator, "bf16", len(batch), 8, 128)
     codes = make_codes(generator, len(batch), 8, TABLES)
     kernel = attention("bf16", "bf16", 8, 2, 128, BITS, TABLES)
-    alone = kernel.attend(table_of(batch), queries, codes, 1)
-    out, lse = alone.out.copy(), np.nan_to_num(alone.lse)
-    for threads in range(2, THREADS + 1):
-        for _ in range(5):
-            alone.out[:] = np.nan
-            got = kernel.attend(table_of(batch), queries, codes, threads)
-            assert got.rows == alone.rows
-            assert np.abs(got.out - out).max() <= HOST_THREADS
-            assert np.abs(np.nan_to_num(got.lse) - lse).max() <= HOST_THREADS
+    mask = make_mask(generator, len(batch), 8, 2, 4)
+    for asked in ((), (mask.wanted, mask.excluded)):
+        alone = kernel.attend(table_of(batch), queries, codes, 1, *asked)
+        out, lse = alone.out.copy(), np.nan_to_num(alone.lse)
+        for threads in range(2, THREADS + 1):
+            for _ in range(5):
+                alone.out[:] = np.nan
+                got = kernel.attend(table_of(batch), queries, codes, threads, *asked)
+                assert got.rows == alone.rows
+                assert np.abs(got.out - out).max() <= HOST_THREADS
+                assert np.abs(np.nan_to_num(got.lse) - lse).max() <= HOST_THREADS
 
 
 def test_more_threads_than_cores_compute_the_same() -> None:
@@ -214,6 +224,12 @@ def test_a_long_segment_is_looked_up_window_by_window(tokens: int) -> None:
         out, lse, read = attention_oracle(context, real, codes, 9, 16, 64**-0.5)
         assert got.rows == read
         assert_equal(got, out, lse, HOST_ATTENTION_FLOAT32)
+        behind = Context([(rows, EXACT, 0, 7), *context[0].pieces])  # so that blocks stick out of windows on both sides
+        mask = make_mask(generator, 1, 4, 1, tokens // 512)
+        got = kernel.attend(table_of([behind]), queries, codes, 2, mask.wanted, mask.excluded)
+        out, lse, read = attention_oracle([behind], real, codes, 9, 16, 64**-0.5, mask)
+        assert got.rows == read
+        assert_equal(got, out, lse, HOST_ATTENTION_FLOAT32)
 
 
 @pytest.mark.parametrize("mode", [EXACT, SAMPLED])
@@ -294,9 +310,11 @@ def test_a_table_that_is_none_is_refused() -> None:
         attention("bf16", "float32", 4, 1, 80, BITS, TABLES)
 
 
-def test_mass_and_weighted_values_are_unbiased_over_projections() -> None:
-    """Sampled mass has the true mass for its mean over draws of the projections, and so has the weighted sum; without
-    the weights (every sample counted once) it has not: the comparison can fail."""
+@pytest.mark.parametrize("excluded", [0b0000000000, 0b0100110010], ids=["all", "some blocks"])
+def test_mass_and_weighted_values_are_unbiased_over_projections(excluded: int) -> None:
+    """Sampled mass has the true mass for its mean over draws of the projections, and so has the weighted sum, of all
+    keys or of those that no bit drops; without the weights (every sample counted once) it has not: the comparison can
+    fail."""
     bits, tables, tokens, dim, draws = 5, 16, 300, 64, 400
     generator = np.random.default_rng(14)
     rows = make_rows(generator, "bf16", 1, tokens, dim, bits, tables)
@@ -305,7 +323,8 @@ def test_mass_and_weighted_values_are_unbiased_over_projections() -> None:
     rows.centre[:] = 0.0
     queries = direction[None, None].astype(np.float32)
     logits = rows.real_keys()[0] @ queries[0, 0].astype(np.float64) * dim**-0.5
-    truth = np.exp(logits)
+    mask = Mask(np.ones((1, 1), np.uint8), np.full((1, 1, 1), excluded, np.int32))
+    truth = np.exp(logits) * mask.covered(0, 0, 0, tokens)
     numerator = truth @ rows.real_values()[0]
     kernel = attention("bf16", "float32", 1, 1, dim, bits, tables)
     masses, sums, counted = np.empty(draws), np.empty((draws, dim)), np.empty(draws)
@@ -316,7 +335,8 @@ def test_mass_and_weighted_values_are_unbiased_over_projections() -> None:
         asked = ((planes @ queries[0, 0].astype(np.float64) > 0) @ places).astype(np.uint16)
         rows.entries[0] = codes
         build_tables(rows.entries[0], rows.offsets[0], bits, 0, tables, 1)
-        got = kernel.attend(table_of([Context([(rows, SAMPLED, 0, tokens)])]), queries, asked[None, None], 1)
+        table = table_of([Context([(rows, SAMPLED, 0, tokens)])])
+        got = kernel.attend(table, queries, asked[None, None], 1, mask.wanted, mask.excluded)
         masses[draw] = np.exp(np.float64(got.lse[0, 0]))
         sums[draw] = masses[draw] * got.out[0, 0].astype(np.float64)
         counted[draw] = truth[(codes == asked[:, None]).sum(0) >= 2].sum()

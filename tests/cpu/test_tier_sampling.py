@@ -1,72 +1,28 @@
 """What the tier draws, how it weighs it and what it answers are the paper's, where most keys are left unread."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu.tier import CpuTier
-from tests.cpu.naming_tier import DIM, NAMING, PLAIN, Witness, new_naming_tier
+from tests.cpu.answers import assert_drawn, assert_same, expect
+from tests.cpu.naming_tier import DIM, NAMING, Row, Witness, new_naming_tier, new_witness
 from tests.cpu.sampling_oracle import Answer
-from tests.tolerances import SAMPLED_WEIGHT_BFLOAT16, SAMPLED_WEIGHT_INT8, TIER_FLOAT32, TIER_INT8
+from tests.tolerances import SAMPLED_WEIGHT_BFLOAT16
 from transfer.host_memory import TAIL_TOKENS, WINDOW_TOKENS
 
 FEW, MORE, MOST = ("bfloat16", 6, 20), ("int8", 8, 60), ("bfloat16", 10, 150)
 LUMP = 128
 
-MakeWitness = Callable[[tuple[str, int, int], int], Witness]
-
-
-@pytest.fixture
-def witness_of() -> Iterator[MakeWitness]:
-    """A witness of a tier with this setting, which names so many tokens."""
-    tiers: list[CpuTier] = []
-
-    def make(setting: tuple[str, int, int], tokens: int) -> Witness:
-        tiers.append(new_naming_tier(*setting, -(-tokens // DIM)))
-        return Witness(tiers[-1], 1)
-
-    yield make
-    for tier in tiers:
-        tier.shutdown()
-        assert tier.stats().bytes_held == 0
-
-
-def assert_drawn(witness: Witness, exact: dict[int, range]) -> None:
-    """Ask contexts, and hold each answer against the oracle; exact: their tokens that are read whoever asks."""
-    got, read = witness.attend(list(exact))
-    wanted = [expect(witness, row, *item) for row, item in enumerate(exact.items())]
-    for answer, want in zip(got, wanted, strict=True):
-        assert_same(witness.tier.shape.rows, answer, want)
-    assert read == sum(witness.naming * want.rows[NAMING] + want.rows[PLAIN] for want in wanted)
-
-
-def expect(witness: Witness, row: int, context_id: int, exact: range) -> Answer:
-    tokens = np.arange(witness.stored[context_id].tokens)
-    return witness.expect(context_id, row, (tokens >= exact.start) & (tokens < exact.stop))
-
-
-def assert_same(rows: str, got: Answer, want: Answer) -> None:
-    is_int8 = rows == "int8"
-    named = want.weights[NAMING][:, : got.weights.shape[2]]
-    np.testing.assert_array_equal(got.weights[0] != 0, named != 0)
-    of_weights = SAMPLED_WEIGHT_INT8 if is_int8 else SAMPLED_WEIGHT_BFLOAT16
-    np.testing.assert_allclose(got.weights[0], named, rtol=of_weights, atol=0)
-    atol = TIER_INT8 if is_int8 else TIER_FLOAT32
-    np.testing.assert_allclose(got.lse, want.lse, rtol=0, atol=atol)
-    np.testing.assert_allclose(got.out[0], want.out[PLAIN], rtol=0, atol=atol)
-
 
 @pytest.mark.parametrize("setting", [FEW, MORE, MOST])
-def test_a_segment_is_sampled_and_its_open_tail_is_read(witness_of: MakeWitness, setting: tuple[str, int, int]) -> None:
-    with witness_of(setting, 2400) as witness:
+def test_a_segment_is_sampled_and_its_open_tail_is_read(setting: tuple[str, int, int]) -> None:
+    with new_witness(setting, 2400) as witness:
         witness.open(1)
         witness.deposit(1, 2100)
         assert_drawn(witness, {1: range(0)})
-        share = expect(witness, 0, 1, range(0)).rows / (4 * 2100)
+        share = expect(witness, Row(1, 2100), 0, {}).rows / (4 * 2100)
         assert (share < 0.2).all(), "a setting that leaves most keys unread"
         for tokens in (130, 1, 99):
             witness.deposit(1, tokens)
@@ -74,10 +30,8 @@ def test_a_segment_is_sampled_and_its_open_tail_is_read(witness_of: MakeWitness,
 
 
 @pytest.mark.parametrize("setting", [FEW, MORE])
-def test_each_segment_is_drawn_about_its_own_centre_in_a_ragged_batch(
-    witness_of: MakeWitness, setting: tuple[str, int, int]
-) -> None:
-    with witness_of(setting, 4400) as witness:
+def test_each_segment_is_drawn_about_its_own_centre_in_a_ragged_batch(setting: tuple[str, int, int]) -> None:
+    with new_witness(setting, 4400) as witness:
         for context_id, deposits in ((1, (300,)), (2, (2050, 2150, 200)), (3, (2048,))):
             witness.open(context_id)
             for tokens in deposits:
@@ -87,11 +41,9 @@ def test_each_segment_is_drawn_about_its_own_centre_in_a_ragged_batch(
 
 
 @pytest.mark.parametrize("setting", [FEW, MORE])
-def test_full_tails_are_drawn_and_go_on_being_so_when_they_are_merged(
-    witness_of: MakeWitness, setting: tuple[str, int, int]
-) -> None:
+def test_full_tails_are_drawn_and_go_on_being_so_when_they_are_merged(setting: tuple[str, int, int]) -> None:
     begin = 2070
-    with witness_of(setting, 4900) as witness:
+    with new_witness(setting, 4900) as witness:
         witness.open(1)
         for tokens in (begin, *[TAIL_TOKENS // 4] * 4):
             witness.deposit(1, tokens)
@@ -108,8 +60,8 @@ def test_full_tails_are_drawn_and_go_on_being_so_when_they_are_merged(
 
 
 @pytest.mark.parametrize("setting", [FEW, MORE])
-def test_forks_draw_from_their_own_first_tokens(witness_of: MakeWitness, setting: tuple[str, int, int]) -> None:
-    with witness_of(setting, 2900) as witness:
+def test_forks_draw_from_their_own_first_tokens(setting: tuple[str, int, int]) -> None:
+    with new_witness(setting, 2900) as witness:
         witness.open(1)
         witness.deposit(1, 2100)
         witness.deposit(1, 333)
@@ -126,9 +78,9 @@ def test_forks_draw_from_their_own_first_tokens(witness_of: MakeWitness, setting
         assert_drawn(witness, tails)
 
 
-def test_a_tail_that_was_sealed_half_full_is_drawn(witness_of: MakeWitness) -> None:
+def test_a_tail_that_was_sealed_half_full_is_drawn() -> None:
     """The fork's is a copy, which has no more room than its tokens."""
-    with witness_of(FEW, 4900) as witness:
+    with new_witness(FEW, 4900) as witness:
         witness.open(1)
         witness.deposit(1, 2048)
         witness.deposit(1, 700)
@@ -138,8 +90,8 @@ def test_a_tail_that_was_sealed_half_full_is_drawn(witness_of: MakeWitness) -> N
         assert_drawn(witness, {1: range(0), 2: range(0)})
 
 
-def test_a_segment_of_two_windows_is_drawn_from_both(witness_of: MakeWitness) -> None:
-    with witness_of(FEW, DIM) as witness:
+def test_a_segment_of_two_windows_is_drawn_from_both() -> None:
+    with new_witness(FEW, DIM) as witness:
         witness.open(1)
         witness.deposit(1, WINDOW_TOKENS + 700)
         assert_drawn(witness, {1: range(0)})
@@ -164,14 +116,14 @@ def test_whatever_was_deposited_and_forked(bulk: int, lumps: list[int], share: f
     tier.shutdown()
 
 
-def test_the_comparison_sees_one_id_one_weight_and_one_table(witness_of: MakeWitness) -> None:
-    with witness_of(MOST, 2200) as witness:
+def test_the_comparison_sees_one_id_one_weight_and_one_table() -> None:
+    with new_witness(MOST, 2200) as witness:
         witness.open(1)
         witness.deposit(1, 2100)
         witness.deposit(1, 90)
-        exact = range(2100, 2190)
-        (got,), _ = witness.attend([1])
-        stored, want = witness.stored[1], expect(witness, 0, 1, exact)
+        exact, row = {1: range(2100, 2190)}, Row(1, 2190)
+        (got,), _ = witness.attend([row])
+        stored, want = witness.stored[1], expect(witness, row, 0, exact)
         assert_same("bfloat16", got, want)
 
         def assert_seen(wrong: Answer) -> None:
@@ -182,7 +134,7 @@ def test_the_comparison_sees_one_id_one_weight_and_one_table(witness_of: MakeWit
         codes = stored.codes.copy()
         codes[NAMING, 0, token, :2] = witness.codes_of(witness.queries[NAMING, 0])[0, :2]
         witness.stored[1] = stored.with_codes(codes)
-        assert_seen(more := expect(witness, 0, 1, exact))
+        assert_seen(more := expect(witness, row, 0, exact))
         assert (more.rows - want.rows).tolist() == [1, 0]
         for head, drawn in enumerate(want.weights[NAMING] > 0):
             weights = want.weights.copy()
@@ -192,8 +144,8 @@ def test_the_comparison_sees_one_id_one_weight_and_one_table(witness_of: MakeWit
             codes = stored.codes.copy()
             codes[..., table] ^= 1
             witness.stored[1] = stored.with_codes(codes)
-            assert_seen(expect(witness, 0, 1, exact))
+            assert_seen(expect(witness, row, 0, exact))
         witness.stored[1] = stored
-        assert_seen(expect(witness, 0, 1, range(2100, 2189)))
+        assert_seen(expect(witness, row, 0, {1: range(2100, 2189)}))
         witness.stored[1] = replace(stored, centre=0 * stored.centre)
-        assert_seen(expect(witness, 0, 1, exact))
+        assert_seen(expect(witness, row, 0, exact))

@@ -15,7 +15,7 @@ from cpu.tier import CpuTier
 from transfer.copies import PASSED
 from transfer.exchange import RELEASED, new_slot
 from transfer.slabs import PageSource
-from transfer.tier import LayerRows, TierShape
+from transfer.tier import Ask, LayerRows, TierShape
 
 LAYERS, KV_HEADS, GROUP, DIM = 2, 1, 2, 64
 HEADS = KV_HEADS * GROUP
@@ -106,14 +106,15 @@ class Device:
             record[context_id] = np.concatenate([record[context_id], *(arrays[part] for arrays in stored)], axis=2)
         return lates
 
-    def attend(self, context_ids, late_s=0.0, asks=LAYERS):
+    def attend(self, context_ids, late_s=0.0, asks=LAYERS, cuts=None, slot=None):
         """Answers of all layers: out `[layers, rows, heads, dim]`, lse `[layers, rows, heads]`, and the queries.
 
-        late_s: from the call for an answer to its ask; asks: layers that are asked, the others never.
+        late_s: from the call for an answer to its ask; asks: layers that are asked, the others never; cuts: tokens that
+        are asked for, of each context; slot: to ask in.
         """
         rows = len(context_ids)
-        slot, queries = self._new_slot(), self._queries(rows)
-        attention = self.tier.attention(context_ids)
+        slot, queries = slot or self._new_slot(), self._queries(rows)
+        attention = self.tier.attention(self._asks(context_ids, cuts))
         out, lse = [], []
         for layer in range(LAYERS):
             slot.advance(rows)
@@ -141,7 +142,7 @@ class Device:
             devices.append(threading.Thread(target=self._go_on, args=(slot, slot.stamp, queries[:count], result)))
             slots.append(slot)
             results.append(result)
-        attentions = [self.tier.attention(context_ids) for context_ids in parts]
+        attentions = [self.tier.attention(self._asks(context_ids)) for context_ids in parts]
         for device in devices:
             device.start()
         try:
@@ -163,6 +164,12 @@ class Device:
                 time.sleep(0)
             result[0][layer], result[1][layer] = slot.out[:rows].numpy(), slot.lse[:rows].numpy()
 
+    def _asks(self, context_ids, cuts=None):
+        """For all of each context, or its first tokens."""
+        if cuts is None:
+            cuts = [sum(tokens for tokens, _ in self.tier.runs(context_id)) for context_id in context_ids]
+        return [Ask(*ask) for ask in zip(context_ids, cuts, strict=True)]
+
     def _new_slot(self):
         slot = new_slot(MAX_ROWS, HEADS, DIM, self.tier.shape.num_tables, torch.float32, torch.device("cpu"))
         slot.out.fill_(torch.nan)
@@ -177,11 +184,14 @@ class Device:
         if slot.codes is not None:
             slot.codes[: len(query)] = torch.from_numpy(self._codes(query))
 
-    def expect(self, context_ids, queries):
-        """Softmax attention over all rows of each context, float64: out and lse as `attend` gives them."""
+    def expect(self, context_ids, queries, cuts=None):
+        """Softmax attention over all rows of each context, or its first, float64: out and lse as of `attend`."""
         out, lse = np.zeros(queries.shape), np.full(queries.shape[:-1], -np.inf)
         for row, context_id in enumerate(context_ids):
-            keys, values = (np.repeat(store[context_id], GROUP, axis=1) for store in (self.keys, self.values))
+            end = None if cuts is None else cuts[row]
+            keys, values = (
+                np.repeat(store[context_id], GROUP, axis=1)[:, :, :end] for store in (self.keys, self.values)
+            )
             if keys.shape[2] == 0:
                 continue
             logits = np.einsum("lhd,lhtd->lht", queries[:, row].astype(np.float64), keys) / np.sqrt(DIM)

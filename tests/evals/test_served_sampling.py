@@ -29,7 +29,7 @@ from gpu.kernels.simhash_encode import arrange
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
 from transfer.partial import Partial
-from transfer.tier import TierShape
+from transfer.tier import Ask, TierShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64
 HEADS = KV_HEADS * GROUP
@@ -118,7 +118,7 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
             for room in tier.reserve(1, end - begin):
                 send(depositor, tier, room, case, begin, end)
             begin = end
-            attention, outs = tier.attention([1]), []
+            attention, outs = tier.attention([Ask(1, begin - SINK)]), []
             for layer in range(PASSES):
                 exchange.slot.advance(1)
                 exchange.ask(query[None].to(device))

@@ -20,6 +20,7 @@ from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES,
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
 from transfer.exchange import ExchangeError
+from transfer.tier import Ask
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 NUM_STEPS = 64
@@ -43,11 +44,11 @@ def test_that_comparison_sees_one_deposited_token_lost_and_one_shifted_window() 
     twins = Twins()
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 1)
-    piece = twins.tier.contexts[100][0]
-    piece.end -= 1
-    twins.step([0])
+    with pytest.MonkeyPatch.context() as patch:
+        ask_all = twins.tier.attention
+        patch.setattr(twins.tier, "attention", lambda asks: ask_all([Ask(asks[0].context_id, asks[0].num_tokens - 1)]))
+        twins.step([0])
     assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32
-    piece.end += 1
     twins.deposits.pool.resident_table[0, 1:-1] = twins.deposits.pool.resident_table[0, 2:].clone()
     twins.step([0])
     assert not furthest(twins, [0]) <= HOP_LOGITS_FLOAT32
@@ -125,7 +126,7 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
         half.exchange.slot.out[1:] = half.exchange.slot.lse[1:] = torch.nan
         half.exchange.slot.advance(1)
         carry = half.segments.begin(inputs, half.exchange)
-        attention = twins.tier.attention([100])
+        attention = twins.tier.attention([Ask(100, twins.tier.num_tokens(100))])
         for ask in range(half.segments.num_asks):
             attention.run(ask, half.exchange.slot)
             if ask + 1 < half.segments.num_asks:

@@ -408,6 +408,6 @@ def test_exchange_slots_and_hyperplanes_take_what_is_planned(running: int) -> No
     for tables in (75, 0):
         for rows in most_half_rows(running):
             slot = new_slot(rows, SHAPE_TINY.num_heads, SHAPE_TINY.dim, tables, torch.float32, cpu)
-            tensors = (slot.queries, slot.codes, slot.flags, slot.out, slot.lse)
+            tensors = (slot.queries, slot.codes, slot.wanted, slot.flags, slot.out, slot.lse)
             taken += sum(tensor.nbytes for tensor in tensors if tensor is not None)
     assert 0.5 * demand.exchange_bytes * running / (running + 1) < taken <= demand.exchange_bytes

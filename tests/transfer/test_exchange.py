@@ -21,6 +21,23 @@ def test_a_slot_has_room_for_every_row_and_codes_only_where_asked() -> None:
     assert new_slot(5, 8, 64, 0, torch.bfloat16, CPU).codes is None
 
 
+def test_a_slot_asks_for_every_head_and_block_until_the_device_says_otherwise() -> None:
+    slot = new_slot(5, 8, 64, 0, torch.float32, CPU)
+    assert (slot.wanted.shape, slot.wanted.dtype) == ((5, 8), torch.uint8)
+    assert slot.wanted.all()
+    assert slot.excluded is None
+    assert slot.covered is None
+    for blocks, words in ((1, 1), (32, 1), (33, 2), (6144, 192)):
+        slot = new_slot(5, 8, 64, 0, torch.float32, CPU, kv_heads=2, exclusion_blocks=blocks, counted=True)
+        assert slot.excluded is not None
+        assert slot.covered is not None
+        assert (slot.excluded.shape, slot.excluded.dtype) == ((5, 2, words), torch.int32)
+        assert not slot.excluded.any()
+        assert (slot.covered.shape, slot.covered.dtype) == ((5, 8), torch.int32)
+    with pytest.raises(AssertionError, match="by KV head"):
+        new_slot(5, 8, 64, 0, torch.float32, CPU, exclusion_blocks=1)
+
+
 def test_stamps_count_asks_and_stay_int32() -> None:
     slot = new_slot(5, 2, 64, 0, torch.float32, CPU)
     slot.advance(3)

@@ -37,6 +37,7 @@ def _loader(kind: Any, bytes_: int, widen: Callable[..., Any] | None) -> Any:
 
 
 load_float32 = _loader(F32, 4, None)
+load_uint8 = _loader(I8, 1, lambda builder, value: builder.zext(value, I64))
 load_uint16 = _loader(I16, 2, lambda builder, value: builder.zext(value, I64))
 load_int32 = _loader(I32, 4, lambda builder, value: builder.sext(value, I64))
 load_int64 = _loader(I64, 8, None)
@@ -105,6 +106,18 @@ def copy_bytes(typing_context, to, source, count):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def clear_bytes(typing_context, address, count):
+    """So many bytes become 0."""
+
+    def emit(context, builder, signature, arguments):
+        address, count = arguments
+        cgutils.memset(builder, _pointer(builder, address, I8), count, 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
 
 
 def _prefetcher(where: int) -> Any:

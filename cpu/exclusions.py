@@ -1,0 +1,86 @@
+"""Blocks of a context's run that an answer is not to stand for: the bits of one row and KV head, by token of the run.
+
+Functions for numba code. `bits`: address of int32 `[words]`, see `transfer.exchange.ExchangeSlot.excluded`; 0: nothing
+is excluded. Refuses to know segments and rows. Invariant: blocks beyond the last word are covered.
+"""
+
+import numba
+import numpy as np
+
+from transfer.exchange import BLOCK_TOKENS, WORD_BITS
+from transfer.simd.memory import clear_bytes, count_bits, load_int32, lowest_bit
+
+_ONE = np.uint64(1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+_WORD = np.uint64(0xFFFFFFFF)
+
+
+@numba.njit(nogil=True)
+def bits_at(excluded, words, row):
+    """Of a row of bits `[rows, words]`, at address `excluded`; 0 if that is 0."""
+    return excluded + 4 * words * row if excluded != 0 else 0
+
+
+@numba.njit(nogil=True)
+def _is_excluded(bits, words, block):
+    word = block // WORD_BITS
+    return word < words and (load_int32(bits + 4 * word) >> (block % WORD_BITS)) & 1
+
+
+@numba.njit(nogil=True)
+def _blocks_of(words, begin, end):
+    """Blocks `first .. last` that tokens `begin .. end` touch and that have bits."""
+    return begin // BLOCK_TOKENS, min((end + BLOCK_TOKENS - 1) // BLOCK_TOKENS, words * WORD_BITS)
+
+
+@numba.njit(nogil=True)
+def _mask(bits, word, first, last):
+    """The bits of one word that stand for blocks in `first .. last`, of which it has some."""
+    mask, begin = np.uint64(load_int32(bits + 4 * word)) & _WORD, word * WORD_BITS
+    if first > begin:
+        mask &= _ALL << np.uint64(first - begin)
+    if last < begin + WORD_BITS:
+        mask &= _ALL >> np.uint64(64 - (last - begin))
+    return mask
+
+
+@numba.njit(nogil=True)
+def count_excluded(bits, words, begin, end):
+    """How many of tokens `begin .. end` of the run are excluded."""
+    if bits == 0 or begin == end:
+        return 0
+    first, last = _blocks_of(words, begin, end)
+    blocks = 0
+    for word in range(first // WORD_BITS, (last + WORD_BITS - 1) // WORD_BITS):
+        blocks += count_bits(_mask(bits, word, first, last))
+    before = begin % BLOCK_TOKENS if _is_excluded(bits, words, first) else 0
+    after = -end % BLOCK_TOKENS if _is_excluded(bits, words, (end - 1) // BLOCK_TOKENS) else 0
+    return BLOCK_TOKENS * blocks - before - after
+
+
+@numba.njit(nogil=True)
+def next_covered(bits, words, at, end):
+    """The first tokens of `at .. end` of the run that stand together and are covered: (begin, end), or (end, end)."""
+    if bits == 0:
+        return at, end
+    while at < end and _is_excluded(bits, words, at // BLOCK_TOKENS):
+        at = (at // BLOCK_TOKENS + 1) * BLOCK_TOKENS
+    to = at
+    while to < end and not _is_excluded(bits, words, to // BLOCK_TOKENS):
+        to = (to // BLOCK_TOKENS + 1) * BLOCK_TOKENS
+    return min(at, end), min(to, end)
+
+
+@numba.njit(nogil=True)
+def clear_excluded(bits, words, begin, end, counters):
+    """The counters of excluded tokens in `begin .. end` of the run become 0, and those of the rest of their blocks.
+
+    counters: address of a uint8 a token, from `begin` on; BLOCK_TOKENS before it and behind `end` may be written.
+    """
+    first, last = _blocks_of(words, begin, end)
+    for word in range(first // WORD_BITS, (last + WORD_BITS - 1) // WORD_BITS):
+        mask = _mask(bits, word, first, last)
+        while mask != 0:
+            block = word * WORD_BITS + lowest_bit(mask)
+            clear_bytes(counters + block * BLOCK_TOKENS - begin, BLOCK_TOKENS)
+            mask &= mask - _ONE
