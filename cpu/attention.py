@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from cpu import collision, context, exclusions, lookup, pieces, plan, rows, softmax, stages, turns
+from cpu import collision, context, exclusions, lookup, parts, pieces, plan, rows, softmax, stages, turns, workspace
 from cpu.collision import log_weights
 from cpu.context import (
     ALL_ATTENDED_NS,
@@ -59,7 +59,8 @@ from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.rows import BLOCK_ROWS, COLUMNS
-from cpu.stages import (
+from cpu.turns import BOARD_INT64, INSIDE, TURN, take_turns
+from cpu.workspace import (
     BEGAN_NS,
     INDEX_BYTES,
     KEYS_SCORED,
@@ -72,7 +73,6 @@ from cpu.stages import (
     Plan,
     Shape,
 )
-from cpu.turns import BOARD_INT64, INSIDE, TURN, take_turns
 from transfer import exchange
 from transfer.exchange import LAST_STAMP, ExchangeSlot
 from transfer.simd import emission, memory, region, team, values, vectors
@@ -87,8 +87,8 @@ QUERY_TYPES = (np.uint16, np.float32)
 
 
 _MODULES = (
-    collision, context, emission, exchange, exclusions, lookup, memory, pieces, plan, region, rows, softmax, stages,
-    team, turns, values, vectors,
+    collision, context, emission, exchange, exclusions, lookup, memory, parts, pieces, plan, region, rows, softmax,
+    stages, team, turns, values, vectors, workspace,
 )  # fmt: skip
 
 

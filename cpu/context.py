@@ -12,7 +12,7 @@ from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import COLUMNS as PIECE_COLUMNS
 from cpu.pieces import WINDOW_TOKENS
 from cpu.rows import BLOCK_ROWS
-from cpu.stages import STATE, TOTALS, Batch, Buffers, Plan, Shape
+from cpu.workspace import STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 
@@ -65,7 +65,7 @@ def open_row(address):
 
 @numba.njit(nogil=True)
 def open_context(address, kind, query_kind):
-    """(shape, batch, plan, buffers) of `cpu.stages`; kind and query_kind: scalars of the rows' and queries' types."""
+    """(shape, batch, plan, buffers) of `cpu.workspace`; kind, query_kind: scalars of rows' and queries' types."""
     c = open_row(address)
     scale = np.float32(numba.carray(pointer_to(address), (CONTEXT,), np.float64)[SCALE])
     shape = Shape(kind, query_kind, c[HEADS], c[KV_HEADS], c[DIM], c[TABLES], c[MASK], scale)

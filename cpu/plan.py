@@ -31,7 +31,7 @@ from cpu.context import (
 )
 from cpu.lookup import room_for
 from cpu.pieces import BEGIN, END, MODE, REQUEST, SAMPLED, TOKENS
-from cpu.stages import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES, WAITED_NS
+from cpu.workspace import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES, WAITED_NS
 from transfer.exchange import LOOKS, await_rows
 from transfer.simd.team import now_ns
 
@@ -40,7 +40,7 @@ PLANNED, NO_TABLE, NO_ROOM, NO_CODES, NOT_ASKED = range(5)  # what comes of it
 
 @numba.njit(nogil=True)
 def make_plan(context, kind, query_kind):
-    """Write what the pieces take and, if there is room, the plan's arrays (see `cpu.stages.Plan`); totals and counters
+    """Write what the pieces take and, if there is room, the plan's arrays (`cpu.workspace.Plan`); totals and counters
     of the region are set to its start. Where there are flags, wait for them: NOT_ASKED after so many looks."""
     row = open_row(context)
     if not _count(row, open_context(context, kind, query_kind)[1].pieces):

@@ -7,139 +7,35 @@ for all heads of a group; for heads that are not wanted and rows that are exclud
 """
 
 import math
-from typing import NamedTuple
 
 import numba
 import numpy as np
 
-from cpu.exclusions import bits_at, count_excluded, next_covered
+from cpu.exclusions import count_excluded
 from cpu.lookup import COUNTER_MARGIN, count_bytes, fetch_bucket, fetch_offsets, find_samples
-from cpu.pieces import (
-    BEGIN,
-    CENTRE,
-    END,
-    KEY_HEAD,
-    KEY_ROW,
-    KEY_SCALE,
-    KEYS,
-    MODE,
-    REQUEST,
-    RUN_BEGIN,
-    SAMPLED,
-    VALUE_HEAD,
-    VALUE_ROW,
-    VALUE_SCALE,
-    VALUES,
+from cpu.parts import attend_rows, attend_samples
+from cpu.pieces import BEGIN, CENTRE, END, MODE, REQUEST, RUN_BEGIN, SAMPLED
+from cpu.workspace import (
+    INDEX_BYTES,
+    KEYS_SCORED,
+    LOOKED_UP_NS,
+    PART_ROWS,
+    PART_SAMPLES,
+    ROWS_READ,
+    SAMPLED_NS,
+    TOKENS_COVERED,
+    excluded_at,
+    is_wanted,
+    query_at,
 )
-from cpu.rows import (
-    AHEAD_ROWS,
-    BLOCK_ROWS,
-    add_rows,
-    add_samples,
-    column_bytes,
-    fetch_sample,
-    score_rows,
-    score_samples,
-)
-from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
-from transfer.simd.memory import load_float32, load_uint8, store_float32, store_int32, store_release_int32
+from transfer.simd.memory import load_float32, store_float32, store_int32, store_release_int32
 from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, now_ns
 from transfer.simd.vectors import address_of, load
-
-STAGES = 3
-SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 8, 9, 10, 11, 12
-KEYS_SCORED, INDEX_BYTES, TOKENS_COVERED, TOTALS = 13, 14, 15, 16  # two lines
-STATE = 16  # float32 between the rows of a thread's state: more than the largest group
-PART_SAMPLES = 512  # of a head and piece: what one thread claims
-PART_ROWS = 512  # of an exact piece and KV head, the same
-
-_score_four, _score_two, _score_one = score_rows(4), score_rows(2), score_rows(1)
-_add_four, _add_two, _add_one = add_rows(4), add_rows(2), add_rows(1)
-
-
-class Shape(NamedTuple):
-    """kind, query_kind: scalars of the rows' and the queries' type; mask: buckets - 1. Beside it goes
-    `columns`, `dim // 64` zeros."""
-
-    kind: np.uint16 | np.int8 | np.float32
-    query_kind: np.uint16 | np.float32
-    heads: int
-    kv_heads: int
-    dim: int
-    tables: int
-    mask: int
-    scale: np.float32
-
-
-class Batch(NamedTuple):
-    """Addresses of arrays `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered (or 0), and
-    wanted uint8 (or 0: all heads). excluded: address of int32 `[requests, kv_heads, words]`, or 0. logs: of
-    `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`. answered: where the stamp goes in the end, or 0."""
-
-    pieces: np.ndarray
-    requests: int
-    queries: int
-    codes: int
-    wanted: int
-    excluded: int
-    words: int
-    logs: int
-    out: int
-    lse: int
-    covered: int
-    stamp: int
-    answered: int
-
-
-class Plan(NamedTuple):
-    """What is to be done. first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a piece among the
-    sampled, or its first exact part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id and ids
-    a head; parts: int32 `[exact parts, 4]`: piece, KV head, begin, end.
-    """
-
-    first_piece: np.ndarray
-    ordinals: np.ndarray
-    sampled: np.ndarray
-    ids_at: np.ndarray
-    parts: np.ndarray
-
-
-class Buffers(NamedTuple):
-    """Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and
-    begin; out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters.
-    A thread's: counts uint8, spans int64, query and sums float32 `[group, dim]`, scores float32 `[4, BLOCK_ROWS]`,
-    state float32 `[4, STATE]`: maxima, masses, factors of products, rescaling.
-    """
-
-    ids: np.ndarray
-    found: np.ndarray
-    first_slot: np.ndarray
-    slots: np.ndarray
-    out: np.ndarray
-    lse: np.ndarray
-    totals: np.ndarray
-    counters: np.ndarray
-    counts: np.ndarray
-    spans: np.ndarray
-    query: np.ndarray
-    sums: np.ndarray
-    scores: np.ndarray
-    state: np.ndarray
 
 
 @numba.njit(nogil=True)
 def _codes_at(shape, batch, piece, head):
     return batch.codes + 2 * shape.tables * (piece[REQUEST] * shape.heads + head)
-
-
-@numba.njit(nogil=True)
-def _is_wanted(shape, batch, request, head):
-    return batch.wanted == 0 or load_uint8(batch.wanted + request * shape.heads + head) != 0
-
-
-@numba.njit(nogil=True)
-def _excluded_at(shape, batch, request, kv_head):
-    return bits_at(batch.excluded, batch.words, request * shape.kv_heads + kv_head)
 
 
 @numba.njit(nogil=True)
@@ -153,7 +49,7 @@ def _wanted_heads(shape, batch, plan, item):
         piece, first, heads = batch.pieces[part[0]], np.int64(part[1]) * group, group
     wanted = 0
     for head in range(first, first + heads):
-        wanted += _is_wanted(shape, batch, piece[REQUEST], head)
+        wanted += is_wanted(shape, batch, piece[REQUEST], head)
     return wanted
 
 
@@ -182,7 +78,7 @@ def _look_up(team, shape, batch, plan, buffers, item, following):
         next_codes = _codes_at(shape, batch, next_piece, next_head)
     found = find_samples(
         piece, head // group, _codes_at(shape, batch, piece, head),
-        _excluded_at(shape, batch, piece[REQUEST], head // group), batch.words,
+        excluded_at(shape, batch, piece[REQUEST], head // group), batch.words,
         next_piece, next_head // group, next_codes, shape.tables, shape.mask,
         address_of(buffers.counts[team.me]) + COUNTER_MARGIN, buffers.spans[team.me],
         address_of(buffers.ids) + 2 * (plan.ids_at[order, 0] + plan.ids_at[order, 1] * head),
@@ -225,7 +121,7 @@ def _first_stage(team, shape, columns, batch, plan, buffers):
             index_bytes += looked_at
         else:
             part = plan.parts[item - lookups]
-            read, heads = _exact_part(team, shape, columns, batch, buffers, part, (item - lookups) * group)
+            read, heads = attend_rows(team, shape, columns, batch, buffers, part, (item - lookups) * group)
             rows += read
             keys += read * heads
         done += 1 + passed
@@ -238,145 +134,15 @@ def _first_stage(team, shape, columns, batch, plan, buffers):
 
 
 @numba.njit(nogil=True)
-def _sampled_part(team, shape, columns, batch, plan, buffers, slot):
-    """Attention of one head over one part of its samples in a piece."""
-    kind = shape.kind
-    item, begin = np.int64(buffers.slots[slot, 0]), np.int64(buffers.slots[slot, 1])
-    order, head = item // shape.heads, item % shape.heads
-    end = min(np.int64(buffers.found[item]), begin + PART_SAMPLES)
-    piece = batch.pieces[plan.sampled[order]]
-    kv_head = head // (shape.heads // shape.kv_heads)
-    keys, key_row = piece[KEYS] + kv_head * piece[KEY_HEAD], piece[KEY_ROW]
-    values, value_row = piece[VALUES] + kv_head * piece[VALUE_HEAD], piece[VALUE_ROW]
-    ids = address_of(buffers.ids) + 2 * (plan.ids_at[order, 0] + plan.ids_at[order, 1] * head)
-    for index in range(begin, min(begin + AHEAD_ROWS, end)):
-        fetch_sample(kind, columns, keys, key_row, values, value_row, ids, index)
-    query, sums = address_of(buffers.query[team.me]), address_of(buffers.sums[team.me])
-    scores, rescale = address_of(buffers.scores[team.me]), address_of(buffers.state[team.me])
-    to_unit, inverse_norm = prepare_query(
-        kind, shape.query_kind, _query_at(shape, batch, piece, head), shape.dim, query
-    )
-    to_logit = to_unit * shape.scale
-    if column_bytes(kind) == 1:
-        to_logit *= load_float32(piece[KEY_SCALE] + 4 * kv_head)
-    buffers.sums[team.me, 0, :] = np.float32(0.0)
-    top, mass = np.float32(-np.inf), np.float32(0.0)
-    for at in range(begin, end, BLOCK_ROWS):
-        to = min(at + BLOCK_ROWS, end)
-        score_samples(kind, columns, keys, key_row, values, value_row, ids, at, to, end, query, scores)
-        highest = weigh_samples(scores, to - at, batch.logs, to_logit, to_unit * inverse_norm)
-        factor = np.float32(1.0)
-        if highest > top:
-            factor = shrink(top, highest)
-            top = highest
-        mass = mass * factor + exponentiate(scores, to - at, top)
-        store_float32(rescale, factor)
-        add_samples(kind, columns, values, value_row, ids, at, to, scores, rescale, sums)
-    write_partial(
-        kind, sums, mass, top, piece[VALUE_SCALE] + 4 * shape.dim * kv_head, shape.dim,
-        address_of(buffers.out[slot]), address_of(buffers.lse) + 4 * slot,
-    )  # fmt: skip
-
-
-@numba.njit(nogil=True)
-def _query_at(shape, batch, piece, head):
-    bytes_ = column_bytes(shape.query_kind) * shape.dim
-    return batch.queries + bytes_ * (piece[REQUEST] * shape.heads + head)
-
-
-@numba.njit(nogil=True)
 def _second_stage(team, shape, columns, batch, plan, buffers):
     exact = len(plan.parts) * (shape.heads // shape.kv_heads)
     items, done = atomic_load(address_of(buffers.totals)) - exact, 0
     item = claim(team, 1, items)
     while item >= 0:
-        _sampled_part(team, shape, columns, batch, plan, buffers, exact + item)
+        attend_samples(team, shape, columns, batch, plan, buffers, exact + item)
         done += 1
         item = claim(team, 1, items)
     end_stage(team, 1, items, done)
-
-
-@numba.njit(nogil=True)
-def _exact_part(team, shape, columns, batch, buffers, part, first_slot):
-    """Attention of the wanted heads of a group over rows of an exact piece that are not excluded, in blocks that stay
-    in the first cache. Returns how many rows it read, and for how many heads."""
-    kind, dim = shape.kind, shape.dim
-    group, piece, kv_head = shape.heads // shape.kv_heads, batch.pieces[part[0]], np.int64(part[1])
-    keys, values = piece[KEYS] + kv_head * piece[KEY_HEAD], piece[VALUES] + kv_head * piece[VALUE_HEAD]
-    query, sums = address_of(buffers.query[team.me]), address_of(buffers.sums[team.me])
-    scores, state = address_of(buffers.scores[team.me]), buffers.state[team.me]
-    top, mass, to_logit = state[0], state[1], state[2]
-    key_scale = load_float32(piece[KEY_SCALE] + 4 * kv_head) if column_bytes(kind) == 1 else np.float32(1.0)
-    members = 0
-    for head in range(kv_head * group, kv_head * group + group):
-        if _is_wanted(shape, batch, piece[REQUEST], head):
-            at = _query_at(shape, batch, piece, head)
-            to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, query + 4 * dim * members)
-            to_logit[members] = to_unit * shape.scale * key_scale
-            top[members] = -np.inf
-            mass[members] = 0.0
-            members += 1
-    buffers.sums[team.me, :, :] = np.float32(0.0)
-    excluded, to_run = _excluded_at(shape, batch, piece[REQUEST], kv_head), piece[RUN_BEGIN] - piece[BEGIN]
-    read, begin, last = 0, np.int64(part[2]), np.int64(part[3])
-    while begin < last:
-        begin, end = next_covered(excluded, batch.words, begin + to_run, last + to_run)
-        begin, end = begin - to_run, end - to_run
-        read += end - begin
-        for at in range(begin, end, BLOCK_ROWS):
-            key, value = keys + at * piece[KEY_ROW], values + at * piece[VALUE_ROW]
-            count = min(BLOCK_ROWS, end - at)
-            _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state)
-        begin = end
-    member = 0
-    for head in range(kv_head * group, kv_head * group + group):
-        slot = first_slot + head % group
-        if read == 0:
-            buffers.lse[slot] = -np.inf
-        elif _is_wanted(shape, batch, piece[REQUEST], head):
-            write_partial(
-                kind, sums + 4 * dim * member, mass[member], top[member], piece[VALUE_SCALE] + 4 * dim * kv_head, dim,
-                address_of(buffers.out[slot]), address_of(buffers.lse) + 4 * slot,
-            )  # fmt: skip
-            member += 1
-    return read, members
-
-
-@numba.njit(nogil=True)
-def _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state):
-    """Add `count` rows, from the addresses of the first key and value on, to what `members` queries have so far."""
-    kind, dim, member = shape.kind, shape.dim, 0
-    while member < members:
-        left, query_at, sums_at = members - member, query + 4 * dim * member, sums + 4 * dim * member
-        rescale = address_of(state[3]) + 4 * member
-        if left >= 4:
-            _score_four(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
-            _weigh(state, member, 4, scores, count)
-            _add_four(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
-            member += 4
-        elif left >= 2:
-            _score_two(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
-            _weigh(state, member, 2, scores, count)
-            _add_two(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
-            member += 2
-        else:
-            _score_one(kind, columns, key, piece[KEY_ROW], count, query_at, 4 * dim, scores)
-            _weigh(state, member, 1, scores, count)
-            _add_one(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, sums_at)
-            member += 1
-
-
-@numba.njit(nogil=True)
-def _weigh(state, first, members, scores, count):
-    """Products of a block of rows to weights, for some members of a group."""
-    for member in range(members):
-        at, head = scores + 4 * BLOCK_ROWS * member, first + member
-        highest = scale_scores(at, count, state[2, head])
-        state[3, head] = np.float32(1.0)
-        if highest > state[0, head]:
-            state[3, head] = shrink(state[0, head], highest)
-            state[0, head] = highest
-        state[1, head] = state[1, head] * state[3, head] + exponentiate(at, count, state[0, head])
 
 
 @numba.njit(nogil=True)
@@ -395,7 +161,7 @@ def _centre_logit(shape, batch, piece, head):
     """What centring took from every logit of the piece: the query times the mean key."""
     if piece[CENTRE] == 0:
         return np.float32(0.0)
-    query = _query_at(shape, batch, piece, head)
+    query = query_at(shape, batch, piece, head)
     centre = piece[CENTRE] + 4 * shape.dim * (head // (shape.heads // shape.kv_heads))
     product = 0.0
     for column in range(shape.dim):
@@ -408,9 +174,9 @@ def _merge(team, shape, batch, plan, buffers, request, head):
     """Merge the partials of a request's pieces, for one head; none, if it is not wanted. Returns the tokens covered."""
     item, covered = request * shape.heads + head, 0
     first, last = plan.first_piece[request], plan.first_piece[request + 1]
-    if not _is_wanted(shape, batch, request, head):
+    if not is_wanted(shape, batch, request, head):
         last = first
-    excluded = _excluded_at(shape, batch, request, head // (shape.heads // shape.kv_heads))
+    excluded = excluded_at(shape, batch, request, head // (shape.heads // shape.kv_heads))
     top = np.float32(-np.inf)
     for index in range(first, last):
         piece = batch.pieces[index]

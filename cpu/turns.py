@@ -29,7 +29,8 @@ from cpu.context import (
     open_row,
 )
 from cpu.plan import NOT_ASKED, PLANNED, make_plan
-from cpu.stages import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, TOKENS_COVERED, WAITED_NS, attend_as
+from cpu.stages import attend_as
+from cpu.workspace import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, TOKENS_COVERED, WAITED_NS
 from transfer.simd.memory import load_int64
 from transfer.simd.team import atomic_add, atomic_load, look_again, now_ns
 

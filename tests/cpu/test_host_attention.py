@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cpu.attention import Attended, HostAttention
-from cpu.stages import PART_ROWS, PART_SAMPLES
 from cpu.tables import build_tables
+from cpu.workspace import PART_ROWS, PART_SAMPLES
 from tests.cpu.rows_model import (
     EXACT,
     ROW_TYPES,

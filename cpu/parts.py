@@ -1,0 +1,163 @@
+"""Attention over one part: some samples of a head in a piece, or some rows of an exact piece for all heads of a group.
+
+What one thread claims at a time. It refuses to know the order of parts and their merge. Invariant: a part's partial
+depends on its own rows alone. Bytes moved: a key and a value a sample; of an exact part, each row that is not excluded
+once.
+"""
+
+import numba
+import numpy as np
+
+from cpu.exclusions import next_covered
+from cpu.pieces import (
+    BEGIN,
+    KEY_HEAD,
+    KEY_ROW,
+    KEY_SCALE,
+    KEYS,
+    REQUEST,
+    RUN_BEGIN,
+    VALUE_HEAD,
+    VALUE_ROW,
+    VALUE_SCALE,
+    VALUES,
+)
+from cpu.rows import (
+    AHEAD_ROWS,
+    BLOCK_ROWS,
+    add_rows,
+    add_samples,
+    column_bytes,
+    fetch_sample,
+    score_rows,
+    score_samples,
+)
+from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
+from cpu.workspace import PART_SAMPLES, excluded_at, is_wanted, query_at
+from transfer.simd.memory import load_float32, store_float32
+from transfer.simd.vectors import address_of
+
+_score_four, _score_two, _score_one = score_rows(4), score_rows(2), score_rows(1)
+_add_four, _add_two, _add_one = add_rows(4), add_rows(2), add_rows(1)
+
+
+@numba.njit(nogil=True)
+def attend_samples(team, shape, columns, batch, plan, buffers, slot):
+    """Attention of one head over one part of its samples in a piece."""
+    kind = shape.kind
+    item, begin = np.int64(buffers.slots[slot, 0]), np.int64(buffers.slots[slot, 1])
+    order, head = item // shape.heads, item % shape.heads
+    end = min(np.int64(buffers.found[item]), begin + PART_SAMPLES)
+    piece = batch.pieces[plan.sampled[order]]
+    kv_head = head // (shape.heads // shape.kv_heads)
+    keys, key_row = piece[KEYS] + kv_head * piece[KEY_HEAD], piece[KEY_ROW]
+    values, value_row = piece[VALUES] + kv_head * piece[VALUE_HEAD], piece[VALUE_ROW]
+    ids = address_of(buffers.ids) + 2 * (plan.ids_at[order, 0] + plan.ids_at[order, 1] * head)
+    for index in range(begin, min(begin + AHEAD_ROWS, end)):
+        fetch_sample(kind, columns, keys, key_row, values, value_row, ids, index)
+    query, sums = address_of(buffers.query[team.me]), address_of(buffers.sums[team.me])
+    scores, rescale = address_of(buffers.scores[team.me]), address_of(buffers.state[team.me])
+    to_unit, inverse_norm = prepare_query(kind, shape.query_kind, query_at(shape, batch, piece, head), shape.dim, query)
+    to_logit = to_unit * shape.scale
+    if column_bytes(kind) == 1:
+        to_logit *= load_float32(piece[KEY_SCALE] + 4 * kv_head)
+    buffers.sums[team.me, 0, :] = np.float32(0.0)
+    top, mass = np.float32(-np.inf), np.float32(0.0)
+    for at in range(begin, end, BLOCK_ROWS):
+        to = min(at + BLOCK_ROWS, end)
+        score_samples(kind, columns, keys, key_row, values, value_row, ids, at, to, end, query, scores)
+        highest = weigh_samples(scores, to - at, batch.logs, to_logit, to_unit * inverse_norm)
+        factor = np.float32(1.0)
+        if highest > top:
+            factor = shrink(top, highest)
+            top = highest
+        mass = mass * factor + exponentiate(scores, to - at, top)
+        store_float32(rescale, factor)
+        add_samples(kind, columns, values, value_row, ids, at, to, scores, rescale, sums)
+    write_partial(
+        kind, sums, mass, top, piece[VALUE_SCALE] + 4 * shape.dim * kv_head, shape.dim,
+        address_of(buffers.out[slot]), address_of(buffers.lse) + 4 * slot,
+    )  # fmt: skip
+
+
+@numba.njit(nogil=True)
+def attend_rows(team, shape, columns, batch, buffers, part, first_slot):
+    """Attention of the wanted heads of a group over rows of an exact piece that are not excluded, in blocks that stay
+    in the first cache. Returns how many rows it read, and for how many heads."""
+    kind, dim = shape.kind, shape.dim
+    group, piece, kv_head = shape.heads // shape.kv_heads, batch.pieces[part[0]], np.int64(part[1])
+    keys, values = piece[KEYS] + kv_head * piece[KEY_HEAD], piece[VALUES] + kv_head * piece[VALUE_HEAD]
+    query, sums = address_of(buffers.query[team.me]), address_of(buffers.sums[team.me])
+    scores, state = address_of(buffers.scores[team.me]), buffers.state[team.me]
+    top, mass, to_logit = state[0], state[1], state[2]
+    key_scale = load_float32(piece[KEY_SCALE] + 4 * kv_head) if column_bytes(kind) == 1 else np.float32(1.0)
+    members = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        if is_wanted(shape, batch, piece[REQUEST], head):
+            at = query_at(shape, batch, piece, head)
+            to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, query + 4 * dim * members)
+            to_logit[members] = to_unit * shape.scale * key_scale
+            top[members] = -np.inf
+            mass[members] = 0.0
+            members += 1
+    buffers.sums[team.me, :, :] = np.float32(0.0)
+    excluded, to_run = excluded_at(shape, batch, piece[REQUEST], kv_head), piece[RUN_BEGIN] - piece[BEGIN]
+    read, begin, last = 0, np.int64(part[2]), np.int64(part[3])
+    while begin < last:
+        begin, end = next_covered(excluded, batch.words, begin + to_run, last + to_run)
+        begin, end = begin - to_run, end - to_run
+        read += end - begin
+        for at in range(begin, end, BLOCK_ROWS):
+            key, value = keys + at * piece[KEY_ROW], values + at * piece[VALUE_ROW]
+            count = min(BLOCK_ROWS, end - at)
+            _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state)
+        begin = end
+    member = 0
+    for head in range(kv_head * group, kv_head * group + group):
+        slot = first_slot + head % group
+        if read == 0:
+            buffers.lse[slot] = -np.inf
+        elif is_wanted(shape, batch, piece[REQUEST], head):
+            write_partial(
+                kind, sums + 4 * dim * member, mass[member], top[member], piece[VALUE_SCALE] + 4 * dim * kv_head, dim,
+                address_of(buffers.out[slot]), address_of(buffers.lse) + 4 * slot,
+            )  # fmt: skip
+            member += 1
+    return read, members
+
+
+@numba.njit(nogil=True)
+def _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state):
+    """Add `count` rows, from the addresses of the first key and value on, to what `members` queries have so far."""
+    kind, dim, member = shape.kind, shape.dim, 0
+    while member < members:
+        left, own_query, own_sums = members - member, query + 4 * dim * member, sums + 4 * dim * member
+        rescale = address_of(state[3]) + 4 * member
+        if left >= 4:
+            _score_four(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores)
+            _weigh(state, member, 4, scores, count)
+            _add_four(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums)
+            member += 4
+        elif left >= 2:
+            _score_two(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores)
+            _weigh(state, member, 2, scores, count)
+            _add_two(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums)
+            member += 2
+        else:
+            _score_one(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores)
+            _weigh(state, member, 1, scores, count)
+            _add_one(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums)
+            member += 1
+
+
+@numba.njit(nogil=True)
+def _weigh(state, first, members, scores, count):
+    """Products of a block of rows to weights, for some members of a group."""
+    for member in range(members):
+        at, head = scores + 4 * BLOCK_ROWS * member, first + member
+        highest = scale_scores(at, count, state[2, head])
+        state[3, head] = np.float32(1.0)
+        if highest > state[0, head]:
+            state[3, head] = shrink(state[0, head], highest)
+            state[0, head] = highest
+        state[1, head] = state[1, head] * state[3, head] + exponentiate(at, count, state[0, head])

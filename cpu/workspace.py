@@ -1,0 +1,108 @@
+"""What the threads of a region share, and what each has to itself: the shape, the ask's arrays, its plan, and buffers.
+
+It refuses to know the work (`cpu.stages`) and who fills the plan (`cpu.plan`). Invariant: a batch's arrays are the
+asker's; all else belongs to the workspace and means nothing once the next ask is planned.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from cpu.exclusions import bits_at
+from cpu.pieces import REQUEST
+from cpu.rows import column_bytes
+from transfer.simd.memory import load_uint8
+
+STAGES = 3
+SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 8, 9, 10, 11, 12
+KEYS_SCORED, INDEX_BYTES, TOKENS_COVERED, TOTALS = 13, 14, 15, 16  # two lines
+STATE = 16  # float32 between the rows of a thread's state: more than the largest group
+PART_SAMPLES = 512  # of a head and piece: what one thread claims
+PART_ROWS = 512  # of an exact piece and KV head, the same
+
+
+class Shape(NamedTuple):
+    """kind, query_kind: scalars of the rows' and the queries' type; mask: buckets - 1. Beside it goes
+    `columns`, `dim // 64` zeros."""
+
+    kind: np.uint16 | np.int8 | np.float32
+    query_kind: np.uint16 | np.float32
+    heads: int
+    kv_heads: int
+    dim: int
+    tables: int
+    mask: int
+    scale: np.float32
+
+
+class Batch(NamedTuple):
+    """Addresses of arrays `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered (or 0), and
+    wanted uint8 (or 0: all heads). excluded: address of int32 `[requests, kv_heads, words]`, or 0. logs: of
+    `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`. answered: where the stamp goes in the end, or 0."""
+
+    pieces: np.ndarray
+    requests: int
+    queries: int
+    codes: int
+    wanted: int
+    excluded: int
+    words: int
+    logs: int
+    out: int
+    lse: int
+    covered: int
+    stamp: int
+    answered: int
+
+
+class Plan(NamedTuple):
+    """What is to be done. first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a piece among the
+    sampled, or its first exact part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id and ids
+    a head; parts: int32 `[exact parts, 4]`: piece, KV head, begin, end.
+    """
+
+    first_piece: np.ndarray
+    ordinals: np.ndarray
+    sampled: np.ndarray
+    ids_at: np.ndarray
+    parts: np.ndarray
+
+
+class Buffers(NamedTuple):
+    """Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and
+    begin; out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters.
+    A thread's: counts uint8, spans int64, query and sums float32 `[group, dim]`, scores float32 `[4, BLOCK_ROWS]`,
+    state float32 `[4, STATE]`: maxima, masses, factors of products, rescaling.
+    """
+
+    ids: np.ndarray
+    found: np.ndarray
+    first_slot: np.ndarray
+    slots: np.ndarray
+    out: np.ndarray
+    lse: np.ndarray
+    totals: np.ndarray
+    counters: np.ndarray
+    counts: np.ndarray
+    spans: np.ndarray
+    query: np.ndarray
+    sums: np.ndarray
+    scores: np.ndarray
+    state: np.ndarray
+
+
+@numba.njit(nogil=True)
+def is_wanted(shape, batch, request, head):
+    return batch.wanted == 0 or load_uint8(batch.wanted + request * shape.heads + head) != 0
+
+
+@numba.njit(nogil=True)
+def excluded_at(shape, batch, request, kv_head):
+    return bits_at(batch.excluded, batch.words, request * shape.kv_heads + kv_head)
+
+
+@numba.njit(nogil=True)
+def query_at(shape, batch, piece, head):
+    bytes_ = column_bytes(shape.query_kind) * shape.dim
+    return batch.queries + bytes_ * (piece[REQUEST] * shape.heads + head)
