@@ -21,6 +21,7 @@ from bench.plain_decode import PlainDecode
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require, summarise
 from cpu.rates import measure_host_rates, measure_read_rate
+from gpu.decode.steps import Batch
 from gpu.load import DTYPES, RANDOM_SEED
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.weights import Weights, load_weights, random_weights
@@ -159,7 +160,8 @@ def _summary(ours: Sequence[float], theirs: Sequence[float], peer: str, agreemen
 @torch.inference_mode()
 def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
     """The step that was captured, without sampling and without the host: inputs are left as they were."""
-    steps = runner.resident_steps
-    steps.run(list(range(batch)), [position] * batch)
-    timing = measure(steps._captured[batch].graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
+    steps = runner.decode_steps
+    places = [position] * batch
+    steps.run(Batch(list(range(batch)), places, places, [None] * batch))
+    timing = measure(steps._captured[0, batch].graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
     return asdict(timing) | {"peer": None, "peer_ms": None, "extras": {}}

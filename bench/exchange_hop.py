@@ -18,14 +18,14 @@ from rich.console import Console
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, require, summarise
-from gpu.decode.hop_steps import LAUNCHES_BLOCK
-from gpu.decode.steps import WARMUP_STEPS
+from gpu.decode.capture import capture
+from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.host.simhash import draw_projections
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.simhash_encode import arrange, encode_queries
 from transfer.exchange import wait
 from transfer.merge import merge_outputs
-from transfer.partial import Partial
+from transfer.partial import Partial, merge
 
 HEADS, DIM, BITS, TABLES = 32, 128, 10, 150
 HOPS = 32  # of a step
@@ -93,7 +93,7 @@ class Hops:
         self.exchange.ask(self.query)
 
     def _merge(self) -> None:
-        self.query.copy_(self.exchange.merge_answer(self.resident).out)
+        self.query.copy_(merge(self.resident, self.exchange.answer(self.rows)).out)
 
     def _merge_and_ask(self) -> None:
         self._merge()
@@ -107,7 +107,7 @@ class Hops:
 
     def _merge_and_copy(self) -> None:
         answer = [part.to(self.device, non_blocking=True) for part in (self.slot.out, self.slot.lse)]
-        merged, _ = merge_outputs(self.resident.out, self.resident.lse, *answer)
+        merged, _ = merge_outputs([self.resident.out, answer[0]], [self.resident.lse, answer[1]])
         self.query.copy_(merged)
         assert self.slot.codes is not None
         self.slot.queries.copy_(self.query, non_blocking=True)
@@ -118,15 +118,7 @@ class Hops:
         if self.device.type != "cuda":
             return segment
         self.slot.release()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUP_STEPS):
-                segment()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            segment()
+        graph, _ = capture(segment, None)
         self.exchange.forget_asks()
         return graph.replay
 

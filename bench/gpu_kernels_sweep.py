@@ -222,7 +222,7 @@ def small_rows(tokens: int, bytes_per_s: float) -> Iterator[Row]:
     cos, sin = angles.cos(), angles.sin()
 
     def rope() -> Tensor:
-        return rope_kv_write(qkv, cos, sin, positions, slots, table, key_pages, value_pages, 32)
+        return rope_kv_write(qkv, cos, sin, positions, positions, slots, table, key_pages, value_pages, 32)
 
     low, high = qkv[:, :4096].double().view(tokens, 32, 2, 64).unbind(2)
     c, s = cos.double()[:, None], sin.double()[:, None]
@@ -230,7 +230,7 @@ def small_rows(tokens: int, bytes_per_s: float) -> Iterator[Row]:
     yield row_for("rope_kv_write", f"{tokens} x 6144", "", graph_us([rope], 5), 2 * qkv.nbytes, bytes_per_s)
     out = torch.randn(tokens, 32, 128, device="cuda")
     lse = torch.randn(tokens, 32, device="cuda")
-    us = graph_us([lambda: merge_outputs(out, lse, out, lse)], 5)
+    us = graph_us([lambda: merge_outputs([out, out], [lse, lse])], 5)
     yield row_for("merge", f"{tokens} x 32 x 128", "", us, 3 * (out.nbytes + lse.nbytes), bytes_per_s)
 
 

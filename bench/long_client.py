@@ -7,7 +7,7 @@ request of the batch, behind others that warmed it up.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -75,7 +75,7 @@ class Client:
 
     def advance(self) -> list[Delta]:
         """A step of the engine. Raises GateError where a request fails in it."""
-        times = self.engine._runner.hop_times
+        times = self.engine._runner.ask_times
         before = times.ready_s
         deltas = self.engine.step()
         self.longest_ready_s = max(self.longest_ready_s, times.ready_s - before)
@@ -141,7 +141,7 @@ class Client:
     def seconds(self) -> dict[str, float]:
         """Seconds so far, on the host: of the tier's threads, and of each part of the steps that have a part on it."""
         stats = self.host_stats()
-        hops = asdict(self.engine._runner.hop_times)
+        hops = asdict(self.engine._runner.ask_times)
         return {"host_wait": stats.wait_seconds, "host_attend": stats.attend_seconds} | {
             f"hop_{name.removesuffix('_s')}": value for name, value in hops.items() if name.endswith("_s")
         }
@@ -149,15 +149,16 @@ class Client:
     @contextmanager
     def watch_samples(self) -> Iterator[WatchedTier]:
         """Meanwhile, what sampled steps ask and what the tier answers is remembered."""
-        offload = self.engine._runner._offload
-        assert offload is not None, "the deployment has a host section"
-        assert isinstance(offload.tier, CpuTier), "the engine's tier is the CPU's"
-        steps, watched = offload.decode_steps(True), WatchedTier(offload.tier)
-        steps.tier = cast(HostTier, watched)
+        steps = self.engine._runner.decode_steps
+        asking = steps.asking
+        assert asking is not None, "the deployment has a host section"
+        assert isinstance(asking.tier, CpuTier), "the engine's tier is the CPU's"
+        watched = WatchedTier(asking.tier)
+        steps.asking = replace(asking, tier=cast(HostTier, watched))
         try:
             yield watched
         finally:
-            steps.tier = watched.tier
+            steps.asking = asking
 
     def drain(self, request_ids: Sequence[str]) -> None:
         self.engine.cancel(list(request_ids))

@@ -44,6 +44,9 @@ class GpuConfig(Settings):
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")
+    check_coverage: bool = Field(
+        False, description="count in every decode step who covers which tokens, and stop where one is lost; slow"
+    )
 
 
 class MethodChoice(BaseModel):

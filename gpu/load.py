@@ -60,7 +60,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
         runner = Runner(
             architecture, weights, num_pages=num_pages, num_dense_pages=num_dense_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
-            device=device, tier=tier,
+            device=device, tier=tier, checks_coverage=gpu.check_coverage,
         )  # fmt: skip
         on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute
         runner.warm_up(chunk_tokens)

@@ -9,17 +9,17 @@ decode step the device or the host left unanswered, gets token -1 and disturbs n
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
 
-from gpu.decode.attention import exact_decode_attention
-from gpu.decode.hop_steps import HopTimes
-from gpu.decode.steps import DecodeSteps
+from gpu.decode.halving import Halving, most_rows_of_parts
+from gpu.decode.loop import LayerLoop
+from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps
 from gpu.host.deposit import Depositor
 from gpu.host.offload import Offload
 from gpu.host.simhash import draw_projections
+from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kernels.simhash_encode import Hyperplanes, arrange
 from gpu.kv.pool import KvPool
@@ -33,6 +33,7 @@ from gpu.step import (
     NOT_FINITE,
     DecodeGroup,
     Deposit,
+    HostAsk,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
@@ -121,13 +122,15 @@ class InFlight:
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    tier: where contexts go that leave the device, or None; then there are no dense pages. resident_steps: over contexts
-    that are on the device.
+    tier: where contexts go that leave the device, or None; then there are no dense pages. ask_times: of all steps with
+    a part on the host. checks_coverage: count in every decode step who covers which tokens, and end with CoverageError
+    where that is not the whole context; a debug run, without graphs.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, num_dense_pages: int,
                  page_tokens: int, max_running: int, max_context_tokens: int, max_hidden_tokens: int,
-                 dtype: torch.dtype, device: torch.device, tier: HostTier | None) -> None:  # fmt: skip
+                 dtype: torch.dtype, device: torch.device, tier: HostTier | None,
+                 checks_coverage: bool = False) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -140,41 +143,39 @@ class Runner:
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
-        depositor = None
-        if tier is not None:
-            depositor = Depositor(tier.shape, _hyperplanes(tier.shape, dtype, device), device, Streams(device))
+        hyperplanes = None if tier is None else _hyperplanes(tier.shape, dtype, device)
+        depositor = None if tier is None else Depositor(tier.shape, hyperplanes, device, Streams(device))
         self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         workspace = workspace_for(
             max_running, architecture.num_heads, architecture.num_kv_heads, architecture.dim, max_context_tokens, device
         )
-        self.resident_steps = DecodeSteps(decoder, exact_decode_attention, self._last_tokens, workspace)
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._offload: Offload | None = None
+        self.ask_times = AskTimes()
+        asking = None
         if tier is not None and depositor is not None:
-            self._offload = Offload(tier, depositor, decoder, self._prefill.gathered, self._last_tokens, workspace)
+            self._offload = Offload(tier, depositor, self.pool, self._prefill.gathered)
+            exchanges = [
+                SlotExchange(rows, architecture.num_heads, architecture.dim, hyperplanes, dtype, device,
+                             is_counted=checks_coverage)
+                for rows in most_rows_of_parts(max_running)
+            ]  # fmt: skip
+            asking = Asking(tier, exchanges, Halving(), self.ask_times)
+        loop = LayerLoop(
+            decoder, () if tier is None else tuple(tier.shape.layers), self._last_tokens, workspace, checks_coverage
+        )
+        self.decode_steps = DecodeSteps(loop, asking)
 
     @property
     def num_prefill_jobs(self) -> int:
         return self._prefill.num_jobs
 
-    @property
-    def hop_times(self) -> HopTimes:
-        """Of all steps with a part on the CPU; they stay zero without a tier."""
-        return self._offload.times if self._offload is not None else HopTimes()
-
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
         """Capture the decode steps of every kind as CUDA graphs; does nothing on the CPU."""
-        sizes = sorted({min(size, self.limits.max_running) for size in batch_sizes})
-        if self.device.type != "cuda" or not sizes:
-            return
-        captures = [partial(self.resident_steps.capture, sizes)]
-        if self._offload is not None:
-            captures.append(partial(self._offload.capture, sizes))
-        for done, capture in enumerate(captures):
-            begin = done / len(captures)
-            capture(lambda part, begin=begin: on_progress(begin + part / len(captures)))
+        if self.device.type == "cuda":
+            self.decode_steps.capture(batch_sizes, on_progress)
 
     @torch.inference_mode()
     def warm_up(self, chunk_tokens: int) -> None:
@@ -186,8 +187,10 @@ class Runner:
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
         self._rehearse([tokens - 1], [], [DecodeGroup([0], [tokens - 1], [1])])
-        for is_sampled in () if self._offload is None else self._offload.kinds:
-            self._warm_up_host(is_sampled)
+        if self._offload is not None:
+            kinds = (False,) if self._offload.tier.shape.num_tables == 0 else (False, True)
+            for is_sampled in kinds:
+                self._warm_up_host(is_sampled)
 
     @torch.inference_mode()
     def time_prefill(self, lengths: Sequence[int]) -> tuple[list[PrefillUnit], float]:
@@ -226,20 +229,19 @@ class Runner:
         """Three pages of tokens, of which the one in the middle goes down."""
         page, dense = self.limits.page_tokens, self.limits.num_pages
         deposit = Deposit(0, 0, page, 2 * page, [1], [dense], opens=True, is_sampled=is_sampled)
-        self._rehearse([3 * page - 1], [deposit], [DecodeGroup([0], [3 * page - 1], [1], [0], is_sampled)])
+        self._rehearse([3 * page - 1], [deposit], [DecodeGroup([0], [3 * page - 1], [1], [HostAsk(0, page, 2 * page)])])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         """Start a step, in the plan's field order; on the CPU it has run when this returns.
 
-        A decode group with host contexts blocks until the CPU has given its last answer: what the step still lacks
-        then is its last layers and the drawing.
+        A decode group whose rows ask the host blocks until it has given its last answer: what the step still lacks then
+        is its last layers and the drawing.
         """
         whole = Timer(self.device)
         whole.mark(0)
         for slot in plan.released_slots:
             self._sampler.release(slot)
-            self.pool.release(slot)
             self._failures.pop(slot, None)
         for job_id in plan.dropped_jobs:
             self._prefill.drop(job_id)
@@ -315,11 +317,8 @@ class Runner:
 
     def _decode(self, group: DecodeGroup) -> torch.Tensor:
         """Logits, float32 `[rows, vocab]`. Raises ContextLostError, and ExchangeError where the device asks nothing."""
-        if group.context_ids is None:
-            return self.resident_steps.run(group.slots, group.positions)
-        assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
-        steps = self._offload.decode_steps(group.is_sampled)
-        return steps.run(group.slots, group.positions, group.context_ids)
+        cells = group.positions if group.cells is None else group.cells
+        return self.decode_steps.run(Batch(group.slots, group.positions, cells, _asks_of(group)))
 
     def _feed_back(self, sampled: Sampled) -> None:
         """What was drawn is the next step's input."""
@@ -337,14 +336,19 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
         slots=[group.slots[row] for row in rows],
         positions=[group.positions[row] for row in rows],
         samples=[group.samples[row] for row in rows],
-        context_ids=None if group.context_ids is None else [group.context_ids[row] for row in rows],
+        asks=None if group.asks is None else [group.asks[row] for row in rows],
+        cells=None if group.cells is None else [group.cells[row] for row in rows],
     )
 
 
 def _rows_of(group: DecodeGroup, error: ContextLostError) -> dict[int, str]:
     """The group's slots over the context that is lost, and why."""
-    rows = zip(group.slots, group.context_ids or [], strict=True)
-    return {slot: str(error) for slot, context_id in rows if context_id == error.context_id}
+    rows = zip(group.slots, _asks_of(group), strict=True)
+    return {slot: str(error) for slot, ask in rows if ask is not None and ask.context_id == error.context_id}
+
+
+def _asks_of(group: DecodeGroup) -> list[HostAsk | None]:
+    return group.asks if group.asks is not None else [None] * len(group.slots)
 
 
 def _hyperplanes(shape: TierShape, dtype: torch.dtype, device: torch.device) -> Hyperplanes | None:

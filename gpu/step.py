@@ -110,20 +110,31 @@ class Deposit:
 
 
 @dataclass(frozen=True, slots=True)
+class HostAsk:
+    """What a row reads of its context in host memory: cells `[begin, end)`, in the layers that go down. They are the
+    first `end - begin` tokens of the run of `context_id` there; all other cells are on the device.
+    """
+
+    context_id: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Sequences that decode one token each, in one step, whatever their profiles.
 
     The input token of a slot is the one last sampled for it (on the device), at position `positions[i]`; its key and
-    value are written there, so the context afterwards is `positions[i] + 1` tokens. `samples[i]` numbers the draw.
-    `context_ids`: their host contexts, or None where every row is on the device; `is_sampled`: the CPU reads a sample
-    of these contexts, else all of them. A group is all of one kind.
+    value are written to cell `cells[i]` (None: cells are positions), the last of its context, which is `cells[i] + 1`
+    cells long. `samples[i]` numbers the draw. `asks[i]`: what the row reads in host memory; None: nothing, or for the
+    whole group, no row reads anything there.
     """
 
     slots: list[int]
     positions: list[int]
     samples: list[int]
-    context_ids: list[int] | None = None
-    is_sampled: bool = False
+    asks: list[HostAsk | None] | None = None
+    cells: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

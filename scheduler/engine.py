@@ -113,7 +113,7 @@ class Engine:
     def _host_stats(self) -> HostStats | None:
         if self._tier is None:
             return None
-        tier, residence, times = self._tier.stats(), self.scheduler.residence, self._runner.hop_times
+        tier, residence, times = self._tier.stats(), self.scheduler.residence, self._runner.ask_times
         return HostStats(
             bytes_used=tier.bytes_in_use,
             bytes_promised=residence.num_promised_bytes,
@@ -136,7 +136,7 @@ class Engine:
 
 def _blocks(plan: StepPlan) -> bool:
     """Whether launching it waited for all but its last layers, as the CPU's part does: its tokens are nearly there."""
-    return any(group.context_ids is not None for group in plan.decode)
+    return any(group.asks is not None for group in plan.decode)
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:

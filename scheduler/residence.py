@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpu.profiles import Profile
-from gpu.step import Deposit, HostPrompt, PageWrite
+from gpu.step import Deposit, HostAsk, HostPrompt, PageWrite
 from scheduler.capacity import Capacity, HostCapacity
 from scheduler.host_contexts import HostContext, HostContexts, RunSize
 from scheduler.pages import PagePool
@@ -189,6 +189,14 @@ class Residence:
         self.pages.release(page_ids)
         is_sampled = self._profile(sequence).is_sampled
         return Deposit(sequence.slot, context.context_id, begin, end, page_ids, dense_page_ids, opens, is_sampled)
+
+    def ask(self, sequence: Sequence) -> HostAsk | None:
+        """What a decode step reads of the sequence in host memory, deposits of this plan included."""
+        context = sequence.open_context
+        if context is None:
+            return None
+        sink = self._host[0].sink_tokens
+        return HostAsk(context.context_id, sink, sink + context.num_blocks * self._capacity.page_tokens)
 
     # --- what others may find -----------------------------------------------------------------------------------------
 

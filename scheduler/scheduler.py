@@ -335,19 +335,18 @@ class Scheduler:
     # --- the shape of a step ------------------------------------------------------------------------------------------
 
     def _group(self, drawing: list[Sequence]) -> list[DecodeGroup]:
-        """By what the loop must do for them: nothing is in host memory, or the CPU reads all of it, or samples it."""
-        groups: dict[bool | None, DecodeGroup] = {}
-        for sequence in drawing:
-            context = sequence.open_context
-            is_sampled = None if context is None else self._profiles[sequence.request.attention_profile].is_sampled
-            context_ids: list[int] | None = None if context is None else []
-            group = groups.setdefault(is_sampled, DecodeGroup([], [], [], context_ids, bool(is_sampled)))
-            group.slots.append(sequence.slot)
-            group.positions.append(sequence.next_position)
-            group.samples.append(sequence.num_drawn)
-            if context is not None and group.context_ids is not None:
-                group.context_ids.append(context.context_id)
-        return list(groups.values())
+        """All in one group, so that they read the weights once, whatever their profiles and wherever their KV lies."""
+        if not drawing:
+            return []
+        asks = [self.residence.ask(sequence) for sequence in drawing]
+        return [
+            DecodeGroup(
+                [sequence.slot for sequence in drawing],
+                [sequence.next_position for sequence in drawing],
+                [sequence.num_drawn for sequence in drawing],
+                asks if any(ask is not None for ask in asks) else None,
+            )
+        ]
 
     def _prefill_seconds(self) -> float:
         """Between two decode steps: prefill's share of the time, within the token gap target."""

@@ -1,10 +1,12 @@
-"""Merges two softmax partials over disjoint token sets: plain torch and one Triton kernel.
+"""Merges softmax partials over disjoint token sets, any number in one pass: plain torch and one Triton kernel.
 
-    lse = logaddexp(lse_a, lse_b)      out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+    lse = log(sum of exp(lse_i))      out = sum of exp(lse_i - lse) out_i
 
-It refuses to know which tokens the two cover. Invariant: a side with lse = -inf contributes exactly nothing (even where
-its `out` is NaN), and two such sides give (0, -inf). Bytes moved: 3 * 4 * tokens * heads * (dim + 1).
+It refuses to know which tokens they cover. Invariant: a side with lse = -inf contributes exactly nothing (even where
+its `out` is NaN), and if all are so, the merge is (0, -inf). Bytes moved: (sides + 1) * 4 * tokens * heads * (dim + 1).
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -13,68 +15,88 @@ from torch import Tensor
 
 NO_MASS = float("-inf")
 ROWS_PER_PROGRAM = 4
+MOST_SIDES = 4  # near, far, the host's, and what was fetched or is reused
 
 
-def merge_outputs_reference(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain torch, any floating dtype. out `[tokens, heads, dim]`, lse `[tokens, heads]` natural log; both new."""
-    top = torch.maximum(lse_a, lse_b).clamp_min_(torch.finfo(lse_a.dtype).min)
-    mass_a, mass_b = (lse_a - top).exp_(), (lse_b - top).exp_()  # [tokens, heads]
-    mass = mass_a + mass_b
-    scale = mass.clamp_min(torch.finfo(mass.dtype).tiny)
-    out = torch.where((mass_a == 0).unsqueeze(-1), 0.0, out_a * (mass_a / scale).unsqueeze(-1))
-    out += torch.where((mass_b == 0).unsqueeze(-1), 0.0, out_b * (mass_b / scale).unsqueeze(-1))
-    return out, mass.log_().add_(top)
+def merge_outputs_reference(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Plain torch, any floating dtype. outs `[tokens, heads, dim]`, lses `[tokens, heads]` natural log; both new."""
+    stacked = torch.stack([*lses])  # [sides, tokens, heads]
+    top = stacked.amax(0).clamp_min_(torch.finfo(stacked.dtype).min)
+    masses = (stacked - top).exp_()
+    mass = masses.sum(0)
+    shares = masses / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+    merged = torch.zeros_like(outs[0])
+    for out, share in zip(outs, shares.unsqueeze(-1), strict=True):
+        merged += torch.where(share == 0, 0.0, out * share)
+    return merged, mass.log_().add_(top)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    out_a, lse_a, out_b, lse_b, out, lse, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
+    out_0, out_1, out_2, out_3, lse_0, lse_1, lse_2, lse_3, out, lse, rows,
+    SIDES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_DIM)
     inside = row < rows
-    lse_left = tl.load(lse_a + row, mask=inside, other=float("-inf"))
-    lse_right = tl.load(lse_b + row, mask=inside, other=float("-inf"))
-    top = tl.maximum(lse_left, lse_right)
+    nothing = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    first = tl.load(lse_0 + row, mask=inside, other=float("-inf"))
+    second = tl.load(lse_1 + row, mask=inside, other=float("-inf")) if SIDES > 1 else nothing
+    third = tl.load(lse_2 + row, mask=inside, other=float("-inf")) if SIDES > 2 else nothing
+    fourth = tl.load(lse_3 + row, mask=inside, other=float("-inf")) if SIDES > 3 else nothing
+    top = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
     top = tl.where(top == float("-inf"), 0.0, top)
-    mass_left, mass_right = tl.exp(lse_left - top), tl.exp(lse_right - top)
-    mass = mass_left + mass_right
+    mass = tl.exp(first - top) + tl.exp(second - top) + tl.exp(third - top) + tl.exp(fourth - top)
     scale = 1.0 / tl.where(mass == 0.0, 1.0, mass)
     address = row[:, None] * DIM + column[None, :]
     reads = inside[:, None] & (column < DIM)[None, :]
-    left = tl.load(out_a + address, mask=reads & (mass_left != 0.0)[:, None], other=0.0)
-    right = tl.load(out_b + address, mask=reads & (mass_right != 0.0)[:, None], other=0.0)
-    merged = left * (mass_left * scale)[:, None] + right * (mass_right * scale)[:, None]
+    merged = _share(out_0, address, reads, tl.exp(first - top), scale)
+    if SIDES > 1:
+        merged += _share(out_1, address, reads, tl.exp(second - top), scale)
+    if SIDES > 2:
+        merged += _share(out_2, address, reads, tl.exp(third - top), scale)
+    if SIDES > 3:
+        merged += _share(out_3, address, reads, tl.exp(fourth - top), scale)
     tl.store(out + address, merged, mask=reads)
     tl.store(lse + row, top + tl.log(mass), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _share(out, address, reads, mass, scale):  # type: ignore[no-untyped-def]
+    rows = tl.load(out + address, mask=reads & (mass != 0.0)[:, None], other=0.0)
+    return rows * (mass * scale)[:, None]
 
 
 def _is_reached(first: Tensor, second: Tensor) -> bool:
     return first.device == second.device or (first.is_cuda and second.is_pinned())
 
 
-def merge_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge float32 out `[tokens, heads, dim]` and lse `[tokens, heads]`; new tensors on the same device.
+def merge_outputs(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge one to MOST_SIDES float32 outs `[tokens, heads, dim]` and their lses `[tokens, heads]`; new tensors on the
+    device of the first.
 
-    The second side may lie in pinned host memory where the first is on CUDA: it is read over the link, by the kernel.
-    Raises ValueError where shapes, dtypes or devices differ, or where lse does not belong to out.
+    The others may lie in pinned host memory where the first is on CUDA: they are read over the link, by the kernel.
+    Raises ValueError where shapes, dtypes or devices differ, where an lse does not belong to its out, or for more.
     """
-    if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.shape[:-1] != lse_a.shape:
-        got = f"out {tuple(out_a.shape)} and {tuple(out_b.shape)}, lse {tuple(lse_a.shape)} and {tuple(lse_b.shape)}"
-        raise ValueError(f"merge: {got}; wanted equal [tokens, heads, dim] and equal [tokens, heads]")
-    if not out_a.dtype == out_b.dtype == lse_a.dtype == lse_b.dtype:
-        raise ValueError(f"merge: {out_a.dtype}, {lse_a.dtype}, {out_b.dtype}, {lse_b.dtype}; wanted one dtype")
-    if lse_a.device != out_a.device or not all(_is_reached(out_a, tensor) for tensor in (out_b, lse_b)):
-        raise ValueError(f"merge: on {out_a.device}, {lse_a.device}, {out_b.device}, {lse_b.device}; wanted one device")
-    if not (out_a.is_cuda or triton.knobs.runtime.interpret) or out_a.numel() == 0:
-        return merge_outputs_reference(out_a, lse_a, out_b, lse_b)
-    if out_a.dtype != torch.float32:
-        raise ValueError(f"merge: dtype is {out_a.dtype}; on {out_a.device} wanted torch.float32")
-    out_a, lse_a, out_b, lse_b = (tensor.contiguous() for tensor in (out_a, lse_a, out_b, lse_b))
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    rows, dim = lse.numel(), out.shape[-1]
+    if not 1 <= len(outs) == len(lses) <= MOST_SIDES:
+        raise ValueError(f"merge: {len(outs)} outs and {len(lses)} lses; wanted as many, 1 to {MOST_SIDES}")
+    first = outs[0]
+    if any(out.shape != first.shape for out in outs) or any(lse.shape != first.shape[:-1] for lse in lses):
+        got = f"out {[tuple(out.shape) for out in outs]}, lse {[tuple(lse.shape) for lse in lses]}"
+        raise ValueError(f"merge: {got}; wanted equal [tokens, heads, dim] and [tokens, heads]")
+    if any(tensor.dtype != first.dtype for tensor in (*outs, *lses)):
+        raise ValueError(f"merge: {[tensor.dtype for tensor in (*outs, *lses)]}; wanted one dtype")
+    if not all(_is_reached(first, tensor) for tensor in (*outs, *lses)) or lses[0].device != first.device:
+        raise ValueError(f"merge: on {[str(tensor.device) for tensor in (*outs, *lses)]}; wanted one device")
+    if not (first.is_cuda or triton.knobs.runtime.interpret) or first.numel() == 0:
+        return merge_outputs_reference(outs, lses)
+    if first.dtype != torch.float32:
+        raise ValueError(f"merge: dtype is {first.dtype}; on {first.device} wanted torch.float32")
+    outs, lses = [out.contiguous() for out in outs], [lse.contiguous() for lse in lses]
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    rows, dim, unused = lse.numel(), out.shape[-1], MOST_SIDES - len(outs)
     _merge_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
-        out_a, lse_a, out_b, lse_b, out, lse, rows,
-        DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_ROWS=ROWS_PER_PROGRAM, num_warps=4,
+        *outs, *outs[:1] * unused, *lses, *lses[:1] * unused, out, lse, rows,
+        SIDES=len(outs), DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_ROWS=ROWS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     return out, lse

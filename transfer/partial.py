@@ -11,7 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from transfer.merge import NO_MASS, merge_outputs
+from transfer.merge import MOST_SIDES, NO_MASS, merge_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,25 @@ class Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial of the union of two disjoint token sets, in new tensors.
-
-    `covered` adds up if both sides count, and is None otherwise. Raises ValueError on shapes, dtypes or devices that
-    differ.
+    """The partial of the union of two disjoint token sets, in new tensors; see `merge_all`. Raises ValueError on
+    shapes, dtypes or devices that differ.
     """
-    out, lse = merge_outputs(a.out, a.lse, b.out, b.lse)
-    covered = a.covered + b.covered if a.covered is not None and b.covered is not None else None
-    return Partial(out, lse, covered)
+    return merge_all([a, b])
 
 
 def merge_all(partials: Sequence[Partial]) -> Partial:
-    """Merge one or more partials over pairwise disjoint token sets. Raises ValueError for an empty sequence."""
+    """Merge one or more partials over pairwise disjoint token sets, a few in each pass; one alone is returned as it is.
+
+    `covered` adds up if all count, and is None otherwise. Raises ValueError for an empty sequence.
+    """
     if not partials:
         raise ValueError("merge_all: got no partials, wanted one or more; use Partial.empty for the empty set")
     merged = partials[0]
-    for partial in partials[1:]:
-        merged = merge(merged, partial)
+    for first in range(1, len(partials), MOST_SIDES - 1):
+        sides = [merged, *partials[first : first + MOST_SIDES - 1]]
+        counts = [side.covered for side in sides if side.covered is not None]
+        covered = torch.stack(counts).sum(0, dtype=torch.int32) if len(counts) == len(sides) else None
+        merged = Partial(*merge_outputs([side.out for side in sides], [side.lse for side in sides]), covered)
     return merged
 
 
@@ -61,13 +63,10 @@ class Owner(IntEnum):
     """Who answers for a token in one (layer, query head). DROPPED: left out on purpose, counted, never silent."""
 
     RESIDENT = 0
-    EXACT = 1
-    SAMPLED = 2
-    REUSED = 3
-    BAND_AND_TAIL = 4
-    FETCHED = 5
-    SPARSE = 6
-    DROPPED = 7
+    HOST = 1
+    REUSED = 2
+    FETCHED = 3
+    DROPPED = 4
 
 
 class CoverageError(AssertionError):

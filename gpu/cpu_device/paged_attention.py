@@ -70,10 +70,11 @@ def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows
             begin, end = part * PART_TOKENS, min(context, (part + 1) * PART_TOKENS)
             position = rows.positions[row]
             _rotate_query(shape, qkv[row], kv_head, cos[position], sin[position], query)
-            if begin <= position < end:
-                page = page_table[slot, position // shape.page_tokens]
+            cell = context - 1  # the row's own token
+            if begin <= cell < end:
+                page = page_table[slot, cell // shape.page_tokens]
                 _write(kind, shape, key_pages, value_pages, qkv[row], kv_head, cos[position], sin[position], page,
-                       position % shape.page_tokens)  # fmt: skip
+                       cell % shape.page_tokens)  # fmt: skip
             _attend_part(kind, shape, key_pages, value_pages, page_table[slot], row, kv_head, part, begin, end,
                          query, scores, parts)  # fmt: skip
             arrived = atomic_add(address_of(parts.arrivals) + 8 * COUNTER_INT64 * (row * shape.kv_heads + kv_head), 1)

@@ -11,32 +11,38 @@ from gpu.kernels.await_answer import await_answer
 from gpu.kernels.exchange_pack import catch_up, exchange_pack, new_counters
 from gpu.kernels.simhash_encode import Hyperplanes, encode_queries
 from transfer.exchange import ExchangeSlot, new_slot
-from transfer.merge import merge_outputs
 from transfer.partial import Partial
 
 
 class SlotExchange:
-    """A new slot of `max_rows` rows; `hyperplanes` None: without codes."""
+    """A new slot of `max_rows` rows; `hyperplanes` None: without codes; `is_counted`: answers say what they cover."""
 
     def __init__(self, max_rows: int, heads: int, dim: int, hyperplanes: Hyperplanes | None, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
+                 device: torch.device, is_counted: bool = False) -> None:  # fmt: skip
         num_tables = hyperplanes.num_tables if hyperplanes is not None else 0
-        self.slot: ExchangeSlot = new_slot(max_rows, heads, dim, num_tables, dtype, device)
+        self.slot: ExchangeSlot = new_slot(max_rows, heads, dim, num_tables, dtype, device, counted=is_counted)
         self._hyperplanes = hyperplanes
         self._counters = new_counters(self.slot, device)
 
-    def ask(self, query: Tensor) -> None:
+    def ask(self, query: Tensor, wanted: Tensor | None = None, excluded: Tensor | None = None) -> None:
         """Leave rotated queries `[rows, heads, dim]`, their codes (MagicPIG section 4.2: of the query as it is, not
-        centred) and the next stamp in the slot.
+        centred), what of the context is not wanted (see `exchange_pack`), and the next stamp in the slot.
         """
         codes = encode_queries(query, self._hyperplanes) if self._hyperplanes is not None else None
-        exchange_pack(query, codes, self._counters, self.slot)
+        exchange_pack(query, codes, self._counters, self.slot, wanted, excluded)
 
-    def merge_answer(self, resident: Partial) -> Partial:
-        """`resident`, float32 `[rows, heads, dim]`, merged with the answer to the last ask, which it waits for."""
+    def answer(self, num_rows: int) -> Partial:
+        """The answer to the last ask, which the device awaits: in host memory, to be read before the next ask."""
         await_answer(self._counters, self.slot)
-        rows = len(resident.out)
-        return Partial(*merge_outputs(resident.out, resident.lse, self.slot.out[:rows], self.slot.lse[:rows]))
+        slot = self.slot
+        covered = None if slot.covered is None else slot.covered[:num_rows].clone()
+        return Partial(slot.out[:num_rows], slot.lse[:num_rows], covered)
+
+    def expect(self, num_rows: int) -> None:
+        """The first ask of a step is on its way."""
+        if self.slot.is_released:  # a step before this one failed
+            self.forget_asks()
+        self.slot.advance(num_rows)
 
     def forget_asks(self) -> None:
         """Asks that the host did not count, of a warm-up in which the slot was released, are behind both sides; waits

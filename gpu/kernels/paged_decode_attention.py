@@ -1,12 +1,14 @@
-"""Attention of one query token per request over its paged context: a partial (out, natural-log lse).
+"""Attention of one query token per request over its paged context: partials (out, natural-log lse) of stated cells.
 
-It refuses to know which tokens are resident: it covers `[0, context_len)` of the slot's page table. Invariant: rows
-beyond a context, and pages that it does not own, are never read into the result; an empty context gives (0, -inf).
-Bytes moved: 2 * itemsize * kv_heads * dim * sum(context_lens), each key and value once for its whole query group.
+It refuses to know what fills a hole, and why there is one. A (request, head) reads *near*, `[0, hole_begin)` and
+`[cut, context_len)`, and *far*, `[hole_end, cut)`, as two partials; without bounds, near is the whole context.
+Invariants: cells beyond a context or in a hole, and pages that hold nothing else, are never read; no cell gives (0,
+-inf). Bytes moved: 2 * itemsize * dim for each cell that a head of a query group reads, once for the group, and for the
+rest of its blocks at the bounds.
 
 On a GPU a context is cut into splits (split-KV, as in FlashDecoding), one program for each (request, KV head, split); a
 second kernel merges a request's splits. The number of splits is fixed by the launch, so a CUDA graph holds for every
-context length; the range of a split is worked out on the device.
+context length and all bounds; the blocks of a split are worked out on the device: near first, then far.
 """
 
 from dataclasses import dataclass
@@ -17,16 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
+from gpu.kernels.paged_decode_reference import attend_cells, attend_whole
 from transfer.partial import Partial
 
 MAX_SPLITS = 128
 MAX_SPLIT_TOKENS = 8192
 PROGRAMS_PER_SM = 4
 MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take
-
-# A context whose keys and values are no more goes through CPU attention in one batch with others like it. Measured in
-# float32, 64 requests: of 100 tokens 1.1 ms in a batch, 3.8 ms one by one; of 300 the same; of 1024 3x slower.
-BATCHED_BYTES = 256 * 1024
+MAXIMA_CELLS = 16  # of a block whose largest logit is asked for
 
 # (itemsize, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
 CONFIGS = {
@@ -36,10 +36,13 @@ CONFIGS = {
     (4, 128): (32, 4, 2),
 }
 
+_MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
+
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch of the split kernel: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`, log base 2.
+    """Scratch of the split kernel: out float32 `[parts, rows, heads, dim]`, lse float32 `[parts, rows, heads]`, log
+    base 2; near and, with two parts, far.
 
     A launch uses the first requests * splits rows. On CPU both are empty.
     """
@@ -51,9 +54,18 @@ class Workspace:
     num_sms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a launch read: near, and far where it was asked for."""
+
+    near: Partial
+    far: Partial | None
+
+
 def workspace_for(
-    max_requests: int, num_heads: int, num_kv_heads: int, dim: int, max_context_tokens: int, device: torch.device | str
-) -> Workspace:
+    max_requests: int, num_heads: int, num_kv_heads: int, dim: int, max_context_tokens: int,
+    device: torch.device | str, has_far: bool = False,
+) -> Workspace:  # fmt: skip
     """Allocate once, for every launch of up to `max_requests` requests of up to `max_context_tokens` each."""
     device = torch.device(device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
@@ -62,8 +74,8 @@ def workspace_for(
         counts = range(1, max_requests + 1)
         rows = max(count * num_splits(count, num_kv_heads, max_context_tokens, num_sms) for count in counts)
     return Workspace(
-        torch.empty(rows, num_heads, dim, dtype=torch.float32, device=device),
-        torch.empty(rows, num_heads, dtype=torch.float32, device=device),
+        torch.empty(1 + has_far, rows, num_heads, dim, dtype=torch.float32, device=device),
+        torch.empty(1 + has_far, rows, num_heads, dtype=torch.float32, device=device),
         max_requests,
         max_context_tokens,
         num_sms,
@@ -85,131 +97,197 @@ def paged_decode_attention_reference(
     slots: Tensor,
     context_lens: Tensor,
     scale: float,
-) -> Partial:
-    """Plain torch, on CPU only; see `paged_decode_attention`. In float64 the partial is float64 too.
-
-    Short contexts go through torch's flash attention in one padded batch, long ones each by itself.
-    """
-    requests, heads, dim = query.shape
-    lens = torch.where(slots >= 0, context_lens, 0).tolist()
-    token_bytes = 2 * key_pages.shape[1] * dim * key_pages.element_size()
-    short = [row for row, context in enumerate(lens) if 0 < context * token_bytes <= BATCHED_BYTES]
-    pages = (key_pages, value_pages, page_table)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if len(short) == requests or (requests == 1 and lens[0] > 0):
-        out, lse = _attend(query, *pages, slots, lens, scale)
-        return Partial(out.to(wide), lse.to(wide))
-    out = torch.zeros(requests, heads, dim, dtype=wide)
-    lse = torch.full((requests, heads), float("-inf"), dtype=wide)
-    if short:
-        out_short, lse_short = _attend(query[short], *pages, slots[short], [lens[row] for row in short], scale)
-        out[short], lse[short] = out_short.to(wide), lse_short.to(wide)
-    for row, context in enumerate(lens):
-        if context * token_bytes > BATCHED_BYTES:
-            one = slice(row, row + 1)
-            out[one], lse[one] = _attend(query[one], *pages, slots[one], [context], scale)
-    return Partial(out, lse)
-
-
-def _attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    contexts: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of requests with contexts of one token or more, padded to the longest with tokens of their own."""
-    requests, heads, dim = query.shape
-    kv_heads, page_tokens = key_pages.shape[1:3]
-    longest = max(contexts)
-    num_pages = -(-longest // page_tokens)
-    owned = page_table[slots, :num_pages] if requests > 1 else page_table[slots[0], :num_pages].unsqueeze(0)
-    mask = None
-    if min(contexts) < longest:
-        lens = torch.tensor(contexts).unsqueeze(1)
-        owned = torch.where(torch.arange(num_pages) * page_tokens < lens, owned, owned[:, :1])
-        mask = torch.zeros(requests, 1, 1, longest, dtype=query.dtype)
-        mask.masked_fill_((torch.arange(longest) >= lens)[:, None, None], float("-inf"))
-    rows = (owned.unsqueeze(1) * kv_heads + torch.arange(kv_heads).unsqueeze(1)).view(-1)
-    shape = (requests, kv_heads, -1, dim)  # a page's tokens of one KV head are one row
-    keys = key_pages.view(-1, page_tokens * dim).index_select(0, rows).view(shape)[:, :, :longest]
-    values = value_pages.view(-1, page_tokens * dim).index_select(0, rows).view(shape)[:, :, :longest]
-    if mask is not None:  # what a masked row holds must be finite: 0 * NaN is NaN
-        for row, context in enumerate(contexts):
-            keys[row, :, context:].zero_()
-            values[row, :, context:].zero_()
-    grouped = query.reshape(requests, kv_heads, heads // kv_heads, dim)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        grouped, keys, values, 0.0, False, attn_mask=mask, scale=scale
-    )
-    return out.reshape(requests, heads, dim), lse.reshape(requests, heads)
+    bounds: Tensor | None = None,
+    has_far: bool = False,
+    maxima: Tensor | None = None,
+) -> Reading:
+    """Plain torch, on CPU only; see `paged_decode_attention`. In float64 the partials are float64 too."""
+    pages = (key_pages, value_pages, page_table, slots)
+    context = torch.where(slots >= 0, context_lens, 0)[:, None]
+    if bounds is None and maxima is None:
+        whole = attend_whole(query, *pages, context_lens, scale)
+        return Reading(Partial(whole.out, whole.lse, context.expand(query.shape[:2]).to(torch.int32)), None)
+    hole_begin, hole_end, cut = torch.zeros(3, *query.shape[:2]) if bounds is None else bounds.minimum(context)
+    cells = torch.arange(max(int(context.max()), 1))
+    is_near = (cells < hole_begin[..., None]) | ((cells >= cut[..., None]) & (cells < context[..., None]))
+    is_far = (cells >= hole_end[..., None]) & (cells < cut[..., None]) & has_far
+    near, logits = attend_cells(query, *pages, is_near, scale)
+    far, more_logits = attend_cells(query, *pages, is_far, scale)
+    if maxima is not None:
+        largest = logits.maximum(more_logits).split(MAXIMA_CELLS, -1)
+        maxima.fill_(float("-inf"))
+        maxima[..., : len(largest)] = torch.stack([block.amax(-1) for block in largest], -1)
+    return Reading(near, far if has_far else None)
 
 
 @triton.jit
-def _split_kernel(
-    query, key_pages, value_pages, page_table, slots, context_lens, split_out, split_lse,
-    scale_log2, query_stride, max_pages, num_splits,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+def _bounds(
+    bounds, slots, context_lens, request, head, is_head, plane_stride, row_stride, head_stride,
+    BOUNDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + request).to(tl.int64)
-    context = tl.load(context_lens + request)
-    context = tl.where(slot >= 0, context, 0)
-    split_tokens = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_TOKENS) * BLOCK_TOKENS
-    begin = split * split_tokens
-    if begin >= context:  # short contexts leave splits empty; the reduction knows which
-        return
-    end = tl.minimum(begin + split_tokens, context)
+    """The context, each head's bounds `[heads]`, and where the group's blocks are: near's first `num_front` begin at 0,
+    its others at `back`; far's begin at `far`. Blocks begin at multiples of MAXIMA_CELLS.
+    """
+    context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
+    if BOUNDED:
+        place = bounds + request * row_stride + head * head_stride
+        hole_begin = tl.minimum(tl.load(place, mask=is_head, other=0), context)
+        hole_end = tl.minimum(tl.load(place + plane_stride, mask=is_head, other=0), context)
+        cut = tl.where(is_head, tl.minimum(tl.load(place + 2 * plane_stride, mask=is_head, other=0), context), context)
+        num_front = tl.cdiv(tl.max(hole_begin, 0), BLOCK_TOKENS)
+        back = tl.min(cut, 0) // _MAXIMA_CELLS * _MAXIMA_CELLS
+        back = tl.maximum(back, tl.minimum(num_front * BLOCK_TOKENS, context))
+        has_far = is_head & (hole_end < cut)
+        far = tl.min(tl.where(has_far, hole_end, context), 0) // _MAXIMA_CELLS * _MAXIMA_CELLS
+        far_end = tl.max(tl.where(has_far, cut, 0), 0)
+    else:
+        hole_begin = tl.zeros(head.shape, tl.int32)
+        hole_end, cut = hole_begin, hole_begin
+        num_front, back, far, far_end = 0, 0, 0, 0
+    num_near = num_front + tl.cdiv(context - back, BLOCK_TOKENS)
+    num_far = tl.cdiv(tl.maximum(far_end - far, 0), BLOCK_TOKENS)
+    return context, hole_begin, hole_end, cut, num_front, back, num_near, far, num_far
 
-    member = tl.arange(0, BLOCK_GROUP)
+
+@triton.jit
+def _attend(
+    rows, key_pages, value_pages, pages, maxima, kv_head, first, last, num_front, back, context, below, begin, end,
+    is_head, scale_log2,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Blocks `[first, last)`: of cells from 0 on, and from block `num_front` on of those from `back` on. A head reads
+    cells below its `below` and in `[its begin, its end)`; without BOUNDED, all below `context`.
+    """
     column = tl.arange(0, DIM)
-    head = kv_head * GROUP + member
-    is_head = member < GROUP
-    rows = tl.load(query + request * query_stride + head[:, None] * DIM + column[None, :], mask=is_head[:, None],
-                   other=0.0)  # fmt: skip
     top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_GROUP], tl.float32)
     out = tl.zeros([BLOCK_GROUP, DIM], tl.float32)
-    for first in range(begin, end, BLOCK_TOKENS):
-        token = first + tl.arange(0, BLOCK_TOKENS)
-        inside = token < end
-        page = tl.load(page_table + slot * max_pages + token // PAGE_TOKENS, mask=inside, other=0).to(tl.int64)
+    covered = tl.zeros([BLOCK_GROUP], tl.int32)
+    for block in range(first, last):
+        if BOUNDED:
+            start = tl.where(block < num_front, block * BLOCK_TOKENS, back + (block - num_front) * BLOCK_TOKENS)
+        else:
+            start = block * BLOCK_TOKENS
+        token = start + tl.arange(0, BLOCK_TOKENS)
+        inside = token < context
+        if BOUNDED:
+            one = token[None, :]
+            reads = (one < below[:, None]) | ((one >= begin[:, None]) & (one < end[:, None]))
+            reads = reads & is_head[:, None] & inside[None, :]
+            inside = tl.max(reads.to(tl.int32), 0) > 0
+        else:
+            reads = inside[None, :]
+        page = tl.load(pages + token // PAGE_TOKENS, mask=inside, other=0).to(tl.int64)
         address = ((page * KV_HEADS + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS)[:, None] * DIM + column[None, :]
         key = tl.load(key_pages + address, mask=inside[:, None], other=0.0)
         logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
-        logits = tl.where(inside[None, :], logits, float("-inf"))
+        logits = tl.where(reads, logits, float("-inf"))
+        if MAXIMA:
+            LN2: tl.constexpr = 0.6931471805599453
+            blocks: tl.constexpr = BLOCK_TOKENS // _MAXIMA_CELLS
+            largest = tl.max(tl.reshape(logits, [BLOCK_GROUP, blocks, _MAXIMA_CELLS]), 2)
+            place = start // _MAXIMA_CELLS + tl.arange(0, blocks)
+            seen = (largest > float("-inf")) & is_head[:, None]
+            tl.atomic_max(maxima[:, None] + place[None, :], largest * LN2, mask=seen)
+        if COUNTED:
+            covered += tl.sum((reads & is_head[:, None]).to(tl.int32), 1)
         higher = tl.maximum(top, tl.max(logits, 1))
-        weights = tl.exp2(logits - higher[:, None])
-        rescale = tl.exp2(top - higher)
+        base = higher
+        if BOUNDED:  # a head may read nothing of a block
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(logits - base[:, None])
+        rescale = tl.exp2(top - base)
         mass = mass * rescale + tl.sum(weights, 1)
         value = tl.load(value_pages + address, mask=inside[:, None], other=0.0)
         out = out * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = higher
+    return top, mass, out, covered
 
-    row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
+
+@triton.jit
+def _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head,
+           DIM: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
     has_mass = mass != 0.0
     divisor = tl.where(has_mass, mass, 1.0)
     tl.store(split_lse + row, tl.where(has_mass, top + tl.log2(divisor), float("-inf")), mask=is_head)
-    tl.store(split_out + row[:, None] * DIM + column[None, :], out / divisor[:, None],
+    tl.store(split_out + row[:, None] * DIM + tl.arange(0, DIM)[None, :], out / divisor[:, None],
              mask=(is_head & has_mass)[:, None])  # fmt: skip
+    if COUNTED:
+        tl.store(split_covered + row, covered, mask=is_head)
+
+
+@triton.jit
+def _split_kernel(
+    query, key_pages, value_pages, page_table, slots, context_lens, bounds, maxima,
+    split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits,
+    plane_stride, row_stride, head_stride, maxima_stride, far_rows,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BOUNDED: tl.constexpr, FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    member = tl.arange(0, BLOCK_GROUP)
+    head = kv_head * GROUP + member
+    is_head = member < GROUP
+    context, hole_begin, hole_end, cut, num_front, back, num_near, far, num_far = _bounds(
+        bounds, slots, context_lens, request, head, is_head, plane_stride, row_stride, head_stride, BOUNDED,
+        BLOCK_TOKENS,
+    )  # fmt: skip
+    num_blocks = num_near + num_far if FAR else num_near
+    split_blocks = tl.cdiv(num_blocks, num_splits)
+    first = split * split_blocks
+    if first >= num_blocks:  # short contexts leave splits empty; the reduction knows which
+        return
+    last = tl.minimum(first + split_blocks, num_blocks)
+
+    rows = tl.load(query + request * query_stride + head[:, None] * DIM + tl.arange(0, DIM)[None, :],
+                   mask=is_head[:, None], other=0.0)  # fmt: skip
+    pages = page_table + tl.load(slots + request).to(tl.int64) * max_pages
+    highest = maxima + (request * (KV_HEADS * GROUP) + head) * maxima_stride
+    row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
+    if first < num_near:
+        end = tl.zeros(head.shape, tl.int32) + context
+        top, mass, out, covered = _attend(
+            rows, key_pages, value_pages, pages, highest, kv_head, first, tl.minimum(last, num_near), num_front, back,
+            context, hole_begin, cut, end, is_head, scale_log2,
+            KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, BOUNDED, MAXIMA, COUNTED,
+        )  # fmt: skip
+        _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
+    if FAR:  # noqa: SIM102
+        if last > num_near:
+            row += far_rows
+            below = tl.zeros(head.shape, tl.int32)
+            top, mass, out, covered = _attend(
+                rows, key_pages, value_pages, pages, highest, kv_head, tl.maximum(first - num_near, 0), last - num_near,
+                0, far, context, below, hole_end, cut, is_head, scale_log2,
+                KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, BOUNDED, MAXIMA, COUNTED,
+            )  # fmt: skip
+            _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
 
 
 @triton.jit
 def _reduce_kernel(
-    split_out, split_lse, out, lse, slots, context_lens, num_splits,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, bounds, num_splits,
+    plane_stride, row_stride, head_stride, far_rows,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, FAR: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
-    split_tokens = tl.maximum(tl.cdiv(tl.cdiv(context, num_splits), BLOCK_TOKENS) * BLOCK_TOKENS, 1)
-    used_splits = tl.cdiv(context, split_tokens)
+    request, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    member = tl.arange(0, BLOCK_GROUP)
+    _, _, _, _, _, _, num_near, _, num_far = _bounds(
+        bounds, slots, context_lens, request, head // GROUP * GROUP + member, member < GROUP, plane_stride, row_stride,
+        head_stride, BOUNDED, BLOCK_TOKENS,
+    )  # fmt: skip
+    num_blocks = num_near + num_far if FAR else num_near
+    split_blocks = tl.maximum(tl.cdiv(num_blocks, num_splits), 1)
+    first = tl.where(part == 0, 0, num_near)  # blocks of this part, and the splits that have some
+    last = tl.where(part == 0, num_near, num_blocks)
     split = tl.arange(0, BLOCK_SPLITS)
+    is_used = (split * split_blocks < last) & ((split + 1) * split_blocks > first) & (split < num_splits)
     column = tl.arange(0, DIM)
-    row = (request * num_splits + split) * HEADS + head
-    lse2 = tl.load(split_lse + row, mask=split < used_splits, other=float("-inf"))
+    row = part * far_rows + (request * num_splits + split) * HEADS + head
+    lse2 = tl.load(split_lse + row, mask=is_used, other=float("-inf"))
     top = tl.max(lse2, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(lse2 - top)
@@ -220,8 +298,11 @@ def _reduce_kernel(
                     mask=(lse2 != float("-inf"))[:, None], other=0.0)  # fmt: skip
     merged = tl.sum(parts * weights[:, None], 0) / divisor
     LN2: tl.constexpr = 0.6931471805599453
-    tl.store(out + (request * HEADS + head) * DIM + column, merged)
-    tl.store(lse + request * HEADS + head, tl.where(has_mass, (top + tl.log2(divisor)) * LN2, float("-inf")))
+    to = (part * tl.num_programs(0) + request) * HEADS + head
+    tl.store(out + to * DIM + column, merged)
+    tl.store(lse + to, tl.where(has_mass, (top + tl.log2(divisor)) * LN2, float("-inf")))
+    if COUNTED:
+        tl.store(covered + to, tl.sum(tl.load(split_covered + row, mask=is_used, other=0), 0))
 
 
 def paged_decode_attention(
@@ -233,14 +314,21 @@ def paged_decode_attention(
     context_lens: Tensor,
     scale: float,
     workspace: Workspace,
-) -> Partial:
-    """Softmax attention of each request's query over tokens `[0, context_lens[i])` of slot `slots[i]`.
+    bounds: Tensor | None = None,
+    has_far: bool = False,
+    maxima: Tensor | None = None,
+    is_counted: bool = False,
+) -> Reading:
+    """Softmax attention of each request's query over the cells of slot `slots[i]` that its heads read.
 
     query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
-    query's dtype; page_table: int32 `[max_slots, max_pages]`; slots, context_lens: int32 `[requests]`; slot -1 or
-    context 0 is padding and gives an empty partial. Returns out float32 `[requests, heads, dim]`, lse float32
-    `[requests, heads]`, natural log. Raises ValueError for another shape, dtype or device, or more requests than the
-    workspace holds; context lengths and page ids are trusted.
+    query's dtype; page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in cells): int32
+    `[requests]`; slot -1 or context 0 is padding and gives empty partials. bounds: int32 `[3, requests, heads]`, in
+    which axes may be expanded: hole_begin <= hole_end <= cut, or None: all is near. has_far: False where all cuts are
+    at the hole's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural logit of each 16 cells
+    of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse float32 `[requests,
+    heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another shape, dtype or device,
+    or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
     """
     op, (requests, heads, dim), device = "paged_decode_attention", query.shape, query.device
     num_pages, kv_heads, page_tokens = key_pages.shape[:3]
@@ -251,32 +339,58 @@ def paged_decode_attention(
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
     check(op, "slots", slots, (requests,), torch.int32, device)
     check(op, "context_lens", context_lens, (requests,), torch.int32, device)
+    if bounds is not None and (bounds.shape != (3, requests, heads) or bounds.dtype != torch.int32):
+        got = f"{tuple(bounds.shape)} {bounds.dtype}"
+        raise ValueError(f"{op}: bounds are {got}; wanted {(3, requests, heads)} torch.int32")
+    if maxima is not None:
+        check(op, "maxima", maxima, (requests, heads, maxima.shape[-1]), torch.float32, device)
     if not runs_on_triton(query) or requests == 0:
-        return paged_decode_attention_reference(query, key_pages, value_pages, page_table, slots, context_lens, scale)
+        return paged_decode_attention_reference(
+            query, key_pages, value_pages, page_table, slots, context_lens, scale, bounds, has_far, maxima
+        )
     check_dtype(op, query)
     for name, tensor in (("key_pages", key_pages), ("value_pages", value_pages), ("page_table", page_table)):
         check_contiguous(op, name, tensor)
     if query.stride()[1:] != (dim, 1):
         raise ValueError(f"{op}: query has strides {query.stride()}; wanted heads and dim contiguous")
-    if requests > workspace.max_requests or workspace.out.shape[1:] != (heads, dim):
-        held = f"{workspace.max_requests} requests of {tuple(workspace.out.shape[1:])}"
-        raise ValueError(f"{op}: {requests} requests of {(heads, dim)}, the workspace holds {held}; allocate a larger")
+    parts, rows = 1 + has_far, workspace.out.shape[1]
+    if requests > workspace.max_requests or workspace.out.shape[2:] != (heads, dim) or len(workspace.out) < parts:
+        held = f"{workspace.max_requests} requests of {tuple(workspace.out.shape[2:])}, {len(workspace.out)} parts"
+        raise ValueError(
+            f"{op}: {requests} requests of {(heads, dim)}, {parts} parts, the workspace holds {held}; allocate a larger"
+        )
     if (query.element_size(), dim) not in CONFIGS:
         raise ValueError(f"{op}: dim is {dim}; wanted one of {sorted({dim for _, dim in CONFIGS})}")
     block_tokens, num_warps, num_stages = CONFIGS[query.element_size(), dim]
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
     group = heads // kv_heads
+    block_group = max(MIN_GROUP_ROWS, triton.next_power_of_2(group))
+    out = torch.empty(parts, requests, heads, dim, dtype=torch.float32, device=device)
+    lse = torch.empty(parts, requests, heads, dtype=torch.float32, device=device)
+    covered = split_covered = slots  # not looked at
+    if is_counted:
+        covered = torch.empty(parts, requests, heads, dtype=torch.int32, device=device)
+        split_covered = torch.empty(parts, rows, heads, dtype=torch.int32, device=device)
+    if maxima is not None:
+        maxima.fill_(float("-inf"))
+    strides = (0, 0, 0) if bounds is None else bounds.stride()
+    some_bounds = slots if bounds is None else bounds
+    far_rows = rows * heads
     _split_kernel[(requests, kv_heads, splits)](
-        query, key_pages, value_pages, page_table, slots, context_lens, workspace.out, workspace.lse,
-        scale * 1.4426950408889634, query.stride(0), page_table.stride(0), splits,
+        query, key_pages, value_pages, page_table, slots, context_lens, some_bounds, lse if maxima is None else maxima,
+        workspace.out, workspace.lse, split_covered, scale * 1.4426950408889634, query.stride(0), page_table.stride(0),
+        splits, *strides, 0 if maxima is None else maxima.shape[-1], far_rows,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
-        BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
+        BLOCK_GROUP=block_group, BLOCK_TOKENS=block_tokens,
+        BOUNDED=bounds is not None, FAR=has_far, MAXIMA=maxima is not None, COUNTED=is_counted,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    out = torch.empty(requests, heads, dim, dtype=torch.float32, device=device)
-    lse = torch.empty(requests, heads, dtype=torch.float32, device=device)
-    _reduce_kernel[(requests, heads)](
-        workspace.out, workspace.lse, out, lse, slots, context_lens, splits,
-        HEADS=heads, DIM=dim, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_TOKENS=block_tokens, num_warps=4,
+    _reduce_kernel[(requests, heads, parts)](
+        workspace.out, workspace.lse, split_covered, out, lse, covered, slots, context_lens, some_bounds, splits,
+        *strides, far_rows,
+        GROUP=group, HEADS=heads, DIM=dim, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_GROUP=block_group,
+        BLOCK_TOKENS=block_tokens, BOUNDED=bounds is not None, FAR=has_far, COUNTED=is_counted, num_warps=4,
     )  # fmt: skip
-    return Partial(out, lse)
+    counts = covered.unbind() if is_counted else [None] * parts
+    near, *far = map(Partial, out.unbind(), lse.unbind(), counts)
+    return Reading(near, *(far or [None]))

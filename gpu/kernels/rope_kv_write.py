@@ -2,8 +2,8 @@
 
 It refuses to know how frequencies are scaled: cos and sin come as tables. Invariant: `qkv` is not modified, so its
 first heads * dim columns stay the pre-RoPE query; a token with slot -1 is padding: it writes nothing, and its position
-is not used. The layout is Hugging Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per token:
-2 * (heads + 2 * kv_heads) * dim * itemsize, and 4 * dim of cos and sin.
+and cell are not used. The layout is Hugging Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per
+token: 2 * (heads + 2 * kv_heads) * dim * itemsize, and 4 * dim of cos and sin.
 """
 
 import torch
@@ -19,6 +19,7 @@ def rope_kv_write_reference(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
+    cells: Tensor,
     slots: Tensor,
     page_table: Tensor,
     key_pages: Tensor,
@@ -42,8 +43,8 @@ def rope_kv_write_reference(
     query, key = rotated[:, :num_heads], rotated[:, num_heads:]
     value = split[:, num_heads + kv_heads :].reshape(-1, kv_heads, dim)
     if not all_valid:
-        slots, positions, key, value = slots[valid], positions[valid], key[valid], value[valid]
-    pages, offsets = page_table[slots, positions // page_tokens], positions % page_tokens
+        slots, cells, key, value = slots[valid], cells[valid], key[valid], value[valid]
+    pages, offsets = page_table[slots, cells // page_tokens], cells % page_tokens
     key_pages[pages, :, offsets] = key
     value_pages[pages, :, offsets] = value
     return query
@@ -51,7 +52,7 @@ def rope_kv_write_reference(
 
 @triton.jit
 def _rope_kv_write_kernel(
-    qkv, cos, sin, positions, slots, page_table, key_pages, value_pages, query, qkv_stride, max_pages,
+    qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, query, qkv_stride, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
@@ -60,8 +61,9 @@ def _rope_kv_write_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     is_token = slot >= 0
     position = tl.load(positions + token, mask=is_token, other=0).to(tl.int64)
-    page = tl.load(page_table + slot * max_pages + position // PAGE_TOKENS, mask=is_token, other=0).to(tl.int64)
-    page_row = page * KV_HEADS * PAGE_TOKENS + position % PAGE_TOKENS
+    cell = tl.load(cells + token, mask=is_token, other=0).to(tl.int64)
+    page = tl.load(page_table + slot * max_pages + cell // PAGE_TOKENS, mask=is_token, other=0).to(tl.int64)
+    page_row = page * KV_HEADS * PAGE_TOKENS + cell % PAGE_TOKENS
 
     half = tl.arange(0, HALF)[None, :]
     cosine = tl.load(cos + position * HALF + half)
@@ -93,33 +95,34 @@ def rope_kv_write(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
+    cells: Tensor,
     slots: Tensor,
     page_table: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """Rotate the query and the key of each token; write key and value to `page_table[slot, position // page_tokens]`.
+    """Rotate the query and the key of each token; write key and value to `page_table[slot, cell // page_tokens]`.
 
-    qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; cos, sin: float32 `[max_context, dim // 2]`; positions: int64
-    `[tokens]`; slots: int32 `[tokens]`, -1 for padding; page_table: int32 `[max_slots, max_pages]`; key_pages,
-    value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype. Returns the rotated query
-    `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at
-    position 0. Raises ValueError for another
-    shape, dtype or device; positions and page ids are trusted.
+    qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; cos, sin: float32 `[max_context, dim // 2]`; positions: of the
+    rotation, and cells: of the context, int64 `[tokens]`; slots: int32 `[tokens]`, -1 for padding; page_table: int32
+    `[max_slots, max_pages]`; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype. Returns
+    the rotated query `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at position
+    0. Raises ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
     """
     op, (tokens, width), device = "rope_kv_write", qkv.shape, qkv.device
     num_pages, kv_heads, page_tokens, dim = key_pages.shape
     if width != (num_heads + 2 * kv_heads) * dim:
         raise ValueError(f"{op}: qkv is {width} wide; wanted ({num_heads} + 2 * {kv_heads}) heads of {dim}")
     check(op, "positions", positions, (tokens,), torch.int64, device)
+    check(op, "cells", cells, (tokens,), torch.int64, device)
     check(op, "slots", slots, (tokens,), torch.int32, device)
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
     check(op, "key_pages", key_pages, (num_pages, kv_heads, page_tokens, dim), qkv.dtype, device)
     check(op, "value_pages", value_pages, (num_pages, kv_heads, page_tokens, dim), qkv.dtype, device)
     if not runs_on_triton(qkv) or tokens == 0:
         return rope_kv_write_reference(
-            qkv, cos, sin, positions, slots, page_table, key_pages, value_pages, num_heads
+            qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, num_heads
         )  # fmt: skip
     check_dtype(op, qkv)
     check(op, "qkv", qkv, (tokens, width), qkv.dtype, device)
@@ -130,7 +133,8 @@ def rope_kv_write(
         check_contiguous(op, name, tensor)
     query = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=device)
     _rope_kv_write_kernel[(tokens,)](
-        qkv, cos, sin, positions, slots, page_table, key_pages, value_pages, query, qkv.stride(0), page_table.stride(0),
+        qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, query, qkv.stride(0),
+        page_table.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
         BLOCK_ROTATED=triton.next_power_of_2(num_heads + kv_heads), BLOCK_KV=triton.next_power_of_2(kv_heads),
         num_warps=8,

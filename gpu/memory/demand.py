@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from gpu.decode.ladder import steps_to_capture
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.model.architecture import Architecture
 
@@ -83,8 +84,7 @@ class Demand:
 
     @property
     def page_table_token_bytes(self) -> float:
-        num_tables = 1 if self.host is None else 2  # by position, and without what is down
-        return num_tables * 4 * self.max_running / self.page_tokens
+        return 4 * self.max_running / self.page_tokens
 
     @property
     def split_rows(self) -> int:
@@ -179,12 +179,11 @@ class Demand:
         processes = MemoryItem("processes", "host", HOST_RUNTIME_BYTES, "interpreters and libraries (reserve)")
         if self.device == "cpu":
             return (processes,)
-        graphs = len({min(size, self.max_running) for size in self.graph_batch_sizes})
-        kinds = 1 if self.host is None else 3  # steps over host contexts, sampled or exact, have graphs of their own
+        graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, self.host is not None))
         return (
             processes,
             self.item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),
-            self.item("CUDA graphs", kinds * graphs * CUDA_GRAPH_BYTES, f"{graphs} batch sizes (reserve)"),
+            self.item("CUDA graphs", graphs * CUDA_GRAPH_BYTES, f"{graphs} decode steps (reserve)"),
         )
 
     def _exchange(self) -> tuple[MemoryItem, ...]:

@@ -6,6 +6,7 @@ the staging, the depositor, the exchange or the store.
 
 from dataclasses import dataclass
 
+from gpu.decode.halving import most_rows_of_parts
 from gpu.memory.deposit_memory import deposit_bytes
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
@@ -14,7 +15,6 @@ from transfer.tier_shape import TierShape
 
 LUMP_TOKENS = 128  # what goes down at once from a running sequence's window: whole pages of every size
 STAGED_LAYERS = 2  # of a prompt that goes down: one computes while the other's rows leave
-EXCHANGE_KINDS = 2  # with codes and without; each has rows for all that runs, in two half batches
 HYPERPLANE_COLUMN_STEP = 32
 CODE_BYTES, FLAG_BYTES, FLOAT_BYTES, MASK_BYTES = 2, 4, 4, 1
 ROW_BYTES = {"bfloat16": 2, "int8": 1}
@@ -73,8 +73,7 @@ class HostDemand:
         """Queries, codes and masks of heads on their way to the CPU, out and lse on their way back, in host memory."""
         heads, dim, tables = self.shape.num_heads, self.shape.dim, self.config.sampled.num_tables
         head = dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES + MASK_BYTES
-        row = heads * head + FLAG_BYTES
-        return EXCHANGE_KINDS * (self.max_running + 1) * row
+        return sum(most_rows_of_parts(self.max_running)) * (heads * head + FLAG_BYTES)
 
     @property
     def hyperplane_bytes(self) -> int:

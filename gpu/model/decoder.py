@@ -45,27 +45,30 @@ class Decoder:
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
               pages: Pages | None = None) -> Tensor:  # fmt: skip
-        """One layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots' pages.
+        """One layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots' pages, each
+        to the cell of its position.
 
         positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; pages: None for the pool's. The KV
         that `attend` sees has these tokens.
         """
-        query, pre_rope_query = self.enter(index, hidden, positions, slots, pages)
+        query, pre_rope_query = self.enter(index, hidden, positions, positions, slots, pages)
         return self.leave(index, hidden, attend(query, pre_rope_query))
 
-    def enter(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor,
+    def enter(self, index: int, hidden: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
               pages: Pages | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The part of a layer before attention: keys and values are written, `(query, pre_rope_query)` come back.
 
-        See `layer`. Both queries are `[tokens, heads, dim]`, of the weights' dtype.
+        See `layer`. cells: int64 `[tokens]`, of the slots' contexts, where they are written. Both queries are `[tokens,
+        heads, dim]`, of the weights' dtype.
         """
         key_pages, value_pages, page_table = pages or (
             self.pool.key_pages[index], self.pool.value_pages[index], self.pool.page_table,
         )  # fmt: skip
         qkv = self.projections.qkv(index, hidden)
         query = self._rope_kv_write(
-            qkv, self.cos, self.sin, positions, slots, page_table, key_pages, value_pages, self.architecture.num_heads
-        )
+            qkv, self.cos, self.sin, positions, cells, slots, page_table, key_pages, value_pages,
+            self.architecture.num_heads,
+        )  # fmt: skip
         return query, qkv[:, : self.query_columns].view(query.shape)
 
     def leave(self, index: int, hidden: Tensor, attended: Partial) -> Tensor:

@@ -18,6 +18,7 @@ from bench.long_gate import ROUNDING, check_host_path, check_samples
 from bench.rows import GateError
 from bench.step_trace import STEPS
 from cpu.decode_step import StepAttention
+from cpu.pieces import SAMPLED
 from cpu.tables import build_tables
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import HostCapacity
@@ -150,13 +151,17 @@ def test_the_gate_is_passed_before_anything_is_timed_and_stands_in_every_row(run
         assert samples["predicted_reads"] > samples["answers"] > 40
 
 
+def samples(attention: StepAttention) -> bool:
+    return bool((attention.table["mode"] == SAMPLED).any())
+
+
 def broken(monkeypatch: pytest.MonkeyPatch, is_sampled: bool, spoil) -> None:
     """`spoil(layer, slot)` has the CPU's answers of one kind of steps after they are given."""
     run = StepAttention.run
 
     def run_and_spoil(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
         run(attention, layer, slot)
-        if (slot.codes is not None) == is_sampled:
+        if samples(attention) == is_sampled:
             spoil(layer, slot)
 
     monkeypatch.setattr(StepAttention, "run", run_and_spoil)
@@ -179,7 +184,7 @@ def test_a_sample_of_nothing_gives_no_number(check, monkeypatch):
         counts = attention._attend.counts
         before = counts.rows_read
         run(attention, layer, slot)
-        if slot.codes is not None:
+        if samples(attention):
             counts.rows_read = before
 
     run = StepAttention.run
@@ -251,7 +256,7 @@ class FirstStepWaits:
     """An engine that launches a request's first decode step before it tells the first token, as on CUDA."""
 
     def __init__(self) -> None:
-        self.hop_times = SimpleNamespace(ready_s=0.0)
+        self.ask_times = SimpleNamespace(ready_s=0.0)
         self._runner = self
         self._steps = 0
 
@@ -260,7 +265,7 @@ class FirstStepWaits:
 
     def step(self) -> list[Delta]:
         self._steps += 1
-        self.hop_times.ready_s += 0.25 if self._steps == 2 else 0.001
+        self.ask_times.ready_s += 0.25 if self._steps == 2 else 0.001
         return [Delta(request_id=self.request_id, token_ids=[7])] if self._steps > 1 else []
 
     def stats(self):

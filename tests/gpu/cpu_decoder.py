@@ -51,13 +51,13 @@ def reference_logits(decoder: Decoder, slots: np.ndarray, positions: np.ndarray,
         qkv = rms_norm_reference(hidden, layer.attention_norm.double(), shape.rms_norm_eps) @ layer.qkv.double().t()
         keys, values = pool.key_pages[index].double(), pool.value_pages[index].double()
         query = rope_kv_write_reference(
-            qkv, decoder.cos.double(), decoder.sin.double(), positions_there, slots_there, pool.page_table,
-            keys, values, shape.num_heads,
+            qkv, decoder.cos.double(), decoder.sin.double(), positions_there, positions_there, slots_there,
+            pool.page_table, keys, values, shape.num_heads,
         )  # fmt: skip
         keys, values = (pages.to(weights.logits.dtype).double() for pages in (keys, values))
         attended = paged_decode_attention_reference(
             query, keys, values, pool.page_table, slots_there, lens, decoder.scale
-        ).out.view(len(slots), -1)
+        ).near.out.view(len(slots), -1)
         hidden = hidden + attended @ layer.output.double().t()
         normed = rms_norm_reference(hidden, layer.mlp_norm.double(), shape.rms_norm_eps)
         hidden = hidden + swiglu_reference(normed @ layer.gate_up.double().t()) @ layer.down.double().t()

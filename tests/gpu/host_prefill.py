@@ -89,7 +89,6 @@ class Stand:
         """Page ids of a new prompt, by position."""
         down = range(host.sink // PAGE, host.end // PAGE) if host else range(0)
         ids = [(self.dense_pages if place in down else self.pages).pop() for place in range(-(-num_tokens // PAGE))]
-        self.pool.release(slot)
         self.pool.write_pages([PageWrite(slot, 0, ids)])
         return ids
 

@@ -1,5 +1,6 @@
 """Compiled RoPE, KV write and decode attention on the CPU equal the plain references in float64."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +8,7 @@ from gpu.cpu_device import attention
 from gpu.cpu_device.attention import paged_decode_attention_cpu, rope_kv_write_cpu
 from gpu.kernels.paged_decode_attention import paged_decode_attention_reference
 from gpu.kernels.rope_kv_write import rope_kv_write_reference
+from tests.gpu.test_kernels_attention import cells_of, random_bounds
 from tests.tolerances import ATTENTION_F32_ATOL
 
 SHAPES = [(8, 2, 64, 16), (4, 4, 32, 32), (6, 1, 80, 64)]  # (heads, kv_heads, dim, page_tokens)
@@ -45,12 +47,43 @@ def test_attention_equals_the_reference_in_float64(
     fill(values, page_table, torch.where(slots < 0, filled, slots), CONTEXTS, 2)
     query = torch.randn(len(CONTEXTS), heads, dim, generator=torch.Generator().manual_seed(4))
     lens = torch.tensor(CONTEXTS, dtype=torch.int32)
-    got = paged_decode_attention_cpu(query, keys, values, page_table, slots, lens, dim**-0.5)
+    got = paged_decode_attention_cpu(query, keys, values, page_table, slots, lens, dim**-0.5).near
     wanted = paged_decode_attention_reference(
         query.double(), keys.double(), values.double(), page_table, slots, lens, dim**-0.5
-    )
+    ).near
     torch.testing.assert_close(got.out.double(), wanted.out, rtol=0, atol=ATTENTION_F32_ATOL)
     torch.testing.assert_close(got.lse.double(), wanted.lse, rtol=0, atol=ATTENTION_F32_ATOL)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_tokens"), SHAPES)
+def test_near_and_far_equal_the_reference_under_bounds_of_each_head(
+    heads: int, kv_heads: int, dim: int, page_tokens: int
+) -> None:
+    """What no head of a KV head reads is NaN."""
+    contexts = [1, 16, 0, 17, 400]
+    keys, values, page_table = pool(kv_heads, dim, page_tokens)
+    slots = torch.tensor([4, -1, 0, 2, 1], dtype=torch.int32)
+    bounds = random_bounds(contexts, heads, seed=heads)
+    reads = np.logical_or(*cells_of(bounds, contexts)).reshape(len(contexts), kv_heads, -1, max(contexts)).any(2)
+    generator = torch.Generator().manual_seed(3)
+    for row, slot in enumerate(slots.tolist()):
+        for kv_head, cell in zip(*reads[row].nonzero(), strict=True):
+            for pages in (keys, values) if slot >= 0 else ():
+                page = page_table[slot, cell // page_tokens]
+                pages[page, kv_head, cell % page_tokens] = torch.randn(dim, generator=generator)
+    query, lens = torch.randn(len(contexts), heads, dim, generator=generator), torch.tensor(contexts, dtype=torch.int32)
+    rest = (page_table, slots, lens, dim**-0.5)
+    maxima, wide_maxima = torch.empty(len(contexts), heads, 25), torch.empty(len(contexts), heads, 25).double()
+    limits = torch.from_numpy(bounds)
+    got = paged_decode_attention_cpu(query, keys, values, *rest, limits, True, maxima)
+    wanted = paged_decode_attention_reference(
+        query.double(), keys.double(), values.double(), *rest, limits, True, wide_maxima
+    )
+    for one, other in ((got.near, wanted.near), (got.far, wanted.far)):
+        torch.testing.assert_close(one.out.double(), other.out, rtol=0, atol=ATTENTION_F32_ATOL)
+        torch.testing.assert_close(one.lse.double(), other.lse, rtol=0, atol=ATTENTION_F32_ATOL)
+        assert torch.equal(one.covered, other.covered)
+    torch.testing.assert_close(maxima.double(), wide_maxima, rtol=0, atol=ATTENTION_F32_ATOL)
 
 
 def test_the_comparison_sees_one_lost_token() -> None:
@@ -60,7 +93,9 @@ def test_the_comparison_sees_one_lost_token() -> None:
     fill(values, page_table, slots, [400], 2)
     query = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(4))
     whole, lost = (
-        paged_decode_attention_cpu(query, keys, values, page_table, slots, torch.tensor([n], dtype=torch.int32), 0.125)
+        paged_decode_attention_cpu(
+            query, keys, values, page_table, slots, torch.tensor([n], dtype=torch.int32), 0.125
+        ).near
         for n in (400, 399)
     )
     assert (whole.out - lost.out).abs().max() > ATTENTION_F32_ATOL
@@ -75,7 +110,7 @@ def test_a_nan_in_one_context_stays_in_its_row() -> None:
     keys[page_table[1, 0], 0, 3, 5] = torch.nan
     got = paged_decode_attention_cpu(
         torch.ones(2, 8, 64), keys, values, page_table, slots, torch.tensor([20, 20], dtype=torch.int32), 0.125
-    )
+    ).near
     assert got.out[0].isfinite().all()
     assert got.out[1, :4].isnan().all()
     assert got.lse[1, :4].isnan().all()
@@ -87,12 +122,13 @@ def test_rope_and_write_equal_the_reference(heads: int, kv_heads: int, dim: int,
     qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, generator=generator)
     before = qkv.clone()
     angles = torch.rand(500, dim // 2, generator=generator) * 6
+    cells = torch.tensor([16, 3, 398, 0, 5])
     positions, slots = torch.tensor([0, 399, 17, 16, 5]), torch.tensor([0, 3, 3, 7, -1], dtype=torch.int32)
     keys, values, page_table = pool(kv_heads, dim, page_tokens)
     wanted_keys, wanted_values = keys.double(), values.double()
-    got = rope_kv_write_cpu(qkv, angles.cos(), angles.sin(), positions, slots, page_table, keys, values, heads)
+    got = rope_kv_write_cpu(qkv, angles.cos(), angles.sin(), positions, cells, slots, page_table, keys, values, heads)
     wanted = rope_kv_write_reference(
-        qkv.double(), angles.cos().double(), angles.sin().double(), positions, slots, page_table,
+        qkv.double(), angles.cos().double(), angles.sin().double(), positions, cells, slots, page_table,
         wanted_keys, wanted_values, heads,
     )  # fmt: skip
     torch.testing.assert_close(got[:4].double(), wanted[:4], rtol=0, atol=ATTENTION_F32_ATOL)

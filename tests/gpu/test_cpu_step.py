@@ -8,7 +8,7 @@ import torch
 
 from gpu.cpu_device.paged_attention import PART_TOKENS
 from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
-from gpu.decode.attention import exact_decode_attention
+from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import DecodeSteps
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.model.architecture import named_shape
@@ -139,12 +139,12 @@ def test_torch_and_the_step_take_turns_on_the_same_threads() -> None:
         assert torch.equal(step.run(*batch), wanted)
 
 
-def test_only_exact_attention_on_a_served_shape_goes_through_the_compiled_step() -> None:
+def test_only_uncounted_steps_of_a_served_shape_go_through_the_compiled_step() -> None:
     decoder, _ = filled(rows=2)
     workspace = workspace_for(2, TINY.num_heads, TINY.num_kv_heads, TINY.dim, MAX_PAGES * 16, CPU)
-    last_tokens = torch.zeros(3, dtype=torch.int64)
-    assert DecodeSteps(decoder, exact_decode_attention, last_tokens, workspace)._compiled is not None
-    assert DecodeSteps(decoder, lambda query: None, last_tokens, workspace)._compiled is None
+    for checks_coverage in (False, True):
+        loop = LayerLoop(decoder, (), torch.zeros(3, dtype=torch.int64), workspace, checks_coverage)
+        assert (DecodeSteps(loop, None)._compiled is None) == checks_coverage
     assert not serves(TINY, torch.float32, torch.device("cuda"))
     assert not serves(TINY, torch.float16, CPU)
     assert not serves(replace(TINY, dim=72), torch.float32, CPU)  # no whole block, however wide vectors are

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.decode.steps import DecodeInputs
+from gpu.decode.rows import StepRows
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
-from gpu.step import DecodeGroup, PrefillJob, StepPlan
+from gpu.step import DecodeGroup, HostAsk, PrefillJob, StepPlan
 from tests.gpu.reference_model import (
     Generated,
     Pages,
@@ -45,22 +45,31 @@ def small_runner(device: str = "cpu", dtype: str = "float32", sizes: tuple[int, 
 
 
 def test_inputs_are_packed_and_padded() -> None:
-    packed = DecodeInputs.pack([3, 0], [17, 5], 4, 9)
-    inputs = DecodeInputs(torch.from_numpy(packed), 4)
-    assert inputs.positions.tolist() == [17, 5, 0, 0]
-    assert inputs.token_slots.tolist() == [3, 0, 9, 9]
-    assert inputs.slots.tolist() == [3, 0, -1, -1]
-    assert inputs.context_lens.tolist() == [18, 6, 0, 0]
+    packed = StepRows.pack([3, 0], [17, 5], [15, 5], [HostAsk(7, 2, 12), None], 4, 9)
+    rows = StepRows(torch.from_numpy(packed), 4)
+    assert rows.positions.tolist() == [17, 5, 0, 0]
+    assert rows.token_slots.tolist() == [3, 0, 9, 9]
+    assert rows.cells.tolist() == [15, 5, 0, 0]
+    assert rows.slots.tolist() == [3, 0, -1, -1]
+    assert rows.context_lens.tolist() == [16, 6, 0, 0]
+    hole_begin, hole_end, cut = rows.bounds(2)
+    assert hole_begin.tolist() == [[2, 2], [0, 0], [0, 0], [0, 0]]
+    assert hole_end.tolist() == cut.tolist() == [[12, 12], [0, 0], [0, 0], [0, 0]]
+
+
+def rows_of(size: int) -> StepRows:
+    """Slot 1 at position 47, and padding."""
+    return StepRows(torch.from_numpy(StepRows.pack([1], [47], [47], [None], size, 4)), size)
 
 
 @torch.inference_mode()
 def test_padding_rows_write_nothing_and_change_nothing() -> None:
     runner = small_runner()
     prefilled(runner)
-    steps = runner.resident_steps
-    logits = steps.compute(DecodeInputs(torch.from_numpy(DecodeInputs.pack([1], [47], 1, 4)), 1))
+    steps = runner.decode_steps
+    (logits,) = steps.compute([rows_of(1)], [None])
     pages = [pages.clone() for pages in (*runner.pool.key_pages, *runner.pool.value_pages)]
-    padded = steps.compute(DecodeInputs(torch.from_numpy(DecodeInputs.pack([1], [47], 4, 4)), 4))
+    (padded,) = steps.compute([rows_of(4)], [None])
     torch.testing.assert_close(padded[:1], logits, rtol=0, atol=CHUNKING_LOGPROB_ATOL)
     for before, after in zip(pages, (*runner.pool.key_pages, *runner.pool.value_pages), strict=True):
         torch.testing.assert_close(before, after, rtol=0, atol=CHUNKING_LOGPROB_ATOL, equal_nan=True)

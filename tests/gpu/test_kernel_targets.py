@@ -40,6 +40,7 @@ TRITON_TYPES = {
     torch.bfloat16: "*bf16",
     torch.int8: "*i8",
     torch.int16: "*i16",
+    torch.uint8: "*u8",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -72,15 +73,22 @@ def _rope(shape: Architecture, dtype: torch.dtype) -> None:
     cos = torch.empty(64, shape.dim // 2, device="cuda")
     ids = torch.empty(2, dtype=torch.int32, device="cuda")
     table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
-    rope_kv_write(qkv, cos, torch.empty_like(cos), ids.long(), ids, table, *_pages(shape, dtype), shape.num_heads)
+    rope_kv_write(
+        qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *_pages(shape, dtype), shape.num_heads
+    )
 
 
 def _attention(shape: Architecture, dtype: torch.dtype) -> None:
     query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
     ids = torch.empty(2, dtype=torch.int32, device="cuda")
     table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
-    workspace = workspace_for(2, shape.num_heads, shape.num_kv_heads, shape.dim, 262_144, "cuda")
-    paged_decode_attention(query, *_pages(shape, dtype), table, ids, ids, 1.0, workspace)
+    workspace = workspace_for(2, shape.num_heads, shape.num_kv_heads, shape.dim, 262_144, "cuda", has_far=True)
+    arguments = (query, *_pages(shape, dtype), table, ids, ids, 1.0, workspace)
+    bounds = torch.empty(3, 2, 1, dtype=torch.int32, device="cuda").expand(3, 2, shape.num_heads)
+    maxima = torch.empty(2, shape.num_heads, 16, device="cuda")
+    paged_decode_attention(*arguments)
+    paged_decode_attention(*arguments, bounds)
+    paged_decode_attention(*arguments, bounds, has_far=True, maxima=maxima, is_counted=True)
 
 
 def _projections(shape: Architecture, dtype: torch.dtype) -> None:
@@ -113,7 +121,7 @@ def _merge(shape: Architecture, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         out = torch.empty(2, shape.num_heads, shape.dim, device="cuda")
         lse = torch.empty(2, shape.num_heads, device="cuda")
-        transfer.merge.merge_outputs(out, lse, out, lse)
+        transfer.merge.merge_outputs([out, out], [lse, lse])
 
 
 def _rows(shape: Architecture, dtype: torch.dtype) -> None:
@@ -142,6 +150,11 @@ def _pack(shape: Architecture, dtype: torch.dtype) -> None:
     codes = torch.empty(2, shape.num_heads, 150, dtype=torch.uint16, device="cuda")
     counters = new_counters(slot, torch.device("cuda"))
     exchange_pack(query, codes, counters, slot)
+    slot = new_slot(4, shape.num_heads, shape.dim, 0, dtype, torch.device("cpu"), kv_heads=2, exclusion_blocks=64)
+    excluded = torch.empty(2, 2, 2, dtype=torch.int32, device="cuda")
+    exchange_pack(
+        query, None, counters, slot, torch.empty(2, shape.num_heads, dtype=torch.uint8, device="cuda"), excluded
+    )
     await_answer(counters, slot)
 
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from gpu.kernels.paged_decode_attention import (
+    MAXIMA_CELLS,
+    Reading,
     num_splits,
     paged_decode_attention,
     paged_decode_attention_reference,
@@ -20,6 +22,7 @@ on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 CHECKSUM_TOLERANCE = {torch.float32: LSE_CHECKSUM, torch.bfloat16: LSE_CHECKSUM_BFLOAT16}
 LSE_TOLERANCE = {torch.float32: LSE_FLOAT32, torch.bfloat16: LSE_BFLOAT16}
 SHAPES = [(4, 2, 64, 16), (8, 1, 128, 32), (3, 3, 64, 64), (20, 1, 64, 16)]
+FEW_SPLITS = 3 * 8192  # of three splits: the interpreter runs each
 CONTEXTS = [1, 16, 0, 17, 255, 700, 64, 5]
 
 
@@ -27,8 +30,9 @@ class Paged:
     """Requests with their keys and values scattered over pages; everything that no request owns is NaN."""
 
     def __init__(
-        self, dtype: torch.dtype, device: str, shape: tuple[int, int, int, int], contexts: list[int], flat: bool = False
-    ) -> None:
+        self, dtype: torch.dtype, device: str, shape: tuple[int, int, int, int], contexts: list[int],
+        flat: bool = False, max_context: int = 2**18,
+    ) -> None:  # fmt: skip
         heads, kv_heads, dim, page_tokens = shape
         generator = np.random.default_rng(dim + heads)
         counts = [-(-context // page_tokens) for context in contexts]
@@ -51,18 +55,49 @@ class Paged:
             self.keys.append(wide(key))
             self.values.append(wide(value))
         self.context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
-        self.workspace = workspace_for(len(contexts), heads, kv_heads, dim, 2**18, device)
+        self.workspace = workspace_for(len(contexts), heads, kv_heads, dim, max_context, device, has_far=True)
         self.workspace.out.fill_(float("nan"))
         self.workspace.lse.fill_(float("nan"))
 
     def run(self) -> Partial:
-        return paged_decode_attention(self.query, self.key_pages, self.value_pages, self.page_table, self.slots,
-                                      self.context_lens, self.scale, self.workspace)  # fmt: skip
+        return self.read().near
+
+    def read(self, bounds: torch.Tensor | None = None, **options: object) -> Reading:
+        return paged_decode_attention(
+            self.query, self.key_pages, self.value_pages, self.page_table, self.slots, self.context_lens, self.scale,
+            self.workspace, bounds, **options,
+        )  # fmt: skip
+
+    def hide(self, wanted: np.ndarray) -> None:
+        """Cells that no head of a KV head reads, bool `[rows, heads, cells]`, are NaN; their pages are nowhere."""
+        kv_heads, page_tokens = self.key_pages.shape[1:3]
+        for row, context in enumerate(self.contexts):
+            by_kv_head = wanted[row].reshape(kv_heads, -1, wanted.shape[2]).any(1)
+            for cell in range(context):
+                page = int(self.page_table[row, cell // page_tokens])
+                unread = torch.from_numpy(~by_kv_head[:, cell]).to(self.key_pages.device)
+                self.key_pages[page, unread, cell % page_tokens] = float("nan")
+                self.value_pages[page, unread, cell % page_tokens] = float("nan")
+            for page in range(-(-context // page_tokens)):
+                if not by_kv_head[:, page * page_tokens : (page + 1) * page_tokens].any():
+                    self.page_table[row, page] = -(10**6)
 
     def wanted(self) -> tuple[np.ndarray, np.ndarray]:
         rows = zip(wide(self.query), self.keys, self.values, strict=True)
         parts = [oracle.attend(query, keys, values, self.scale) for query, keys, values in rows]
         return np.stack([out for out, _ in parts]), np.stack([lse for _, lse in parts])
+
+    def wanted_of(self, reads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Over the cells of each head, bool `[rows, heads, cells]`."""
+        group = self.query.shape[1] // self.key_pages.shape[1]
+        out, lse = np.zeros(self.query.shape), np.full(self.query.shape[:2], -np.inf)
+        for row, context in enumerate(self.contexts):
+            for head in range(self.query.shape[1]):
+                cells, one = reads[row, head, :context], slice(head // group, head // group + 1)
+                keys, values = self.keys[row][cells, one], self.values[row][cells, one]
+                heads = oracle.attend(wide(self.query[row, head : head + 1]), keys, values, self.scale)
+                out[row, head], lse[row, head] = heads[0][0], heads[1][0]
+        return out, lse
 
 
 @on_devices
@@ -125,7 +160,7 @@ def test_a_nan_inside_the_context_is_not_hidden(dtype, device):
 def test_float64_stays_float64_on_the_cpu():
     paged = Paged(torch.float64, "cpu", SHAPES[0], [300, 20])
     partial = paged_decode_attention_reference(paged.query, paged.key_pages, paged.value_pages, paged.page_table,
-                                               paged.slots, paged.context_lens, paged.scale)  # fmt: skip
+                                               paged.slots, paged.context_lens, paged.scale).near  # fmt: skip
     assert partial.out.dtype == torch.float64
     assert distance(partial.out, paged.wanted()[0]) < KERNEL_FLOAT64
 
@@ -145,3 +180,110 @@ def test_splits_fill_the_device_and_bound_the_longest_program(requests, context)
     assert 1 <= splits <= 128
     assert splits * requests * 8 >= 132 or splits == 128
     assert context / splits <= 8192
+
+
+def random_bounds(contexts: list[int], heads: int, seed: int) -> np.ndarray:
+    """hole_begin <= hole_end <= cut, int32 `[3, rows, heads]`: of every kind that there is, and within the context."""
+    generator = np.random.default_rng(seed)
+    bounds = np.zeros((3, len(contexts), heads), np.int32)
+    for row, context in enumerate(contexts):
+        for head in range(heads):
+            begin, end, cut = np.sort(generator.integers(0, context + 1, 3))
+            kinds = [
+                (begin, end, cut),
+                (begin, end, end),  # nothing is far
+                (0, 0, 0),  # no hole
+                (0, context, context),  # nothing is read
+                (16 * (begin // 16), 16 * (end // 16), context),  # no tail
+                (context, context, context),  # all before the hole
+            ]
+            bounds[:, row, head] = kinds[generator.integers(len(kinds))]
+    return bounds
+
+
+def cells_of(bounds: np.ndarray, contexts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Cells that are near and far, bool `[rows, heads, cells]`."""
+    hole_begin, hole_end, cut = bounds[..., None]
+    cell, context = np.arange(max(contexts)), np.array(contexts)[:, None, None]
+    return (cell < hole_begin) | ((cell >= cut) & (cell < context)), (cell >= hole_end) & (cell < cut)
+
+
+def assert_equal_partials(partial: Partial, wanted: tuple[np.ndarray, np.ndarray], dtype: torch.dtype) -> None:
+    out, lse = wanted
+    held = ~np.isneginf(lse)
+    assert np.array_equal(np.isneginf(wide(partial.lse)), ~held)
+    assert distance(partial.out, out) < KERNEL_TOLERANCE[dtype]
+    assert np.abs(wide(partial.lse)[held] - lse[held]).max(initial=0) < LSE_TOLERANCE[dtype]
+
+
+@on_devices
+@on_dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "contexts", [[1, 0, 17, 255, 64], [300], [0, 1500]], ids=["bounds_many", "bounds_one", "bounds_long"]
+)
+def test_near_and_far_are_read_by_each_heads_own_bounds_and_nothing_else_is(shape, contexts, dtype, device):
+    paged = Paged(dtype, device, shape, contexts, max_context=FEW_SPLITS)
+    bounds = random_bounds(contexts, shape[0], seed=sum(shape))
+    near, far = cells_of(bounds, contexts)
+    wanted = paged.wanted_of(near), paged.wanted_of(far)
+    paged.hide(near | far)
+    reading = paged.read(torch.from_numpy(bounds).to(device), has_far=True, is_counted=True)
+    for partial, whole, cells in zip((reading.near, reading.far), wanted, (near, far), strict=True):
+        assert_equal_partials(partial, whole, dtype)
+        assert np.array_equal(partial.covered.cpu().numpy(), cells.sum(-1))
+
+
+@on_devices
+@on_dtypes
+def test_a_hole_that_is_alike_for_all_heads_takes_bounds_that_are_expanded(dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [700, 90, 40], max_context=FEW_SPLITS)
+    rows = torch.tensor([[16, 16, 0], [512, 48, 0], [512, 48, 0]], dtype=torch.int32, device=device)
+    bounds = rows[..., None].expand(3, 3, SHAPES[0][0])
+    near, _ = cells_of(bounds.cpu().numpy(), paged.contexts)
+    wanted = paged.wanted_of(near)
+    paged.hide(near)
+    reading = paged.read(bounds)
+    assert reading.far is None
+    assert_equal_partials(reading.near, wanted, dtype)
+
+
+@on_devices
+@on_dtypes
+def test_a_bound_that_is_off_by_one_cell_is_noticed(dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [200], flat=True, max_context=FEW_SPLITS)
+    bounds = torch.tensor([40, 90, 150], dtype=torch.int32, device=device)[:, None, None].repeat(1, 1, SHAPES[0][0])
+    near, far = cells_of(bounds.cpu().numpy(), paged.contexts)
+    wanted = [paged.wanted_of(near)[1], paged.wanted_of(far)[1]]
+    for bound, changes in ((0, [True, False]), (1, [False, True]), (2, [True, True])):
+        shifted = bounds.clone()
+        shifted[bound, 0, 1] += 1
+        reading = paged.read(shifted, has_far=True)
+        for partial, lse, is_changed in zip((reading.near, reading.far), wanted, changes, strict=True):
+            distances = np.abs(wide(partial.lse) - lse)
+            assert (distances[0, 1] > LSE_TOLERANCE[dtype]) == is_changed
+            assert np.delete(distances[0], 1).max() < LSE_TOLERANCE[dtype]
+
+
+@on_devices
+@on_dtypes
+def test_the_largest_logits_of_blocks_are_those_of_the_cells_that_are_read(dtype, device):
+    contexts, heads = [133, 0, 17], SHAPES[0][0]
+    paged = Paged(dtype, device, SHAPES[0], contexts, max_context=FEW_SPLITS)
+    bounds = random_bounds(contexts, heads, seed=11)
+    near, far = cells_of(bounds, contexts)
+    paged.hide(near | far)
+    maxima = torch.full((len(contexts), heads, 9), float("nan"), device=device)
+    paged.read(torch.from_numpy(bounds).to(device), has_far=True, maxima=maxima)
+    group = heads // SHAPES[0][1]
+    for row, context in enumerate(contexts):
+        for head in range(heads):
+            logits = np.full(9 * MAXIMA_CELLS, -np.inf)
+            keys = paged.keys[row][:, head // group]
+            reads = (near | far)[row, head, :context]
+            logits[:context][reads] = keys[reads] @ wide(paged.query[row, head]) * paged.scale
+            wanted = logits.reshape(9, MAXIMA_CELLS).max(1)
+            got = wide(maxima[row, head])
+            assert np.array_equal(np.isneginf(got), np.isneginf(wanted))
+            finite = ~np.isneginf(wanted)
+            assert np.abs(got[finite] - wanted[finite]).max(initial=0) < LSE_TOLERANCE[dtype]

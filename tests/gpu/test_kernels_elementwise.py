@@ -82,6 +82,7 @@ class Rope:
         self.qkv = random(generator, (len(slots), (heads + 2 * kv_heads) * dim), dtype, device)
         self.cos, self.sin = (torch.from_numpy(table).float().to(device) for table in (np.cos(angles), np.sin(angles)))
         self.positions, self.slots = torch.from_numpy(positions).to(device), torch.from_numpy(slots).int().to(device)
+        self.cells = 63 - self.positions
         num_pages = 3 * 64 // page_tokens
         self.page_table = torch.from_numpy(generator.permutation(num_pages)).int().view(3, -1).to(device)
         shape = (num_pages, kv_heads, page_tokens, dim)
@@ -89,8 +90,8 @@ class Rope:
         self.value_pages = self.key_pages.clone()
 
     def run(self) -> torch.Tensor:
-        return rope_kv_write(self.qkv, self.cos, self.sin, self.positions, self.slots, self.page_table,
-                             self.key_pages, self.value_pages, self.heads)  # fmt: skip
+        return rope_kv_write(self.qkv, self.cos, self.sin, self.positions, self.cells, self.slots,
+                             self.page_table, self.key_pages, self.value_pages, self.heads)  # fmt: skip
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_tokens"), [(4, 2, 64, 16), (6, 1, 128, 32), (3, 3, 64, 64)])
@@ -108,10 +109,10 @@ def test_rope_rotates_queries_and_writes_keys_and_values_to_their_pages(
     assert distance(query[tokens], rotated[:, :heads]) < KERNEL_TOLERANCE[dtype]
     keys, values = np.full(rope.key_pages.shape, np.nan), np.full(rope.key_pages.shape, np.nan)
     for index, row in enumerate(tokens):
-        slot, position = int(rope.slots[row]), int(rope.positions[row])
-        page = int(rope.page_table[slot, position // page_tokens])
-        keys[page, :, position % page_tokens] = rotated[index, heads:]
-        values[page, :, position % page_tokens] = split[row, heads + kv_heads :]
+        slot, cell = int(rope.slots[row]), int(rope.cells[row])
+        page = int(rope.page_table[slot, cell // page_tokens])
+        keys[page, :, cell % page_tokens] = rotated[index, heads:]
+        values[page, :, cell % page_tokens] = split[row, heads + kv_heads :]
     for pages, wanted in ((rope.key_pages, keys), (rope.value_pages, values)):
         written = ~np.isnan(wanted)
         assert np.array_equal(~np.isnan(wide(pages)), written)

@@ -96,6 +96,29 @@ def test_an_ask_that_does_not_fit_the_slot_is_named(dtype, device):
         exchange_pack(queries[:2, :3], codes[:2, :3], counters, slot)
 
 
+def test_an_ask_says_which_heads_and_blocks_it_wants(dtype, device):
+    """Those of the ask before it are not kept: without a mask all heads are wanted, and nothing is excluded."""
+    generator = np.random.default_rng(4)
+    slot = new_slot(5, 6, 64, 0, dtype, torch.device(device), kv_heads=2, exclusion_blocks=320)
+    counters = new_counters(slot, torch.device(device))
+    queries = torch.zeros(3, 6, 64, dtype=dtype, device=device)
+    masks = torch.from_numpy(generator.integers(0, 2, (3, 6)).astype(np.uint8))
+    words = torch.from_numpy(generator.integers(-(2**31), 2**31, (3, 2, 10)).astype(np.int32))
+    for wanted, excluded in ((masks, words), (None, words), (masks, None), (None, None)):
+        on_device = [None if one is None else one.to(device) for one in (wanted, excluded)]
+        exchange_pack(queries, None, counters, slot, *on_device)
+        slot.advance(3)
+        wait(slot, 0, WAIT_S)
+        assert torch.equal(slot.wanted[:3], torch.ones_like(masks) if wanted is None else masks)
+        assert torch.equal(slot.excluded[:3], torch.zeros_like(words) if excluded is None else words)
+    assert slot.wanted[3:].all()
+    assert not slot.excluded[3:].any()
+    with pytest.raises(ValueError, match=r"exchange_pack: wanted is \(3, 5\)"):
+        exchange_pack(queries, None, counters, slot, torch.ones(3, 5, dtype=torch.uint8, device=device))
+    with pytest.raises(ValueError, match=r"exchange_pack: excluded is \(3, 2, 9\)"):
+        exchange_pack(queries, None, counters, slot, None, words[:, :, :9].contiguous().to(device))
+
+
 class Hop:
     """A segment's ends: merge the answer, make the next ask of it, pack it. The codes are the device's own count."""
 
@@ -110,7 +133,7 @@ class Hop:
 
     def compute(self) -> None:
         await_answer(self.counters, self.slot)
-        out, _ = merge_outputs(*self.empty, self.slot.out[: self.rows], self.slot.lse[: self.rows])
+        out, _ = merge_outputs([self.empty[0], self.slot.out[: self.rows]], [self.empty[1], self.slot.lse[: self.rows]])
         self.query.copy_(out)
         self.codes.view(torch.int16).copy_(self.counters[: self.rows, None, None].expand(-1, 8, 30))
         exchange_pack(self.query, self.codes, self.counters, self.slot)

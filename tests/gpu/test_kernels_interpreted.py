@@ -20,6 +20,7 @@ SELECTED = " or ".join(
     (
         "(test_kernels_elementwise and cpu and float32 and not 4096 and not 5120)",
         "(test_kernels_attention and cpu and float32 and (contexts0-shape0 or padding or nan))",
+        "(test_kernels_attention and cpu and float32 and (bounds_many-shape0 or largest))",
         "(test_kernels_linear and bfloat16 and (1-50-1056 or 3-50-1056 or 4-6-72))",
         "(test_sampler_race and cpu and (reference or edges) and not 200-24 and not 64-1025)",
         "(test_kernels_simhash and cpu and float32 and not 8193 and not random_rows)",
@@ -32,7 +33,7 @@ SELECTED = " or ".join(
 
 LARGER = " or ".join(
     (
-        "(test_kernels_attention and cpu and float32 and contexts0-shape1)",
+        "(test_kernels_attention and cpu and float32 and (contexts0-shape1 or bounds_one or hole or bound_that))",
         "(test_sampler_race and cpu and (200-24 or 64-1025))",
         "(test_kernels_simhash and cpu and float32 and random_rows)",
         "(test_kernels_exchange and cpu and float32 and 32-128-150)",

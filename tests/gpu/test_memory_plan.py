@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from gpu.config import GpuConfig
 from gpu.cpu_device.paged_attention import PART_TOKENS
 from gpu.cpu_device.step import MAX_ROWS, CpuStep
-from gpu.decode.hop_steps import most_half_rows
+from gpu.decode.halving import most_rows_of_parts
+from gpu.decode.ladder import steps_to_capture
 from gpu.host.deposit import Depositor
 from gpu.host.simhash import draw_projections
 from gpu.kernels.paged_decode_attention import num_splits
 from gpu.kernels.simhash_encode import arrange
 from gpu.kv.pool import KvPool
 from gpu.memory import demand
-from gpu.memory.demand import Demand
+from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
@@ -156,6 +157,16 @@ def test_only_batch_sizes_that_can_run_get_graphs() -> None:
     few = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=2)
     many = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=64)
     assert find_bytes(few, "CUDA graphs") * 9 == find_bytes(many, "CUDA graphs") * 2
+
+
+def test_every_step_that_is_captured_is_planned() -> None:
+    """Those that ask nothing, and those that ask whole or in two halves, of which a single row has none."""
+    alone = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8)
+    with_host = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8, host=HostConfig())
+    assert steps_to_capture((2, 8, 64), 8, True) == [(0, 8), (1, 8), (2, 8), (0, 2), (1, 2), (2, 2), (1, 1)]
+    assert steps_to_capture((), 8, True) == []
+    assert find_bytes(alone, "CUDA graphs") == 4 * CUDA_GRAPH_BYTES
+    assert find_bytes(with_host, "CUDA graphs") == (4 + 4 + 3) * CUDA_GRAPH_BYTES
 
 
 @pytest.mark.parametrize(
@@ -405,9 +416,8 @@ def test_exchange_slots_and_hyperplanes_take_what_is_planned(running: int) -> No
     planes = arrange(draw_projections(SHAPE_TINY.dim, 10, 75, 0, torch.float32, cpu))
     assert planes.planes.nbytes == demand.hyperplane_bytes
     taken = 0
-    for tables in (75, 0):
-        for rows in most_half_rows(running):
-            slot = new_slot(rows, SHAPE_TINY.num_heads, SHAPE_TINY.dim, tables, torch.float32, cpu)
-            tensors = (slot.queries, slot.codes, slot.wanted, slot.flags, slot.out, slot.lse)
-            taken += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    assert 0.5 * demand.exchange_bytes * running / (running + 1) < taken <= demand.exchange_bytes
+    for rows in most_rows_of_parts(running):
+        slot = new_slot(rows, SHAPE_TINY.num_heads, SHAPE_TINY.dim, 75, torch.float32, cpu)
+        tensors = (slot.queries, slot.codes, slot.wanted, slot.flags, slot.out, slot.lse)
+        taken += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    assert taken == demand.exchange_bytes

@@ -69,7 +69,6 @@ def run_after(stand: Stand, token_ids: np.ndarray, begin: int, slot: int, contex
     host = host_prompt(len(token_ids), context_id, source_id)
     own = stand.give_pages(slot, len(token_ids), host)
     own[: begin // PAGE] = stand.pool.page_table[0, : begin // PAGE].tolist()
-    stand.pool.release(slot)
     stand.pool.write_pages([PageWrite(slot, 0, own)])
     job = stand.job(context_id, slot, token_ids, host, begin)
     stand.prefill.add(job)
@@ -126,7 +125,6 @@ def test_rows_that_go_down_are_the_exact_ones_rounded_and_the_rest_is_in_pages(
     run_down(stand, prompt, 2, CONTEXT, 100)
     end = host_prompt(LENGTH, CONTEXT).end
     assert stand.tier.num_tokens(CONTEXT) == end - SINK
-    assert stand.pool.num_deposited_tokens(2) == end - SINK
     assert_rows_are_down(stand, CONTEXT, plain[0], 0, end, HOST_ROW_BFLOAT16)
     for layer in range(SHAPE.num_layers):
         stays = [(0, LENGTH)] if layer in DENSE_LAYERS else [(0, SINK), (end, LENGTH)]

@@ -9,6 +9,7 @@ from gpu.runner import Runner
 from gpu.step import (
     DecodeGroup,
     Deposit,
+    HostAsk,
     HostPrompt,
     PageWrite,
     PrefillJob,
@@ -57,14 +58,16 @@ def tokens_that_stay(runner: Runner, ids: np.ndarray) -> list[int]:
     pages = list(range(-(-(len(ids) + NUM_TOKENS) // PAGE)))
     plan = StepPlan(page_writes=[PageWrite(0, 0, pages)], new_jobs=[job], units=layer_units(job, 100, NUM_LAYERS))
     tokens = [launch(runner, plan).tokens[0].token_id]
-    tokens += decode(runner, 0, len(ids), None, range(1, NUM_TOKENS))
+    tokens += decode(runner, 0, len(ids), 0, range(1, NUM_TOKENS))
     launch(runner, StepPlan(released_slots=[0]))
     return tokens
 
 
-def decode(runner: Runner, slot: int, num_prompt: int, context_ids: list[int] | None, drawn: range) -> Iterator[int]:
+def decode(runner: Runner, slot: int, num_prompt: int, run_end: int, drawn: range) -> Iterator[int]:
+    """run_end: where the run of CONTEXT ends, or 0: all is on the device."""
     for number in drawn:
-        group = DecodeGroup([slot], [num_prompt + number - 1], [number], context_ids)
+        asks = [HostAsk(CONTEXT, SINK, run_end)] if run_end else None
+        group = DecodeGroup([slot], [num_prompt + number - 1], [number], asks)
         yield launch(runner, StepPlan(decode=[group])).tokens[0].token_id
 
 
@@ -84,9 +87,9 @@ def plan_down(ids: np.ndarray, slot: int, context_id: int) -> tuple[StepPlan, in
 def test_a_prompt_that_went_down_gives_the_text_of_one_that_stayed(runner: Runner, ids: np.ndarray) -> None:
     wanted = tokens_that_stay(runner, ids)
     poison(runner)
-    plan, _ = plan_down(ids, 2, CONTEXT)
+    plan, end = plan_down(ids, 2, CONTEXT)
     tokens = [launch(runner, plan).tokens[0].token_id]
-    tokens += decode(runner, 2, len(ids), [CONTEXT], range(1, NUM_TOKENS))
+    tokens += decode(runner, 2, len(ids), end, range(1, NUM_TOKENS))
     assert tokens == wanted
 
 
@@ -96,13 +99,13 @@ def test_what_a_deposit_adds_to_a_prompt_that_went_down_is_read_where_it_went(ru
     poison(runner)
     plan, end = plan_down(ids, 1, CONTEXT)
     tokens = [launch(runner, plan).tokens[0].token_id]
-    tokens += decode(runner, 1, len(ids), [CONTEXT], range(1, NUM_TOKENS // 2))
+    tokens += decode(runner, 1, len(ids), end, range(1, NUM_TOKENS // 2))
     dense = NUM_PAGES + (end - SINK) // PAGE
     deposit = Deposit(1, CONTEXT, end, end + 2 * PAGE, [200, 201], [dense, dense + 1], opens=False, is_sampled=False)
     launch(runner, StepPlan(deposits=[deposit]))
     for pages in (*runner.pool.key_pages, *runner.pool.value_pages):
         pages[200:202] = float("nan")
-    tokens += decode(runner, 1, len(ids), [CONTEXT], range(NUM_TOKENS // 2, NUM_TOKENS))
+    tokens += decode(runner, 1, len(ids), end + 2 * PAGE, range(NUM_TOKENS // 2, NUM_TOKENS))
     assert tokens == wanted
 
 

@@ -1,19 +1,20 @@
-"""Rows that leave a decode group take their position, their draw and their context with them, and no other's."""
+"""Rows that leave a decode group take their position, their draw and their ask with them, and no other's."""
 
 from gpu.runner import _rows_of, without_slots
-from gpu.step import DecodeGroup
+from gpu.step import DecodeGroup, HostAsk
 from transfer.tier import ContextLostError
 
-GROUP = DecodeGroup([4, 2, 7], [40, 20, 70], [3, 1, 6], [100, 200, 100], True)
+ASKS = [HostAsk(100, 16, 32), HostAsk(200, 16, 48), HostAsk(100, 16, 64)]
+GROUP = DecodeGroup([4, 2, 7], [40, 20, 70], [3, 1, 6], ASKS, [39, 19, 69])
 
 
 def test_the_other_rows_keep_what_is_theirs() -> None:
     left = without_slots(GROUP, {2})
-    assert left == DecodeGroup([4, 7], [40, 70], [3, 6], [100, 100], True)
+    assert left == DecodeGroup([4, 7], [40, 70], [3, 6], [ASKS[0], ASKS[2]], [39, 69])
     assert without_slots(GROUP, {4, 2, 7}).slots == []
 
 
-def test_a_group_without_contexts_has_none_after() -> None:
+def test_a_group_without_asks_has_none_after() -> None:
     on_device = DecodeGroup([4, 2], [40, 20], [3, 1])
     assert without_slots(on_device, {4}) == DecodeGroup([2], [20], [1])
 

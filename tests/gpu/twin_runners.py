@@ -5,6 +5,7 @@ written back into the oracle's pages, so that the two differ by the order of flo
 written and again when they are given up, so any read of what is not there shows.
 """
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gpu.runner import Runner
 from gpu.step import (
     DecodeGroup,
     Deposit,
+    HostAsk,
     HostPrompt,
     PageWrite,
     PrefillJob,
@@ -46,10 +48,17 @@ def tier_shape(dense_layers: tuple[int, ...], bits: int = BITS, num_tables: int 
 def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
+    check_coverage: bool = False,
 ) -> Runner:  # fmt: skip
     runner = load_runner(
         ModelConfig(path=Path(shallow_model(NUM_LAYERS).name)),
-        GpuConfig(device=device, dtype=dtype, page_tokens=page_tokens, graph_batch_sizes=graph_batch_sizes),
+        GpuConfig(
+            device=device,
+            dtype=dtype,
+            page_tokens=page_tokens,
+            graph_batch_sizes=graph_batch_sizes,
+            check_coverage=check_coverage,
+        ),
         max_running=max_running,
         max_context_tokens=max_context,
         chunk_tokens=512,
@@ -80,15 +89,17 @@ class Twins:
     def __init__(self, *, dense_layers: tuple[int, ...] = DEFAULT_DENSE, page_tokens: int = 16, window_tokens: int = 64,
                  lump_tokens: int = 64, is_sampled: bool = False, capacity_tokens: int = 100_000, max_running: int = 5,
                  device: str = "cpu", dtype: str = "float32", graph_batch_sizes: tuple[int, ...] = (),
-                 tier: HostTier | None = None, max_context: int = MAX_CONTEXT,
-                 num_pages: int = NUM_PAGES) -> None:  # fmt: skip
+                 tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
+                 check_coverage: bool = False) -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape."""
         self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
         self.page_tokens, self.window_tokens, self.lump_tokens = page_tokens, window_tokens, lump_tokens
         self.is_sampled = is_sampled
         self.num_pages, sizes = num_pages, (max_context, num_pages)
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
-        self.deposits = load(self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes)
+        self.deposits = load(
+            self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage
+        )
         self.sequences: dict[int, Sequence] = {}
         self._free = list(range(num_pages))
         self._dense = list(range(num_pages, 2 * num_pages))
@@ -142,7 +153,7 @@ class Twins:
                                                         (write.first_page + 1) * self.page_tokens))))
                 for write in plan.page_writes
             ],
-            decode=[DecodeGroup(slots, plan_positions(plan, slots), [1] * len(slots))],
+            decode=[replace(plan.decode[0], asks=None)],
         )  # fmt: skip
         self.deposits._last_tokens.copy_(self.exact._last_tokens)
         result = self.deposits.launch(plan).collect()
@@ -155,16 +166,14 @@ class Twins:
         return result
 
     def plan(self, slots: list[int], deposits: list[Deposit]) -> StepPlan:
-        """Of the runner that deposits: rows with a context go in one group, the others in another."""
+        """Of the runner that deposits: rows that ask the host, and rows that do not, in one group."""
         writes = []
         for slot in slots:
             sequence = self.sequences[slot]
             if sequence.num_tokens == len(sequence.pages) * self.page_tokens:
                 sequence.pages.append(self._free.pop())
                 writes.append(PageWrite(slot, len(sequence.pages) - 1, sequence.pages[-1:]))
-        down = [slot for slot in slots if self.sequences[slot].run_end or slot in {one.slot for one in deposits}]
-        groups = [self._group(down, True), self._group([slot for slot in slots if slot not in down], False)]
-        return StepPlan(page_writes=writes, deposits=deposits, decode=[group for group in groups if group.slots])
+        return StepPlan(page_writes=writes, deposits=deposits, decode=[self.group(slots, deposits)])
 
     def logits(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The last step's, float32 `[vocab]`: of the runner that deposits, and of the oracle."""
@@ -181,12 +190,15 @@ class Twins:
         self.deposits.pool.deposit(slot, deposit.begin, deposit.end, deposit.page_ids, dense)
         self._settle(deposit)
 
-    def _group(self, slots: list[int], is_down: bool) -> DecodeGroup:
-        sequences = [self.sequences[slot] for slot in slots]
-        return DecodeGroup(
-            slots, [one.num_tokens for one in sequences], [1] * len(slots),
-            [one.context_id for one in sequences] if is_down else None, self.is_sampled,
-        )  # fmt: skip
+    def group(self, slots: list[int], deposits: Many[Deposit] = ()) -> DecodeGroup:
+        """What these slots read, once `deposits` are down."""
+        ends = {deposit.slot: deposit.end for deposit in deposits}
+        asks: list[HostAsk | None] = []
+        for slot in slots:
+            end = ends.get(slot, self.sequences[slot].run_end)
+            asks.append(HostAsk(self.sequences[slot].context_id, self.page_tokens, end) if end else None)
+        positions = [self.sequences[slot].num_tokens for slot in slots]
+        return DecodeGroup(slots, positions, [1] * len(slots), asks)
 
     def _due(self, sequence: Sequence) -> list[Deposit]:
         sink = self.page_tokens
@@ -237,13 +249,6 @@ class Twins:
             return sample(logits, slots, samples)
 
         runner._sampler.sample = recording
-
-
-def plan_positions(plan: StepPlan, slots: list[int]) -> list[int]:
-    """Positions of `slots`, whichever group they are in."""
-    found = {slot: position for group in plan.decode
-             for slot, position in zip(group.slots, group.positions, strict=True)}  # fmt: skip
-    return [found[slot] for slot in slots]
 
 
 def furthest(twins: Twins, slots: list[int]) -> float:

@@ -13,6 +13,7 @@ from gpu.step import (
     NOT_FINITE,
     NOTHING_LEFT,
     Deposit,
+    HostAsk,
     PrefillJob,
     PrefillPrompt,
     SampledToken,
@@ -118,13 +119,10 @@ class PageRunner:
         self.clock += sum(self._seconds(unit) for unit in plan.units)
         unit_seconds = self.clock - before
         for group in plan.decode:
-            contexts = group.context_ids or [None] * len(group.slots)
-            for slot, position, sample, context_id in zip(
-                group.slots, group.positions, group.samples, contexts, strict=True
-            ):
-                assert context_id is None or self.is_sampled[context_id] == group.is_sampled
+            asks = group.asks or [None] * len(group.slots)
+            for slot, position, sample, ask in zip(group.slots, group.positions, group.samples, asks, strict=True):
                 if slot not in self.failed:
-                    self._check_context(slot, context_id)
+                    self._check_context(slot, ask)
                 self._write(slot, position, self.last[slot])
                 tokens.append(self._draw(slot, position + 1, sample))
                 assert sample >= 1
@@ -193,15 +191,14 @@ class PageRunner:
         is_dense = [page >= self.num_pages for page in self.tables[slot]]
         assert is_dense == [first <= place < last for place in range(len(is_dense))]
 
-    def _check_context(self, slot: int, context_id: int | None) -> None:
-        if context_id is None:
+    def _check_context(self, slot: int, ask: HostAsk | None) -> None:
+        """What the device does not have, the host is asked for, and has."""
+        if ask is None:
             self._check_run(slot, 0, 0)
             return
-        context = self.contexts[context_id]
-        first = next(place for place, page in enumerate(self.tables[slot]) if page >= self.num_pages)
-        begin = first * self.page_tokens
-        self._check_run(slot, begin, begin + len(context))
-        assert context == [self._read(slot, position) for position in range(begin, begin + len(context))]
+        self._check_run(slot, ask.begin, ask.end)
+        asked = self.contexts[ask.context_id][: ask.end - ask.begin]
+        assert asked == [self._read(slot, position) for position in range(ask.begin, ask.end)]
 
     def _advance(self, unit) -> list[SampledToken]:
         entry = self.jobs[unit.job_id]

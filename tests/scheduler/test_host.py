@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from gpu.config import Composition
 from gpu.profiles import resolve_profiles
+from gpu.step import HostAsk
 from scheduler.capacity import Capacity, HostCapacity, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
@@ -111,9 +112,9 @@ def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_a_lump() 
     deposits = [deposit for plan in runner.plans for deposit in plan.deposits]
     assert [deposit.opens for deposit in deposits] == [True, False, False]
     assert (deposits[0].begin, deposits[0].end) == (SINK, RESIDENT + LUMP - WINDOW)
-    before = [group.context_ids for plan in runner.plans for group in plan.decode]
-    assert before[0] is None
-    assert before[-1] == [deposits[0].context_id]
+    asks = [group.asks for plan in runner.plans for group in plan.decode]
+    assert asks[0] is None
+    assert asks[-1] == [HostAsk(deposits[0].context_id, SINK, deposits[-1].end)]
     check_idle(engine, runner)
 
 
@@ -124,7 +125,7 @@ def test_the_window_is_never_shorter_than_asked_nor_longer_than_a_lump_more() ->
     while engine.has_work:
         engine.step()
         for group in runner.plans[-1].decode:
-            context = runner.contexts.get((group.context_ids or [-1])[0])
+            context = runner.contexts[group.asks[0].context_id] if group.asks else None
             if context is not None:
                 held.append(group.positions[0] + 1 - SINK - len(context))
     assert min(held) >= WINDOW
@@ -188,52 +189,22 @@ def test_prompt_logprobs_fork_nothing() -> None:
     check_idle(engine, runner)
 
 
-def groups_of(plan) -> dict[str, int]:
-    """Rows of a step's groups, by what the loop does for them."""
-    kinds = [("whole", "sample")[g.is_sampled] if g.context_ids is not None else "resident" for g in plan.decode]
-    assert len(set(kinds)) == len(kinds), "rows of one kind are one group"
-    return {kind: len(group.slots) for kind, group in zip(kinds, plan.decode, strict=True)}
-
-
-def test_rows_that_have_nothing_down_are_one_group_whatever_their_profiles() -> None:
-    engine, runner = make_engine()
-    names = ["exact", "sampled", "offloaded", "whole"]
-    requests = [ask(name, prompt_of(30, salt=salt), 40, profile=name) for salt, name in enumerate(names)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
-    assert {"resident": 4} in [groups_of(plan) for plan in runner.plans]
-    check_idle(engine, runner)
-
-
-def test_rows_with_a_host_context_are_grouped_by_how_it_is_read() -> None:
+def test_all_rows_of_a_step_are_one_group_whatever_their_profiles_and_wherever_their_tokens_lie() -> None:
     engine, runner = make_engine(num_pages=200)
     requests = [
-        ask("offloaded", prompt_of(300), max_tokens=60),
-        ask("whole", prompt_of(300, salt=1), max_tokens=60, profile="whole"),
-        ask("sampled", prompt_of(300, salt=2), max_tokens=60, profile="sampled"),
-        ask("short", prompt_of(30, salt=3), max_tokens=90),
-        ask("exact", prompt_of(30, salt=4), max_tokens=90, profile="exact"),
+        ask(profile + name, prompt_of(length, salt=salt), max_tokens=120, profile=profile)
+        for salt, profile in enumerate(("exact", "offloaded", "whole", "sampled"))
+        for name, length in (("", 30), ("-long", 300))
     ]
     engine.submit(requests)
     deltas = drain(engine)
     for request in requests:
         check_output(request, deltas[request.request_id])
-    assert {"resident": 2, "whole": 2, "sample": 1} in [groups_of(plan) for plan in runner.plans]
+    groups = [plan.decode for plan in runner.plans if plan.decode]
+    assert all(len(group) == 1 for group in groups)
+    numbers = [(len(one.slots), sum(ask is not None for ask in one.asks or [])) for (one,) in groups]
+    assert any(1 < num_asks < num_rows for num_rows, num_asks in numbers)
     check_idle(engine, runner)
-
-
-def test_a_context_that_goes_down_leaves_the_group_of_those_that_have_not() -> None:
-    engine, runner = make_engine()
-    stays, goes = ask("stays", prompt_of(30), 120, profile="exact"), ask("goes", prompt_of(120, salt=1), 120)
-    engine.submit([stays, goes])
-    deltas = drain(engine)
-    check_output(stays, deltas["stays"])
-    check_output(goes, deltas["goes"])
-    shapes = [groups_of(plan) for plan in runner.plans]
-    assert {"resident": 2} in shapes
-    assert {"resident": 1, "whole": 1} in shapes
 
 
 def test_one_prompt_goes_down_at_a_time_and_short_ones_pass_it() -> None:

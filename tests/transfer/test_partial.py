@@ -135,7 +135,7 @@ def test_the_reference_runs_in_float64():
         mass = weights[..., part].sum(-1)
         out = weights[..., part] @ values[part] / mass[..., None]
         sides += [torch.from_numpy(out), torch.from_numpy(np.log(mass))]
-    out, lse = merge_outputs_reference(*sides)
+    out, lse = merge_outputs_reference(sides[::2], sides[1::2])
     wanted = weights @ values / weights.sum(-1, keepdims=True)
     assert np.abs(out.numpy() - wanted).max() < KERNEL_FLOAT64
     assert np.abs(lse.numpy() - np.log(weights.sum(-1))).max() < KERNEL_FLOAT64
@@ -143,7 +143,7 @@ def test_the_reference_runs_in_float64():
 
 def test_partials_that_do_not_match_are_refused():
     a, b = Partial.empty(2, 3, 8, "cpu"), Partial.empty(2, 4, 8, "cpu")
-    with pytest.raises(ValueError, match=r"merge: out \(2, 3, 8\) and \(2, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"merge: out \[\(2, 3, 8\), \(2, 4, 8\)\]"):
         merge(a, b)
     with pytest.raises(ValueError, match="wanted one dtype"):
         merge(a, Partial(a.out.double(), a.lse.double()))
@@ -158,7 +158,7 @@ def counted(rows: list[list[int]]) -> torch.Tensor:
 def test_coverage_passes_when_owners_and_dropped_make_the_context():
     coverage = Coverage(3, ["a", "b"])
     coverage.add(Owner.RESIDENT, counted([[10, 10], [0, 4]]))
-    coverage.add(Owner.SAMPLED, counted([[90, 80], [7, 3]]))
+    coverage.add(Owner.FETCHED, counted([[90, 80], [7, 3]]))
     coverage.add(Owner.DROPPED, counted([[0, 10], [0, 0]]))
     coverage.check(torch.tensor([100, 7]))
 
@@ -166,9 +166,9 @@ def test_coverage_passes_when_owners_and_dropped_make_the_context():
 def test_coverage_names_the_layer_request_head_and_counts_of_a_lost_token():
     coverage = Coverage(3, ["a", "b"])
     coverage.add(Owner.RESIDENT, counted([[10, 10], [1, 4]]))
-    coverage.add(Owner.EXACT, counted([[90, 90], [6, 2]]))
+    coverage.add(Owner.HOST, counted([[90, 90], [6, 2]]))
     with pytest.raises(
-        CoverageError, match="layer 3, request b, head 1: resident 4, exact 2 = 6 tokens, wanted the context of 7"
+        CoverageError, match="layer 3, request b, head 1: resident 4, host 2 = 6 tokens, wanted the context of 7"
     ):
         coverage.check(torch.tensor([100, 7]))
 
@@ -185,10 +185,10 @@ def test_coverage_refuses_missing_repeated_and_misshapen_counts():
     coverage = Coverage(0, ["a"])
     with pytest.raises(CoverageError, match="no owner counted"):
         coverage.check(torch.tensor([1]))
-    with pytest.raises(CoverageError, match="EXACT did not count"):
-        coverage.add(Owner.EXACT, None)
-    coverage.add(Owner.EXACT, counted([[1, 1]]))
-    with pytest.raises(CoverageError, match="EXACT counted twice"):
-        coverage.add(Owner.EXACT, counted([[1, 1]]))
-    with pytest.raises(CoverageError, match=r"SAMPLED counts \(1, 3\), wanted \(1, 2\)"):
-        coverage.add(Owner.SAMPLED, counted([[1, 1, 1]]))
+    with pytest.raises(CoverageError, match="HOST did not count"):
+        coverage.add(Owner.HOST, None)
+    coverage.add(Owner.HOST, counted([[1, 1]]))
+    with pytest.raises(CoverageError, match="HOST counted twice"):
+        coverage.add(Owner.HOST, counted([[1, 1]]))
+    with pytest.raises(CoverageError, match=r"FETCHED counts \(1, 3\), wanted \(1, 2\)"):
+        coverage.add(Owner.FETCHED, counted([[1, 1, 1]]))

@@ -13,12 +13,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from gpu.decode.hop_segments import HopInputs
-from gpu.decode.hop_steps import HopSteps, HopTimes
+from gpu.decode.halving import Halving
+from gpu.decode.rows import StepRows
+from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps
+from gpu.step import HostAsk
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
+from tests.reference_tier import ReferenceTier
 from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot
-from transfer.tier import ContextLostError
+from transfer.tier import Ask, ContextLostError
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 
@@ -45,13 +48,13 @@ def recorded(graph: Recorded, pool: object) -> Iterator[None]:
     assert graph.step is not None
 
 
-def compute_and_record(compute, steps: HopSteps, inputs: list[HopInputs]) -> list[torch.Tensor]:
-    """`HopSteps._compute`, whose results stay where its first call put them."""
-    results = compute(steps, inputs)
+def compute_and_record(compute, steps: DecodeSteps, rows_of, exchanges) -> list[torch.Tensor]:
+    """`DecodeSteps.compute`, whose results stay where its first call put them."""
+    results = compute(steps, rows_of, exchanges)
 
     @torch.inference_mode()
     def again() -> None:
-        for kept, new in zip(results, compute(steps, inputs), strict=True):
+        for kept, new in zip(results, compute(steps, rows_of, exchanges), strict=True):
             kept.copy_(new)
 
     if Recorded.recording is not None:
@@ -73,15 +76,14 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    compute, answer = HopSteps._compute, HopSteps._answer_all
-    monkeypatch.setattr(HopSteps, "_compute", lambda steps, inputs: compute_and_record(compute, steps, inputs))
+    compute, answer = DecodeSteps.compute, ReferenceTier.answer
+    monkeypatch.setattr(DecodeSteps, "compute", lambda *arguments: compute_and_record(compute, *arguments))
 
-    def answer_and_wait(*arguments):
-        logits = answer(*arguments)
+    def answer_and_wait(*arguments) -> None:
+        answer(*arguments)
         Recorded.running.join()
-        return logits
 
-    monkeypatch.setattr(HopSteps, "_answer_all", answer_and_wait)
+    monkeypatch.setattr(ReferenceTier, "answer", answer_and_wait)
     monkeypatch.setattr("gpu.host.slot_exchange.await_answer", await_on_the_host)
 
 
@@ -90,13 +92,13 @@ def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypa
     twins.prefill(PROMPTS)
     fake_graphs(monkeypatch)
     told: list[float] = []
+    steps = twins.deposits.decode_steps
     with torch.inference_mode():
-        twins.deposits._offload.capture((2, 5), told.append)
+        steps.capture((2, 5), told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
-    captured = twins.deposits._offload.decode_steps(False)._captured
-    assert {size: [own.rows.rows for own in step.inputs] for size, step in captured.items()} == {
-        5: [3, 2], 2: [1, 1], 1: [1],
+    assert {key: [rows.num_rows for rows in step.rows] for key, step in steps._captured.items()} == {
+        (0, 5): [5], (0, 2): [2], (1, 5): [5], (1, 2): [2], (1, 1): [1], (2, 5): [3, 2], (2, 2): [1, 1],
     }  # fmt: skip
     for slots in ([0], [1, 0], [2, 3, 4], [0, 1, 2, 3, 4]):
         Recorded.running = None
@@ -104,64 +106,63 @@ def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypa
         assert Recorded.running is not None
 
 
-class RecordingHalf:
-    """A half batch of one row that writes down what is computed, and a tier's attention that does so with answers."""
+class Log(list[str]):
+    """Steps of two half batches of a row each, a and b, that ask twice; who computes and answers writes it down.
 
-    def __init__(self, name: str, log: list[str], fails_at: int | None = None) -> None:
-        self.name, self.log, self.fails_at = name, log, fails_at
-        self.segments = SimpleNamespace(num_asks=2)
-        self.exchange = SimpleNamespace(
-            slot=SimpleNamespace(release=lambda: log.append(f"release {name}"), advance=lambda rows: None)
-        )
+    fails_at: the ask of b's that no device makes.
+    """
 
-    def expect(self, rows: int) -> None:
-        pass
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+        self.steps = DecodeSteps(
+            SimpleNamespace(step=self.step, asked_layers=(0, 1), last_tokens=torch.zeros(3), checks_coverage=True),
+            Asking(SimpleNamespace(attention=self.attention), [self.exchange("a"), self.exchange("b")],
+                   Halving(always=2), AskTimes()),
+        )  # fmt: skip
 
-    def pack(self, slots, positions, size) -> None:
-        pass
+    def exchange(self, name: str) -> SimpleNamespace:
+        slot = SimpleNamespace(release=lambda: self.append(f"release {name}"), advance=lambda rows: None, rows=1)
+        return SimpleNamespace(name=name, slot=slot, expect=lambda rows: None)
 
-    def to_device(self, packed, size) -> None:
-        pass
+    def step(self, rows: StepRows, exchange: SimpleNamespace) -> Iterator[None]:
+        self.append(f"begin {exchange.name}")
+        for ask in range(2):
+            yield
+            self.append(f"go on {exchange.name}{ask}")
+        return torch.zeros(1, 3)
 
-    def begin(self, inputs) -> None:
-        self.log.append(f"begin {self.name}")
+    def attention(self, asks: list[Ask]) -> SimpleNamespace:
+        name = "ab"[asks[0].context_id - 100]
 
-    def go_on(self, ask: int) -> torch.Tensor | None:
-        self.log.append(f"go on {self.name}{ask}")
-        return torch.zeros(1, 3) if ask == 1 else None
+        def run(ask: int, slot: SimpleNamespace) -> None:
+            if name == "b" and ask == self.fails_at:
+                raise ExchangeError("the device is behind")
+            self.append(f"answer {name}{ask}")
 
-    def run(self, ask: int, slot) -> None:
-        if ask == self.fails_at:
-            raise ExchangeError("the device is behind")
-        self.log.append(f"answer {self.name}{ask}")
-
-    def give_up(self) -> None:
-        self.log.append(f"give up {self.name}")
-
-
-def recording_steps(halves: list[RecordingHalf]) -> HopSteps:
-    of_row = iter(halves)
-    return HopSteps(halves, SimpleNamespace(attention=lambda context_ids: next(of_row)), HopTimes())
+        return SimpleNamespace(run=run, give_up=lambda: self.append(f"give up {name}"))
 
 
-def test_segments_are_captured_in_the_order_in_which_their_answers_come() -> None:
-    log: list[str] = []
-    steps = recording_steps([RecordingHalf("a", log), RecordingHalf("b", log)])
-    steps.run([0, 1], [9, 9], [100, 101])
+TWO_ROWS = Batch([0, 1], [9, 9], [9, 9], [HostAsk(100, 2, 4), HostAsk(101, 2, 4)])
+
+
+def test_layers_are_captured_in_the_order_in_which_their_answers_come() -> None:
+    log = Log()
+    log.steps.run(TWO_ROWS)
     assert log == [
         "begin a", "begin b", "answer a0", "go on a0", "answer b0", "go on b0", "answer a1", "go on a1", "answer b1",
         "go on b1",
     ]  # fmt: skip
     eager = [entry for entry in log if "answer" not in entry]
     log.clear()
-    assert len(steps._compute([MagicMock(), MagicMock()])) == 2
+    assert len(log.steps.compute([None, None], log.steps.asking.exchanges)) == 2
     assert log == eager
 
 
 def test_no_device_is_left_waiting_when_an_answer_fails() -> None:
-    log: list[str] = []
+    log = Log(fails_at=1)
     with pytest.raises(ExchangeError, match="behind"):
-        recording_steps([RecordingHalf("a", log), RecordingHalf("b", log, fails_at=1)]).run([0, 1], [9, 9], [100, 101])
+        log.steps.run(TWO_ROWS)
     assert log[-4:] == ["release a", "release b", "give up a", "give up b"]
 
 
@@ -170,14 +171,13 @@ def test_nothing_is_launched_when_a_context_is_lost(monkeypatch: pytest.MonkeyPa
     twins.prefill(PROMPTS[:2])
     fake_graphs(monkeypatch)
     with torch.inference_mode():
-        twins.deposits._offload.capture((2,), lambda part: None)
+        twins.deposits.decode_steps.capture((2,), lambda part: None)
     check_steps(twins, [0, 1], 1)
     Recorded.running = None
-    steps = twins.deposits._offload.decode_steps(False)
-    positions = [twins.sequences[slot].num_tokens for slot in (0, 1)]
+    group = twins.group([0, 1])
     with monkeypatch.context() as patch:
         patch.setattr(twins.tier, "attention", MagicMock(side_effect=ContextLostError(101, "rows cannot come")))
         with torch.inference_mode(), pytest.raises(ContextLostError):
-            steps.run([0, 1], positions, [100, 101])
+            twins.deposits.decode_steps.run(Batch(group.slots, group.positions, group.positions, group.asks))
     assert Recorded.running is None
     check_steps(twins, [0, 1], 3)

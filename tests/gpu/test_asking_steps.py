@@ -1,6 +1,5 @@
 """Decoding through the host tier equals decoding with the whole context on the device, deposits in between included."""
 
-import math
 from dataclasses import replace
 from unittest.mock import MagicMock
 
@@ -8,22 +7,40 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.decode.hop_segments import HopInputs
-from gpu.decode.hop_steps import halve, most_half_rows
+from gpu.decode.loop import check_coverage
+from gpu.decode.rows import StepRows
+from gpu.decode.steps import Asking, Batch, _ask_of
 from gpu.host.simhash import draw_projections
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.simhash_encode import arrange, encode_rows_reference
 from gpu.runner import PROJECTION_SEED
-from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
+from gpu.step import Deposit, HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES, Twins, check_steps, furthest
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
 from transfer.exchange import ExchangeError
+from transfer.partial import CoverageError, Partial, merge_all
 from transfer.tier import Ask
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 NUM_STEPS = 64
+PAGE = 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def asking(twins: Twins) -> Asking:
+    """Of the runner that deposits."""
+    found = twins.deposits.decode_steps.asking
+    assert found is not None
+    return found
+
+
+def batch_of(twins: Twins, slots: list[int], change: int = 0) -> Batch:
+    """The next step of these slots; `change`: by so many cells the device's hole is longer."""
+    group = twins.group(slots)
+    asks = [replace(ask, end=ask.end + change) for ask in group.asks]
+    return Batch(group.slots, group.positions, group.positions, asks)
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -34,22 +51,22 @@ def test_logits_equal_those_of_the_exact_profile_over_64_steps(num_rows: int) ->
     check_steps(twins, slots, NUM_STEPS)
     assert all(twins.sequences[slot].run_end for slot in slots)
     assert twins.tier.num_tokens(100) == twins.sequences[0].run_end - 16
-    assert twins.deposits.pool.num_deposited_tokens(0) == twins.tier.num_tokens(100)
-    times = twins.deposits.hop_times
+    times = twins.deposits.ask_times
     assert times.asks >= NUM_STEPS * (NUM_LAYERS - 2)
     assert min(times.launch_s, times.attention_s, times.ready_s) > 0
 
 
-def test_that_comparison_sees_one_deposited_token_lost_and_one_shifted_window() -> None:
+def test_that_comparison_sees_one_token_that_is_not_asked_for_and_a_page_that_is_not_there() -> None:
     twins = Twins()
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 1)
+    attention = twins.tier.attention
     with pytest.MonkeyPatch.context() as patch:
-        ask_all = twins.tier.attention
-        patch.setattr(twins.tier, "attention", lambda asks: ask_all([Ask(asks[0].context_id, asks[0].num_tokens - 1)]))
+        fewer = lambda asks: attention([replace(ask, num_tokens=ask.num_tokens - 1) for ask in asks])  # noqa: E731
+        patch.setattr(twins.tier, "attention", fewer)
         twins.step([0])
     assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32
-    twins.deposits.pool.resident_table[0, 1:-1] = twins.deposits.pool.resident_table[0, 2:].clone()
+    twins.sequences[0].run_end -= PAGE  # the device is told to read what has gone down
     twins.step([0])
     assert not furthest(twins, [0]) <= HOP_LOGITS_FLOAT32
 
@@ -76,39 +93,51 @@ def test_sampled_steps_leave_the_codes_of_the_rotated_query_in_the_slot(monkeypa
     twins = Twins(is_sampled=True)
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 2)
-    slot = twins.deposits._offload.decode_steps(True).halves[0].exchange.slot
+    slot = asking(twins).exchanges[0].slot
     wanted = torch.empty(NUM_HEADS, NUM_TABLES, dtype=torch.uint16)
     hyperplanes = arrange(draw_projections(DIM, BITS, NUM_TABLES, PROJECTION_SEED, torch.float32, torch.device("cpu")))
     encode_rows_reference(queries[-1][0], hyperplanes, wanted)
     assert torch.equal(slot.codes[0].int(), wanted.int())
     assert torch.equal(slot.queries[0], queries[-1][0])
     assert len(wanted.int().unique()) > NUM_TABLES
-    assert twins.deposits._offload.decode_steps(False).halves[0].exchange.slot.codes is None
 
 
-def test_resident_and_deposited_tokens_make_up_the_whole_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where logits are flat, exp(lse) counts the tokens that were covered."""
-    merged: list[torch.Tensor] = []
-    merge_answer = SlotExchange.merge_answer
-
-    def recording(self, resident):
-        answer = merge_answer(self, resident)
-        merged.append(answer.lse[: self.slot.rows].clone())
-        return answer
-
-    twins = Twins()
-    twins.prefill(PROMPTS[:3])
-    monkeypatch.setattr(SlotExchange, "merge_answer", recording)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_on_the_device_and_in_host_memory_is_the_whole_context(device: str) -> None:
+    """Counted where it is read; where logits are flat, exp(lse) counts as well."""
+    twins = Twins(device=device, check_coverage=True)
+    twins.prefill(PROMPTS[:4])
+    asking(twins).halving.always = 2
+    checked: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer in twins.deposits.weights.layers:
         layer.qkv[: NUM_HEADS * DIM].zero_()
-    for _ in range(3):
-        merged.clear()
-        twins.step([0, 1, 2])
-        contexts = [twins.sequences[slot].num_tokens for slot in (0, 1, 2)]
-        wanted = torch.tensor([math.log(context) for context in contexts])
-        for ask in range(NUM_LAYERS - 2):  # half batches of slots 0 and 1, and of slot 2
-            lse = torch.cat(merged[2 * ask : 2 * ask + 2])
-            torch.testing.assert_close(lse, wanted[:, None].expand_as(lse), rtol=0, atol=LSE_CHECKSUM)
+
+    def recording(layer: int, rows: StepRows, partials: list[Partial]) -> None:
+        check_coverage(layer, rows, partials)
+        checked.append((rows.context_lens.cpu(), merge_all(partials).lse.cpu()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpu.decode.loop.check_coverage", recording)
+        for _ in range(3):
+            twins.step([0, 1, 2, 3])
+    assert len(checked) == 2 * 3 * NUM_LAYERS  # half batches
+    for contexts, lse in checked:
+        torch.testing.assert_close(lse, contexts.log()[:, None].expand_as(lse), rtol=0, atol=LSE_CHECKSUM)
+
+
+def test_a_token_that_nobody_or_everybody_reads_is_named() -> None:
+    twins = Twins(check_coverage=True)
+    twins.prefill(PROMPTS[:2])
+    check_steps(twins, [0, 1], 2)
+    context = twins.sequences[0].num_tokens + 1
+    for change in (-PAGE, PAGE):
+        wanted = f"request of slot 0, head 0.* = {context - change} tokens, wanted the context of {context}"
+        ask = twins.group([0]).asks[0]
+        answer = twins.tier.attention([Ask(ask.context_id, ask.end - ask.begin)])
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            patch.setattr(twins.tier, "attention", lambda asks, answer=answer: answer)
+            with pytest.raises(CoverageError, match=wanted):
+                twins.deposits.decode_steps.run(batch_of(twins, [0], change))
 
 
 @torch.inference_mode()
@@ -116,23 +145,17 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
     twins = Twins(max_running=4)
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 1)
-    runner, sequence = twins.deposits, twins.sequences[0]
-    half = runner._offload.decode_steps(False).halves[0]
+    runner, batch = twins.deposits, batch_of(twins, [0])
+    steps, exchange = runner.decode_steps, asking(twins).exchanges[0]
     pages = [pages.clone() for pages in (*runner.pool.key_pages, *runner.pool.value_pages)]
     logits = []
     for size in (1, 2):
-        packed = HopInputs.pack([0], [sequence.num_tokens], [runner.pool.num_deposited_tokens(0)], size, 4)
-        inputs = HopInputs(torch.from_numpy(packed), size)
-        half.exchange.slot.out[1:] = half.exchange.slot.lse[1:] = torch.nan
-        half.exchange.slot.advance(1)
-        carry = half.segments.begin(inputs, half.exchange)
-        attention = twins.tier.attention([Ask(100, twins.tier.num_tokens(100))])
-        for ask in range(half.segments.num_asks):
-            attention.run(ask, half.exchange.slot)
-            if ask + 1 < half.segments.num_asks:
-                half.exchange.slot.advance(1)
-                carry = half.segments.go_on(ask, carry, inputs, half.exchange)
-        logits.append(half.segments.end(carry, inputs, half.exchange)[0])
+        exchange.slot.out[1:] = exchange.slot.lse[1:] = torch.nan
+        exchange.expect(1)
+        step = steps.loop.step(steps._upload(batch, size), exchange)
+        next(step)
+        attention = twins.tier.attention([_ask_of(ask) for ask in batch.asks])
+        logits.append(steps._take_turns([step], [attention], [exchange])[0][0])
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=HOP_LOGITS_FLOAT32)
     changed = sum(
         int((~torch.isclose(before, after, rtol=0, atol=0, equal_nan=True)).any(-1).sum())
@@ -208,24 +231,36 @@ def test_a_refused_prompt_gets_no_token_and_its_neighbour_goes_on() -> None:
 def test_warming_up_leaves_nothing_in_the_tier() -> None:
     twins = Twins()
     assert twins.tier.contexts == {}
-    assert twins.deposits.hop_times.steps == 2  # one of each kind
-    assert twins.deposits.pool.deposited_tokens.tolist() == [0] * 5
-    assert twins.exact.hop_times.steps == 0
+    assert twins.deposits.ask_times.steps == 2  # of a context that is sampled, and one that is not
+    assert twins.exact.ask_times.steps == 0
 
 
-def test_a_batch_is_cut_into_two_halves_and_a_row_is_not() -> None:
-    assert halve(1) == [slice(0, 1)]
-    assert halve(2) == [slice(0, 1), slice(1, 2)]
-    assert halve(5) == [slice(0, 3), slice(3, 5)]
-    assert [most_half_rows(rows) for rows in (1, 2, 5)] == [[1], [1, 1], [3, 2]]
+def test_rows_that_ask_nothing_share_a_step_with_those_that_ask() -> None:
+    twins = Twins(check_coverage=True)
+    twins.prefill([PROMPTS[0], document_prompt(20, 3), PROMPTS[2], document_prompt(40, 4)])
+    before = twins.deposits.ask_times.steps
+    check_steps(twins, [0, 1, 2, 3], 8)
+    assert [bool(twins.sequences[slot].run_end) for slot in range(4)] == [True, False, True, False]
+    assert twins.deposits.ask_times.steps == before + 8  # one step for all of them
 
 
-def test_inputs_are_packed_and_padded() -> None:
-    packed = HopInputs.pack([3, 0], [97, 85], [48, 64], 3, 9)
-    inputs = HopInputs(torch.from_numpy(packed), 3)
-    assert inputs.rows.context_lens.tolist() == [98, 86, 0]
-    assert inputs.rows.slots.tolist() == [3, 0, -1]
-    assert inputs.resident_lens.tolist() == [50, 22, 0]
+def test_a_context_whose_last_tokens_are_also_on_the_device_is_asked_for_its_first() -> None:
+    """What the host has and what it is asked for are two things: the rest is read on the device."""
+    twins = Twins(check_coverage=True)
+    twins.prefill([PROMPTS[2], PROMPTS[2]])
+    check_steps(twins, [0], 1)
+    ahead = twins.tier.contexts[100]
+    sequence = twins.sequences[1]
+    sequence.context_id = 101
+    twins.tier.fork(100, 101, twins.tier.num_tokens(100), False)
+    first = sequence.pages[1 : 1 + 128 // PAGE]
+    dense = [twins._dense.pop() for _ in first]
+    deposit = Deposit(1, 101, PAGE, PAGE + 128, first, dense, opens=False, is_sampled=False)
+    twins.deposits.pool.deposit(1, deposit.begin, deposit.end, first, dense)
+    twins._settle(deposit)
+    assert twins.tier.num_tokens(101) > 128
+    assert twins.tier.contexts[101][0].chunk is ahead[0].chunk
+    check_steps(twins, [0, 1], 1)
 
 
 def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,14 +268,13 @@ def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pyt
     twins = Twins()
     twins.prefill(PROMPTS[:2])
     check_steps(twins, [0, 1], 1)
-    steps = twins.deposits._offload.decode_steps(False)
+    steps = twins.deposits.decode_steps
     fails = MagicMock(side_effect=ExchangeError("the device is behind"))
-    positions = [twins.sequences[slot].num_tokens for slot in (0, 1)]
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceAttention, "run", fails)
         with torch.inference_mode(), pytest.raises(ExchangeError):
-            steps.run([0, 1], positions, [100, 101])
-    assert all(half.exchange.slot.is_released for half in steps.halves)
+            steps.run(batch_of(twins, [0, 1]))
+    assert any(exchange.slot.is_released for exchange in asking(twins).exchanges)
     check_steps(twins, [0, 1], 3)
 
 

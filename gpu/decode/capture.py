@@ -1,0 +1,30 @@
+"""Work of the device as a CUDA graph: warmed up on a stream of its own, then captured.
+
+It refuses to know what the work is. Invariant: it runs before it is captured, so kernels are compiled and libraries
+have their workspaces.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+WARMUP_RUNS = 2
+
+Result = TypeVar("Result")
+
+
+def capture(work: Callable[[], Result], pool: tuple[int, int] | None) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """The graph of `work`, and what it returned as it was captured: replays write there. pool: the memory that graphs
+    share of which one runs at a time, or None for its own.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP_RUNS):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = work()
+    return graph, result

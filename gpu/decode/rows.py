@@ -1,0 +1,59 @@
+"""The rows of one decode step as the device sees them: one buffer, so that one copy fills it.
+
+It refuses to know requests and profiles: a row is a slot. Invariants: a row writes its token's key and value to
+`cells`, the last cell of its context; rows that pad a batch to a captured size have slot -1 and context 0, write
+nothing and read nothing.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.step import HostAsk
+
+_WIDE, _NARROW = 3, 5  # int64 and int32 columns
+
+
+class StepRows:
+    """positions (of the rotation), token_slots (where the input token stands in `last_tokens`), cells: int64 `[rows]`;
+    slots, context_lens (in cells, this token's with them): int32 `[rows]`.
+
+    A buffer is uint8 `[num_bytes(rows)]`.
+    """
+
+    def __init__(self, buffer: Tensor, rows: int) -> None:
+        self.buffer = buffer
+        self.num_rows = rows
+        wide = buffer[: 8 * _WIDE * rows].view(torch.int64).view(_WIDE, rows)
+        narrow = buffer[8 * _WIDE * rows :].view(torch.int32).view(_NARROW, rows)
+        self.positions, self.token_slots, self.cells = wide
+        self.slots, self.context_lens = narrow[:2]
+        self._holes = narrow[2:]
+
+    def bounds(self, num_heads: int) -> Tensor:
+        """Bounds of attention where the host has its part, int32 `[3, rows, heads]`, the last axis expanded: the hole
+        is what the row asks the host for, and nothing is far.
+        """
+        return self._holes.unsqueeze(-1).expand(3, self.num_rows, num_heads)
+
+    @staticmethod
+    def num_bytes(rows: int) -> int:
+        return (8 * _WIDE + 4 * _NARROW) * rows
+
+    @staticmethod
+    def pack(slots: Sequence[int], positions: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None],
+             rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
+        """The buffer's bytes, padded to `rows`."""
+        packed = np.zeros(StepRows.num_bytes(rows), dtype=np.uint8)
+        wide = packed[: 8 * _WIDE * rows].view(np.int64).reshape(_WIDE, rows)
+        narrow = packed[8 * _WIDE * rows :].view(np.int32).reshape(_NARROW, rows)
+        used = len(slots)
+        wide[1], narrow[0] = padding_token_slot, -1
+        wide[:, :used] = positions, slots, cells
+        narrow[0, :used], narrow[1, :used] = slots, wide[2, :used] + 1
+        for row, ask in enumerate(asks):
+            if ask is not None:
+                narrow[2:, row] = ask.begin, ask.end, ask.end
+        return packed
