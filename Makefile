@@ -38,7 +38,7 @@ lint: $(VENV)/installed-$(EXTRA)-test
 	$(BIN)/lint-imports
 
 docs: install
-	$(BIN)/python -m server.configuration_page > docs/CONFIGURATION.md
+	$(BIN)/python -m server.commands.configuration_page > docs/CONFIGURATION.md
 
 clean:
 	rm -rf $(VENV) build

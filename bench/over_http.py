@@ -185,7 +185,7 @@ def _serve(benchmark: HttpBenchmark) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = ["--host", "127.0.0.1", "--port", str(port)]
-    program = [sys.executable, "-c", "from server.cli import main; main()"]
+    program = [sys.executable, "-m", "server.commands"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [*program, "serve", str(benchmark.config), *address], stdout=subprocess.DEVNULL, stderr=log

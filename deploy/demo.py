@@ -7,7 +7,6 @@ the question asks for one of them, so whether the answer is right can be seen at
 import argparse
 import json
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from evals.tasks.haystack import Haystack
 from evals.tasks.reference import NUMBER_NEEDLE
 from evals.tasks.text import generated_text
 from evals.tasks.vocabulary import KEY_WORDS
-from server.chat import ChatError, Conversation, ask, describe_refusal
+from server.commands.chat import ChatError, Conversation, ask, describe_refusal
 from server.config import ConfigError, load_deployment
 
 DEPLOY = Path(__file__).resolve().parent
@@ -89,12 +88,10 @@ def choose_port(host: str, wanted: int, console: Console) -> int:
 
 def start_server(config: Path, port: int) -> subprocess.Popen[bytes]:
     """`tandem serve`, in a session of its own so that Ctrl-C reaches this program alone; its log goes to a file."""
-    tandem = Path(sys.executable).with_name("tandem")
-    command = [str(tandem) if tandem.exists() else shutil.which("tandem") or "tandem"]
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("wb") as log:
         return subprocess.Popen(
-            [*command, "serve", str(config), "--port", str(port)],
+            [sys.executable, "-m", "server.commands", "serve", str(config), "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

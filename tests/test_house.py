@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import typer
@@ -54,8 +55,15 @@ def test_types_hold() -> None:
 
 
 def test_importing_the_command_line_loads_no_torch() -> None:
-    program = "import sys, server.cli; sys.exit(any(name in sys.modules for name in ('torch', 'triton', 'numba')))"
-    run("python", "-c", program)
+    heavy = "any(name in sys.modules for name in ('torch', 'triton', 'numba'))"
+    run("python", "-c", f"import sys, server.commands.cli; sys.exit({heavy})")
+
+
+def test_every_entry_point_names_what_is_there() -> None:
+    project = read_project()["project"]
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    points = [EntryPoint(name, value, group) for group, named in groups.items() for name, value in named.items()]
+    assert [point.name for point in points if callable(point.load())] == ["tandem", "bench", "eval", "tune"]
 
 
 def test_every_dependency_is_pinned() -> None:
@@ -117,7 +125,7 @@ def test_the_make_targets_of_the_readme_exist() -> None:
 
 
 def test_the_tandem_commands_and_options_of_the_readme_exist() -> None:
-    from server.cli import app, load_groups
+    from server.commands.cli import app, load_groups
 
     load_groups()
     root = typer.main.get_command(app)

@@ -125,11 +125,10 @@ def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
     script = [Behaviour(first_s=0.01)] * 5 + [Behaviour(kind="hang")]
     path = tmp_path / "row.json"
     with scripted_server(*script) as server:
-        command = "from server.cli import main; main()"
         options = ["--url", server.url, "--requests", "50", "--tokenizer", str(MODEL), "--json", str(path)]
         options = ["bench", "serve", "--input-tokens", "50", *options]
         client = subprocess.Popen(
-            [sys.executable, "-c", command, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "server.commands", *options], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         deadline = time.monotonic() + 30
         while len(server.bodies) < 10 and time.monotonic() < deadline:

@@ -77,7 +77,7 @@ def running_server(folder: Path, changes: dict) -> Iterator[ServerProcess]:
     log = folder / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", "from server.cli import main; main()", "serve", str(config)],
+            [sys.executable, "-m", "server.commands", "serve", str(config)],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             stdout=output,

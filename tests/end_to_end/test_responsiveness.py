@@ -199,6 +199,6 @@ def peak_bytes(pid: int) -> int:
 
 
 def plan_bytes(config: Path) -> dict[str, int]:
-    command = [sys.executable, "-c", "from server.cli import main; main()", "plan", str(config), "--json"]
+    command = [sys.executable, "-m", "server.commands", "plan", str(config), "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return {item["name"]: item["bytes"] for item in json.loads(done.stdout)["memory"]["items"]}

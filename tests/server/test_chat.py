@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from server import chat
-from server.chat import (
+from server.commands import chat
+from server.commands.chat import (
     ChatError,
     Conversation,
     ask,
@@ -23,7 +23,7 @@ from server.chat import (
     read_document,
     stream_answer,
 )
-from server.cli import main
+from server.commands.cli import main
 
 
 class ScriptedServer(ThreadingHTTPServer):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from server.commands.configuration_page import list_sections, write_page
 from server.config import Deployment, ServerConfig
-from server.configuration_page import list_sections, write_page
 from server.request_scope import OPEN_PATHS
 from tests.gpu.toy_method import add_toy
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from server import doctor
-from server.doctor import (
+from server.commands import doctor
+from server.commands.doctor import (
     DoctorError,
     examine_fbgemm,
     examine_libraries,

@@ -35,7 +35,7 @@ def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subp
     tree.setdefault("gpu", {}).update(kv_cache_gib=0.4, threads=1)
     config, log = folder / "laptop.yaml", folder / "server.log"
     config.write_text(yaml.safe_dump(tree))
-    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", str(config)]
+    command = [sys.executable, "-m", "server.commands", "serve", str(config)]
     with log.open("w") as sink:
         process = subprocess.Popen(command, cwd=ROOT, stderr=sink, stdout=sink)
     ends = time.monotonic() + START_SECONDS
@@ -171,7 +171,7 @@ def test_a_broken_checkpoint_ends_the_program_with_one_clear_line(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((REFERENCE / "model.safetensors").read_bytes()[:1000])
     config = tmp_path / "deployment.yaml"
     config.write_text(yaml.safe_dump({"model": {"path": "."}, "gpu": {"device": "cpu", "kv_cache_gib": 0.1}}))
-    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", str(config), "--port", "0"]
+    command = [sys.executable, "-m", "server.commands", "serve", str(config), "--port", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from gpu.config import Composition, ModelConfig
 from gpu.model.architecture import ModelError, named_shape
+from server.commands.plan_page import describe_plan, print_plan
 from server.config import Deployment, load_deployment
-from server.plan import ResolvedPlan, describe_plan, find_architecture, print_plan, resolve_plan
+from server.plan import ResolvedPlan, find_architecture, resolve_plan
 from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
 

@@ -1,4 +1,4 @@
-"""The reference page of the configuration, written from the models themselves: `python -m server.configuration_page`.
+"""The reference page of the configuration, written from the models: `python -m server.commands.configuration_page`.
 
 Knows pydantic fields and Markdown. The page in `docs/` is what this module writes, to the letter; a test compares them.
 """

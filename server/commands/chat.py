@@ -14,7 +14,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from server.work_bar import WorkBar
+from server.commands.work_bar import WorkBar
 
 CONNECT_SECONDS = 10.0
 

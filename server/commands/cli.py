@@ -20,13 +20,14 @@ from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
 from scheduler.messages import Loading
-from server.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document
+from server.commands.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document
+from server.commands.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
+from server.commands.plan_page import describe_plan, dump_deployment, print_plan
+from server.commands.servable import require_servable, require_settings
+from server.commands.work_bar import WorkBar
 from server.config import ConfigError, Deployment, load_deployment
-from server.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
-from server.plan import describe_plan, dump_deployment, print_plan, resolve_plan
-from server.servable import require_servable, require_settings
+from server.plan import resolve_plan
 from server.server_url import find_root
-from server.work_bar import WorkBar
 from transfer.machine import MachineError, load_machine, probe_machine
 
 WORLD_ERRORS = (ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError)
@@ -48,7 +49,7 @@ def main() -> None:
     """Run the command line; the world's errors end it with one line and status 1."""
     load_groups()
     try:
-        app()
+        app(prog_name="tandem")
     except WORLD_ERRORS as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -1,0 +1,5 @@
+"""The command line where nothing is installed: `python -m server.commands`."""
+
+from server.commands.cli import main
+
+main()
