@@ -30,7 +30,7 @@ from bench.rows import Row, announce, summarise
 from bench.step_trace import tabulate_parts, trace_steps
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.config import EngineConfig
-from scheduler.engine import load_engine
+from scheduler.load import load_engine
 from server.config import Deployment
 from transfer.machine import GIB
 

@@ -19,7 +19,7 @@ from gpu.model.architecture import Architecture
 from gpu.profiles import Profile
 from scheduler.capacity import HostCapacity, host_capacity
 from scheduler.config import EngineConfig
-from scheduler.engine import find_tier_shape, plan_engine
+from scheduler.memory import find_tier_shape, plan_engine
 from transfer.machine import count_physical_cores
 from transfer.tier_shape import TierShape
 

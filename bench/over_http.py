@@ -28,7 +28,8 @@ from bench.rates import device_name
 from bench.rows import GateError, Row, announce, require, summarise
 from gpu.sampling.params import SamplingParams
 from scheduler.config import EngineConfig
-from scheduler.engine import Engine, load_engine
+from scheduler.engine import Engine
+from scheduler.load import load_engine
 from scheduler.messages import EngineRequest, Ready, pack_tokens
 from server.config import Deployment
 

@@ -24,7 +24,8 @@ from gpu.sampling.params import SamplingParams
 from scheduler.capacity import QueueFullError, TooLargeError, bytes_of_run
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.decode_reads import DecodeReads
-from scheduler.engine import Engine, load_engine
+from scheduler.engine import Engine
+from scheduler.load import load_engine
 from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from server.config import Deployment
 from transfer.config import HostConfig

@@ -1,37 +1,23 @@
 """The engine: one loop that plans a step, launches it, and tells requests what came of the one before.
 
-The only module that knows both the scheduler and the devices. On CUDA a step is planned and launched while the one
-before still runs (the device works in launch order), so it never waits for Python; on the CPU a launch computes.
+Knows both the scheduler and the devices, and is handed them (`scheduler.load` makes them). On CUDA a step is planned and
+launched while the one before still runs (the device works in launch order), so it never waits for Python; on the CPU a
+launch computes.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
 
-from cpu.tier import CpuTier, open_tier
-from gpu.config import GpuConfig, ModelConfig
-from gpu.load import DTYPES, load_architecture, load_runner
-from gpu.memory.host_shares import resolve_host
-from gpu.memory.plan import MemoryPlan, plan_memory
-from gpu.model.architecture import Architecture
-from gpu.profiles import get_profile, resolve_profiles, slot_bytes
+from cpu.tier import CpuTier
 from gpu.runner import InFlight, Runner
 from gpu.step import StepPlan
-from scheduler.capacity import plan_capacity
-from scheduler.config import EngineConfig
 from scheduler.decode_reads import DecodeReads
-from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Ready, Stats
-from scheduler.prefill_queue import LEAST_UNIT_TOKENS
+from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
-from transfer.config import HostConfig
-from transfer.machine import probe_machine
-from transfer.tier_shape import TierShape
 
 log = logging.getLogger(__name__)
-
-_REHEARSED_PROMPTS = 8
 
 
 class Engine:
@@ -137,92 +123,3 @@ class Engine:
 def _blocks(plan: StepPlan) -> bool:
     """Whether launching it waited for all but its last layers, as the CPU's part does: its tokens are nearly there."""
     return any(group.asks is not None for group in plan.decode)
-
-
-def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
-    """The memory of this machine, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
-    return plan_memory(
-        architecture,
-        config.gpu,
-        host=config.host,
-        slot_bytes=slot_bytes(resolve_profiles(config.profiles, config.host).values(), architecture),
-        max_running=config.scheduler.max_running,
-        chunk_tokens=config.scheduler.prefill.chunk_tokens,
-        max_context_tokens=config.scheduler.max_context_tokens,
-        max_hidden_tokens=config.scheduler.prefill.max_hidden_tokens,
-        machine=probe_machine(),
-    )
-
-
-def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None]) -> tuple[Engine, Ready]:
-    """Plan the memory, load the model, and build an engine that is ready to step.
-
-    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, PlanError, HostMemoryError, or ProfileError
-    for a profile that there cannot be, and for a default one that does not exist.
-    """
-    began = time.monotonic()
-    profiles = resolve_profiles(config.profiles, config.host)
-    get_profile(config.scheduler.default_profile, profiles, "scheduler.default_profile")
-    architecture = load_architecture(config.model)
-    plan = plan_engine(config, architecture)
-    gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})
-    shape = None if config.host is None else find_tier_shape(config, architecture, plan)
-    tier = None if config.host is None or shape is None else load_tier(config.host, shape, plan)
-    runner = load_runner(
-        config.model,
-        gpu,
-        max_running=config.scheduler.max_running,
-        max_context_tokens=plan.max_context_tokens,
-        chunk_tokens=config.scheduler.prefill.chunk_tokens,
-        max_hidden_tokens=plan.max_hidden_tokens,
-        num_pages=plan.num_pages,
-        num_dense_pages=plan.num_dense_pages,
-        tier=tier,
-        on_progress=on_progress,
-    )
-    capacity = plan_capacity(plan, shape)
-    scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), profiles)
-    if plan.device == "cuda":
-        rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
-    longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
-    ready = Ready(
-        vocab_size=architecture.vocab_size,
-        max_context_tokens=max(longest.values()),
-        profiles=longest,
-        default_profile=config.scheduler.default_profile,
-        num_pages=plan.num_pages,
-        page_tokens=plan.page_tokens,
-        device=plan.device,
-        load_seconds=time.monotonic() - began,
-    )
-    return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
-
-
-def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
-    """Prefill what is common, so that its kernels are ready and the scheduler knows what units take from the start."""
-    limits = runner.limits
-    most = min(chunk_tokens, limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
-    few = min(LEAST_UNIT_TOKENS, most)
-    together = max(1, min(limits.max_running, _REHEARSED_PROMPTS, most // (few + limits.page_tokens)))
-    for lengths in ([few], [few] * together, [most]):
-        units, seconds = runner.time_prefill(lengths)
-        scheduler.learn_units(units, [lengths[-1]] * len(units), seconds)
-
-
-def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:
-    """What of the model goes down. Raises PlanError."""
-    assert config.host is not None
-    max_running = config.scheduler.max_running
-    return resolve_host(config.host, architecture, plan.page_tokens, plan.dtype_bytes, max_running).tier_shape
-
-
-def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
-    """Memory and threads for deposited contexts; pinned where a GPU copies into it."""
-    threads = host.threads or plan.threads
-    return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned=plan.device == "cuda")
-
-
-def model_key(model: ModelConfig, gpu: GpuConfig) -> bytes:
-    """Names the weights and their precision in prefix hashes."""
-    source = f"{model.path or model.random_weights}:{gpu.dtype}"
-    return hashlib.blake2b(source.encode(), digest_size=16).digest()

@@ -25,7 +25,8 @@ from gpu.profiles import ProfileError
 from scheduler.capacity import QueueFullError
 from scheduler.config import EngineConfig
 from scheduler.connection import Connection, Prepared
-from scheduler.engine import Engine, load_engine
+from scheduler.engine import Engine
+from scheduler.load import load_engine
 from scheduler.messages import (
     Accepted,
     Cancel,

@@ -23,7 +23,7 @@ from cpu.tables import build_tables
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import HostCapacity
 from scheduler.config import EngineConfig
-from scheduler.engine import load_engine
+from scheduler.load import load_engine
 from scheduler.messages import Delta, HostStats
 from server.config import Deployment
 from transfer.config import HostConfig

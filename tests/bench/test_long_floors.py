@@ -10,7 +10,7 @@ from gpu.load import load_architecture
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import host_capacity
 from scheduler.config import EngineConfig
-from scheduler.engine import find_tier_shape, plan_engine
+from scheduler.memory import find_tier_shape, plan_engine
 from server.config import Deployment
 
 RATES = {

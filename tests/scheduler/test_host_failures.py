@@ -21,7 +21,8 @@ from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup
 from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig
-from scheduler.engine import Engine, load_engine
+from scheduler.engine import Engine
+from scheduler.load import load_engine
 from scheduler.messages import Delta, EngineRequest, pack_tokens
 from tests.gpu.reference_model import shallow_model
 from transfer.config import HostConfig, SampledConfig
@@ -319,7 +320,7 @@ def test_an_engine_whose_memory_is_not_pinned_does_not_start_and_says_why(monkey
         raise OSError(2, "cudaHostRegister failed with CUDA error 2; locked memory is 64 KiB (ulimit -l)")
 
     open_tier = cpu.tier.open_tier
-    monkeypatch.setattr("scheduler.engine.open_tier", open_refusing)
+    monkeypatch.setattr("scheduler.load.open_tier", open_refusing)
     monkeypatch.setattr("cpu.tier.pin_pages", pin)
     config = EngineConfig(
         model=ModelConfig(random_weights="tiny"),

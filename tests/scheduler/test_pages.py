@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from gpu.config import GpuConfig, ModelConfig
-from scheduler.engine import model_key
+from scheduler.load import model_key
 from scheduler.pages import PagePool
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence

@@ -10,7 +10,7 @@ from gpu.profiles import resolve_profiles
 from gpu.step import PrefillUnit
 from scheduler.capacity import Capacity
 from scheduler.config import SchedulerConfig
-from scheduler.engine import rehearse
+from scheduler.load import rehearse
 from scheduler.scheduler import Scheduler
 from tests.gpu.reference_model import GREEDY, NUM_LAYERS, document_prompt, generate, reference_runner
 

@@ -1,0 +1,94 @@
+"""From a configuration to an engine that is ready: the model loaded, memory allocated, common prefills rehearsed.
+
+Knows the parts and in which order they are made, and refuses to know what a step is. The invariant: what cannot be
+served stops here with one line.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+
+from cpu.tier import CpuTier, open_tier
+from gpu.config import GpuConfig, ModelConfig
+from gpu.load import DTYPES, load_architecture, load_runner
+from gpu.memory.plan import MemoryPlan
+from gpu.profiles import get_profile, resolve_profiles
+from gpu.runner import Runner
+from scheduler.capacity import plan_capacity
+from scheduler.config import EngineConfig
+from scheduler.engine import Engine
+from scheduler.memory import find_tier_shape, plan_engine
+from scheduler.messages import Ready
+from scheduler.prefill_queue import LEAST_UNIT_TOKENS
+from scheduler.scheduler import Scheduler
+from transfer.config import HostConfig
+from transfer.tier_shape import TierShape
+
+_REHEARSED_PROMPTS = 8
+
+
+def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None]) -> tuple[Engine, Ready]:
+    """Plan the memory, load the model, and build an engine that is ready to step.
+
+    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, PlanError, HostMemoryError, or ProfileError
+    for a profile that there cannot be, and for a default one that does not exist.
+    """
+    began = time.monotonic()
+    profiles = resolve_profiles(config.profiles, config.host)
+    get_profile(config.scheduler.default_profile, profiles, "scheduler.default_profile")
+    architecture = load_architecture(config.model)
+    plan = plan_engine(config, architecture)
+    gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})
+    shape = None if config.host is None else find_tier_shape(config, architecture, plan)
+    tier = None if config.host is None or shape is None else load_tier(config.host, shape, plan)
+    runner = load_runner(
+        config.model,
+        gpu,
+        max_running=config.scheduler.max_running,
+        max_context_tokens=plan.max_context_tokens,
+        chunk_tokens=config.scheduler.prefill.chunk_tokens,
+        max_hidden_tokens=plan.max_hidden_tokens,
+        num_pages=plan.num_pages,
+        num_dense_pages=plan.num_dense_pages,
+        tier=tier,
+        on_progress=on_progress,
+    )
+    capacity = plan_capacity(plan, shape)
+    scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), profiles)
+    if plan.device == "cuda":
+        rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
+    longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
+    ready = Ready(
+        vocab_size=architecture.vocab_size,
+        max_context_tokens=max(longest.values()),
+        profiles=longest,
+        default_profile=config.scheduler.default_profile,
+        num_pages=plan.num_pages,
+        page_tokens=plan.page_tokens,
+        device=plan.device,
+        load_seconds=time.monotonic() - began,
+    )
+    return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
+
+
+def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
+    """Prefill what is common, so that its kernels are ready and the scheduler knows what units take from the start."""
+    limits = runner.limits
+    most = min(chunk_tokens, limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
+    few = min(LEAST_UNIT_TOKENS, most)
+    together = max(1, min(limits.max_running, _REHEARSED_PROMPTS, most // (few + limits.page_tokens)))
+    for lengths in ([few], [few] * together, [most]):
+        units, seconds = runner.time_prefill(lengths)
+        scheduler.learn_units(units, [lengths[-1]] * len(units), seconds)
+
+
+def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
+    """Memory and threads for deposited contexts; pinned where a GPU copies into it."""
+    threads = host.threads or plan.threads
+    return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned=plan.device == "cuda")
+
+
+def model_key(model: ModelConfig, gpu: GpuConfig) -> bytes:
+    """Names the weights and their precision in prefix hashes."""
+    source = f"{model.path or model.random_weights}:{gpu.dtype}"
+    return hashlib.blake2b(source.encode(), digest_size=16).digest()
