@@ -29,7 +29,6 @@ from bench.rates import device_name
 from bench.rows import Row, announce, summarise
 from bench.step_trace import tabulate_parts, trace_steps
 from gpu.profiles import Profile, get_profile, resolve_profiles
-from scheduler.config import EngineConfig
 from scheduler.load import load_engine
 from server.config import Deployment
 from transfer.machine import GIB
@@ -74,21 +73,14 @@ def run_long_context_benchmark(
     """After each profile the rows so far: prefill, batches, the first one's second turn. Raises GateError, before
     anything is timed where the host path is wrong.
     """
-    config = EngineConfig(
-        model=deployment.model,
-        gpu=deployment.gpu,
-        host=deployment.host,
-        profiles=deployment.profiles,
-        scheduler=deployment.scheduler,
-    )
     served_profiles = resolve_profiles(deployment.profiles, deployment.host)
     profiles = [get_profile(name, served_profiles, "--profiles") for name in benchmark.profiles]
-    floors = measure_floors(config)
+    floors = measure_floors(deployment)
     _announce(console, benchmark, profiles, floors)
     is_cuda = floors.plan.device == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    engine, ready = load_engine(config, lambda *_: None)
+    engine, ready = load_engine(deployment, floors.plan, lambda *_: None)
     try:
         client = Client(engine, ready.vocab_size, ready.profiles)
         assert deployment.host is not None, "long contexts: a deployment with a host section"

@@ -20,7 +20,7 @@ from gpu.profiles import Profile
 from scheduler.capacity import HostCapacity, host_capacity
 from scheduler.config import EngineConfig
 from scheduler.memory import find_tier_shape, plan_engine
-from transfer.machine import count_physical_cores
+from transfer.machine import count_physical_cores, probe_machine
 from transfer.tier_shape import TierShape
 
 
@@ -107,13 +107,13 @@ class LongFloors:
 
 
 def measure_floors(config: EngineConfig) -> LongFloors:
-    """Plan as the engine will, and measure the rates. Takes several seconds, and GiB that are free again after.
+    """Plan the memory, for the engine to allocate as well, and measure the rates.
 
-    Raises ModelError or PlanError.
+    Takes several seconds, and GiB that are free again after. Raises ModelError or PlanError.
     """
     assert config.host is not None, "long floors: a deployment with a host section"
     architecture = load_architecture(config.model)
-    plan = plan_engine(config, architecture)
+    plan = plan_engine(config, architecture, probe_machine())
     shape = find_tier_shape(config, architecture, plan)
     weight_bytes = architecture.num_weights_read_per_token * plan.dtype_bytes
     rates = measure_host_rates(count_physical_cores())

@@ -162,4 +162,4 @@ def run_http(
         vocab_size=plan.architecture.vocab_size,
         load_timeout_s=600,
     )
-    return run_http_benchmark(benchmark, plan.deployment, floor, console)
+    return run_http_benchmark(benchmark, plan, floor, console)

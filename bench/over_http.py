@@ -27,11 +27,10 @@ from bench.load.records import RequestRecord
 from bench.rates import device_name
 from bench.rows import GateError, Row, announce, require, summarise
 from gpu.sampling.params import SamplingParams
-from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.load import load_engine
 from scheduler.messages import EngineRequest, Ready, pack_tokens
-from server.config import Deployment
+from server.plan import ResolvedPlan
 
 _POLL_S = 0.25
 _STOP_S = 90
@@ -65,7 +64,7 @@ class Took:
     all_started_s: float
 
 
-def run_http_benchmark(benchmark: HttpBenchmark, deployment: Deployment, floor: Floor, console: Console) -> list[Row]:
+def run_http_benchmark(benchmark: HttpBenchmark, plan: ResolvedPlan, floor: Floor, console: Console) -> list[Row]:
     """One row: milliseconds a step (a token of every stream) over HTTP, with the engine alone as the peer.
 
     Raises GateError if the server does not start or a stream comes back short.
@@ -73,16 +72,7 @@ def run_http_benchmark(benchmark: HttpBenchmark, deployment: Deployment, floor: 
     announce(console, f"{benchmark.streams} streams over HTTP, per token of each", floor.text, floor.ms)
     with _serve(benchmark) as url:
         over_http = [asyncio.run(_stream_all(url, benchmark, number)) for number in range(benchmark.rounds + 1)][1:]
-    engine, ready = load_engine(
-        EngineConfig(
-            model=deployment.model,
-            gpu=deployment.gpu,
-            host=deployment.host,
-            profiles=deployment.profiles,
-            scheduler=deployment.scheduler,
-        ),
-        lambda *_: None,
-    )
+    engine, ready = load_engine(plan.deployment, plan.memory, lambda *_: None)
     alone = [_run_engine(engine, ready, benchmark, number) for number in range(benchmark.rounds + 1)][1:]
     ours, theirs = ([1e3 * took.seconds / benchmark.tokens for took in runs] for runs in (over_http, alone))
     timing, peer = summarise(ours), summarise(theirs)
@@ -106,7 +96,7 @@ def run_http_benchmark(benchmark: HttpBenchmark, deployment: Deployment, floor: 
             "peer_all_started_ms": summarise([1e3 * took.all_started_s for took in alone]).ms,
         },
         config={"benchmark": {"config": str(benchmark.config), "streams": benchmark.streams},
-                "engine": deployment.model_dump(mode="json", exclude={"server"})},
+                "engine": plan.deployment.model_dump(mode="json", exclude={"server"})},
     )  # fmt: skip
     console.print(f"over HTTP: {100 * peer.ms / timing.ms:.1f} % of the engine alone", highlight=False)
     return [row]

@@ -26,6 +26,7 @@ from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.decode_reads import DecodeReads
 from scheduler.engine import Engine
 from scheduler.load import load_engine
+from scheduler.memory import plan_engine
 from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from server.config import Deployment
 from transfer.config import HostConfig
@@ -156,11 +157,10 @@ def load_serving_engine(model: Path, device: str, longest_tokens: int, deploymen
         profiles=settings.profiles,
         scheduler=settings.scheduler.model_copy(update={"prefix_cache": False}),
     )
-    engine, _ = load_engine(config, lambda *_: None)
+    architecture = read_architecture(model)
+    engine, _ = load_engine(config, plan_engine(config, architecture, probe_machine()), lambda *_: None)
     max_waiting = settings.scheduler.max_running + settings.scheduler.max_queue // 2
-    return ServingEngine(
-        engine, read_architecture(model), resolve_profiles(settings.profiles, settings.host), max_waiting
-    )
+    return ServingEngine(engine, architecture, resolve_profiles(settings.profiles, settings.host), max_waiting)
 
 
 def make_deployment(model: Path, device: str, longest_tokens: int, host: HostConfig | None) -> Deployment:

@@ -1,8 +1,9 @@
-"""Settings of the scheduler: what may run at once, and how prefill shares the device with decode."""
+"""Settings of the scheduler, and what an engine process is told: all of a deployment but its server, and its plan."""
 
 from pydantic import Field
 
 from gpu.config import GpuConfig, ModelConfig, Profiles
+from gpu.memory.plan import MemoryPlan
 from transfer.config import HostConfig
 from transfer.settings import Settings
 
@@ -31,10 +32,18 @@ class SchedulerConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """What the engine process is told: a deployment without its server."""
+    """What an engine is made from: a deployment without its server."""
 
     model: ModelConfig
     gpu: GpuConfig = GpuConfig()
     host: HostConfig | None = None
     profiles: Profiles = {}
     scheduler: SchedulerConfig = SchedulerConfig()
+
+
+class EngineStart(Settings):
+    """What an engine process is told when it begins. `memory` was planned before: what is allocated is what it says."""
+
+    config: EngineConfig
+    memory: MemoryPlan
+    log_level: str

@@ -1,6 +1,6 @@
 """The engine: one loop that plans a step, launches it, and tells requests what came of the one before.
 
-Knows both the scheduler and the devices, and is handed them (`scheduler.load` makes them). On CUDA a step is planned and
+Knows the scheduler and the devices, which `scheduler.load` makes and hands to it. On CUDA a step is planned and
 launched while the one before still runs (the device works in launch order), so it never waits for Python; on the CPU a
 launch computes.
 """

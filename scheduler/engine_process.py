@@ -1,12 +1,11 @@
 """The engine process: an engine behind two sockets. `python -m scheduler.engine_process REQUESTS REPLIES PARENT_ID`.
 
-The deployment comes as JSON on standard input (its `server` part is the other process's business). While there is work
+What to serve and in which memory (`EngineStart`) comes as JSON on standard input. While there is work
 it never waits; without work it sleeps until a message comes, and `scheduler.pulse` says all the while that it is there.
 Invariant: it ends on Shutdown, and never outlives process PARENT_ID, which started it: not while it loads, and not if a
 step hangs.
 """
 
-import json
 import logging
 import os
 import signal
@@ -23,7 +22,7 @@ from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
 from scheduler.capacity import QueueFullError
-from scheduler.config import EngineConfig
+from scheduler.config import EngineStart
 from scheduler.connection import Connection, Prepared
 from scheduler.engine import Engine
 from scheduler.load import load_engine
@@ -106,7 +105,8 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     pulse = PulseThread(replies)
     pulse.start()
     try:
-        engine, ready = load_engine(_read_config(sys.stdin.read()), _loading(connection))
+        start = _read_start(sys.stdin.read())
+        engine, ready = load_engine(start.config, start.memory, _loading(connection))
     except (HostMemoryError, ModelError, PlanError, ProfileError, ValidationError) as error:
         log.error("failed reason=%s", error)
         connection.send(Failed(" ".join(str(error).split())))
@@ -135,11 +135,10 @@ def _end_with_parent(parent_id: int, addresses: list[str]) -> None:
     os._exit(1)
 
 
-def _read_config(text: str) -> EngineConfig:
-    tree = json.loads(text)
-    level = tree.get("server", {}).get("log_level", "info")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    return EngineConfig.model_validate({key: tree[key] for key in EngineConfig.model_fields if key in tree})
+def _read_start(text: str) -> EngineStart:
+    start = EngineStart.model_validate_json(text)
+    logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    return start
 
 
 def _loading(connection: Connection) -> Callable[[str, float], None]:

@@ -1,43 +1,47 @@
-"""From a configuration to an engine that is ready: the model loaded, memory allocated, common prefills rehearsed.
+"""From a configuration and its memory plan to an engine that is ready: model loaded, common prefills rehearsed.
 
 Knows the parts and in which order they are made, and refuses to know what a step is. The invariant: what cannot be
 served stops here with one line.
 """
 
 import hashlib
+import platform
 import time
 from collections.abc import Callable
 
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import DTYPES, load_architecture, load_runner
-from gpu.memory.plan import MemoryPlan
+from gpu.memory.plan import MemoryPlan, require_device
 from gpu.profiles import get_profile, resolve_profiles
 from gpu.runner import Runner
 from scheduler.capacity import plan_capacity
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
-from scheduler.memory import find_tier_shape, plan_engine
+from scheduler.memory import find_tier_shape
 from scheduler.messages import Ready
 from scheduler.prefill_queue import LEAST_UNIT_TOKENS
 from scheduler.scheduler import Scheduler
 from transfer.config import HostConfig
+from transfer.machine import probe_gpu
 from transfer.tier_shape import TierShape
 
 _REHEARSED_PROMPTS = 8
 
 
-def load_engine(config: EngineConfig, on_progress: Callable[[str, float], None]) -> tuple[Engine, Ready]:
-    """Plan the memory, load the model, and build an engine that is ready to step.
+def load_engine(
+    config: EngineConfig, plan: MemoryPlan, on_progress: Callable[[str, float], None]
+) -> tuple[Engine, Ready]:
+    """Load the model into the memory that is planned, and build an engine that is ready to step.
 
-    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, PlanError, HostMemoryError, or ProfileError
-    for a profile that there cannot be, and for a default one that does not exist.
+    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, HostMemoryError, PlanError where the plan's
+    device is not there, or ProfileError for a profile that there cannot be, and for a default one that does not exist.
     """
     began = time.monotonic()
     profiles = resolve_profiles(config.profiles, config.host)
     get_profile(config.scheduler.default_profile, profiles, "scheduler.default_profile")
+    require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
     architecture = load_architecture(config.model)
-    plan = plan_engine(config, architecture)
     gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
     tier = None if config.host is None or shape is None else load_tier(config.host, shape, plan)

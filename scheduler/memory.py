@@ -1,6 +1,7 @@
-"""What an engine's memory is shared out to: the plan of a configuration on a machine. No torch.
+"""The memory plan of a configuration on a machine: made once, by whoever has the configuration. No torch.
 
-Refuses to know how a plan is made (`gpu.memory`) and what it is printed as.
+What is printed of a deployment and what its engine allocates are one plan, which goes to the engine with the
+configuration; nothing plans again. How memory is shared out is `gpu.memory`'s business.
 """
 
 from gpu.memory.host_shares import resolve_host
@@ -8,12 +9,12 @@ from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import Architecture
 from gpu.profiles import resolve_profiles, slot_bytes
 from scheduler.config import EngineConfig
-from transfer.machine import probe_machine
+from transfer.machine import MachineProfile
 from transfer.tier_shape import TierShape
 
 
-def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
-    """The memory of this machine, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
+def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
+    """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
     return plan_memory(
         architecture,
         config.gpu,
@@ -23,7 +24,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture) -> MemoryPlan:
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_context_tokens=config.scheduler.max_context_tokens,
         max_hidden_tokens=config.scheduler.prefill.max_hidden_tokens,
-        machine=probe_machine(),
+        machine=machine,
     )
 
 

@@ -19,6 +19,7 @@ from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from gpu.memory.plan import MemoryPlan
 from scheduler.messages import Loading
 from server import logs, routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens
 from server.api_error import ApiError, invalid, unavailable
@@ -45,15 +46,16 @@ def _ignore(_: Loading) -> None:
 
 def create_app(
     deployment: Deployment,
+    memory: MemoryPlan,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     on_loading: Callable[[Loading], None] = _ignore,
 ) -> FastAPI:
-    """The API of a deployment; its lifespan starts and ends the engine process.
+    """The API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory` says.
 
     `engine_command` is called with two socket addresses and this process's id. `app.state.service` holds what the
     routes share. Raises ConfigError if the tokenizer, the chat template or the keys cannot be read.
     """
-    service = build_service(deployment, engine_command, on_loading)
+    service = build_service(deployment, memory, engine_command, on_loading)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -91,7 +93,7 @@ def create_app(
     return app
 
 
-def serve(deployment: Deployment, on_loading: Callable[[Loading], None] = _ignore) -> int:
+def serve(deployment: Deployment, memory: MemoryPlan, on_loading: Callable[[Loading], None] = _ignore) -> int:
     """Serve until a signal, and return the exit code: 0 after a drain, 1 if it could not start (said in one line).
 
     The first SIGTERM or SIGINT drains: new requests get a 503, open ones have `drain_seconds` to finish. The second
@@ -100,8 +102,9 @@ def serve(deployment: Deployment, on_loading: Callable[[Loading], None] = _ignor
     settings = deployment.server
     logs.configure(settings.log_level)
     logs.info("configuration", deployment=deployment.model_dump_json(exclude={"server": {"api_keys", "api_keys_file"}}))
+    logs.info("memory", **describe_memory(memory))
     try:
-        app = create_app(deployment, on_loading=on_loading)
+        app = create_app(deployment, memory, on_loading=on_loading)
         listener = _bind(settings.host, settings.port)
     except ConfigError as error:
         print(f"tandem: {error}", file=sys.stderr)
@@ -112,6 +115,18 @@ def serve(deployment: Deployment, on_loading: Callable[[Loading], None] = _ignor
         print(f"tandem: {program.failure}", file=sys.stderr)
         return 1
     return 0
+
+
+def describe_memory(plan: MemoryPlan) -> dict[str, object]:
+    """A plan for the log, in a line: what of each place is used, and what that gives."""
+    used = {f"{place}_bytes": plan.used_bytes(place) for place in plan.limit_bytes}
+    return {
+        "device": plan.device,
+        **used,
+        "pages": plan.num_pages,
+        "dense_pages": plan.num_dense_pages,
+        "max_context_tokens": plan.max_context_tokens,
+    }
 
 
 def http_config(app: FastAPI) -> uvicorn.Config:

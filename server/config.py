@@ -8,9 +8,8 @@ import yaml
 from pydantic import Field, ValidationError
 from rapidfuzz import process
 
-from gpu.config import GpuConfig, ModelConfig, Profiles
-from scheduler.config import SchedulerConfig
-from transfer.config import HostConfig
+from gpu.config import ModelConfig
+from scheduler.config import EngineConfig
 from transfer.settings import Settings
 
 _NAMED = re.compile(r"\b(alias|anchor|tag) .*", re.DOTALL)  # what PyYAML calls wrong, and its name
@@ -72,14 +71,9 @@ class ServerConfig(Settings):
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
 
 
-class Deployment(Settings):
+class Deployment(EngineConfig):
     """Everything about one server. `tandem plan` prints it resolved against a machine."""
 
-    model: ModelConfig
-    gpu: GpuConfig = GpuConfig()
-    host: HostConfig | None = None
-    profiles: Profiles = {}
-    scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
 
 

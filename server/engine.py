@@ -34,7 +34,7 @@ class EngineGone(Exception):
 class EngineProcess:
     """`start`, `send`, iterate `messages` until the process is gone, then `close`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], deployment_json: bytes) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], start_json: bytes) -> None:
         self._folder = tempfile.mkdtemp(prefix="tandem-")
         self._requests: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._replies: zmq.Socket[bytes] = context.socket(zmq.PULL)
@@ -45,7 +45,7 @@ class EngineProcess:
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.bind(address)
         self._command = [*command, *self._addresses, str(os.getpid())]
-        self._deployment_json = deployment_json
+        self._start_json = start_json
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._process: Process | None = None
@@ -55,14 +55,14 @@ class EngineProcess:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the process and hand it the deployment. A session of its own keeps a terminal's Ctrl-C from it."""
+        """Start the process and hand it what it is to serve. A session of its own keeps a terminal's Ctrl-C from it."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, start_new_session=True, env=ENGINE_ENVIRONMENT | os.environ
         )
         stdin = self._process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError, ConnectionResetError):
-            stdin.write(self._deployment_json)
+            stdin.write(self._start_json)
             await stdin.drain()
             stdin.close()
             await stdin.wait_closed()

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
-from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
-from gpu.profiles import Profile, resolve_profiles, slot_bytes
+from gpu.profiles import Profile, resolve_profiles
+from scheduler.memory import plan_engine
 from server.config import Deployment
 from transfer.machine import GIB, MachineProfile
 
@@ -50,18 +51,8 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     """Fill in what the deployment leaves to the machine. Raises ModelError, ProfileError or PlanError with one line."""
     architecture, notes = find_architecture(deployment.model)
     profiles = resolve_profiles(deployment.profiles, deployment.host)
+    memory = plan_engine(deployment, architecture, machine)
     scheduler, prefill = deployment.scheduler, deployment.scheduler.prefill
-    memory = plan_memory(
-        architecture,
-        deployment.gpu,
-        host=deployment.host,
-        slot_bytes=slot_bytes(profiles.values(), architecture),
-        max_running=scheduler.max_running,
-        chunk_tokens=prefill.chunk_tokens,
-        max_context_tokens=scheduler.max_context_tokens,
-        max_hidden_tokens=prefill.max_hidden_tokens,
-        machine=machine,
-    )
     place: Place = "gpu" if memory.device == "cuda" else "host"
     gpu = deployment.gpu.model_copy(
         update={

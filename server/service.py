@@ -9,6 +9,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from gpu.memory.plan import MemoryPlan
 from scheduler.messages import Loading
 from server.api_error import unknown_model
 from server.body_room import BodyRoom
@@ -81,7 +82,10 @@ class Service:
 
 
 def build_service(
-    deployment: Deployment, engine_command: Sequence[str], on_loading: Callable[[Loading], None]
+    deployment: Deployment,
+    memory: MemoryPlan,
+    engine_command: Sequence[str],
+    on_loading: Callable[[Loading], None],
 ) -> Service:
     """Raises ConfigError if the tokenizer, the chat template or the keys cannot be read."""
     server = deployment.server
@@ -96,7 +100,7 @@ def build_service(
         template=parts.template,
         sampling_defaults=parts.sampling_defaults,
         metrics=metrics,
-        supervisor=Supervisor(deployment, engine_command, metrics, on_loading),
+        supervisor=Supervisor(deployment, memory, engine_command, metrics, on_loading),
         model_name=model_name(deployment),
         key_digests=parts.key_digests,
     )

@@ -15,6 +15,8 @@ from contextlib import suppress
 import msgspec
 import zmq
 
+from gpu.memory.plan import MemoryPlan
+from scheduler.config import EngineStart
 from scheduler.messages import (
     Accepted,
     Cancel,
@@ -49,10 +51,16 @@ _DIED = EngineLost("the engine process died while it worked on this request; try
 
 class Supervisor:
     def __init__(
-        self, deployment: Deployment, command: Sequence[str], metrics: Metrics, on_loading: Callable[[Loading], None]
+        self,
+        deployment: Deployment,
+        memory: MemoryPlan,
+        command: Sequence[str],
+        metrics: Metrics,
+        on_loading: Callable[[Loading], None],
     ) -> None:
         self._command = command
-        self._deployment_json = deployment.model_dump_json(exclude={"server": {"api_keys"}}).encode()
+        start = EngineStart(config=deployment, memory=memory, log_level=deployment.server.log_level)
+        self._start_json = start.model_dump_json().encode()  # of the deployment, an EngineConfig's fields: no server's
         self._settings = deployment.server
         self._metrics = metrics
         self._on_loading = on_loading
@@ -173,7 +181,7 @@ class Supervisor:
         self._lost = _DIED
         self._ready_since_s = None
         self._lives += 1
-        engine = self._engine = EngineProcess(self._context, self._command, self._deployment_json)
+        engine = self._engine = EngineProcess(self._context, self._command, self._start_json)
         failed: str | None = None
         watch = asyncio.create_task(self._end_silence(engine))
         began_s = time.monotonic()

@@ -15,9 +15,9 @@ from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
 from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
-from transfer.machine import GIB, MachineProfile
+from transfer.machine import GIB, GpuProfile, MachineProfile
 
-__all__ = ["MemoryPlan", "PlanError", "plan_memory"]
+__all__ = ["MemoryPlan", "PlanError", "plan_memory", "require_device"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 GPU_SHARE = 0.92  # of the card, where no limit is set: a desktop's other programs need the rest
@@ -81,7 +81,7 @@ def plan_memory(
     that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
     """
     device = _resolve_device(gpu, machine)
-    dtype = _resolve_dtype(gpu, device, machine)
+    dtype = _resolve_dtype(gpu, device)
     tier = None if host is None else resolve_host(host, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running)
     demand = Demand(
         architecture,
@@ -129,6 +129,13 @@ def plan_memory(
         limit_bytes=limits,
         notes=notes,
     )
+
+
+def require_device(plan: MemoryPlan, gpu: GpuProfile | None, machine_name: str) -> None:
+    """Raises PlanError where the GPU that was planned for is gone, or is another one now, too old or too small."""
+    if plan.device == "cuda":
+        card = _require_gpu(gpu, machine_name)
+        _require_memory(plan.limit_bytes["gpu"], card.memory_bytes, card.name)
 
 
 def _share_pages(
@@ -213,22 +220,30 @@ def _kv_items(demand: Demand, shares: HostShares) -> tuple[MemoryItem, ...]:
 
 
 def _resolve_device(gpu: GpuConfig, machine: MachineProfile) -> Literal["cuda", "cpu"]:
-    if gpu.device == "auto":
-        return "cpu" if machine.gpu is None else "cuda"
-    if gpu.device == "cuda" and machine.gpu is None:
+    if gpu.device == "cpu" or (gpu.device == "auto" and machine.gpu is None):
+        return "cpu"
+    _require_gpu(machine.gpu, machine.name)
+    return "cuda"
+
+
+def _require_gpu(gpu: GpuProfile | None, machine_name: str) -> GpuProfile:
+    if gpu is None:
         raise PlanError(
-            f"gpu.device: asked cuda, machine {machine.name!r} has no usable NVIDIA GPU; use auto or cpu, or "
+            f"gpu.device: asked cuda, machine {machine_name!r} has no usable NVIDIA GPU; use auto or cpu, or "
             "plan for another machine with --machine"
         )
-    return gpu.device
+    if gpu.compute_capability < (8, 0):
+        major, minor = gpu.compute_capability
+        raise PlanError(f"gpu.device: {gpu.name} has compute capability {major}.{minor}, wanted 8.0; use device: cpu")
+    return gpu
 
 
-def _resolve_dtype(gpu: GpuConfig, device: str, machine: MachineProfile) -> Literal["bfloat16", "float32"]:
-    if device == "cuda" and machine.gpu is not None and machine.gpu.compute_capability < (8, 0):
-        major, minor = machine.gpu.compute_capability
-        raise PlanError(
-            f"gpu.device: {machine.gpu.name} has compute capability {major}.{minor}, wanted 8.0; use device: cpu"
-        )
+def _require_memory(asked: int, total: int, what: str) -> None:
+    if asked > total:
+        raise PlanError(f"gpu.memory_limit_gib: asked {_gib(asked)}, {what} has {_gib(total)}; lower it")
+
+
+def _resolve_dtype(gpu: GpuConfig, device: str) -> Literal["bfloat16", "float32"]:
     if gpu.dtype == "auto":
         return "bfloat16" if device == "cuda" else "float32"
     return gpu.dtype
@@ -240,8 +255,8 @@ def _resolve_limits(gpu: GpuConfig, device: str, machine: MachineProfile) -> dic
         total, share, what = machine.gpu.memory_bytes, GPU_SHARE, machine.gpu.name
     else:
         total, share, what = machine.memory_bytes, HOST_SHARE, f"machine {machine.name!r}"
-    if asked is not None and asked > total:
-        raise PlanError(f"gpu.memory_limit_gib: asked {_gib(asked)}, {what} has {_gib(total)}; lower it")
+    if asked is not None:
+        _require_memory(asked, total, what)
     limit = int(total * share) if asked is None else asked
     return {"gpu": limit, "host": machine.memory_bytes} if device == "cuda" else {"host": limit}
 

@@ -92,11 +92,11 @@ def serve(
 
     deployment = override_address(load_deployment(config), host, port)
     require_free_port(deployment.server.host, deployment.server.port)
-    resolved = resolve_plan(deployment, probe_machine()).deployment
-    require_servable(resolved)
+    resolved = resolve_plan(deployment, probe_machine())
+    require_servable(resolved.deployment)
     if config.is_dir():
         print(f"# derived from {config} and this machine; saved as a file, `tandem serve FILE` takes it with changes")
-        print(yaml.safe_dump(dump_deployment(resolved), sort_keys=False), flush=True)
+        print(yaml.safe_dump(dump_deployment(resolved.deployment), sort_keys=False), flush=True)
     with WorkBar("%", Console(stderr=True)) as bar:
 
         def show(loading: Loading) -> None:
@@ -105,7 +105,7 @@ def serve(
             else:
                 bar.close()
 
-        status = serve_deployment(resolved, show)
+        status = serve_deployment(resolved.deployment, resolved.memory, show)
     raise typer.Exit(status)
 
 

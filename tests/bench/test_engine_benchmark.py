@@ -17,9 +17,10 @@ from bench.machine_commands import parse_batches
 from bench.over_http import Floor, HttpBenchmark, draw_round, run_http_benchmark
 from bench.plain_decode import PlainDecode
 from bench.rows import GateError
+from gpu.config import ModelConfig
 from gpu.model.architecture import named_shape
 from gpu.model.weights import random_weights
-from server.config import load_deployment
+from server.config import Deployment, load_deployment
 from server.plan import resolve_plan
 from transfer.machine import probe_machine
 
@@ -118,19 +119,19 @@ def test_streams_over_http_are_whole_and_compared_with_the_engine_alone(tmp_path
     plan = resolve_plan(load_deployment(path), probe_machine())
     benchmark = HttpBenchmark(path, 3, 8, 5, 1, plan.architecture.vocab_size, 120)
     floor = Floor("1 GB over 1 GB/s", 1000.0, {"host_stream_gb_s": 1.0})
-    (row,) = run_http_benchmark(benchmark, plan.deployment, floor, Console(quiet=True))
+    (row,) = run_http_benchmark(benchmark, plan, floor, Console(quiet=True))
     assert row.peer == "the engine alone"
     assert row.extras["share_of_engine"] > 0
 
 
 def test_a_server_that_cannot_start_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "deployment.yaml"
+    plan = resolve_plan(Deployment(model=ModelConfig(random_weights="tiny")), probe_machine())
     path.write_text("model: {path: nowhere}\n")
     benchmark = HttpBenchmark(path, 1, 8, 4, 1, 1000, 120)
     floor = Floor("", 1.0, {})
-    deployment = load_deployment(path)
     with pytest.raises(GateError, match=r"exited with status 1 while loading: .*nowhere"):
-        run_http_benchmark(benchmark, deployment, floor, Console(quiet=True))
+        run_http_benchmark(benchmark, plan, floor, Console(quiet=True))
 
 
 @pytest.mark.parametrize("text", ["", "1,", "a", "0", "-1,2"])

@@ -22,12 +22,13 @@ from cpu.pieces import SAMPLED
 from cpu.tables import build_tables
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import HostCapacity
-from scheduler.config import EngineConfig
 from scheduler.load import load_engine
 from scheduler.messages import Delta, HostStats
 from server.config import Deployment
+from server.plan import resolve_plan
 from transfer.config import HostConfig
 from transfer.exchange import ExchangeSlot
+from transfer.machine import probe_machine
 
 SMALL_GIB = 0.0625  # what rates are measured over; the machine's own size takes seconds
 DEPLOYMENT = {
@@ -120,10 +121,8 @@ def test_a_batch_that_cannot_run_is_refused_before_anything_is_measured(tmp_path
 def client():
     """Of an engine that gates are tried on."""
     deployment = Deployment.model_validate(DEPLOYMENT)
-    config = EngineConfig(
-        model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler
-    )
-    engine, ready = load_engine(config, lambda *_: None)
+    plan = resolve_plan(deployment, probe_machine()).memory
+    engine, ready = load_engine(deployment, plan, lambda *_: None)
     yield Client(engine, ready.vocab_size, ready.profiles)
     engine.shutdown()
 

@@ -9,9 +9,9 @@ from bench.long_floors import LongFloors
 from gpu.load import load_architecture
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import host_capacity
-from scheduler.config import EngineConfig
 from scheduler.memory import find_tier_shape, plan_engine
 from server.config import Deployment
+from transfer.machine import probe_machine
 
 RATES = {
     "host_stream_gb_s": 10.0,
@@ -32,14 +32,11 @@ def floors_of(dtype, rows):
             "scheduler": {"max_running": 2, "max_context_tokens": 4096},
         }
     )
-    config = EngineConfig(
-        model=deployment.model, gpu=deployment.gpu, host=deployment.host, scheduler=deployment.scheduler
-    )
-    architecture = load_architecture(config.model)
-    plan = plan_engine(config, architecture)
-    shape = find_tier_shape(config, architecture, plan)
+    architecture = load_architecture(deployment.model)
+    plan = plan_engine(deployment, architecture, probe_machine())
+    shape = find_tier_shape(deployment, architecture, plan)
     floors = LongFloors(architecture, plan, shape, host_capacity(plan, shape), RATES, 1.0)
-    return floors, *(resolve_profiles({}, config.host)[name] for name in ("sampled", "offloaded", "exact"))
+    return floors, *(resolve_profiles({}, deployment.host)[name] for name in ("sampled", "offloaded", "exact"))
 
 
 @pytest.fixture(scope="module")

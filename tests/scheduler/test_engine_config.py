@@ -1,8 +1,16 @@
-"""What the engine process reads of a deployment is what the server's process was told."""
+"""What the engine process is told is the deployment without its server, and the plan that was made of it."""
+
+from pathlib import Path
 
 from scheduler.config import EngineConfig
-from scheduler.engine_process import _read_config
+from scheduler.engine_process import _read_start
 from server.config import Deployment
+from server.metrics import Metrics
+from server.plan import resolve_plan
+from server.supervisor import Supervisor
+from transfer.machine import load_machine
+
+LAPTOP = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "laptop.json")
 
 
 def test_the_engine_is_told_all_of_a_deployment_but_its_server() -> None:
@@ -12,9 +20,13 @@ def test_the_engine_is_told_all_of_a_deployment_but_its_server() -> None:
         "host": {"rows": "int8", "sampled": {"bits_per_table": 9}},
         "profiles": {"careful": {"host": {"method": "sampled", "bits_per_table": 9}}, "plain": {}},
         "scheduler": {"max_running": 3, "default_profile": "careful"},
-        "server": {"port": 0},
+        "server": {"log_level": "error", "api_keys": ["sk-secret"]},
     })  # fmt: skip
-    told = _read_config(deployment.model_dump_json())
-    assert {key: getattr(told, key) for key in EngineConfig.model_fields} == {
+    memory = resolve_plan(deployment, LAPTOP).memory
+    start = Supervisor(deployment, memory, [], Metrics(), lambda _: None)._start_json
+    assert b"sk-secret" not in start
+    told = _read_start(start.decode())
+    assert (told.memory, told.log_level) == (memory, "error")
+    assert {key: getattr(told.config, key) for key in EngineConfig.model_fields} == {
         key: getattr(deployment, key) for key in Deployment.model_fields if key != "server"
     }

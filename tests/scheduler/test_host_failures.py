@@ -16,6 +16,8 @@ import cpu.store
 import cpu.tier
 from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
+from gpu.load import load_architecture
+from gpu.memory.plan import MemoryPlan
 from gpu.model.decoder import Decoder
 from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup
@@ -23,11 +25,13 @@ from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.load import load_engine
+from scheduler.memory import plan_engine
 from scheduler.messages import Delta, EngineRequest, pack_tokens
 from tests.gpu.reference_model import shallow_model
 from transfer.config import HostConfig, SampledConfig
 from transfer.exchange import ExchangeError, ExchangeSlot
 from transfer.host_pages import map_pages
+from transfer.machine import probe_machine
 from transfer.slabs import PageSource
 from transfer.tier import HostMemoryError
 
@@ -36,6 +40,10 @@ LONG = 600
 BULK = 2_150  # its tables are built at once
 VOCAB = 8192
 STEPS = 20_000
+
+
+def plan_here(config: EngineConfig) -> MemoryPlan:
+    return plan_engine(config, load_architecture(config.model), probe_machine())
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +59,7 @@ def loaded() -> Iterator[Engine]:
         ),
         scheduler=SchedulerConfig(max_running=5, max_context_tokens=2600),
     )
-    engine, _ = load_engine(config, lambda *_: None)
+    engine, _ = load_engine(config, plan_here(config), lambda *_: None)
     yield engine
     engine.shutdown()
 
@@ -329,4 +337,4 @@ def test_an_engine_whose_memory_is_not_pinned_does_not_start_and_says_why(monkey
         scheduler=SchedulerConfig(max_running=2, max_context_tokens=2048),
     )
     with pytest.raises(HostMemoryError, match=r"cudaHostRegister failed .* raise `ulimit -l`"):
-        load_engine(config, lambda *_: None)
+        load_engine(config, plan_here(config), lambda *_: None)

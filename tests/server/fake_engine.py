@@ -75,6 +75,7 @@ class FakeEngine:
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.running: dict[str, Running] = {}
         self.pulse = PulseThread(replies)
+        self.num_pages = json.load(sys.stdin)["memory"]["num_pages"] if "planned" in settings else 1024
         self.steps = 0
         self.stats_due_s = 0.0
         self.progress_due_s = 0.0
@@ -95,7 +96,7 @@ class FakeEngine:
         profiles = {"exact": context} if "context" in self.settings else PROFILES
         self.say(Ready(
             vocab_size=VOCAB, max_context_tokens=context, profiles=profiles, default_profile="exact",
-            num_pages=1024, page_tokens=16, device="fake", load_seconds=0.1,
+            num_pages=self.num_pages, page_tokens=16, device="fake", load_seconds=0.1,
         ))  # fmt: skip
 
     def run(self) -> None:

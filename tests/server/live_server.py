@@ -12,12 +12,16 @@ import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
+from gpu.memory.plan import MemoryPlan
 from server.app import _bind, create_app, http_config
 from server.config import Deployment
+from server.plan import resolve_plan
 from server.service import Service
+from transfer.machine import load_machine
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "deploy" / "models" / "reference"
+LAPTOP = ROOT / "deploy" / "machines" / "laptop.json"
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
 
@@ -53,6 +57,15 @@ class Running:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name)
 
 
+def plan_of(deployment: Deployment) -> MemoryPlan:
+    """On a machine like any other: the fake engine allocates nothing."""
+    return resolve_plan(deployment, load_machine(LAPTOP)).memory
+
+
+def make_app(deployment: Deployment, command: list[str]) -> FastAPI:
+    return create_app(deployment, plan_of(deployment), command)
+
+
 def make_deployment(**server: object) -> Deployment:
     tree = {"model": {"path": REFERENCE, "name": "reference"}, "server": {"port": 0, **server}}
     return Deployment.model_validate(tree)
@@ -60,7 +73,7 @@ def make_deployment(**server: object) -> Deployment:
 
 @asynccontextmanager
 async def running_server(deployment: Deployment, command: list[str], wait: bool = True) -> AsyncIterator[Running]:
-    app = create_app(deployment, command)
+    app = make_app(deployment, command)
     listener = _bind("127.0.0.1", 0)
     server = uvicorn.Server(http_config(app))
     server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]

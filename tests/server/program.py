@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from tests.server.live_server import FAKE_ENGINE, REFERENCE, ROOT, fake_command
+from tests.server.live_server import FAKE_ENGINE, LAPTOP, REFERENCE, ROOT, fake_command
 
 
 class Program:
@@ -20,14 +20,16 @@ class Program:
     def __init__(self, engine: dict[str, float], **server: object) -> None:
         tree = {"model": {"path": str(REFERENCE)}, "server": {"port": 0, **server}}
         script = (
-            "import sys, yaml; from server import app; from server.config import Deployment\n"
+            "import sys, yaml; from pathlib import Path; from server import app; from server.config import Deployment\n"
+            "from server.plan import resolve_plan; from transfer.machine import load_machine\n"
             "tree = yaml.safe_load(sys.argv[1])\n"
             "command = yaml.safe_load(sys.argv[2])\n"
             "app.create_app.__defaults__ = (command, *app.create_app.__defaults__[1:])\n"
-            "sys.exit(app.serve(Deployment.model_validate(tree)))"
+            "deployment = Deployment.model_validate(tree)\n"
+            "sys.exit(app.serve(deployment, resolve_plan(deployment, load_machine(Path(sys.argv[3]))).memory))"
         )
         assert FAKE_ENGINE.is_file()
-        arguments = [yaml.safe_dump(tree), yaml.safe_dump(fake_command(**engine))]
+        arguments = [yaml.safe_dump(tree), yaml.safe_dump(fake_command(**engine)), str(LAPTOP)]
         log, self._log = tempfile.mkstemp(suffix=".log")  # not a pipe, which would fill up
         self.process = subprocess.Popen([sys.executable, "-c", script, *arguments], cwd=ROOT, stderr=log)
         os.close(log)

@@ -8,9 +8,9 @@ import httpx
 import psutil
 import pytest
 
-from server.app import create_app, http_config, most_connections
+from server.app import http_config, most_connections
 from server.connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED, Limits
-from tests.server.live_server import Running, fake_command, make_deployment, running_server
+from tests.server.live_server import Running, fake_command, make_app, make_deployment, running_server
 from tests.tolerances import CANCEL_S, DEADLINE_LATE_S, HEADER_FLOOD_BYTES
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -226,7 +226,7 @@ def test_no_more_connections_are_allowed_than_descriptors_however_many_are_asked
     found: list[Limits] = []
     monkeypatch.setattr("server.app.connection_type", found.append)
     monkeypatch.setattr("server.app.resource.getrlimit", lambda _: (300, 300))
-    http_config(create_app(make_deployment(max_connections=asked), fake_command()))
+    http_config(make_app(make_deployment(max_connections=asked), fake_command()))
     assert [limits.connections for limits in found] == [allowed]
     is_cut = asked is not None and asked > allowed
     assert (f"max_connections_cut asked={asked} allowed=172" in caplog.text) == is_cut

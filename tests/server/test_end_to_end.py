@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,11 @@ import pytest
 import yaml
 from openai import OpenAI
 
+from server.config import load_deployment
+from server.plan import resolve_plan
 from tests.server.live_server import REFERENCE, ROOT
 from tests.tolerances import CHUNKING_LOGPROB_ATOL
+from transfer.machine import probe_machine
 
 START_SECONDS = 200
 NEEDLE = "The special magic number for amber-falcon is 4815162."
@@ -162,6 +166,15 @@ def test_a_killed_engine_is_replaced(server, client):
         time.sleep(0.1)
     assert engine() is not None
     assert client.completions.create(model="reference", prompt="Once", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_what_tandem_plan_shows_and_the_log_says_is_what_the_engine_allocates(server):
+    config = Path(server[0].args[-1])
+    log = (config.parent / "server.log").read_text()
+    (logged,) = re.findall(r"\bmemory .*\bpages=(\d+)", log)
+    allocated = set(re.findall(r"\bready .*\bpages=(\d+)", log))
+    planned = resolve_plan(load_deployment(config), probe_machine()).memory.num_pages
+    assert (int(logged), allocated) == (planned, {str(planned)})
 
 
 def test_a_broken_checkpoint_ends_the_program_with_one_clear_line(tmp_path):

@@ -3,9 +3,8 @@
 import pytest
 
 from scheduler.messages import EngineRequest
-from server.app import create_app
 from server.config import ConfigError, Deployment, load_deployment
-from tests.server.live_server import fake_command, make_deployment, running_server
+from tests.server.live_server import fake_command, make_app, make_deployment, running_server
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -14,19 +13,19 @@ HI = [{"role": "user", "content": "Hi"}]
 async def test_a_key_that_cannot_come_in_a_header_is_refused_at_start_and_not_repeated(tmp_path):
     for i, key in enumerate(["two words", "", "schlüssel", "new\nline", "tab\tkey", "sk-1\x00"]):
         with pytest.raises(ConfigError) as refused:
-            create_app(make_deployment(api_keys=["fine", key]))
+            make_app(make_deployment(api_keys=["fine", key]), [])
         assert str(refused.value).startswith("server.api_keys[1]: cannot come in a header"), i
         assert not key or key not in str(refused.value)
     (tmp_path / "keys").write_text("fine\ngeheim-schlüssel\n")
     with pytest.raises(ConfigError, match=r"key 2 of .*/keys: cannot come") as refused:
-        create_app(make_deployment(api_keys_file=tmp_path / "keys"))
+        make_app(make_deployment(api_keys_file=tmp_path / "keys"), [])
     assert "geheim" not in str(refused.value)
     for name in ("sk-secret", "sk-secret\0"):
         with pytest.raises(ConfigError, match="the file that it names cannot be read") as refused:
-            create_app(make_deployment(api_keys_file=tmp_path / name))
+            make_app(make_deployment(api_keys_file=tmp_path / name), [])
         assert "sk-secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="there are no keys"):
-        create_app(make_deployment(cache_isolation="key"))
+        make_app(make_deployment(cache_isolation="key"), [])
 
 
 def test_an_error_in_a_configuration_never_repeats_a_key(tmp_path):

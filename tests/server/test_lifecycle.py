@@ -13,7 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.live_server import ROOT, fake_command, make_deployment, running_server
+from server.supervisor import Supervisor
+from tests.server.live_server import ROOT, fake_command, make_deployment, plan_of, running_server
 from tests.server.program import Program
 from tests.tolerances import CANCEL_S, DRAIN_LATE_S, KEEPALIVE_COMMENTS, ORPHAN_S, PROGRESS_REPORTS, QUIET_LATE_S
 
@@ -60,6 +61,23 @@ async def test_without_a_disconnect_a_request_runs_on():
         with pytest.raises(TimeoutError):
             await live.until(lambda: is_idle(live), CANCEL_S)
         answer.cancel()
+
+
+async def test_every_life_of_the_engine_is_told_the_plan_that_was_made(monkeypatch):
+    deployment = make_deployment()
+    planned = plan_of(deployment).num_pages
+    async with running_server(deployment, fake_command(planned=1)) as live:
+        monkeypatch.delattr("gpu.memory.plan.plan_memory")
+        supervisor = live.service.supervisor
+        told = [supervisor.ready().num_pages]
+        os.kill(supervisor.engine_pid, signal.SIGKILL)
+        await live.until(lambda: has_lives(supervisor, 2))
+        told.append(supervisor.ready().num_pages)
+    assert told == [planned, planned]
+
+
+async def has_lives(supervisor: Supervisor, number: int) -> bool:
+    return supervisor._lives == number and supervisor.state == "ready"
 
 
 async def test_a_full_queue_is_a_429_with_retry_after_before_any_stream_begins():
@@ -371,7 +389,7 @@ def test_an_engine_process_never_outlives_its_parent_even_while_it_loads(tmp_pat
     started = tmp_path / "started"
     stuck = (
         "import pathlib, sys, time; from scheduler import engine_process\n"
-        f"engine_process._read_config = lambda text: pathlib.Path({str(started)!r}).touch() or time.sleep(60)\n"
+        f"engine_process._read_start = lambda text: pathlib.Path({str(started)!r}).touch() or time.sleep(60)\n"
         "engine_process.main(*sys.argv[1:])"
     )
     starts_it = (

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.server.live_server import REFERENCE, ROOT
+from tests.server.live_server import LAPTOP, REFERENCE, ROOT
 
 
 def test_importing_the_server_and_loading_its_tokenizer_does_not_import_torch():
@@ -13,7 +13,11 @@ from pathlib import Path
 from server.app import create_app
 from server.config import Deployment
 from server.bodies import Message
-app = create_app(Deployment.model_validate({{"model": {{"path": {str(REFERENCE)!r}}}}}))
+from server.plan import resolve_plan
+from transfer.machine import load_machine
+machine = load_machine(Path({str(LAPTOP)!r}))
+plan = resolve_plan(Deployment.model_validate({{"model": {{"path": {str(REFERENCE)!r}}}}}), machine)
+app = create_app(plan.deployment, plan.memory)
 service = app.state.service
 service.tokenizer.encode("text", True)
 service.template.render([Message(role="user", content="Hi")], str)

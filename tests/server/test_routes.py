@@ -8,8 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from server.app import create_app
-from tests.server.live_server import fake_command, make_deployment
+from tests.server.live_server import fake_command, make_app, make_deployment
 
 OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"}
 GUARDED = {
@@ -27,7 +26,7 @@ def list_routes(routes: Iterable[Any]) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-APP = create_app(make_deployment(api_keys=["first", "second"]), fake_command())
+APP = make_app(make_deployment(api_keys=["first", "second"]), fake_command())
 ROUTES = list_routes(APP.routes)
 
 
@@ -64,7 +63,7 @@ async def test_every_route_answers_with_any_of_the_keys(method: str, path: str, 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 async def test_no_route_but_the_open_ones_answers_while_the_server_drains(method: str, path: str) -> None:
-    app = create_app(make_deployment(retry_after_seconds=4), fake_command())
+    app = make_app(make_deployment(retry_after_seconds=4), fake_command())
     app.state.service.draining = True
     async with client_of(app) as client:
         answer = await client.request(method, path)
@@ -77,7 +76,7 @@ async def test_no_route_but_the_open_ones_answers_while_the_server_drains(method
 
 
 async def test_a_draining_server_says_that_it_is_not_healthy() -> None:
-    app = create_app(make_deployment(), fake_command())
+    app = make_app(make_deployment(), fake_command())
     app.state.service.supervisor.state = "ready"
     async with client_of(app) as client:
         assert (await client.get("/health")).status_code == 200
@@ -87,7 +86,7 @@ async def test_a_draining_server_says_that_it_is_not_healthy() -> None:
 
 
 async def test_a_request_is_open_as_long_as_it_runs_and_the_open_routes_never_are() -> None:
-    app = create_app(make_deployment(), fake_command())
+    app = make_app(make_deployment(), fake_command())
     service = app.state.service
     seen = []
     service.supervisor.ready = lambda: seen.append(service.num_open)  # then the route fails, and the count goes back
@@ -100,7 +99,7 @@ async def test_a_request_is_open_as_long_as_it_runs_and_the_open_routes_never_ar
 
 
 async def test_a_path_that_nothing_has_is_cut_where_it_is_repeated() -> None:
-    async with client_of(create_app(make_deployment(), fake_command())) as client:
+    async with client_of(make_app(make_deployment(), fake_command())) as client:
         for method, path, status in (("GET", "/" + "x" * 20_000, 404), ("PUT", "/v1/models/" + "x" * 20_000, 405)):
             answer = await client.request(method, path)
             assert answer.status_code == status

@@ -12,7 +12,7 @@ from server.api_error import ApiError
 from server.mailbox import EngineLost, Mailbox
 from server.metrics import Metrics
 from server.supervisor import _DIED, Supervisor
-from tests.server.live_server import make_deployment
+from tests.server.live_server import make_deployment, plan_of
 from tests.server.test_generation import LIMITS
 
 
@@ -40,7 +40,8 @@ def make_request(name: str) -> EngineRequest:
 @pytest.fixture
 def supervisor() -> Supervisor:
     """With an engine that is ready."""
-    made = Supervisor(make_deployment(retry_after_seconds=7), [], Metrics(), lambda _: None)
+    deployment = make_deployment(retry_after_seconds=7)
+    made = Supervisor(deployment, plan_of(deployment), [], Metrics(), lambda _: None)
     made.state, made.limits = "ready", LIMITS
     made._engine = Sent()  # type: ignore[assignment]
     return made

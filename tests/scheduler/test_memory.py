@@ -1,0 +1,63 @@
+"""What is planned is what is allocated: an engine is handed its memory plan, and looks whether its device is there."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gpu.memory.plan
+import scheduler.load
+from gpu.memory.plan import MemoryPlan, PlanError
+from scheduler.load import load_engine
+from server.config import Deployment
+from server.plan import resolve_plan
+from transfer.machine import GpuProfile, load_machine
+
+MACHINES = Path(__file__).parents[2] / "deploy" / "machines"
+DEPLOYMENT = Deployment.model_validate({
+    "model": {"random_weights": "tiny"},
+    "gpu": {"dtype": "float32", "kv_cache_gib": 0.02, "graph_batch_sizes": [1]},
+    "scheduler": {"max_running": 2, "max_context_tokens": 256},
+})  # fmt: skip
+
+
+def plan_on(machine: str) -> MemoryPlan:
+    return resolve_plan(DEPLOYMENT, load_machine(MACHINES / f"{machine}.json")).memory
+
+
+def test_an_engine_allocates_what_it_is_handed_and_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(plan_on("laptop"), num_pages=37, threads=1)
+    monkeypatch.delattr(gpu.memory.plan, "_resolve_limits")  # whoever plans again fails
+    engine, ready = load_engine(DEPLOYMENT, plan, lambda *_: None)
+    assert (ready.num_pages, engine.scheduler.pages.num_pages) == (37, 37)
+    assert engine._runner.pool.key_pages[0].shape[0] == 37
+    assert ready.max_context_tokens == plan.max_context_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, r"gpu\.device: asked cuda, machine '.*' has no usable NVIDIA GPU; use auto or cpu, or plan"),
+        ({"compute_capability": (7, 5)}, r"gpu\.device: .* has compute capability 7\.5, wanted 8\.0; use device: cpu"),
+        ({"memory_bytes": 2**33}, r"gpu\.memory_limit_gib: asked 22\.07 GiB, .* has 8\.00 GiB; lower it"),
+    ],
+)
+def test_a_gpu_that_is_not_the_one_planned_for_is_refused_before_anything_is_loaded(
+    found: dict[str, object] | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("loading began")
+
+    card = load_machine(MACHINES / "rtx4090.json").gpu
+    assert card is not None
+    gpu_now: GpuProfile | None = None if found is None else card.model_copy(update=found)
+    monkeypatch.setattr(scheduler.load, "probe_gpu", lambda: gpu_now)
+    monkeypatch.setattr(scheduler.load, "load_architecture", load)
+    with pytest.raises(PlanError, match=words):
+        load_engine(DEPLOYMENT, plan_on("rtx4090"), lambda *_: None)
+
+
+def test_the_gpu_that_was_planned_for_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = load_machine(MACHINES / "rtx4090.json")
+    gpu.memory.plan.require_device(plan_on("rtx4090"), machine.gpu, machine.name)
+    gpu.memory.plan.require_device(plan_on("laptop"), None, "a machine without one")
