@@ -42,6 +42,7 @@ from gpu.step import (
     StepPlan,
     StepResult,
     TokenLogprob,
+    Unit,
 )
 from gpu.upload import upload
 from transfer.copies import Streams
@@ -278,7 +279,7 @@ class Runner:
                 failures[deposit.slot] = str(error)
         return failures
 
-    def _launch_units(self, units: Sequence[PrefillUnit]) -> tuple[list[FinishedJob], Timer | None]:
+    def _launch_units(self, units: Sequence[Unit]) -> tuple[list[FinishedJob], Timer | None]:
         if not units:
             return [], None
         timer = Timer(self.device)

@@ -65,6 +65,16 @@ class PrefillPrompt:
     def samples(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether this prefill reports prompt logprobs: a resumed one (output drawn before) did so the first time."""
+        return self.sampling.num_prompt_logprobs is not None and self.samples == 0
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Of prompt tokens `[1, num_prompt_tokens)`, each from the hidden state in front of it."""
+        return self.num_prompt_tokens - 1 if self.is_scored else 0
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
@@ -77,18 +87,35 @@ class PrefillJob:
     def num_tokens(self) -> int:
         return sum(prompt.num_computed_tokens for prompt in self.prompts)
 
+    @property
+    def num_scored_tokens(self) -> int:
+        return sum(prompt.num_scored_tokens for prompt in self.prompts)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillUnit:
     """One layer over packed tokens `[begin, end)` of a job. Units of a job come layer by layer, in token order.
 
-    The unit that ends the last layer also samples each prompt's next token.
+    The unit that ends the job also samples each prompt's next token: it ends the last layer, or, where prompts are
+    scored, the last of them.
     """
 
     job_id: int
     layer: int
     begin: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsUnit:
+    """Logprobs of scored tokens `[begin, end)` of a job, counted through its prompts: in order, after the layers."""
+
+    job_id: int
+    begin: int
+    end: int
+
+
+Unit = PrefillUnit | LogitsUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +174,7 @@ class StepPlan:
     page_writes: list[PageWrite] = field(default_factory=list)
     deposits: list[Deposit] = field(default_factory=list)
     new_jobs: list[PrefillJob] = field(default_factory=list)
-    units: list[PrefillUnit] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
     decode: list[DecodeGroup] = field(default_factory=list)
 
     @property

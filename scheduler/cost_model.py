@@ -2,62 +2,104 @@
 
 A unit's time is a sum of three terms: one for itself, one for its projections' FLOPs, one for its attention's FLOPs
 (machines run the two at different rates). Their costs are the non-negative least squares fit, in relative error, to the
-last steps that had units.
+last steps that had units. Logits of scored tokens have a fit of their own, of a term for a unit and one for their
+FLOPs; until one has run, they are taken to cost what projections do. A step has units of one kind.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.optimize import nnls
 
 from gpu.model.architecture import Architecture
-from gpu.step import PrefillUnit
+from gpu.step import LogitsUnit, PrefillUnit, Unit
 
 _FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
 _WINDOW_STEPS = 64
 _SMOOTHING = 0.3
 
 
+class _Fit:
+    """What the terms of a sum cost, learnt from sums."""
+
+    def __init__(self, costs: list[float]) -> None:
+        self._seen: deque[tuple[np.ndarray, float]] = deque(maxlen=_WINDOW_STEPS)
+        self.costs = costs
+
+    @property
+    def has_seen(self) -> bool:
+        return bool(self._seen)
+
+    def observe(self, terms: np.ndarray, seconds: float) -> None:
+        self._seen.append((terms, seconds))
+        relative = np.array([total / taken for total, taken in self._seen])  # [steps, terms]
+        scale = np.maximum(relative.max(axis=0), 1e-30)
+        self.costs = (nnls(relative / scale, np.ones(len(relative)))[0] / scale).tolist()
+
+
 class CostModel:
     def __init__(self, architecture: Architecture) -> None:
         self._weights = architecture.num_layer_weights
         self._attention_width = architecture.num_heads * architecture.dim
-        self._seen: deque[tuple[np.ndarray, float]] = deque(maxlen=_WINDOW_STEPS)
-        self._costs = [0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE]
+        self._logits_flops = 2.0 * architecture.hidden * architecture.vocab_size
+        self._layers = _Fit([0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE])
+        self._logits = _Fit([])
         self._largest_tokens = 0
+        self._largest_rows = 0
         self.decode_seconds = 0.0
+
+    def knows(self, unit: Unit) -> bool:
+        """Whether what it takes is more than a guess: of logits, once some have run."""
+        return isinstance(unit, PrefillUnit) or self._logits.has_seen
+
+    def seconds_of(self, unit: Unit, context: int) -> float:
+        """Of a unit of either kind; one of a layer ends at position `context` of its prompt."""
+        if isinstance(unit, LogitsUnit):
+            return self.logits_seconds(unit.end - unit.begin)
+        return self.unit_seconds(unit.end - unit.begin, context)
 
     def unit_seconds(self, num_tokens: int, context: int) -> float:
         """Of one layer over `num_tokens` tokens that end at position `context`."""
-        one, projections, attention = self._costs
+        one, projections, attention = self._layers.costs
         terms = self._terms(num_tokens, context)
         return one * terms[0] + projections * terms[1] + attention * terms[2]
 
+    def logits_seconds(self, num_rows: int) -> float:
+        """Of logprobs of so many scored tokens; none take none."""
+        one, flops = self._logits.costs if self._logits.has_seen else self._layers.costs[:2]
+        return one + flops * self._logits_flops * num_rows if num_rows else 0.0
+
+    def rows_within(self, seconds: float, most: int, least: int) -> int:
+        """The most scored tokens, a power of two times `least` or `most`, whose logprobs fit `seconds`."""
+        return _longest(most, least, lambda count: self.logits_seconds(count) <= seconds)
+
     def tokens_within(self, seconds: float, begin: int, most: int, least: int) -> int:
         """The most tokens, a power of two times `least` or `most`, whose unit from position `begin` fits `seconds`."""
-        best = count = min(least, most)
-        while count < most:
-            count = min(count * 2, most)
-            if self.unit_seconds(count, begin + count) > seconds:
-                break
-            best = count
-        return best
+        return _longest(most, least, lambda count: self.unit_seconds(count, begin + count) <= seconds)
 
     @property
     def familiar_tokens(self) -> int:
         """Twice the most tokens that a step has had in its units: what more would cost is not known yet."""
         return 2 * self._largest_tokens
 
-    def observe_units(self, units: list[PrefillUnit], contexts: list[int], seconds: float) -> None:
-        """Learn from units that ran together in `seconds`; `contexts[i]` is where unit i ended."""
+    @property
+    def familiar_rows(self) -> int:
+        """Likewise, scored tokens."""
+        return 2 * self._largest_rows
+
+    def observe_units(self, units: Sequence[Unit], contexts: list[int], seconds: float) -> None:
+        """Learn from units of one kind that ran together in `seconds`; `contexts[i]` is where unit i ended."""
         if not units or seconds <= 0:
             return
+        count = sum(unit.end - unit.begin for unit in units)
+        if isinstance(units[0], LogitsUnit):
+            self._largest_rows = max(self._largest_rows, count)
+            self._logits.observe(np.array([len(units), self._logits_flops * count]), seconds)
+            return
+        self._largest_tokens = max(self._largest_tokens, count)
         terms = [self._terms(unit.end - unit.begin, end) for unit, end in zip(units, contexts, strict=True)]
-        self._largest_tokens = max(self._largest_tokens, sum(unit.end - unit.begin for unit in units))
-        self._seen.append((np.sum(terms, axis=0), seconds))
-        relative = np.array([total / taken for total, taken in self._seen])  # [steps, terms]
-        scale = np.maximum(relative.max(axis=0), 1e-30)
-        self._costs = (nnls(relative / scale, np.ones(len(relative)))[0] / scale).tolist()
+        self._layers.observe(np.sum(terms, axis=0), seconds)
 
     def observe_decode(self, seconds: float) -> None:
         if seconds > 0:
@@ -69,3 +111,14 @@ class CostModel:
         mean_context = max(context - num_tokens / 2, 1.0)
         attention = 4.0 * self._attention_width * mean_context
         return 1.0, 2.0 * self._weights * num_tokens, attention * num_tokens
+
+
+def _longest(most: int, least: int, fits: Callable[[int], bool]) -> int:
+    """The longest that fits, of a power of two times `least`, or `most`; at least `least`."""
+    best = count = min(least, most)
+    while count < most:
+        count = min(count * 2, most)
+        if not fits(count):
+            break
+        best = count
+    return best

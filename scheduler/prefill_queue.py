@@ -1,23 +1,25 @@
 """Prefill jobs under way, and whose unit runs next: the shortest remaining job's, while the oldest gets its share.
 
 A job is layer-major: all its tokens go through layer l before any goes through l + 1. Chunk borders may differ from
-layer to layer, so a unit is as long as the time it may take allows. Invariants: units of a job come in order; of the
-time that units take, as estimated, the job that came first gets `oldest_share`, but for one unit that it is yet to get.
+layer to layer, so a unit is as long as the time it may take allows. Where prompts are scored, units of their logits
+come after the last layer, in steps of their own. Invariants: units of a job come in order; of the time that units take,
+as estimated, the job that came first gets `oldest_share`, but for one unit that it is yet to get.
 """
 
 from dataclasses import dataclass
 
-from gpu.step import PrefillJob, PrefillUnit
+from gpu.step import LogitsUnit, PrefillJob, PrefillUnit, Unit
 from scheduler.config import PrefillConfig
 from scheduler.cost_model import CostModel
 from scheduler.sequence import Sequence
 
 LEAST_UNIT_TOKENS = 64
+MOST_SCORED_TOKENS = 512  # of a unit: the logits of one may take what several layers of it do
 
 
 @dataclass(eq=False, slots=True)
 class JobInProgress:
-    """Where a job stands: the next unit begins at token `begin` of `layer`."""
+    """Where a job stands: the next unit begins at token `begin` of `layer`, after the last one at that scored token."""
 
     job: PrefillJob
     sequences: list[Sequence]
@@ -25,8 +27,15 @@ class JobInProgress:
     begin: int = 0
 
     def remaining(self, num_layers: int) -> int:
-        """Token-layers still to do."""
-        return (num_layers - self.layer) * self.job.num_tokens - self.begin
+        """Token-layers still to do; the logits of a scored token count as one."""
+        return (num_layers - self.layer) * self.job.num_tokens + self.job.num_scored_tokens - self.begin
+
+    def total(self, num_layers: int) -> int:
+        return num_layers * self.job.num_tokens + self.job.num_scored_tokens
+
+    def context_of(self, unit: Unit) -> int:
+        """Where a unit ends in its prompt; logits have no context."""
+        return 0 if isinstance(unit, LogitsUnit) else self.context_at(unit.end)
 
     def context_at(self, token: int) -> int:
         """The position in its prompt of packed token `token - 1`, plus one: the context that token attends to."""
@@ -49,13 +58,13 @@ class PrefillQueue:
     def num_hidden_tokens(self) -> int:
         return sum(entry.job.num_tokens for entry in self.jobs)
 
-    def next_units(self, seconds: float | None) -> tuple[list[PrefillUnit], list[JobInProgress]]:
+    def next_units(self, seconds: float | None) -> tuple[list[Unit], list[JobInProgress]]:
         """Units for one step, and the jobs that they complete (taken off the queue).
 
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
         one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more.
         """
-        units: list[PrefillUnit] = []
+        units: list[Unit] = []
         finished: list[JobInProgress] = []
         left_tokens = self._config.chunk_tokens
         if seconds is not None:
@@ -64,7 +73,9 @@ class PrefillQueue:
             entry = self._shortest()
             if not units and self._is_oldest_due(left_tokens, seconds):
                 entry = self.jobs[0]
-            rest = entry.job.num_tokens - entry.begin
+            if units and isinstance(units[0], LogitsUnit) != self._is_scoring(entry):
+                break
+            rest = self._left(entry)
             if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
                 break  # what fits of it would be a launch more
             whole = min(left_tokens, rest)
@@ -73,10 +84,10 @@ class PrefillQueue:
                 if units and cost > seconds:
                     break
                 seconds -= cost
-            units.append(PrefillUnit(entry.job.job_id, entry.layer, entry.begin, entry.begin + length))
+            units.append(self._unit(entry, length))
             self._settle(entry, cost)
             self._advance(entry, length)
-            if entry.layer == self._num_layers:
+            if entry.remaining(self._num_layers) == 0:
                 self.drop(entry)
                 finished.append(entry)
             left_tokens -= length
@@ -94,7 +105,8 @@ class PrefillQueue:
         for entry in self.jobs:
             if sequence in entry.sequences:
                 whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids)) for prompt in entry.job.prompts)
-                return whole * entry.remaining(self._num_layers) / (self._num_layers * entry.job.num_tokens)
+                whole += self._costs.logits_seconds(entry.job.num_scored_tokens)
+                return whole * entry.remaining(self._num_layers) / entry.total(self._num_layers)
         return None
 
     def prompt_seconds(self, begin: int, end: int) -> float:
@@ -112,11 +124,31 @@ class PrefillQueue:
 
     def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
         """Tokens of a job's next unit, and what it takes, as estimated."""
-        length = min(left_tokens, entry.job.num_tokens - entry.begin)
+        length = min(left_tokens, self._left(entry))
+        if self._is_scoring(entry):
+            length = min(length, MOST_SCORED_TOKENS)
+            if seconds is not None:
+                familiar = max(self._costs.familiar_rows, LEAST_UNIT_TOKENS)
+                length = self._costs.rows_within(seconds, min(length, familiar), LEAST_UNIT_TOKENS)
+            return length, self._costs.logits_seconds(length)
         begin = entry.context_at(entry.begin + 1) - 1
         if seconds is not None:
             length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS)
         return length, self._costs.unit_seconds(length, begin + length)
+
+    def _is_scoring(self, entry: JobInProgress) -> bool:
+        return entry.layer == self._num_layers
+
+    def _left(self, entry: JobInProgress) -> int:
+        """Tokens of a layer, or scored tokens, from where the job stands."""
+        job = entry.job
+        return (job.num_scored_tokens if self._is_scoring(entry) else job.num_tokens) - entry.begin
+
+    def _unit(self, entry: JobInProgress, length: int) -> Unit:
+        begin, end = entry.begin, entry.begin + length
+        if self._is_scoring(entry):
+            return LogitsUnit(entry.job.job_id, begin, end)
+        return PrefillUnit(entry.job.job_id, entry.layer, begin, end)
 
     def _settle(self, entry: JobInProgress, cost: float) -> None:
         if entry is self.jobs[0]:
@@ -127,6 +159,6 @@ class PrefillQueue:
 
     def _advance(self, entry: JobInProgress, length: int) -> None:
         entry.begin += length
-        if entry.begin == entry.job.num_tokens:
+        if not self._is_scoring(entry) and entry.begin == entry.job.num_tokens:
             entry.layer += 1
             entry.begin = 0

@@ -54,7 +54,7 @@ def make_failure(sequence: Sequence, why: str) -> Delta:
 
 def make_progress(entry: JobInProgress, num_layers: int) -> list[Progress]:
     """How far a prefill job is, for each of its members: they advance together."""
-    share = 1.0 - entry.remaining(num_layers) / (num_layers * entry.job.num_tokens)
+    share = 1.0 - entry.remaining(num_layers) / entry.total(num_layers)
     return [
         Progress(
             request_id=sequence.request_id,

@@ -26,6 +26,7 @@ from gpu.step import (
     StepPlan,
     StepResult,
     TokenLogprob,
+    Unit,
 )
 from scheduler.admission import Admission
 from scheduler.capacity import Capacity
@@ -49,7 +50,7 @@ class _Launched:
 
     slots: dict[int, Sequence]
     drawing: dict[int, Sequence]
-    units: list[PrefillUnit]
+    units: list[Unit]
     unit_contexts: list[int]
     runs: list["_Run"]
 
@@ -165,7 +166,7 @@ class Scheduler:
         entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
         budget = self._prefill_seconds() - self._seconds_since_decode if drawing else None
         units, finished = self._prefill.next_units(budget)
-        contexts = [entries[unit.job_id].context_at(unit.end) for unit in units]
+        contexts = [entries[unit.job_id].context_of(unit) for unit in units]
         if budget is not None and self._decode_can_wait(units, contexts, budget):
             drawing = []
         groups = self._group(drawing)
@@ -354,16 +355,13 @@ class Scheduler:
         decode = self._costs.decode_seconds
         return max(min(target - decode, decode * share / (1.0 - share)), _LEAST_PREFILL_SHARE * target)
 
-    def _decode_can_wait(self, units: list[PrefillUnit], contexts: list[int], budget: float) -> bool:
-        """Whether another step of units like these fits before the next decode step must come.
+    def _decode_can_wait(self, units: list[Unit], contexts: list[int], budget: float) -> bool:
+        """Whether another step of units like these fits before the next decode step must come, as far as is known.
 
         A step has no more than one whole unit, so that a request that arrives never waits for more than two.
         """
-        seconds = sum(
-            self._costs.unit_seconds(unit.end - unit.begin, context)
-            for unit, context in zip(units, contexts, strict=True)
-        )
-        waits = bool(units) and 2 * seconds <= budget
+        seconds = sum(self._costs.seconds_of(unit, context) for unit, context in zip(units, contexts, strict=True))
+        waits = bool(units) and self._costs.knows(units[0]) and 2 * seconds <= budget
         self._seconds_since_decode = self._seconds_since_decode + seconds if waits else 0.0
         return waits
 

@@ -16,15 +16,15 @@ from gpu.host.deposit import Depositor
 from gpu.kv.pool import KvPool
 from gpu.model.decoder import Decoder
 from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, prefill_attention
+from gpu.prefill.scored_rows import cut_rows
 from gpu.prefill.staging import StagedPrompt, Staging
-from gpu.sampling.logprobs import Logprobs
+from gpu.sampling.logprobs import Logprobs, join_logprobs
 from gpu.sampling.sampler import Sampled, Sampler, gather_logprobs
-from gpu.step import PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob
+from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob, Unit
 from gpu.upload import upload
 from transfer.partial import Partial
 from transfer.tier import HostMemoryError, HostTier
 
-LOGITS_BLOCK_ROWS = 256  # rows of logits at once, for prompt logprobs
 MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of more is worth a launch of its own
 
 
@@ -133,7 +133,15 @@ class _Job:
     hidden: Tensor | None
     staged: StagedPrompt | None
     has_failed: bool
+    scored: dict[int, list[Logprobs]]  # by slot: pieces so far, in order
     packed: _Packed | None = None
+
+    def ends_with(self, unit: Unit, num_layers: int) -> bool:
+        """Whether nothing of the job comes after."""
+        if isinstance(unit, LogitsUnit):
+            return unit.end == self.job.num_scored_tokens
+        is_last = unit.layer == num_layers - 1 and unit.end == self.job.num_tokens
+        return is_last and self.job.num_scored_tokens == 0
 
     def parts(self, unit: PrefillUnit) -> list[_Part]:
         """A unit's, prompt by prompt."""
@@ -194,7 +202,8 @@ class Prefill:
             packed[1, begin:end] = np.arange(prompt.begin, len(prompt.token_ids))
             packed[2, begin:end] = prompt.slot
         token_ids, positions, slots = upload(packed, self.device).unbind(0)
-        state = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False)
+        scored: dict[int, list[Logprobs]] = {prompt.slot: [] for prompt in job.prompts if prompt.is_scored}
+        state = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False, scored)
         self._jobs[job.job_id] = state
         if self.staging is not None and job.prompts[0].host is not None:
             try:
@@ -216,15 +225,18 @@ class Prefill:
     def num_jobs(self) -> int:
         return len(self._jobs)
 
-    def run(self, unit: PrefillUnit) -> FinishedJob | None:
-        """Compute one unit; the one that ends the last layer also samples, and ends the job."""
+    def run(self, unit: Unit) -> FinishedJob | None:
+        """Compute one unit; the one that ends the job also samples."""
         state = self._jobs[unit.job_id]
         if not state.has_failed:
             try:
-                self._compute(state, unit)
+                if isinstance(unit, LogitsUnit):
+                    self._score(state, unit)
+                else:
+                    self._compute(state, unit)
             except HostMemoryError as error:
                 self._fail(state, error)
-        if unit.layer != self.decoder.architecture.num_layers - 1 or unit.end != state.offsets[-1]:
+        if not state.ends_with(unit, self.decoder.architecture.num_layers):
             return None
         finished = None if state.has_failed else self._finish(state)
         self.drop(unit.job_id)
@@ -249,6 +261,24 @@ class Prefill:
         )
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
+
+    def _score(self, state: _Job, unit: LogitsUnit) -> None:
+        """Logprobs of a unit's tokens, prompt by prompt."""
+        assert state.hidden is not None
+        first = 0
+        for prompt, offset in zip(state.job.prompts, state.offsets, strict=False):
+            begin, end = max(unit.begin - first, 0), min(unit.end - first, prompt.num_scored_tokens)
+            first += prompt.num_scored_tokens
+            if begin >= end:
+                continue
+            assert prompt.begin == 0, "prompt logprobs need every prompt token's hidden state; begin at 0"
+            hidden = state.hidden[offset : offset + prompt.num_scored_tokens]
+            token_ids = state.token_ids[offset + 1 : offset + 1 + prompt.num_scored_tokens]
+            num_top = prompt.sampling.num_prompt_logprobs
+            assert num_top is not None
+            for rows in cut_rows(begin, end, prompt.num_scored_tokens):
+                logits = self.decoder.logits(hidden[rows.computed])[rows.wanted]
+                state.scored[prompt.slot].append(gather_logprobs(logits, token_ids[rows.told], num_top))
 
     def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor) -> Partial:
         """Attention of a packed chunk: all prompts at once, or prompt by prompt; query `[tokens, heads, dim]`."""
@@ -315,28 +345,4 @@ class Prefill:
         sampled = self.sampler.sample(
             logits, [prompt.slot for prompt in prompts], [prompt.samples for prompt in prompts]
         )  # fmt: skip
-        prompt_logprobs = {
-            prompt.slot: self._prompt_logprobs(state, hidden, prompt, offset)
-            for prompt, offset in zip(prompts, state.offsets, strict=False)
-            if wants_prompt_logprobs(prompt)
-        }
-        return FinishedJob(sampled, prompt_logprobs)
-
-    def _prompt_logprobs(self, state: _Job, hidden: Tensor, prompt: PrefillPrompt, offset: int) -> Logprobs:
-        """Of prompt tokens `[1, num_prompt_tokens)`, in blocks of rows: all logits at once would be gigabytes."""
-        assert prompt.begin == 0, "prompt logprobs need every prompt token's hidden state; begin at 0"
-        num_rows, num_top = prompt.num_prompt_tokens - 1, prompt.sampling.num_prompt_logprobs
-        blocks = []
-        for begin in range(offset, offset + num_rows, LOGITS_BLOCK_ROWS):
-            end = min(begin + LOGITS_BLOCK_ROWS, offset + num_rows)
-            logits = self.decoder.logits(hidden[begin:end])
-            blocks.append(gather_logprobs(logits, state.token_ids[begin + 1 : end + 1], num_top))
-        if not blocks:
-            none = torch.empty((0, 0), dtype=torch.float32, device=self.device)
-            return Logprobs(none.flatten(), none.long(), none)
-        return Logprobs(*(torch.cat(rows) for rows in zip(*((b.token, b.top_ids, b.top) for b in blocks), strict=True)))
-
-
-def wants_prompt_logprobs(prompt: PrefillPrompt) -> bool:
-    """Whether this prefill reports them: a resumed one (output drawn before) reported them the first time."""
-    return prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0
+        return FinishedJob(sampled, {slot: join_logprobs(pieces) for slot, pieces in state.scored.items()})

@@ -5,6 +5,7 @@ bias. Alternatives come best first; of equal logits, which are common in bf16, t
 argmax has it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,18 @@ class Logprobs:
         """One TokenLogprob a row. Waits for the device unless this is a copy on the host."""
         rows = zip(self.token.tolist(), self.top_ids.tolist(), self.top.tolist(), strict=True)
         return [TokenLogprob(token, list(zip(ids, values, strict=True))) for token, ids, values in rows]
+
+
+def join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs:
+    """The rows of all pieces, in order; none of none."""
+    if not pieces:
+        none = torch.empty((0, 0), dtype=torch.float32)
+        return Logprobs(none.flatten(), none.long(), none)
+    return Logprobs(
+        torch.cat([piece.token for piece in pieces]),
+        torch.cat([piece.top_ids for piece in pieces]),
+        torch.cat([piece.top for piece in pieces]),
+    )
 
 
 def to_pinned(tensor: torch.Tensor) -> torch.Tensor:

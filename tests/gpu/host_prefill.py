@@ -19,7 +19,8 @@ from gpu.model.weights import Weights, random_weights
 from gpu.prefill.jobs import FinishedJob, Prefill
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampled, Sampler
-from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit
+from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, Unit
+from tests.gpu.reference_model import layer_units
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
 from transfer.tier import TierShape
@@ -100,7 +101,7 @@ class Stand:
         prompt = PrefillPrompt(slot, token_ids, begin, len(token_ids), sampling, "sampled", host)
         return PrefillJob(job_id, [prompt])
 
-    def run(self, units: list[PrefillUnit]) -> dict[int, FinishedJob]:
+    def run(self, units: list[Unit]) -> dict[int, FinishedJob]:
         """Units in order; finished jobs by id."""
         done = {}
         for unit in units:
@@ -149,9 +150,5 @@ def host_prompt(num_tokens: int, context_id: int, source_id: int | None = None) 
     return HostPrompt(context_id, source_id, SINK, (num_tokens - WINDOW) // PAGE * PAGE, is_sampled=True)
 
 
-def units_of(job: PrefillJob, chunk_tokens: int) -> list[PrefillUnit]:
-    return [
-        PrefillUnit(job.job_id, layer, begin, min(begin + chunk_tokens, job.num_tokens))
-        for layer in range(SHAPE.num_layers)
-        for begin in range(0, job.num_tokens, chunk_tokens)
-    ]
+def units_of(job: PrefillJob, chunk_tokens: int) -> list[Unit]:
+    return layer_units(job, chunk_tokens, SHAPE.num_layers)

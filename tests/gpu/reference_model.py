@@ -18,12 +18,14 @@ from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import (
     DecodeGroup,
+    LogitsUnit,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
     PrefillUnit,
     StepPlan,
     TokenLogprob,
+    Unit,
 )
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "models" / "reference"
@@ -123,12 +125,20 @@ def shallow_model(num_layers: int) -> TemporaryDirectory:
     return folder
 
 
-def layer_units(job: PrefillJob, chunk_tokens: int, num_layers: int = NUM_LAYERS) -> list[PrefillUnit]:
-    """A job's units: every layer in chunks of `chunk_tokens`."""
-    return [
+def layer_units(job: PrefillJob, chunk_tokens: int, num_layers: int = NUM_LAYERS) -> list[Unit]:
+    """A job's units: every layer in chunks of `chunk_tokens`, then what is scored, likewise."""
+    layers = [
         PrefillUnit(job.job_id, layer, begin, min(begin + chunk_tokens, job.num_tokens))
         for layer in range(num_layers)
         for begin in range(0, job.num_tokens, chunk_tokens)
+    ]
+    return [*layers, *logits_units(job, chunk_tokens)]
+
+
+def logits_units(job: PrefillJob, chunk_tokens: int) -> list[LogitsUnit]:
+    scored = job.num_scored_tokens
+    return [
+        LogitsUnit(job.job_id, begin, min(begin + chunk_tokens, scored)) for begin in range(0, scored, chunk_tokens)
     ]
 
 

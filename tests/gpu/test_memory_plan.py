@@ -24,7 +24,7 @@ from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape
-from gpu.prefill.jobs import LOGITS_BLOCK_ROWS
+from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.prefill.staging import Staging
 from gpu.sampling import logprobs
 from tests.gpu.cpu_decoder import cpu_decoder

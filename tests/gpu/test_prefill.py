@@ -1,7 +1,6 @@
 """Prefill: chunks, packing, unit order, shared pages and resumption change nothing of what comes out."""
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from gpu.prefill.jobs import GatheredKv
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
-from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, StepResult
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, StepResult, Unit
 from tests.gpu.reference_model import (
     GREEDY,
     NUM_LAYERS,
@@ -20,6 +19,7 @@ from tests.gpu.reference_model import (
     document_prompt,
     generate,
     layer_units,
+    logits_units,
     needle_prompt,
     prefill_prompts,
     reference_runner,
@@ -40,7 +40,7 @@ def alone() -> Generated:
     return generate(make_runner(), PROMPTS, NUM_TOKENS, WITH_LOGPROBS)
 
 
-def run_units(runner: Runner, jobs: list[PrefillJob], units: Iterator[PrefillUnit] | list[PrefillUnit]) -> Generated:
+def run_units(runner: Runner, jobs: list[PrefillJob], units: list[Unit]) -> Generated:
     """Give pages to every prompt, run the units one a step, then decode all slots."""
     pages = Pages(runner)
     prompts = sorted((prompt for job in jobs for prompt in job.prompts), key=lambda prompt: prompt.slot)
@@ -81,6 +81,7 @@ def test_chunks_may_differ_from_layer_to_layer(alone: Generated) -> None:
     for layer in range(NUM_LAYERS):
         cuts = sorted({0, job.num_tokens, *draw.integers(1, job.num_tokens, 4).tolist()})
         units += [PrefillUnit(5, layer, begin, end) for begin, end in itertools.pairwise(cuts)]
+    units += logits_units(job, 50)
     assert_same(run_units(make_runner(), [job], units), alone)
 
 

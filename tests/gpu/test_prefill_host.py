@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu.host.deposit import Sent
 from gpu.model.decoder import Pages
 from gpu.prefill.jobs import FinishedJob
-from gpu.step import PageWrite, PrefillJob, PrefillUnit
+from gpu.step import PageWrite, PrefillJob, PrefillUnit, Unit
 from tests.gpu.host_prefill import (
     DENSE_LAYERS,
     DOWN,
@@ -24,6 +24,7 @@ from tests.gpu.host_prefill import (
     units_of,
 )
 from tests.gpu.logged_streams import LoggedStreams
+from tests.gpu.reference_model import logits_units
 from tests.reference_tier import ReferenceReservation
 from tests.tolerances import (
     CHUNKING_LOGPROB_ATOL,
@@ -240,12 +241,12 @@ def test_chunks_may_differ_from_layer_to_layer_and_other_jobs_run_between(prompt
     assert_rows_are_down(stand, CONTEXT, plain[0], 0, host.end, HOST_ROW_BFLOAT16)
 
 
-def random_units(job: PrefillJob, draw: np.random.Generator) -> list[PrefillUnit]:
-    units = []
+def random_units(job: PrefillJob, draw: np.random.Generator) -> list[Unit]:
+    units: list[Unit] = []
     for layer in range(SHAPE.num_layers):
         cuts = sorted({0, job.num_tokens, *draw.integers(1, job.num_tokens, 3).tolist()})
         units += [PrefillUnit(job.job_id, layer, begin, end) for begin, end in itertools.pairwise(cuts)]
-    return units
+    return [*units, *logits_units(job, 100)]
 
 
 @pytest.mark.parametrize("num_units", [0, 5, 14, 22])

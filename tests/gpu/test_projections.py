@@ -9,7 +9,8 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import ModelError, named_shape
 from gpu.sampling.params import SamplingParams
-from gpu.step import PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
+from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan
+from tests.gpu.reference_model import layer_units
 
 SHAPE = named_shape("tiny")
 
@@ -47,7 +48,7 @@ def test_random_weights_give_finite_logits_that_are_not_flat() -> None:
     ids = torch.randint(0, 1024, (60,), generator=torch.Generator().manual_seed(0)).numpy().astype("int32")
     sampling = SamplingParams(temperature=0.0, num_prompt_logprobs=1)
     job = PrefillJob(0, [PrefillPrompt(0, ids, 0, len(ids), sampling, "exact")])
-    units = [PrefillUnit(0, layer, 0, len(ids)) for layer in range(SHAPE.num_layers)]
+    units = layer_units(job, len(ids), SHAPE.num_layers)
     plan = StepPlan(page_writes=[PageWrite(0, 0, list(range(7)))], new_jobs=[job], units=units)
     result = runner.launch(plan).collect()
     best = [entry.top[0] for entry in result.prompt_logprobs[0]]

@@ -14,12 +14,14 @@ from gpu.step import (
     NOTHING_LEFT,
     Deposit,
     HostAsk,
+    LogitsUnit,
     PrefillJob,
     PrefillPrompt,
     SampledToken,
     StepPlan,
     StepResult,
     TokenLogprob,
+    Unit,
 )
 
 VOCAB = 50
@@ -60,7 +62,7 @@ class PageRunner:
     nothing more goes down.
 
     `num_pages`: pages after these are dense. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000
-    tokens on, twice that).
+    tokens on, twice that), `logits_seconds` a scored token.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class PageRunner:
         self.page_tokens = page_tokens
         self.unit_seconds = unit_seconds
         self.decode_seconds = decode_seconds
+        self.logits_seconds = unit_seconds
         self.num_pages = num_pages
         self.clock = 0.0
         self.pages: dict[int, list[int | None]] = {}
@@ -200,19 +203,26 @@ class PageRunner:
         asked = self.contexts[ask.context_id][: ask.end - ask.begin]
         assert asked == [self._read(slot, position) for position in range(ask.begin, ask.end)]
 
-    def _advance(self, unit) -> list[SampledToken]:
+    def _advance(self, unit: Unit) -> list[SampledToken]:
         entry = self.jobs[unit.job_id]
+        scored = entry.job.num_scored_tokens
+        if isinstance(unit, LogitsUnit):
+            assert (entry.layer, entry.begin) == (self.num_layers, unit.begin), "logits come after the layers, in order"
+            assert unit.begin < unit.end <= scored
+            entry.begin = unit.end
+            return self._finish(entry.job) if unit.end == scored else []
         assert (entry.layer, entry.begin) == (unit.layer, unit.begin), "units come layer by layer, in order"
         assert unit.begin < unit.end <= entry.job.num_tokens
         entry.begin = unit.end
         if unit.end < entry.job.num_tokens:
             return []
         entry.layer, entry.begin = entry.layer + 1, 0
-        if entry.layer < self.num_layers:
-            return []
-        del self.jobs[unit.job_id]
+        return self._finish(entry.job) if entry.layer == self.num_layers and not scored else []
+
+    def _finish(self, job: PrefillJob) -> list[SampledToken]:
+        del self.jobs[job.job_id]
         tokens = []
-        for prompt in entry.job.prompts:
+        for prompt in job.prompts:
             for position in range(prompt.begin, len(prompt.token_ids)):
                 self._write(prompt.slot, position, int(prompt.token_ids[position]))
             if prompt.host is not None and prompt.slot not in self.failed:
@@ -225,7 +235,9 @@ class PageRunner:
                 self.prompt_logprobs[prompt.slot] = [TokenLogprob(-float(token), []) for token in scored]
         return tokens
 
-    def _seconds(self, unit) -> float:
+    def _seconds(self, unit: Unit) -> float:
+        if isinstance(unit, LogitsUnit):
+            return self.logits_seconds * (unit.end - unit.begin)
         return self.unit_seconds * (unit.end - unit.begin) * (1.0 + unit.end / 10_000)
 
     def _draw(self, slot: int, context: int, number: int) -> SampledToken:

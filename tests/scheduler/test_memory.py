@@ -27,7 +27,11 @@ def plan_on(machine: str) -> MemoryPlan:
 
 def test_an_engine_allocates_what_it_is_handed_and_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(plan_on("laptop"), num_pages=37, threads=1)
-    monkeypatch.delattr(gpu.memory.plan, "_resolve_limits")  # whoever plans again fails
+
+    def plan_again(*_: object, **__: object) -> None:
+        raise AssertionError("it plans again")
+
+    monkeypatch.setattr("scheduler.memory.plan_memory", plan_again)
     engine, ready = load_engine(DEPLOYMENT, plan, lambda *_: None)
     assert (ready.num_pages, engine.scheduler.pages.num_pages) == (37, 37)
     assert engine._runner.pool.key_pages[0].shape[0] == 37

@@ -1,0 +1,31 @@
+"""Which rows of hidden states go through one product for prompt logprobs: all at once would be gigabytes of logits.
+
+Knows numbers of rows alone. The invariant: a row's logits do not depend on where units begin and end. Products are cut
+out of blocks that begin at multiples of `LOGITS_BLOCK_ROWS` of the prompt; one of few rows may add in another order
+than one of many, so a unit's product never has fewer than `LEAST_ROWS` where its block has more.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LOGITS_BLOCK_ROWS = 256
+LEAST_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows `told` of a prompt are rows `wanted` of the product of rows `computed`."""
+
+    computed: slice
+    wanted: slice
+    told: slice
+
+
+def cut_rows(begin: int, end: int, num_rows: int) -> Iterator[ScoredRows]:
+    """Rows `[begin, end)` of a prompt that has `num_rows`, in order."""
+    for block in range(begin // LOGITS_BLOCK_ROWS * LOGITS_BLOCK_ROWS, end, LOGITS_BLOCK_ROWS):
+        block_end = min(block + LOGITS_BLOCK_ROWS, num_rows)
+        first, last = max(begin, block), min(end, block_end)
+        low = max(block, min(first, last - LEAST_ROWS))
+        high = min(block_end, max(last, low + LEAST_ROWS))
+        yield ScoredRows(slice(low, high), slice(first - low, last - low), slice(first, last))
