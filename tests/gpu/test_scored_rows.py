@@ -70,6 +70,17 @@ def test_the_comparison_sees_products_of_few_rows(runner: Runner, monkeypatch: p
     assert score(runner, [64, 67]) != whole
 
 
+def test_a_unit_scores_its_own_tokens_alone_whoevers_they_are(runner: Runner) -> None:
+    _, release = prefilled(runner)
+    told = []
+    for begin, end in ((0, 100), (100, 330)):
+        runner.launch(StepPlan(units=[LogitsUnit(1, begin, end)])).collect()
+        scored = runner._prefill._jobs[1].scored
+        told.append([sum(len(piece.token) for piece in pieces) for pieces in scored.values()])
+    runner.launch(release).collect()
+    assert told == [[100, 0, 0, 0, 0, 0], [322, 8, 0, 0, 0, 0]]
+
+
 def test_a_job_that_is_dropped_between_two_pieces_leaves_no_hidden_states(runner: Runner) -> None:
     _, release = prefilled(runner)
     runner.launch(StepPlan(units=[LogitsUnit(1, 0, 100)])).collect()

@@ -64,8 +64,12 @@ def test_a_stream_beside_a_scored_prompt_keeps_its_gap_near_the_target(is_pipeli
     check_empty(engine)
 
 
-def test_logits_come_after_the_layers_in_order_and_end_the_job_once() -> None:
-    queue = make_queue((700, 0), (300, None), (1, 5), (500, 2))
+@pytest.mark.parametrize("prompts", [((700, 0), (300, None), (1, 5), (500, 2)), ((200, 0), (100, None))])
+def test_logits_come_after_the_layers_in_order_and_end_the_job_once(
+    prompts: tuple[tuple[int, int | None], ...],
+) -> None:
+    """The second job's layers leave room for its logits in their step."""
+    queue = make_queue(*prompts)
     units, finished = [], []
     while queue.jobs:
         new, done = queue.next_units(None)
@@ -75,7 +79,7 @@ def test_logits_come_after_the_layers_in_order_and_end_the_job_once() -> None:
     assert kinds == sorted(kinds)
     scored = units[kinds.index(True) :]
     assert [unit.begin for unit in scored] == [0, *(unit.end for unit in scored[:-1])]
-    assert scored[-1].end == 699 + 499
+    assert scored[-1].end == sum(tokens - 1 for tokens, top in prompts if top is not None)
     assert all(unit.end - unit.begin <= MOST_SCORED_TOKENS for unit in scored)
     assert len(finished) == 1
 
