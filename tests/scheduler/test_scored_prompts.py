@@ -17,6 +17,7 @@ from tests.tolerances import COST_MODEL
 TARGET_S = 0.05
 LOGITS_S = 2.5e-4  # a scored token, far more than the FLOPs of a layer say: ten targets for a prompt of 2,000
 TINY = NAMED_SHAPES["tiny"]
+Prompts = tuple[tuple[int, int | None], ...]  # tokens, and the logprobs that are asked for
 
 
 def logits_of(runner: PageRunner) -> list[LogitsUnit]:
@@ -24,7 +25,7 @@ def logits_of(runner: PageRunner) -> list[LogitsUnit]:
 
 
 def make_queue(*prompts: tuple[int, int | None]) -> PrefillQueue:
-    """With one job of prompts `(tokens, num_prompt_logprobs)`."""
+    """With one job of these prompts."""
     listed = [
         PrefillPrompt(slot, np.zeros(tokens, np.int32), 0, tokens, SamplingParams(num_prompt_logprobs=top), "exact")
         for slot, (tokens, top) in enumerate(prompts)
