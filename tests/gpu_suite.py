@@ -37,7 +37,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "engine": (
         "tests/gpu/test_d*.py",
-        "tests/gpu/test_hop_*.py",
+        "tests/gpu/test_asking_*.py",
         "tests/gpu/test_prefill_*.py",
         "tests/bench/test_engine_benchmark.py",
         "tests/bench/test_rates.py",

@@ -25,7 +25,7 @@ def test_a_hop_row_for_each_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hop_that_brings_another_ask_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep_the_old_query(query, codes, counters, slot):
+    def keep_the_old_query(query, codes, counters, slot, *rest):
         counters.add_(1)
         slot.flags.copy_(counters)
 

@@ -28,7 +28,7 @@ from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.simhash_encode import arrange
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
-from transfer.partial import Partial
+from transfer.partial import Partial, merge
 from transfer.tier import Ask, TierShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64
@@ -123,7 +123,7 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
                 exchange.slot.advance(1)
                 exchange.ask(query[None].to(device))
                 attention.run(layer, exchange.slot)
-                merged = exchange.merge_answer(resident(case, query, layer, length, device))
+                merged = merge(resident(case, query, layer, length, device), exchange.answer(1))
                 outs.append(merged.out[0].cpu())
             attended.append(read_step(torch.stack(outs), merged.lse[0].cpu(), length))
         tier.close(1)
