@@ -35,7 +35,7 @@ class SlotExchange:
         """The answer to the last ask, which the device awaits: in host memory, to be read before the next ask."""
         await_answer(self._counters, self.slot)
         slot = self.slot
-        covered = None if slot.covered is None else slot.covered[:num_rows].clone()
+        covered = None if slot.covered is None else slot.covered[:num_rows].to(self._counters.device, copy=True)
         return Partial(slot.out[:num_rows], slot.lse[:num_rows], covered)
 
     def expect(self, num_rows: int) -> None:
