@@ -17,6 +17,7 @@ from cpu.host_context import Context
 from cpu.pieces import COLUMNS, END, EXACT, MODE, PIECE, REQUEST, RUN_BEGIN, SAMPLED
 from cpu.segment import TableState
 from transfer.exchange import ExchangeSlot, late, wait
+from transfer.tier import Answered
 
 ASK_LIMIT_S = 20.0  # for the device to come to a layer: a step behind a whole prefill unit takes a second or two
 MOST_TABLES = 64  # of batches that are kept: half batches of a few groups, and those of the steps before
@@ -137,14 +138,14 @@ class StepAttention:
             self._pauses = False
 
 
-def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlot]]) -> None:
+def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlot]]) -> Answered:
     """All asks of a step, each layer's of every part in turns, in one call: no line of Python lies between two of them.
 
     A slot's ask under way is the first, and afterwards the last. Raises ExchangeError if the device does not ask.
     """
     _await_first(attend, parts[0][1])
     try:
-        _answer(attend, [(attention.table, slot) for attention, slot in parts], 0)
+        return _answer(attend, [(attention.table, slot) for attention, slot in parts], 0)
     finally:
         attend.builder.go_on()
 
@@ -157,7 +158,7 @@ def _await_first(attend: Attend, slot: ExchangeSlot) -> None:
     attend.builder.pause()
 
 
-def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], first_layer: int) -> None:
+def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], first_layer: int) -> Answered:
     """Asks from `first_layer` on, of tables PIECE `[layers, pieces]`; a slot's ask under way becomes its last, or the
     one that did not come.
     """
@@ -176,3 +177,4 @@ def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], fi
         slot.advance(slot.rows, min(layers + (index < place), len(asks) - 1))
     if answered.asks < asks.shape[0] * len(parts):
         raise late(parts[place][1], first_layer + layers, ASK_LIMIT_S)
+    return Answered(answered.waited_ns / 1e9, answered.attended_ns / 1e9)

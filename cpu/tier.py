@@ -19,7 +19,17 @@ from cpu.store import SegmentStore
 from transfer.exchange import ExchangeSlot
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
 from transfer.slabs import PageSource, SlabPool
-from transfer.tier import Ask, Attention, ContextLostError, Filled, HostMemoryError, LayerRows, Reservation, TierShape
+from transfer.tier import (
+    Answered,
+    Ask,
+    Attention,
+    ContextLostError,
+    Filled,
+    HostMemoryError,
+    LayerRows,
+    Reservation,
+    TierShape,
+)
 
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
 BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
@@ -146,11 +156,11 @@ class CpuTier:
             table = self._tables.make(batch)
         return StepAttention(table, self._attend)
 
-    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
+    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """All asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""
         own = [(attention, slot) for attention, slot in parts if isinstance(attention, StepAttention)]
         assert len(own) == len(parts), "answer: attention of this tier"
-        answer_step(self._attend, own)
+        return answer_step(self._attend, own)
 
     def stats(self) -> TierStats:
         """What there is, and what was done since the start."""

@@ -162,7 +162,8 @@ class Runner:
                              is_counted=checks_coverage)
                 for rows in most_rows_of_parts(max_running)
             ]  # fmt: skip
-            asking = Asking(tier, exchanges, Halving(), self.ask_times)
+            halving = Halving(always=1 if device.type == "cpu" else None)  # the CPU computes both sides
+            asking = Asking(tier, exchanges, halving, self.ask_times)
         loop = LayerLoop(
             decoder, () if tier is None else tuple(tier.shape.layers), self._last_tokens, workspace, checks_coverage
         )

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from transfer.exchange import ExchangeSlot
-from transfer.tier import Ask, Attention, Filled, HostMemoryError, HostTier, LayerRows, Reservation, TierShape
+from transfer.tier import (
+    Answered,
+    Ask,
+    Attention,
+    Filled,
+    HostMemoryError,
+    HostTier,
+    LayerRows,
+    Reservation,
+    TierShape,
+)
 
 SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
 UNWRITTEN_CODE = 65_535
@@ -131,12 +141,14 @@ class ReferenceTier:
                 assert ask.num_tokens <= self.num_tokens(ask.context_id), "reference tier: more asked than there is"
         return ReferenceAttention(self, list(asks))
 
-    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
+    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
+        began = time.perf_counter()
         for layer in range(len(self.shape.layers)):
             for attention, slot in parts:
                 attention.run(layer, slot)
                 if layer + 1 < len(self.shape.layers):
                     slot.advance(slot.rows)
+        return Answered(0.0, time.perf_counter() - began)
 
     # --- what tests ask -----------------------------------------------------------------------------------------
 

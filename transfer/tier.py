@@ -87,6 +87,16 @@ class Ask:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A step's asks, from the first one's arrival to the last answer: seconds in which the host waited for the device,
+    and in which it attended.
+    """
+
+    waited_s: float
+    attended_s: float
+
+
 class Attention(Protocol):
     """A decode step's rows against what they ask of their deposited contexts. Made once a step, used once a layer, in
     layer order.
@@ -137,7 +147,7 @@ class HostTier(Protocol):
         Raises ContextLostError for the first context whose rows cannot come.
         """
 
-    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
+    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """All asks of a step whose device goes from one to the next by itself: each layer's of every part, in turns. A
         slot's ask under way is its first, and afterwards its last. Raises ExchangeError if the device does not ask.
         """

@@ -1,23 +1,30 @@
-"""Whether a step that asks the host goes as one batch or as two half batches in turns: what has been faster.
+"""Whether a step that asks the host goes as one batch or as two half batches in turns: what is expected to be faster.
 
-Two halves let the device compute one's layer while the host attends for the other, and read all weights twice. It
-refuses to know rows and layers. Invariant: which is tried follows from the number of steps of a size and the times that
-were told, and from nothing else.
+    one batch: D + H, the host waits for the device and the device for the host
+    two in turns: max(2 D, H), since the device reads all weights twice, and one waits for the other
+
+for D seconds of the device and H of the host in a step. So two are faster where H is longer than D. Times of steps are
+not compared: what a step reads changes with its contexts, and more than either way could win. It refuses to know rows
+and layers. Invariant: what is chosen follows from the times that were told and the number of steps of a size, and from
+nothing else.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from transfer.tier import Answered
 
 FEWEST_ROWS = 2  # a single row leaves nothing to compute meanwhile
-_SMOOTHING = 0.3
-_TRIES = 3  # of each way before one is preferred
-_RETRY_STEPS = 128  # after so many steps of a size the slower way is tried again: contexts have grown meanwhile
+_SMOOTHING = 0.5
+_RETRY_STEPS = 128  # after so many steps of a size in two halves one goes whole: D is seen in these alone
 
 
 @dataclass(slots=True)
 class _Size:
+    """Seconds of a step; None: not seen."""
+
     steps: int = 0
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    tries: list[int] = field(default_factory=lambda: [0, 0])
+    device_s: float | None = None
+    host_s: float | None = None
 
 
 class Halving:
@@ -35,19 +42,18 @@ class Halving:
             return self.always
         size = self._sizes.setdefault(rows, _Size())
         size.steps += 1
-        if min(size.tries) < _TRIES:
-            return 2 if size.tries[1] <= size.tries[0] else 1
-        faster = 1 if size.seconds[0] <= size.seconds[1] else 2
-        return 3 - faster if size.steps % _RETRY_STEPS == 0 else faster
+        if size.device_s is None or size.host_s is None or size.steps % _RETRY_STEPS == 0:
+            return 1
+        return 2 if size.host_s > size.device_s else 1
 
-    def observe(self, rows: int, parts: int, seconds: float) -> None:
-        """What a step took, from its launch to its last answer."""
+    def observe(self, rows: int, parts: int, answered: Answered) -> None:
+        """What a step of so many parts took on each side: the host waits for the device of a whole batch throughout."""
         size = self._sizes.get(rows)
         if size is None:
             return
-        known, index = size.seconds[parts - 1], parts - 1
-        size.seconds[index] = seconds if size.tries[index] == 0 else known + _SMOOTHING * (seconds - known)
-        size.tries[index] += 1
+        size.host_s = _smooth(size.host_s, answered.attended_s)
+        if parts == 1:
+            size.device_s = _smooth(size.device_s, answered.waited_s)
 
 
 def cut(rows: int, parts: int) -> list[slice]:
@@ -61,3 +67,7 @@ def cut(rows: int, parts: int) -> list[slice]:
 def most_rows_of_parts(max_rows: int) -> list[int]:
     """Most rows of each part in batches of up to `max_rows`, whichever way they are cut."""
     return [max_rows, max_rows // 2] if max_rows >= FEWEST_ROWS else [max_rows]
+
+
+def _smooth(known: float | None, seen: float) -> float:
+    return seen if known is None else known + _SMOOTHING * (seen - known)

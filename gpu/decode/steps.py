@@ -156,7 +156,10 @@ class DecodeSteps:
             times.launch_s += clock() - ready
             if captured:
                 answering = clock()
-                tier.answer([(one, exchange.slot) for one, exchange in zip(attentions, exchanges, strict=True)])
+                answered = tier.answer(
+                    [(one, exchange.slot) for one, exchange in zip(attentions, exchanges, strict=True)]
+                )
+                self.asking.halving.observe(len(batch), num_parts, answered)
                 times.attention_s += clock() - answering
                 logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
             else:
@@ -167,7 +170,6 @@ class DecodeSteps:
             for attention in attentions:
                 attention.give_up()
             raise
-        self.asking.halving.observe(len(batch), num_parts, clock() - ready)
         times.steps += 1
         times.rows += len(batch)
         times.asks += len(self.loop.asked_layers) * len(parts)

@@ -1,14 +1,15 @@
-"""How a batch that asks the host is cut: two halves at first, then the way that has been faster."""
+"""How a batch that asks the host is cut: in two where the host takes longer than the device."""
 
 from gpu.decode.halving import Halving, cut, most_rows_of_parts
+from transfer.tier import Answered
 
 
-def run(halving: Halving, rows: int, seconds: dict[int, float], steps: int) -> list[int]:
-    """Steps of `seconds` by number of parts; how many parts each had."""
+def run(halving: Halving, rows: int, device_s: float, host_s: float, steps: int) -> list[int]:
+    """Steps of so many seconds; how many parts each had. Two parts leave the host little to wait for."""
     chosen = []
     for _ in range(steps):
         parts = halving.choose(rows)
-        halving.observe(rows, parts, seconds[parts])
+        halving.observe(rows, parts, Answered(device_s if parts == 1 else max(2 * device_s - host_s, 0.0), host_s))
         chosen.append(parts)
     return chosen
 
@@ -25,29 +26,31 @@ def test_a_batch_is_cut_in_the_middle_and_a_row_is_not() -> None:
                 assert all(part.stop - part.start <= have for part, have in zip(cut(rows, parts), room, strict=False))
 
 
-def test_the_way_that_has_been_faster_is_taken_and_the_other_tried_again_now_and_then() -> None:
-    for seconds in ({1: 0.02, 2: 0.03}, {1: 0.03, 2: 0.02}):
-        faster = min(seconds, key=seconds.__getitem__)
-        halving = Halving()
-        assert sorted(run(halving, 4, seconds, 6)) == [1, 1, 1, 2, 2, 2]
-        later = run(halving, 4, seconds, 500)
-        assert 3 <= sum(parts != faster for parts in later) <= 4
-        assert later[-1] == faster
+def test_two_halves_go_where_the_host_takes_longer_than_the_device() -> None:
+    assert run(Halving(), 4, device_s=0.005, host_s=0.018, steps=20) == [1] + [2] * 19
+    assert run(Halving(), 4, device_s=0.005, host_s=0.003, steps=20) == [1] * 20
 
 
-def test_what_was_faster_may_change_with_the_contexts() -> None:
+def test_longer_contexts_turn_a_whole_batch_into_halves_and_back() -> None:
     halving = Halving()
-    assert run(halving, 4, {1: 0.02, 2: 0.03}, 120)[-1] == 1
-    assert run(halving, 4, {1: 0.06, 2: 0.04}, 1200)[-1] == 2
+    run(halving, 4, 0.005, 0.003, 50)
+    assert run(halving, 4, 0.005, 0.018, 10)[-1] == 2
+    assert run(halving, 4, 0.005, 0.003, 10)[-1] == 1
+
+
+def test_a_device_that_has_got_slower_is_seen_although_halves_hide_it() -> None:
+    halving = Halving()
+    assert run(halving, 4, 0.005, 0.010, 100)[-1] == 2
+    assert run(halving, 4, 0.020, 0.010, 400)[-1] == 1
 
 
 def test_sizes_are_learnt_apart_and_a_row_is_never_halved() -> None:
     halving = Halving()
-    assert run(halving, 2, {1: 0.01, 2: 0.03}, 100)[-1] == 1
-    assert run(halving, 8, {1: 0.05, 2: 0.03}, 100)[-1] == 2
-    assert run(halving, 1, {1: 0.01}, 3) == [1, 1, 1]
+    assert run(halving, 2, 0.010, 0.003, 100)[-1] == 1
+    assert run(halving, 8, 0.010, 0.030, 100)[-1] == 2
+    assert run(halving, 1, 0.001, 0.030, 3) == [1, 1, 1]
 
 
 def test_it_can_be_told_to_do_it_always_or_never() -> None:
     for parts in (1, 2):
-        assert run(Halving(always=parts), 4, {1: 1.0, 2: 1.0}, 20) == [parts] * 20
+        assert run(Halving(always=parts), 4, 1.0, 1.0, 20) == [parts] * 20
