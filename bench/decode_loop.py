@@ -37,7 +37,6 @@ def build_runner(
         architecture,
         weights,
         num_pages=max_batch * _num_pages(context),
-        num_dense_pages=0,
         page_tokens=PAGE_TOKENS,
         max_running=max_batch,
         max_context_tokens=context,

@@ -29,12 +29,12 @@ def load_architecture(model: ModelConfig) -> Architecture:
 
 
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
-                chunk_tokens: int, max_hidden_tokens: int, num_pages: int, num_dense_pages: int,
+                chunk_tokens: int, max_hidden_tokens: int, num_pages: int,
                 tier: HostTier | None, on_progress: LoadProgress) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
-    tier: memory of contexts that leave the device, made by the caller, or None: then there are no dense pages. Sets
+    tier: memory of contexts that leave the device, made by the caller, or None. Sets
     torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
@@ -58,7 +58,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
         else:
             weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress)
         runner = Runner(
-            architecture, weights, num_pages=num_pages, num_dense_pages=num_dense_pages, page_tokens=gpu.page_tokens,
+            architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
             device=device, tier=tier, checks_coverage=gpu.check_coverage,
         )  # fmt: skip

@@ -38,9 +38,11 @@ from gpu.step import (
     PrefillJob,
     PrefillPrompt,
     PrefillUnit,
+    Release,
     SampledToken,
     StepPlan,
     StepResult,
+    TablePlace,
     TokenLogprob,
     Unit,
 )
@@ -123,15 +125,14 @@ class InFlight:
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    tier: where contexts go that leave the device, or None; then there are no dense pages. ask_times: of all steps with
+    tier: where contexts go that leave the device, or None. ask_times: of all steps with
     a part on the host. checks_coverage: count in every decode step who covers which tokens, and end with CoverageError
     where that is not the whole context; a debug run, without graphs.
     """
 
-    def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, num_dense_pages: int,
-                 page_tokens: int, max_running: int, max_context_tokens: int, max_hidden_tokens: int,
-                 dtype: torch.dtype, device: torch.device, tier: HostTier | None,
-                 checks_coverage: bool = False) -> None:  # fmt: skip
+    def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
+                 max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
+                 device: torch.device, tier: HostTier | None, checks_coverage: bool = False) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -139,7 +140,7 @@ class Runner:
         deposited = tier.shape.layers if tier is not None else range(architecture.num_layers)
         dense_layers = [layer for layer in range(architecture.num_layers) if layer not in deposited]
         self.pool = KvPool(
-            architecture, num_pages, num_dense_pages, dense_layers, page_tokens, max_running, max_context_tokens, dtype,
+            architecture, num_pages, dense_layers, page_tokens, max_running, max_context_tokens, dtype,
             device,
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
@@ -188,7 +189,7 @@ class Runner:
         limits = self.limits
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
-        self._rehearse([tokens - 1], [], [DecodeGroup([0], [tokens - 1], [1])])
+        self._rehearse([tokens - 1], [], [], [DecodeGroup([0], [tokens - 1], [1])])
         if self._offload is not None:
             kinds = (False,) if self._offload.tier.shape.num_tables == 0 else (False, True)
             for is_sampled in kinds:
@@ -201,13 +202,13 @@ class Runner:
         The second of two runs counts; in the first, kernels of the shape may be compiled and chosen.
         """
         for _ in range(2):
-            units, seconds = self._rehearse(lengths, [], [])
+            units, seconds = self._rehearse(lengths, [], [], [])
         return units, seconds
 
     def _rehearse(
-        self, lengths: Sequence[int], deposits: list[Deposit], decode: list[DecodeGroup]
+        self, lengths: Sequence[int], deposits: list[Deposit], releases: list[Release], decode: list[DecodeGroup]
     ) -> tuple[list[PrefillUnit], float]:
-        """Prefill one job in slots from 0 on, layer by layer in one step; then deposit, decode, and forget it."""
+        """Prefill one job in slots from 0 on, layer by layer in one step; then deposit, release, decode, forget it."""
         greedy = SamplingParams(temperature=0.0)
         prompts, writes, num_pages = [], [], 0
         for slot, length in enumerate(lengths):
@@ -220,7 +221,7 @@ class Runner:
         prefill = StepPlan(page_writes=writes, new_jobs=[PrefillJob(0, prompts)], units=units)
         after = StepPlan(released_slots=list(range(len(lengths))), closed_contexts=contexts)
         seconds = 0.0
-        for plan in (prefill, StepPlan(deposits=deposits, decode=decode), after):
+        for plan in (prefill, StepPlan(deposits=deposits, releases=releases, decode=decode), after):
             result = self.launch(plan).collect()
             for reason in result.failures.values():
                 raise HostMemoryError(reason)
@@ -229,9 +230,11 @@ class Runner:
 
     def _warm_up_host(self, is_sampled: bool) -> None:
         """Three pages of tokens, of which the one in the middle goes down."""
-        page, dense = self.limits.page_tokens, self.limits.num_pages
-        deposit = Deposit(0, 0, page, 2 * page, [1], [dense], opens=True, is_sampled=is_sampled)
-        self._rehearse([3 * page - 1], [deposit], [DecodeGroup([0], [3 * page - 1], [1], [HostAsk(0, page, 2 * page)])])
+        page = self.limits.page_tokens
+        deposit = Deposit(0, 0, page, 2 * page, [1], opens=True, is_sampled=is_sampled)
+        release = Release([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
+        decode = [DecodeGroup([0], [3 * page - 1], [1], [HostAsk(0, page, 2 * page)])]
+        self._rehearse([3 * page - 1], [deposit], [release], decode)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -250,8 +253,10 @@ class Runner:
         if plan.closed_contexts or plan.deposits:
             assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
             self._offload.close(plan.closed_contexts)
-        self.pool.write_pages(plan.page_writes)
         failures = self._launch_deposits(plan.deposits)
+        for release in plan.releases:
+            self.pool.release(release)
+        self.pool.write_pages(plan.page_writes)
         for job in plan.new_jobs:
             self._prefill.add(job)
         finished, units = self._launch_units(plan.units)

@@ -29,13 +29,15 @@ class HostPrompt:
     """The part of a prompt that goes to host memory: a context there holds tokens `[sink, end)` once prefill ends.
 
     sink: tokens that stay on the device in front, whole pages; end: the deposited run's end, on a page border; between
-    `end` and the prompt's end lies the window. Tokens `[sink, prompt.begin)` are down already (`prompt.begin` is 0 or a
-    page border above the sink), shared with `source_id` if that is not None.
+    `end` and the prompt's end lies the window. Of the run, tokens `[released, end)` stay in pages of the device as
+    well. Tokens `[sink, prompt.begin)` are down already (`prompt.begin` is 0 or a page border above the sink), shared
+    with `source_id` if that is not None.
     """
 
     context_id: int
     source_id: int | None
     sink: int
+    released: int
     end: int
     is_sampled: bool
 
@@ -46,7 +48,7 @@ class PrefillPrompt:
 
     `token_ids` is int32 `[context]`: the prompt, and after a preemption the output so far as well (`num_prompt_tokens`
     tells them apart). `samples` is the number of output tokens drawn before: the next draw is number `samples`.
-    `host`: what of it goes down, or None. Its page table then has, for `[sink, end)`, pages of dense layers alone.
+    `host`: what of it goes down, or None. Its page table then has, for `[sink, released)`, pages of dense layers alone.
     """
 
     slot: int
@@ -120,10 +122,9 @@ Unit = PrefillUnit | LogitsUnit
 
 @dataclass(frozen=True, slots=True)
 class Deposit:
-    """Tokens `[begin, end)` of a running slot go down to its host context, whole pages of the window's old end.
+    """Tokens `[begin, end)` of a running slot are written to its host context, whole pages of the window's old end.
 
-    `page_ids` hold them now; `dense_page_ids` take their place in the page table, and the dense layers' rows are copied
-    there. `opens`: the context is new (`begin` is then the sink's end).
+    `page_ids` hold them, and go on to. `opens`: the context is new (`begin` is then the sink's end).
     """
 
     slot: int
@@ -131,9 +132,29 @@ class Deposit:
     begin: int
     end: int
     page_ids: list[int]
-    dense_page_ids: list[int]
     opens: bool
     is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlace:
+    """Pages of a slot's page table from `first_page` on."""
+
+    slot: int
+    first_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Pages of tokens that the host has are given up: the dense layers' rows are copied to `dense_page_ids`, which take
+    the place of `page_ids` in the page tables of all that read them, at `places`.
+
+    Dense pages may lie in pages that this release, or one before it, gives up.
+    """
+
+    page_ids: list[int]
+    dense_page_ids: list[int]
+    places: list[TablePlace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +192,9 @@ class StepPlan:
     released_slots: list[int] = field(default_factory=list)
     dropped_jobs: list[int] = field(default_factory=list)
     closed_contexts: list[int] = field(default_factory=list)
-    page_writes: list[PageWrite] = field(default_factory=list)
     deposits: list[Deposit] = field(default_factory=list)
+    releases: list[Release] = field(default_factory=list)
+    page_writes: list[PageWrite] = field(default_factory=list)
     new_jobs: list[PrefillJob] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
     decode: list[DecodeGroup] = field(default_factory=list)
@@ -184,6 +206,7 @@ class StepPlan:
             or self.dropped_jobs
             or self.closed_contexts
             or self.deposits
+            or self.releases
             or self.units
             or self.decode
         )

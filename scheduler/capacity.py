@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from gpu.kv.layout import PageLayout
 from gpu.memory.plan import MemoryPlan
 from gpu.profiles import Profile
 from scheduler.messages import EngineRequest
@@ -27,12 +28,14 @@ class TooLargeError(Exception):
 class HostCapacity:
     """A context beyond `resident_tokens` is `[0, sink)` on the device, `[sink, end)` in host memory, the rest a window.
 
-    Lengths but `resident_tokens` are whole pages. `bytes_of_run(bulk, more, is_sampled, is_fork)`: what tokens take
+    Lengths but `resident_tokens` are whole pages. `is_adaptive`: what is in host memory stays in pages of the device as
+    well, while nobody needs them. `bytes_of_run(bulk, more, is_sampled, is_fork)`: what tokens take
     there at most that go down at once, and those that follow lump by lump; a fork's, behind those that it shares.
     """
 
     page_tokens: int
-    num_dense_pages: int
+    layout: PageLayout
+    is_adaptive: bool
     limit_bytes: int
     sink_tokens: int
     window_tokens: int
@@ -62,6 +65,13 @@ class HostCapacity:
     def most_run_tokens(self, num_tokens: int) -> int:
         """The longest run of a sequence of so many tokens, prompt and output."""
         return max(0, self.prompt_end(num_tokens) - self.sink_tokens)
+
+    @property
+    def most_window_tokens(self) -> int:
+        """What a sequence has on the device at most, in all layers, once all that it wrote to host memory is released:
+        a lump is due, and one more is on its way.
+        """
+        return self.sink_tokens + self.window_tokens + 2 * self.lump_tokens
 
     @property
     def most_resident_tokens(self) -> int:
@@ -111,10 +121,10 @@ class Capacity:
             return [limits[0], (in_pages, "KV pages hold", "gpu.kv_cache_gib"), limits[1]]
         if in_pages < min(self.host.most_resident_tokens, self.max_context_tokens):
             limits.append((in_pages, "KV pages hold", "gpu.kv_cache_gib, or lower host.resident_tokens"))
-        dense_tokens = self.host.num_dense_pages * self.page_tokens
-        limits.append(
-            (self._longest_run(lambda run: run, dense_tokens), "dense layers' pages hold", "gpu.kv_cache_gib")
-        )
+        blocks_for = self.host.layout.blocks_for
+        beside = self.num_pages - self.host.most_window_tokens // self.page_tokens
+        in_dense = self._longest_run(lambda run: blocks_for(run // self.page_tokens), beside)
+        limits.append((in_dense, "pages of dense layers hold", "gpu.kv_cache_gib"))
         bytes_of_run, lump_tokens = self.host.bytes_of_run, self.host.lump_tokens
         limit_bytes = self.host.limit_bytes
         in_host = self._longest_run(lambda run: bytes_of_run(run, lump_tokens, profile.is_sampled, False), limit_bytes)
@@ -147,7 +157,8 @@ def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
     """What contexts may take of host memory, by the store's own count of bytes."""
     return HostCapacity(
         page_tokens=plan.page_tokens,
-        num_dense_pages=plan.num_dense_pages,
+        layout=PageLayout(len(shape.layers) + len(plan.dense_layers), len(plan.dense_layers), plan.num_pages),
+        is_adaptive=plan.residency == "adaptive",
         limit_bytes=plan.host_limit_bytes,
         sink_tokens=plan.sink_tokens,
         window_tokens=plan.window_tokens,

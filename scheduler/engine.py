@@ -106,6 +106,7 @@ class Engine:
             bytes_limit=tier.limit_bytes,
             contexts=tier.contexts,
             tokens=residence.num_deposited_tokens,
+            tokens_released=residence.num_released_tokens,
             segments=tier.segments,
             tables_built=tier.tables_built,
             tables_failed=tier.tables_failed,

@@ -1,10 +1,11 @@
 """Contexts in host memory: who holds them, whose front a fork shares, what they are charged, and which give way.
 
 Knows ids, blocks, pages and bytes; never sees a row. A context is a run of blocks (whole pages of tokens after the
-sink), each with a dense page on the device. A finished sequence's context stays, idle, for those that begin with the
-same tokens. Invariants: charges never exceed the limit; a context outlives its forks; what nobody holds, finds or
-forked is closed; a block is found only where the one before it is found; a dense page is held by contexts alone, so its
-block is only ever read together with its context.
+sink), all of them written to host memory; the first of them are released, with a dense page each on the device, and the
+others still have resident pages. A finished sequence's context stays, idle, for those that begin with the same tokens.
+Invariants: charges never exceed the limit; a context outlives its forks; what nobody holds, finds or forked is closed;
+a block is found only where the one before it is found; forks have the pages of what they share, whatever is released;
+dense pages lie in pages of the context whose own blocks they are of.
 """
 
 from bisect import bisect_left
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+from gpu.kv.layout import PageLayout
 from scheduler.pages import PagePool
 
 
@@ -31,8 +33,10 @@ class RunSize:
 
 @dataclass(eq=False, slots=True)
 class HostContext:
-    """`size`: what is paid for; `dense_pages`: what is down, the parent's in front.
+    """`size`: what is paid for; `pages`: of what is written, the parent's in front; those of the first `num_released`
+    blocks are dense, in `storage` if they are this context's own.
 
+    `is_written`: whether all of it is in host memory once the plans so far are carried out; else a prefill is at it.
     `hashes`: of the first blocks, those that others may find and those in front of them.
     `is_open`: the device has been told of it. `used`: the time of its last use, counted in uses.
     """
@@ -40,25 +44,43 @@ class HostContext:
     context_id: int
     parent: "HostContext | None"
     size: RunSize
-    dense_pages: list[int]
+    pages: list[int]
+    num_released: int
     hashes: list[bytes]
+    storage: list[int] = field(default_factory=list)
     sink_pages: list[int] = field(default_factory=list)
     num_forks: int = 0
     charged_bytes: int = 0
     used: int = 0
     is_open: bool = False
+    is_written: bool = True
     is_held: bool = True
     is_findable: bool = True
     is_closed: bool = False
 
     @property
     def num_blocks(self) -> int:
-        return len(self.dense_pages)
+        return len(self.pages)
 
     @property
     def num_own(self) -> int:
         """Blocks that are down for this context and not for its parent."""
-        return len(self.dense_pages) - self.size.num_shared
+        return len(self.pages) - self.size.num_shared
+
+    @property
+    def num_resident(self) -> int:
+        """Blocks that are down and have resident pages as well."""
+        return len(self.pages) - self.num_released
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Blocks `[first, first + len(page_ids))` of `contexts`: their pages, and the dense ones in their place."""
+
+    first: int
+    page_ids: list[int]
+    dense_page_ids: list[int]
+    contexts: list[HostContext]
 
 
 class HostContexts:
@@ -72,18 +94,17 @@ class HostContexts:
         limit_bytes: int,
         bytes_of_blocks: Callable[[int, int, bool, bool], int],
         pages: PagePool,
-        dense: PagePool,
+        layout: PageLayout,
         keeps_idle: bool,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._bytes_of_blocks = bytes_of_blocks
         self._pages = pages
-        self._dense = dense
+        self._layout = layout
         self._keeps_idle = keeps_idle
         self._contexts: dict[int, HostContext] = {}
         self._owners: dict[bytes, list[HostContext]] = {}
-        self._num_promised = 0  # dense pages that are reserved and not taken yet
         self._next_id = 0
         self._uses = 0
         self._closed: list[int] = []
@@ -100,6 +121,17 @@ class HostContexts:
         """Blocks that are down, a shared one counted once."""
         return sum(context.num_own for context in self._contexts.values())
 
+    @property
+    def num_released(self) -> int:
+        """Of these, those without resident pages."""
+        return sum(max(0, one.num_released - one.size.num_shared) for one in self._contexts.values())
+
+    @property
+    def num_resident(self) -> int:
+        """Blocks whose pages could be given up, a shared one counted once."""
+        contexts = (one for one in self._contexts.values() if one.is_written)
+        return sum(len(one.pages) - max(one.num_released, one.size.num_shared) for one in contexts)
+
     def find(self, hashes: list[bytes], begin: int, end: int) -> tuple[HostContext | None, int]:
         """A context with the longest run that begins with these blocks, and how many of them it has."""
         last = bisect_left(range(begin, end), True, key=lambda block: hashes[block] not in self._owners)
@@ -109,19 +141,20 @@ class HostContexts:
 
     def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
         """Whether `add` would find room, idle ones gone but `parent` and what that stands on."""
-        return self._can_free(self._charge(size), size.num_own, _some(parent))
+        return self._can_free(self._charge(size), _some(parent))
 
     def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
         """A context, held, that shares its front with a parent; None if there is no room now."""
-        if not self._make_room(self._charge(size), size.num_own, _some(parent)):
+        if not self._make_room(self._charge(size), _some(parent)):
             return None
         num_shared = size.num_shared
-        shared = [] if parent is None else parent.dense_pages[:num_shared]
+        shared = [] if parent is None else parent.pages[:num_shared]
         hashes = [] if parent is None else parent.hashes[:num_shared]
-        context = HostContext(self._next_id, parent, replace(size, num_blocks=num_shared), shared, hashes)
+        num_released = 0 if parent is None else min(parent.num_released, num_shared)
+        context = HostContext(self._next_id, parent, replace(size, num_blocks=num_shared), shared, num_released, hashes)
         self._next_id += 1
         self._contexts[context.context_id] = context
-        self._dense.hold(shared)
+        self._pages.hold(shared[num_released:])
         self._reserve(context, size.num_blocks)
         self._use(context)
         if parent is not None:
@@ -140,18 +173,65 @@ class HostContexts:
         if num_blocks <= context.size.num_blocks:
             return True
         num_bytes = self._charge(replace(context.size, num_blocks=num_blocks)) - context.charged_bytes
-        if not self._make_room(num_bytes, num_blocks - context.size.num_blocks, [context]):
+        if not self._make_room(num_bytes, [context]):
             return False
         self._reserve(context, num_blocks)
         return True
 
-    def deposit(self, context: HostContext, num_blocks: int) -> list[int]:
-        """Dense pages of so many blocks more, which are reserved."""
-        assert context.num_blocks + num_blocks <= context.size.num_blocks, "a deposit is paid for before it is planned"
-        pages = self._dense.allocate(num_blocks)
-        self._num_promised -= num_blocks
-        context.dense_pages += pages
-        return pages
+    def deposit(self, context: HostContext, page_ids: list[int]) -> None:
+        """The next blocks are written; the context holds these pages, which are theirs, from now on."""
+        assert context.num_blocks + len(page_ids) <= context.size.num_blocks, "a deposit is paid for before it is made"
+        context.pages += page_ids
+
+    def deposit_released(self, context: HostContext, num_blocks: int) -> None:
+        """The next blocks are written, and have no resident pages: there is room for their dense ones."""
+        assert context.num_blocks + num_blocks <= context.size.num_blocks, "a deposit is paid for before it is made"
+        assert context.num_resident == 0, "what is released is in front"
+        begin, end = context.num_own, context.num_own + num_blocks
+        context.storage += self._pages.allocate(self._layout.blocks_for(end) - len(context.storage))
+        context.pages += self._layout.dense_pages(context.storage, begin, end)
+        context.num_released += num_blocks
+
+    def give_up(self, context: HostContext, num_blocks: int) -> GivenUp | None:
+        """Release up to so many blocks more, the first ones that are not, for all contexts that share them.
+
+        None, and nothing has changed, where all are released or a prefill still writes them, and where there is no room
+        for their dense pages.
+        """
+        first = context.num_released
+        owner = _owner_of(context, first)
+        page_ids = owner.pages[first : first + num_blocks]
+        if not page_ids or not owner.is_written:
+            return None
+        behind = [one for one in self._contexts.values() if first < one.num_blocks]
+        sharing = [one for one in behind if _owner_of(one, first) is owner]
+        page_ids = page_ids[: min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharing)]
+        last = first + len(page_ids)
+        begin, end = first - owner.size.num_shared, last - owner.size.num_shared
+        num_new = self._layout.blocks_for(end) - len(owner.storage)
+        num_freed = sum(self._pages.num_holders(page) == len(sharing) for page in page_ids)
+        if num_new > num_freed + self._pages.num_available:
+            return None
+        for _ in sharing:
+            self._pages.release(page_ids)
+        owner.storage += self._pages.allocate(num_new)
+        dense_page_ids = self._layout.dense_pages(owner.storage, begin, end)
+        for one in sharing:
+            one.pages[first:last] = dense_page_ids
+            one.num_released = last
+        return GivenUp(first, page_ids, dense_page_ids, sharing)
+
+    def yielding(self) -> list[HostContext]:
+        """Contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago first;
+        then those that run, sampled ones first, since a token of these costs the host least, and of these the one with
+        the most.
+        """
+        having = [one for one in self._contexts.values() if one.num_resident]
+        idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)
+        held = sorted(
+            (one for one in having if one.is_held), key=lambda one: (not one.size.is_sampled, -one.num_resident)
+        )
+        return idle + held
 
     def publish(self, context: HostContext, hashes: list[bytes]) -> None:
         """The run's first blocks are final and known by these hashes, those published before among them."""
@@ -161,8 +241,8 @@ class HostContexts:
             self._owners.setdefault(digest, []).append(context)
             context.hashes.append(digest)
 
-    def release(self, context: HostContext, is_kept: bool) -> None:
-        """Its sequence lets go; `is_kept`: what is down is good for others."""
+    def let_go(self, context: HostContext, is_kept: bool) -> None:
+        """Its sequence is done with it; `is_kept`: what is down is good for others."""
         context.is_held = False
         self._reserve(context, context.num_blocks)
         self._use(context)
@@ -187,9 +267,9 @@ class HostContexts:
         for context in list(self._contexts.values()):
             self._close_unused(context)
 
-    def idle_sink_pages(self, kept: Collection[HostContext]) -> set[int]:
+    def idle_pages(self, kept: Collection[HostContext]) -> set[int]:
         """Pages of the device that are free once idle contexts are gone, all but `kept` and what these stand on."""
-        num_idle_holders = Counter(page for context in self._idle(kept) for page in context.sink_pages)
+        num_idle_holders = Counter(page for context in self._idle(kept) for page in _held(context))
         return {page for page, count in num_idle_holders.items() if self._pages.num_holders(page) == count}
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
@@ -198,11 +278,11 @@ class HostContexts:
         """
         if num_pages <= self._pages.num_available:
             return True
-        sinks = self.idle_sink_pages(kept)
-        if num_pages > self._pages.num_available + len(sinks):
+        spare = self.idle_pages(kept)
+        if num_pages > self._pages.num_available + len(spare):
             return False
         while num_pages > self._pages.num_available:
-            freed = self._evict([one for one in self._idle(kept) if not sinks.isdisjoint(one.sink_pages)])
+            freed = self._evict([one for one in self._idle(kept) if not spare.isdisjoint(_held(one))])
             assert freed, "what can be freed was counted"
         return True
 
@@ -222,11 +302,9 @@ class HostContexts:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def _can_free(self, num_bytes: int, num_pages: int, kept: Collection[HostContext]) -> bool:
-        idle = self._idle(kept)
-        spare_bytes = self.limit_bytes - self.used_bytes + sum(context.charged_bytes for context in idle)
-        spare_pages = self._num_free_pages + sum(context.num_own for context in idle)
-        return num_bytes <= spare_bytes and num_pages <= spare_pages
+    def _can_free(self, num_bytes: int, kept: Collection[HostContext]) -> bool:
+        spare_bytes = self.limit_bytes - self.used_bytes + sum(context.charged_bytes for context in self._idle(kept))
+        return num_bytes <= spare_bytes
 
     def _idle(self, kept: Collection[HostContext]) -> list[HostContext]:
         """Contexts that may go: those that are held stay, and `kept`, and what these stand on."""
@@ -245,25 +323,20 @@ class HostContexts:
             self.discard(min(leaves, key=lambda context: context.used))
         return bool(leaves)
 
-    def _make_room(self, num_bytes: int, num_pages: int, kept: Collection[HostContext]) -> bool:
+    def _make_room(self, num_bytes: int, kept: Collection[HostContext]) -> bool:
         """Idle contexts give way, but only if that is enough, and never `kept`."""
-        if not self._can_free(num_bytes, num_pages, kept):
+        if not self._can_free(num_bytes, kept):
             return False
-        while self.used_bytes + num_bytes > self.limit_bytes or num_pages > self._num_free_pages:
+        while self.used_bytes + num_bytes > self.limit_bytes:
             freed = self.evict_idle(kept)
             assert freed, "what can be freed was counted"
         return True
-
-    @property
-    def _num_free_pages(self) -> int:
-        return self._dense.num_available - self._num_promised
 
     def _charge(self, size: RunSize) -> int:
         num_bulk = min(size.num_own, size.num_bulk)
         return self._bytes_of_blocks(num_bulk, size.num_own - num_bulk, size.is_sampled, size.num_shared > 0)
 
     def _reserve(self, context: HostContext, num_blocks: int) -> None:
-        self._num_promised += num_blocks - context.size.num_blocks
         context.size = replace(context.size, num_blocks=num_blocks)
         self.used_bytes -= context.charged_bytes
         context.charged_bytes = self._charge(context.size)
@@ -294,9 +367,7 @@ class HostContexts:
             context.is_closed or context.is_held or context.is_findable or context.num_forks
         ):
             self._reserve(context, context.size.num_shared)
-            self._num_promised += context.num_own  # they were taken
-            self._dense.release(context.dense_pages)
-            self._pages.release(context.sink_pages)
+            self._pages.release(_held(context))
             del self._contexts[context.context_id]
             context.is_closed = True
             if context.is_open:
@@ -306,8 +377,28 @@ class HostContexts:
             context = context.parent
 
 
+def _count_alike(first: list[int], second: list[int]) -> int:
+    """How many in front are the same."""
+    return next(
+        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def _held(context: HostContext) -> list[int]:
+    """Pages of the device that a context holds."""
+    return [*context.sink_pages, *context.storage, *context.pages[context.num_released :]]
+
+
 def _some(context: HostContext | None) -> list[HostContext]:
     return [] if context is None else [context]
+
+
+def _owner_of(context: HostContext, block: int) -> HostContext:
+    """Whose own block it is: the context's, or one's that it stands on."""
+    while block < context.size.num_shared:
+        assert context.parent is not None
+        context = context.parent
+    return context
 
 
 def _root(context: HostContext) -> HostContext:

@@ -53,7 +53,6 @@ def load_engine(
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_hidden_tokens=plan.max_hidden_tokens,
         num_pages=plan.num_pages,
-        num_dense_pages=plan.num_dense_pages,
         tier=tier,
         on_progress=on_progress,
     )

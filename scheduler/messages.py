@@ -180,6 +180,7 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_limit: int
     contexts: int  # held by requests and idle
     tokens: int  # that are down, shared ones once
+    tokens_released: int  # of these, without pages of all layers on the device
     segments: int
     tables_built: int  # layers of segments
     tables_failed: int  # read exactly

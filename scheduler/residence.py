@@ -1,16 +1,18 @@
 """Where sequences' keys and values lie: pages of the device, and contexts of the host for what goes down.
 
-Takes what a prompt or the next token needs, moves old tokens down, and gives all of it back. Knows ids and counts;
-refuses to know who comes first. Invariant: `sequence.pages` has a page for each position, in order; those of its
-context's run are dense pages, which the context holds, and all others are held by the sequence.
+Takes what a prompt or the next token needs, writes old tokens to host memory, and gives all of it back. What is written
+there keeps its pages while nobody needs them; where they are needed, they are given up at once, and nothing is computed
+again. Knows ids and counts; refuses to know who comes first. Invariant: `sequence.pages` has a page for each position,
+in order; those of its context's run are the context's, dense ones in front, and all others are held by the sequence.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpu.profiles import Profile
-from gpu.step import Deposit, HostAsk, HostPrompt, PageWrite
+from gpu.step import Deposit, HostAsk, HostPrompt, PageWrite, Release, TablePlace
 from scheduler.capacity import Capacity, HostCapacity
 from scheduler.host_contexts import HostContext, HostContexts, RunSize
 from scheduler.pages import PagePool
@@ -49,16 +51,17 @@ class Residence:
         kv_keys = {name: profile.kv_key for name, profile in profiles.items()}
         self.prefixes = PrefixCache(self.pages, page_tokens, prefix_cache, model_key, kv_keys)
         self.contexts: HostContexts | None = None
+        self._of_context: dict[HostContext, Sequence] = {}  # those that are held
+        self._releases: list[Release] = []
         if capacity.host is not None:
             bytes_of_run = capacity.host.bytes_of_run
-            dense = PagePool(capacity.num_pages, capacity.host.num_dense_pages, prefix_cache=False)
             self.contexts = HostContexts(
                 capacity.host.limit_bytes,
                 lambda num_bulk, num_more, is_sampled, is_fork: bytes_of_run(
                     num_bulk * page_tokens, num_more * page_tokens, is_sampled, is_fork
                 ),
                 self.pages,
-                dense,
+                capacity.host.layout,
                 prefix_cache,
             )
 
@@ -87,9 +90,15 @@ class Residence:
         return Start(begin, end, source)
 
     def has_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Whether there are so many, idle contexts gone but `kept`."""
+        """Whether there may be so many: what the host has given up, and idle contexts gone but `kept`. It is certain
+        where nothing is shared.
+        """
         num_short = num_pages - self.pages.num_available
-        return num_short <= 0 or num_short <= self.num_idle_sink_pages(kept)
+        if num_short <= 0:
+            return True
+        if self.contexts is None:
+            return False
+        return num_short <= self._num_yielding or num_short <= self._num_yielding + self.num_idle_pages(kept)
 
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else change nothing.
@@ -105,36 +114,58 @@ class Residence:
             if not self.has_pages(num_new + num_spare, kept):
                 self.pages.release(front.page_ids)
                 return False
-            self._free_pages(num_new, kept)
+            if not self._free_pages(num_new, kept):
+                self.pages.release(front.page_ids)
+                return False
             sequence.pages = front.page_ids + self.pages.allocate(num_new)
             return True
+        return self._take_down(sequence, start, num_spare, kept)
+
+    def _take_down(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
+        """Likewise, for a prompt of which a part goes down. What is not released of it takes what pages are left."""
         host, contexts = self._host
+        source = start.source
         num_sink, num_run = self._blocks(host.sink_tokens), self._blocks(start.end - host.sink_tokens)
-        num_window = num_pages - num_sink - num_run
-        num_new = num_window if start.source is not None else num_window + num_sink
+        num_window = sequence.num_pages - num_sink - num_run
+        num_shared = 0 if source is None else self._blocks(start.begin - host.sink_tokens)
+        num_own = num_run - num_shared
+        num_new = num_window if source is not None else num_window + num_sink
         num_spare += self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens) - num_sink - num_window
-        kept = kept if start.source is None else [*kept, start.source]
-        if not self.has_pages(num_new + num_spare, kept):
-            return False
-        num_shared = 0 if start.source is None else self._blocks(start.begin - host.sink_tokens)
+        kept = kept if source is None else [*kept, source]
+        num_least = num_new + host.layout.blocks_for(num_own)
         size = self._admitted_size(sequence, num_shared, start.end)
-        context = contexts.add(size, start.source)
+        num_spare += self._num_coming_blocks(size, num_own)
+        if not self.has_pages(num_least + num_spare, kept) or not self._free_pages(num_least, kept):
+            return False
+        num_released = self._num_to_release(num_own, num_new + num_spare, source)
+        if num_released and not self._release_shared(source, num_shared):
+            return False
+        if num_new + num_own - num_released + host.layout.blocks_for(num_released) > self.pages.num_available:
+            return False
+        context = contexts.add(size, source)
         if context is None and not contexts.num_held:  # it has the host to itself: no room to grow, but it fits
-            context = contexts.add(replace(size, num_blocks=num_run), start.source)
+            context = contexts.add(replace(size, num_blocks=num_run), source)
         if context is None:
             return False
-        self._free_pages(num_new, kept)
-        if start.source is not None:
+        if source is not None:
             sink = context.sink_pages
             self.pages.hold(sink)
         else:
             sink = self.pages.allocate(num_sink)
             contexts.keep_sink(context, sink)
-        contexts.deposit(context, num_run - num_shared)
-        context.is_open = True
+        if num_released:
+            contexts.deposit_released(context, num_released)
+        contexts.deposit(context, self.pages.allocate(num_own - num_released))
+        context.is_open, context.is_written = True, False
         sequence.context = context
-        sequence.pages = sink + context.dense_pages + self.pages.allocate(num_window)
+        self._of_context[context] = sequence
+        sequence.pages = sink + context.pages + self.pages.allocate(num_window)
         return True
+
+    def finish_prefill(self, sequence: Sequence) -> None:
+        """The plan under way ends it: what went down is in host memory behind it."""
+        if sequence.context is not None:
+            sequence.context.is_written = True
 
     def host_prompt(self, sequence: Sequence, start: Start) -> HostPrompt | None:
         """What a prefill is told of the part that goes down, if any does."""
@@ -145,6 +176,7 @@ class Residence:
             context_id=context.context_id,
             source_id=None if start.source is None else start.source.context_id,
             sink=self._host[0].sink_tokens,
+            released=self._released_end(context),
             end=start.end,
             is_sampled=self._profile(sequence).is_sampled,
         )
@@ -159,7 +191,8 @@ class Residence:
         end = self._deposit_end(sequence)
         if end and not self._reserve_run(sequence, self._blocks(end - self._host[0].sink_tokens)):
             return "host"
-        return "pages" if self._needs_page(sequence) and not self._free_pages(1, kept) else None
+        num_pages = int(self._needs_page(sequence)) + (self._num_dense_blocks(sequence, end) if end else 0)
+        return "pages" if num_pages and not self._free_pages(num_pages, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
         """The page that the next token begins, if it begins one. There is one: `reserve` has said so."""
@@ -170,7 +203,7 @@ class Residence:
         return [write]
 
     def deposit(self, sequence: Sequence) -> Deposit | None:
-        """Old tokens go down where the next draw makes it due; their pages are free at once."""
+        """Old tokens are written to the host where the next draw makes it due."""
         end = self._deposit_end(sequence)
         if not end:
             return None
@@ -184,19 +217,19 @@ class Residence:
         begin = host.sink_tokens + context.num_blocks * self._capacity.page_tokens
         first, last = self._blocks(begin), self._blocks(end)
         page_ids = sequence.pages[first:last]
-        dense_page_ids = contexts.deposit(context, last - first)
-        sequence.pages[first:last] = dense_page_ids
-        self.pages.release(page_ids)
+        contexts.deposit(context, page_ids)
+        if not host.is_adaptive:
+            given = self._give_up(context, last - first)
+            assert given, "room for what is released was made when it was reserved"
         is_sampled = self._profile(sequence).is_sampled
-        return Deposit(sequence.slot, context.context_id, begin, end, page_ids, dense_page_ids, opens, is_sampled)
+        return Deposit(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
 
     def ask(self, sequence: Sequence) -> HostAsk | None:
-        """What a decode step reads of the sequence in host memory, deposits of this plan included."""
+        """What a decode step reads of the sequence in host memory: what is released, by this plan as well."""
         context = sequence.open_context
-        if context is None:
+        if context is None or not context.num_released:
             return None
-        sink = self._host[0].sink_tokens
-        return HostAsk(context.context_id, sink, sink + context.num_blocks * self._capacity.page_tokens)
+        return HostAsk(context.context_id, self._host[0].sink_tokens, self._released_end(context))
 
     # --- what others may find -----------------------------------------------------------------------------------------
 
@@ -235,9 +268,15 @@ class Residence:
                 first = self._blocks(self._host[0].sink_tokens)
             last = first + context.num_blocks
             self.pages.release(sequence.pages[:first] + sequence.pages[last:])
-            self._host[1].release(context, is_kept)
+            del self._of_context[context]
+            self._host[1].let_go(context, is_kept)
         sequence.context = None
         sequence.pages = []
+
+    def take_releases(self) -> list[Release]:
+        """What was given up since the last call."""
+        releases, self._releases = self._releases, []
+        return releases
 
     def take_closed(self) -> list[int]:
         """Contexts closed since the last call."""
@@ -253,9 +292,14 @@ class Residence:
         """In host memory, what contexts share counted once."""
         return 0 if self.contexts is None else self.contexts.num_blocks * self._capacity.page_tokens
 
-    def num_idle_sink_pages(self, kept: Collection[HostContext]) -> int:
+    @property
+    def num_released_tokens(self) -> int:
+        """Of those in host memory, what the device has of dense layers alone."""
+        return 0 if self.contexts is None else self.contexts.num_released * self._capacity.page_tokens
+
+    def num_idle_pages(self, kept: Collection[HostContext]) -> int:
         """Pages that are free once idle contexts are gone, all but `kept`."""
-        return 0 if self.contexts is None else len(self.contexts.idle_sink_pages(kept))
+        return 0 if self.contexts is None else len(self.contexts.idle_pages(kept))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -294,25 +338,109 @@ class Residence:
         return self._capacity.host.deposit_end(sequence.next_position + 1, run_end)
 
     def num_coming_pages(self, sequence: Sequence) -> int:
-        """What one that holds pages may take soon: as much as a window holds, or one page where all of it stays."""
-        if sequence.open_context is None:
+        """What one that holds pages may take soon: as much as a window holds and the dense layers of what it will send
+        down, or one page where all of it stays.
+        """
+        context = sequence.open_context
+        if context is None:
             return 1
         host = self._host[0]
         most = self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens)
-        return most - (len(sequence.pages) - sequence.open_context.num_blocks)
+        coming = self._num_coming_blocks(context.size, context.num_own)
+        return most - (len(sequence.pages) - context.num_blocks) + coming
+
+    def _released_end(self, context: HostContext) -> int:
+        """Where what is released of it ends."""
+        return self._host[0].sink_tokens + context.num_released * self._capacity.page_tokens
+
+    # --- room ---------------------------------------------------------------------------------------------------------
 
     def _free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Whether so many are free; idle contexts give way to that, but not `kept`."""
+        """Whether so many are free. What the host has gives way to that, and then idle contexts, but not `kept`."""
         if self.contexts is None:
             return num_pages <= self.pages.num_available
+        if self._num_yielding:
+            self._yield_pages(num_pages, self.contexts.yielding())
         return self.contexts.free_pages(num_pages, kept)
+
+    def _yield_pages(self, num_pages: int, contexts: Collection[HostContext]) -> None:
+        """These contexts give up pages in turn until so many are free, or they have no more."""
+        lump = self._blocks(self._host[0].lump_tokens)
+        for context in contexts:
+            while (num_short := num_pages - self.pages.num_available) > 0:
+                if not self._give_up(context, -(-2 * num_short // lump) * lump):
+                    break
+
+    def _give_up(self, context: HostContext, num_blocks: int) -> bool:
+        """Whether it gave up resident pages of some blocks: the device hears of it, and all that read them."""
+        given = self._host[1].give_up(context, num_blocks)
+        if given is None:
+            return False
+        first = self._blocks(self._host[0].sink_tokens) + given.first
+        places = []
+        for one in given.contexts:
+            sequence = self._of_context.get(one)
+            if sequence is not None:
+                sequence.pages[first : first + len(given.page_ids)] = given.dense_page_ids
+                places.append(TablePlace(sequence.slot, first))
+        self._releases.append(
+            Release(given.page_ids, given.dense_page_ids, [place for place in places if place.slot >= 0])
+        )
+        return True
+
+    @property
+    def _num_yielding(self) -> int:
+        """Pages that are free at most once all that the host has is released; 0 where that frees none."""
+        if self.contexts is None or self._host[0].layout.dense_per_block == 1:
+            return 0
+        return self.contexts.num_resident - self._host[0].layout.blocks_for(self.contexts.num_resident)
+
+    def _num_to_release(self, num_own: int, num_other: int, source: HostContext | None) -> int:
+        """How many of a prompt's own blocks begin released, so that `num_other` pages are left: all that must.
+
+        Idle contexts give up theirs first, the source's last.
+        """
+        host, contexts = self._host
+        if not host.is_adaptive:
+            return num_own
+        idle = [one for one in contexts.yielding() if not one.is_held]
+        self._yield_pages(num_own + num_other, [one for one in idle if one is not source])
+        if source is not None and num_own + num_other > self.pages.num_available:
+            self._yield_pages(num_own + num_other, [source])
+        num_free, lump = self.pages.num_available - num_other, self._blocks(host.lump_tokens)
+        blocks_for = host.layout.blocks_for
+        fewest = bisect_left(range(num_own), True, key=lambda num: num_own - num + blocks_for(num) <= num_free)
+        return min(num_own, -(-fewest // lump) * lump)
+
+    def _release_shared(self, source: HostContext | None, num_shared: int) -> bool:
+        """Whether all of what is shared with a source is released: what comes behind it is."""
+        while source is not None and source.num_released < num_shared:
+            if not self._give_up(source, num_shared - source.num_released):
+                return False
+        return True
+
+    def _num_coming_blocks(self, size: RunSize, num_own: int) -> int:
+        """Pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""
+        blocks_for = self._host[0].layout.blocks_for
+        return max(0, blocks_for(size.num_own) - blocks_for(num_own))
+
+    def _num_dense_blocks(self, sequence: Sequence, end: int) -> int:
+        """Pages that its dense layers take where its next deposit, which ends at `end`, leaves the device at once."""
+        host, context = self._host[0], sequence.context
+        if host.is_adaptive or context is None:
+            return 0
+        num_own = self._blocks(end - host.sink_tokens) - context.size.num_shared
+        return host.layout.blocks_for(num_own) - len(context.storage)
 
     def _reserve_run(self, sequence: Sequence, num_blocks: int) -> bool:
         contexts = self._host[1]
         if sequence.context is not None:
             return contexts.grow(sequence.context, num_blocks)
-        sequence.context = contexts.add(RunSize(0, num_blocks, num_blocks, self._profile(sequence).is_sampled), None)
-        return sequence.context is not None
+        context = contexts.add(RunSize(0, num_blocks, num_blocks, self._profile(sequence).is_sampled), None)
+        if context is not None:
+            sequence.context = context
+            self._of_context[context] = sequence
+        return context is not None
 
     def _needs_page(self, sequence: Sequence) -> bool:
         return sequence.next_position // self._capacity.page_tokens >= len(sequence.pages)

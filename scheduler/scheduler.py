@@ -175,8 +175,9 @@ class Scheduler:
             released_slots=changes.released_slots,
             dropped_jobs=changes.dropped_jobs,
             closed_contexts=self.residence.take_closed(),
-            page_writes=writes + new_writes,
             deposits=deposits,
+            releases=self.residence.take_releases(),
+            page_writes=writes + new_writes,
             new_jobs=new_jobs,
             units=units,
             decode=groups,
@@ -224,6 +225,7 @@ class Scheduler:
         """A job's last unit is planned: its blocks can be shared, and its prompts' first draws are in flight."""
         for sequence in entry.sequences:
             self.prefixes.stop(sequence)
+            self.residence.finish_prefill(sequence)
             self.residence.publish(sequence, sequence.num_tokens)
             sequence.state = State.RUNNING
             sequence.num_in_flight += 1
@@ -372,13 +374,13 @@ class Scheduler:
         return [report for entry in self._prefill.jobs for report in make_progress(entry, self._num_layers)]
 
     def stats(self, steps: int, step_seconds: float, host: HostStats | None) -> Stats:
-        num_idle_sinks = self.residence.num_idle_sink_pages([])
+        num_idle_pages = self.residence.num_idle_pages([])
         return Stats(
             num_running=len(self._running),
             num_prefilling=sum(len(entry.sequences) for entry in self._prefill.jobs),
             num_waiting=len(self._admission.waiting),
-            pages_used=self.pages.num_held - num_idle_sinks,
-            pages_cached=self.pages.num_idle + num_idle_sinks,
+            pages_used=self.pages.num_held - num_idle_pages,
+            pages_cached=self.pages.num_idle + num_idle_pages,
             pages_total=self.pages.num_pages,
             prefix_queries_tokens=self.prefixes.queries_tokens,
             prefix_hits_tokens=self.prefixes.hits_tokens,

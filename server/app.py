@@ -124,7 +124,6 @@ def describe_memory(plan: MemoryPlan) -> dict[str, object]:
         "device": plan.device,
         **used,
         "pages": plan.num_pages,
-        "dense_pages": plan.num_dense_pages,
         "max_context_tokens": plan.max_context_tokens,
     }
 

@@ -39,6 +39,9 @@ class Metrics:
         self.host_bytes_capacity = self._gauge("tandem_host_bytes_capacity", "host memory that contexts may take")
         self.host_contexts = self._gauge("tandem_host_contexts", "contexts in host memory, idle ones among them")
         self.host_tokens = self._gauge("tandem_host_tokens", "tokens in host memory, shared ones once")
+        self.host_tokens_released = self._gauge(
+            "tandem_host_tokens_released", "tokens in host memory that have no KV pages on the device any more"
+        )
         self.host_segments = self._gauge("tandem_host_segments", "segments of tokens with tables of their own")
         self.host_tables_built = self._counter("tandem_host_tables_built", "hash tables of a layer of a segment built")
         self.host_tables_failed = self._counter(
@@ -93,6 +96,7 @@ class Metrics:
         self.host_bytes_capacity.set(host.bytes_limit)
         self.host_contexts.set(host.contexts)
         self.host_tokens.set(host.tokens)
+        self.host_tokens_released.set(host.tokens_released)
         self.host_segments.set(host.segments)
         self.host_tables_built.inc(host.tables_built - (last.tables_built if last else 0))
         self.host_tables_failed.inc(host.tables_failed - (last.tables_failed if last else 0))
@@ -106,8 +110,8 @@ class Metrics:
         """Its gauges are void, and the next engine counts from zero."""
         self._last = None
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
-        of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_tokens, self.host_segments)
-        for gauge in (*of_device, *of_host):
+        of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
+        for gauge in (*of_device, *of_host, self.host_tokens, self.host_tokens_released):
             gauge.set(0)
 
     def text(self) -> bytes:

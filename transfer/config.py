@@ -31,4 +31,9 @@ class HostConfig(Settings):
         None, description="layers whose KV stays on the device, whole; default: 0 and half the depth"
     )
     resident_tokens: int = Field(8192, ge=0, description="a context up to this stays on the device and is exact")
+    residency: Literal["adaptive", "fixed"] = Field(
+        "adaptive",
+        description="what is written to host memory stays on the device as well while nobody needs its pages "
+        "(`adaptive`: what is read where depends on the load), or leaves at once (`fixed`: same prompt, same answer)",
+    )
     sampled: SampledConfig = SampledConfig()

@@ -1,10 +1,9 @@
 """The device's dealings with the host tier for running sequences: their deposits, and their end.
 
 It refuses to know which contexts go down and when: plans say. Invariants: a deposit's rows are copied from their pages
-before the pages are given up, in stream order; a deposit that the host refuses leaves pages and page tables as they
-were; a context is closed when nothing is on its way up. Lumps pass through one buffer, however many are due in a step,
-and rows of more than a lump a layer at a time through another, so that a context that grows past the resident limit
-takes no memory beside it; then the device waits for the link.
+before the pages are given up, in stream order; a context is closed when nothing is on its way up. Lumps pass through
+one buffer, however many are due in a step, and rows of more than a lump a layer at a time through another, so that a
+context that grows past the resident limit takes no memory beside it; then the device waits for the link.
 """
 
 from collections.abc import Sequence
@@ -45,7 +44,7 @@ class Offload:
             self.tier.close(context_id)
 
     def deposit(self, deposit: Deposit) -> None:
-        """Send a deposit's rows down and give up their pages; asynchronous. Raises HostMemoryError."""
+        """Send a deposit's rows down; asynchronous. Raises HostMemoryError."""
         num_tokens = deposit.end - deposit.begin
         if deposit.opens:
             self.tier.open(deposit.context_id, deposit.is_sampled)
@@ -56,7 +55,6 @@ class Offload:
             self._send_lump(deposit, rooms)
         else:
             self._send_layers(deposit, rooms)
-        self._pool.deposit(deposit.slot, deposit.begin, deposit.end, deposit.page_ids, deposit.dense_page_ids)
 
     def _send_lump(self, deposit: Deposit, rooms: Sequence[Room]) -> None:
         self._depositor.streams.wait_for(self._lump_read)

@@ -1,9 +1,9 @@
-"""Pages of keys and values on the device, and each slot's page tables.
+"""Pages of keys and values on the device, and each slot's page table.
 
-It refuses to know which pages are free or shared: the scheduler decides, and says so in page writes and deposits. Page
-ids below `num_pages` are resident, with storage in every layer; the ids after them are dense, with storage in the dense
-layers alone: their tokens are in host memory, and what reads the other layers states a hole there. Invariant: a table
-row is only ever read up to its slot's context, so rows of released slots need no clearing.
+It refuses to know which pages are free or shared: the scheduler decides, and says so in page writes and releases.
+`gpu.kv.layout` says where resident pages, of all layers, and dense pages, of the dense layers alone, lie in the arena:
+where a slot has a dense page, its tokens are in host memory, and what reads the other layers states a hole there.
+Invariant: a table row is only ever read up to its slot's context, so rows of released slots need no clearing.
 """
 
 from collections.abc import Sequence
@@ -12,34 +12,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.kv.layout import PageLayout
 from gpu.model.architecture import Architecture
-from gpu.step import PageWrite
+from gpu.step import PageWrite, Release, TablePlace
 from gpu.upload import upload
 
 
 class KvPool:
-    """key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, `num_pages` or, in a dense layer,
-    `num_pages + num_dense_pages` of them.
+    """arenas: of keys, of values. key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, views
+    of the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them.
 
     page_table: int32 `[max_slots, max_pages]`, by cell, of all layers.
     """
 
-    def __init__(self, architecture: Architecture, num_pages: int, num_dense_pages: int, dense_layers: Sequence[int],
-                 page_tokens: int, max_slots: int, max_context_tokens: int, dtype: torch.dtype,
+    def __init__(self, architecture: Architecture, num_pages: int, dense_layers: Sequence[int], page_tokens: int,
+                 max_slots: int, max_context_tokens: int, dtype: torch.dtype,
                  device: torch.device) -> None:  # fmt: skip
         row_shape = (architecture.num_kv_heads, page_tokens, architecture.dim)
         layers = range(architecture.num_layers)
         self.num_pages = num_pages
-        self.num_dense_pages = num_dense_pages
         self.dense_layers = tuple(dense_layers)
         self.deposited_layers = tuple(layer for layer in layers if layer not in self.dense_layers)
+        self.layout = PageLayout(len(layers), len(self.dense_layers), num_pages)
         self.page_tokens = page_tokens
         self.max_slots = max_slots
         self.max_pages = -(-max_context_tokens // page_tokens)
         self.device = device
-        counts = [num_pages + (num_dense_pages if layer in self.dense_layers else 0) for layer in layers]
-        self.key_pages: list[Tensor] = [_allocate((count, *row_shape), dtype, device) for count in counts]
-        self.value_pages: list[Tensor] = [_allocate((count, *row_shape), dtype, device) for count in counts]
+        self.arenas = [_allocate((len(layers) * num_pages, *row_shape), dtype, device) for _ in range(2)]
+        self.key_pages, self.value_pages = (self._views(arena) for arena in self.arenas)
         self.page_table = torch.zeros(max_slots, self.max_pages, dtype=torch.int32, device=device)
 
     def write_pages(self, writes: Sequence[PageWrite]) -> None:
@@ -54,40 +54,40 @@ class KvPool:
                     f"page table: slot {write.slot}, pages {write.first_page} to {end}; "
                     f"have {self.max_slots} slots of {self.max_pages} pages"
                 )
-            self._check_ids(write.page_ids, 0, self.num_pages + self.num_dense_pages)
+            self._check_ids(write.page_ids, self.layout.num_ids)
             row = write.slot * self.max_pages
             cells.extend(range(row + write.first_page, row + end))
             pages.extend(write.page_ids)
         packed = upload(np.array([cells, pages], dtype=np.int64), self.device)
         self.page_table.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))
 
-    def deposit(self, slot: int, begin: int, end: int, page_ids: Sequence[int], dense_page_ids: Sequence[int]) -> None:
-        """Tokens `[begin, end)` of a slot go down: `dense_page_ids` take their pages' places; asynchronous.
+    def release(self, release: Release) -> None:
+        """Resident pages become dense ones; asynchronous. What the other layers have in them is the caller's to send
+        down first.
 
-        The dense layers' rows are copied there; the rows of the other layers in `page_ids` are the caller's to send
-        down first. Raises ValueError for a slot or page that does not exist, and for tokens that are not whole pages.
+        Dense pages may lie in the pages that are given up. Raises ValueError for a slot or page that does not exist.
         """
-        first, last = begin // self.page_tokens, end // self.page_tokens
-        if not 0 <= slot < self.max_slots or not 0 <= first < last <= self.max_pages:
-            raise ValueError(f"deposit: slot {slot}, tokens {begin} to {end}; have {self.max_slots} slots of "
-                             f"{self.max_pages * self.page_tokens} tokens")  # fmt: skip
-        whole = begin % self.page_tokens == end % self.page_tokens == 0
-        if not whole or not len(page_ids) == len(dense_page_ids) == last - first:
-            raise ValueError(f"deposit: slot {slot}, tokens {begin} to {end} in {len(page_ids)} pages, "
-                             f"{len(dense_page_ids)} dense; wanted whole pages of {self.page_tokens}")  # fmt: skip
-        self._check_ids(page_ids, 0, self.num_pages)
-        self._check_ids(dense_page_ids, self.num_pages, self.num_pages + self.num_dense_pages)
-        source, target = upload(np.array([page_ids, dense_page_ids], dtype=np.int64), self.device).unbind(0)
-        for layer in self.dense_layers:
-            for pages in (self.key_pages[layer], self.value_pages[layer]):
-                pages.index_copy_(0, target, pages.index_select(0, source))
-        self.page_table[slot, first:last] = target.to(torch.int32)
+        count = len(release.page_ids)
+        if count != len(release.dense_page_ids):
+            raise ValueError(f"release: {count} pages, {len(release.dense_page_ids)} dense; wanted as many of both")
+        self._check_ids(release.page_ids, self.num_pages)
+        self._check_ids(release.dense_page_ids, self.layout.num_ids)
+        source, target = upload(
+            np.array([release.page_ids, release.dense_page_ids], dtype=np.int64), self.device
+        ).unbind(0)
+        self._check_places(release.places, count)
+        rows = [pages[layer] for layer in self.dense_layers for pages in (self.key_pages, self.value_pages)]
+        read = [pages.index_select(0, source) for pages in rows]  # all of them, before any is written
+        for pages, own in zip(rows, read, strict=True):
+            pages.index_copy_(0, target, own)
+        for place in release.places:
+            self.page_table[place.slot, place.first_page : place.first_page + count] = target.to(torch.int32)
 
     def gather_rows(self, page_ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Copy resident pages of the layers that go down to keys and values `[layers, kv_heads, tokens, dim]`, of which
         layers and heads may lie apart.
         """
-        self._check_ids(page_ids, 0, self.num_pages)
+        self._check_ids(page_ids, self.num_pages)
         ids = upload(np.array(page_ids, dtype=np.int64), self.device)
         for rows, pages in ((keys, self.key_pages), (values, self.value_pages)):
             by_page = rows.unflatten(2, (-1, self.page_tokens))
@@ -96,14 +96,29 @@ class KvPool:
 
     def poison(self) -> None:
         """Fill every page with NaN: a debug and test aid that shows any read of a token nobody wrote."""
-        for pages in (*self.key_pages, *self.value_pages):
-            pages.fill_(float("nan"))
+        for arena in self.arenas:
+            arena.fill_(float("nan"))
 
-    def _check_ids(self, page_ids: Sequence[int], begin: int, end: int) -> None:
-        if page_ids and not begin <= min(page_ids) <= max(page_ids) < end:
-            raise ValueError(
-                f"page table: page ids {min(page_ids)} to {max(page_ids)}; have {end - begin} pages from {begin} on"
-            )
+    def _views(self, arena: Tensor) -> list[Tensor]:
+        """Of each layer, dense ones in front."""
+        views = {}
+        for place, layer in enumerate((*self.dense_layers, *self.deposited_layers)):
+            count = self.layout.num_ids if layer in self.dense_layers else self.num_pages
+            views[layer] = arena[place * self.num_pages :][:count]
+        return [views[layer] for layer in range(len(views))]
+
+    def _check_places(self, places: Sequence[TablePlace], count: int) -> None:
+        for place in places:
+            last = place.first_page + count
+            if not 0 <= place.slot < self.max_slots or not 0 <= place.first_page <= last <= self.max_pages:
+                raise ValueError(
+                    f"release: slot {place.slot}, pages {place.first_page} to {last}; have {self.max_slots} slots of "
+                    f"{self.max_pages} pages"
+                )
+
+    def _check_ids(self, page_ids: Sequence[int], end: int) -> None:
+        if page_ids and not 0 <= min(page_ids) <= max(page_ids) < end:
+            raise ValueError(f"page table: page ids {min(page_ids)} to {max(page_ids)}; have {end} pages")
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,9 +4,11 @@ Knows a model's shape and the `host` settings; refuses to know machines and limi
 the staging, the depositor, the exchange or the store.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from gpu.decode.halving import most_rows_of_parts
+from gpu.kv.layout import PageLayout
 from gpu.memory.deposit_memory import deposit_bytes
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
@@ -51,9 +53,27 @@ class HostDemand:
         return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
 
     @property
-    def dense_token_bytes(self) -> int:
-        """What a token that is down keeps on the device."""
-        return len(self.dense_layers) * self.layer_token_bytes
+    def dense_per_block(self) -> int:
+        """Pages of the dense layers that take as much memory as a page of all layers; 0: they take none."""
+        return PageLayout(self.shape.num_layers, len(self.dense_layers), 0).dense_per_block
+
+    def dense_blocks(self, num_tokens: int) -> int:
+        """Pages' worth of memory that so many released tokens of a context keep on the device, in dense layers."""
+        layout = PageLayout(self.shape.num_layers, len(self.dense_layers), 0)
+        return layout.blocks_for(-(-num_tokens // self.page_tokens))
+
+    def resident_tokens_of(self, context: int, num_pages: int) -> int:
+        """How many tokens of a context of this length stay on the device, where nothing else is on its pages."""
+        down, page = self.deposited_tokens(context), self.page_tokens
+        whole = -(-context // page)
+        if down == 0 or (self.config.residency == "adaptive" and whole <= num_pages):
+            return context
+        if self.config.residency == "fixed":
+            return context - down
+        released = bisect_left(
+            range(down // page), True, key=lambda pages: whole - pages + self.dense_blocks(pages * page) <= num_pages
+        )
+        return context - released * page
 
     @property
     def staging_token_bytes(self) -> int:

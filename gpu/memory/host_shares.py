@@ -1,8 +1,8 @@
-"""How a deployment with a host tier shares its memory: resident pages, dense pages, deposited KV. No torch.
+"""How a deployment with a host tier shares its memory: KV pages, resident and dense, and deposited KV. No torch.
 
 Knows what is left after weights and workspaces, and what was asked for; refuses to know where limits come from.
-Invariants: resident pages hold what keeps a sequence going (`HostDemand.floor_tokens`), and the longest context fits
-dense pages and host memory both.
+Invariants: beside the dense layers of the longest context, pages hold what keeps a sequence going
+(`HostDemand.floor_tokens`), and that context fits host memory.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.machine import GIB
 
-DENSE_SHARE = 0.6  # of the KV pages' bytes, at most, but for what one longest context needs
+DENSE_SHARE = 0.6  # of the KV pages, at most, for the dense layers of the longest context that nobody asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class HostShares:
     hidden_tokens: int
     kv_bytes: int
     num_pages: int
-    num_dense_pages: int
     host_limit_bytes: int
     host_tokens: int
 
@@ -95,19 +94,19 @@ def _fit(
 def _divide(
     demand: Demand, budget: Budget, context: int, num_sequences: int, dense_share: float
 ) -> HostShares | PlanError:
-    """The shares for one context, whose dense pages may take `dense_share` of the KV pages; or what is short."""
+    """The shares for one context, whose dense layers may take `dense_share` of the KV pages; or what is short."""
     host, page = demand.host, demand.page_tokens
     assert host is not None, "host plan: no host tier to plan for"
     down_tokens = host.deposited_tokens(context)
     floor_bytes = -(-host.floor_tokens(context, num_sequences) // page) * demand.page_bytes
-    dense_page_bytes = host.dense_token_bytes * page
+    down_bytes = host.dense_blocks(down_tokens) * demand.page_bytes
 
     shared_host = budget.host_bytes or 0 if demand.device == "cpu" else 0
     left = budget.left_bytes - shared_host
     hidden_tokens = budget.hidden_tokens or context
     spare = left - _sum(demand, context, hidden_tokens)
     if budget.hidden_tokens is None:
-        rest = max(0, spare - floor_bytes - down_tokens * host.dense_token_bytes)
+        rest = max(0, spare - floor_bytes - down_bytes)
         hidden_tokens += min(4 * demand.chunk_tokens, rest // 8 // demand.hidden_token_bytes)
         spare = left - _sum(demand, context, hidden_tokens)
 
@@ -127,9 +126,7 @@ def _divide(
             f"host.memory_limit_gib: a context of {context:,} tokens takes {_gib(wanted_bytes)} of host memory, there "
             f"are {_gib(host_limit)}; raise it or lower scheduler.max_context_tokens"
         )
-    room = kv_bytes - floor_bytes
-    down_bytes = down_tokens * host.dense_token_bytes
-    if room < down_bytes or down_bytes > dense_share * kv_bytes:
+    if kv_bytes - floor_bytes < down_bytes or down_bytes > dense_share * kv_bytes:
         is_asked = budget.kv_bytes is not None and budget.kv_bytes <= spare
         key = "gpu.kv_cache_gib" if is_asked else "gpu.memory_limit_gib"
         return PlanError(
@@ -137,12 +134,8 @@ def _divide(
             f"of {context:,} tokens {_gib(down_bytes)}; raise it, or lower "
             "host.resident_tokens or scheduler.max_context_tokens"
         )
-    num_dense_pages = host_tokens // page
-    if dense_page_bytes:
-        wanted = max(down_bytes, int(DENSE_SHARE * kv_bytes))
-        num_dense_pages = min(num_dense_pages, min(wanted, room) // dense_page_bytes)
-    num_pages = (kv_bytes - num_dense_pages * dense_page_bytes) // demand.page_bytes
-    return HostShares(context, hidden_tokens, kv_bytes, num_pages, num_dense_pages, host_limit, host_tokens)
+    num_pages = kv_bytes // demand.page_bytes
+    return HostShares(context, hidden_tokens, kv_bytes, num_pages, host_limit, host_tokens)
 
 
 def _sum(demand: Demand, context: int, hidden_tokens: int) -> int:

@@ -29,9 +29,9 @@ SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence i
 class MemoryPlan:
     """`limit_bytes[place]` bounds the sum of that place's items; without a GPU every item is in host memory.
 
-    `kv_bytes` bound the KV pages. `num_pages` are resident. With a host tier a context keeps `sink_tokens` and
-    `window_tokens` on the device (whole pages), and all of it up to `resident_tokens`; `lump_tokens` go down at once.
-    Without one there are no dense pages, and these are 0.
+    `kv_bytes` bound the `num_pages` KV pages, resident and dense (`gpu.kv.layout`). With a host tier a context keeps
+    `sink_tokens` and `window_tokens` on the device (whole pages), and all of it up to `resident_tokens`; `lump_tokens`
+    go down at once. Without one these are 0.
     """
 
     device: Literal["cuda", "cpu"]
@@ -43,12 +43,12 @@ class MemoryPlan:
     page_tokens: int
     kv_bytes: int
     num_pages: int
-    num_dense_pages: int
     dense_layers: tuple[int, ...]
     sink_tokens: int
     window_tokens: int
     resident_tokens: int
     lump_tokens: int
+    residency: Literal["adaptive", "fixed"]
     host_limit_bytes: int
     host_tokens: int
     items: tuple[MemoryItem, ...]
@@ -117,12 +117,12 @@ def plan_memory(
         page_tokens=gpu.page_tokens,
         kv_bytes=shares.kv_bytes,
         num_pages=shares.num_pages,
-        num_dense_pages=shares.num_dense_pages,
         dense_layers=tier.dense_layers if tier else (),
         sink_tokens=tier.sink_tokens if tier else 0,
         window_tokens=tier.window_tokens if tier else 0,
         resident_tokens=tier.resident_tokens if tier else 0,
         lump_tokens=LUMP_TOKENS if tier else 0,
+        residency=host.residency if host else "fixed",
         host_limit_bytes=shares.host_limit_bytes,
         host_tokens=shares.host_tokens,
         items=(*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)),
@@ -148,7 +148,7 @@ def _share_pages(
     spare = left - sum(item.bytes for item in demand.context_items(context, hidden_tokens))
     num_pages = min(spare, budget) // demand.page_bytes
     _check_pages(demand, num_pages, context, max_context_tokens, hidden_tokens, spare, gpu)
-    return HostShares(context, hidden_tokens, num_pages * demand.page_bytes, num_pages, 0, 0, 0), notes
+    return HostShares(context, hidden_tokens, num_pages * demand.page_bytes, num_pages, 0, 0), notes
 
 
 def _share_with_host(
@@ -162,13 +162,16 @@ def _share_with_host(
         notes.append(
             f"contexts are limited to {shares.context:,} of the model's {model:,} tokens by what memory is left"
         )
-    tier, in_pages = _present(demand.host), shares.num_dense_pages * demand.page_tokens
-    if in_pages + demand.page_tokens <= shares.host_tokens:
+    tier = _present(demand.host)
+    spare = shares.num_pages - tier.running_tokens(shares.context) // demand.page_tokens
+    in_pages = spare * tier.dense_per_block * demand.page_tokens
+    if tier.dense_layers and in_pages < shares.host_tokens:
         notes.append(
-            f"host memory has room for {shares.host_tokens:,} tokens, dense pages for {in_pages:,}: with fewer of "
-            "host.dense_layers, more of it is used"
+            f"host memory has room for {shares.host_tokens:,} tokens, the dense layers' pages for {in_pages:,}: with "
+            "fewer of host.dense_layers, more of it is used"
         )
-    fit = shares.num_pages * demand.page_tokens // tier.running_tokens(shares.context)
+    beside = shares.num_pages - tier.dense_blocks(tier.deposited_tokens(shares.context))
+    fit = beside * demand.page_tokens // tier.running_tokens(shares.context)
     if fit < demand.max_running:
         notes.append(
             f"resident KV pages hold the windows of {fit} sequences, scheduler.max_running is {demand.max_running}: "
@@ -201,19 +204,18 @@ def _present(host: HostDemand | None) -> HostDemand:
 
 def _kv_items(demand: Demand, shares: HostShares) -> tuple[MemoryItem, ...]:
     page_tokens, host = demand.page_tokens, demand.host
-    tokens = shares.num_pages * page_tokens
-    pages = MemoryItem("KV pages", demand.place, shares.num_pages * demand.page_bytes,
-                       f"{shares.num_pages:,} pages of {page_tokens} tokens, {tokens:,} tokens in all")  # fmt: skip
+    note = f"{shares.num_pages:,} pages of {page_tokens} tokens, {shares.num_pages * page_tokens:,} tokens in all"
+    if host is not None and host.dense_layers:
+        layers = ", ".join(map(str, host.dense_layers))
+        note += f", or of released tokens' layers {layers} {host.dense_per_block} times as many"
+    pages = MemoryItem("KV pages", demand.place, shares.num_pages * demand.page_bytes, note)
     if host is None:
         return (pages,)
-    tokens = shares.num_dense_pages * page_tokens
-    layers = ", ".join(map(str, host.dense_layers))
     rows = shares.host_limit_bytes * host.host_row_bytes // host.host_token_bytes
     note_rows = f"{shares.host_tokens:,} tokens fit, in {host.config.rows}"
     note_tables = f"of these tokens, {host.config.sampled.num_tables} a KV head"
     return (
         pages,
-        demand.item("dense KV pages", tokens * host.dense_token_bytes, f"layers {layers} of {tokens:,} tokens below"),
         MemoryItem("deposited KV", "host", rows, note_rows),
         MemoryItem("hash tables", "host", shares.host_limit_bytes - rows, note_tables),
     )

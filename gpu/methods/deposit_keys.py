@@ -6,4 +6,5 @@ DEPOSIT_KEYS = {
     "window": "window_tokens",
     "dense": "dense_layers",
     "resident": "resident_tokens",
+    "residency": "residency",
 }

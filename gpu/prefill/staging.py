@@ -86,10 +86,11 @@ class StagedPrompt:
         self._bring(place + 1)
 
     def end_layer(self, place: int) -> None:
-        """After the layer's last unit: sink and window rows go to pages, the others down; asynchronous."""
+        """After the layer's last unit: the run goes down; sink, window and what of the run is not released go to pages,
+        but for the prefix, which is there; asynchronous."""
         if self.begin == 0:
             self._give_to_pages(place, 0, self.host.sink)
-        self._give_to_pages(place, self.host.end, self.end)
+        self._give_to_pages(place, max(self.host.released, self.begin), self.end)
         staging, sink = self.staging, self.host.sink
         keys, values = staging.buffer(place)
         for reservation in self._reservations:

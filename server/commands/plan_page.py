@@ -31,7 +31,6 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
             "device": memory.device,
             "dtype": memory.dtype,
             "num_pages": memory.num_pages,
-            "num_dense_pages": memory.num_dense_pages,
             "host_tokens": memory.host_tokens,
             "page_tokens": memory.page_tokens,
             "max_context_tokens": memory.max_context_tokens,
@@ -45,11 +44,12 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
     }
 
 
-def describe_host(plan: ResolvedPlan) -> dict[str, int] | None:
+def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
     """Where a long context's tokens lie, and what one takes in host memory by how it is read; None without a tier.
 
     longest_bytes: of the longest context where it is sampled, longest_table_bytes of these for hash tables (MagicPIG,
-    arXiv 2410.16179, Table 7).
+    arXiv 2410.16179, Table 7). on_card: by length, how many tokens of a context stay on the device that has it to
+    itself.
     """
     memory, host = plan.memory, plan.deployment.host
     if host is None:
@@ -66,6 +66,11 @@ def describe_host(plan: ResolvedPlan) -> dict[str, int] | None:
         "longest_bytes": bytes_of_context(demand.tier_shape, longest_down_tokens),
         "longest_table_bytes": table_bytes_of_context(demand.tier_shape, longest_down_tokens),
         "tokens": memory.host_tokens,
+        "residency": host.residency,
+        "on_card": {
+            length: demand.resident_tokens_of(length, memory.num_pages)
+            for length in _lengths(memory.resident_tokens, memory.max_context_tokens)
+        },
     }
 
 
@@ -82,6 +87,12 @@ def describe_profiles(plan: ResolvedPlan) -> dict[str, dict[str, Any]]:
 def _demand(plan: ResolvedPlan, host: HostConfig) -> HostDemand:
     memory, max_running = plan.memory, plan.deployment.scheduler.max_running
     return resolve_host(host, plan.architecture, memory.page_tokens, memory.dtype_bytes, max_running)
+
+
+def _lengths(shortest: int, longest: int) -> list[int]:
+    """Contexts that go down: twice as long each time, and the longest."""
+    lengths = [length for doubling in range(1, 40) if (length := shortest << doubling) < longest]
+    return [*lengths, longest]
 
 
 def dump_deployment(deployment: Deployment) -> dict[str, Any]:
@@ -111,6 +122,10 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
             ),
             highlight=False,
         )
+        kept = ", ".join(
+            f"{length:,}: {'all' if tokens == length else f'{tokens:,}'}" for length, tokens in host["on_card"].items()
+        )
+        console.print(f"tokens of one context that stay on the device, by its length: {kept}", highlight=False)
     console.print(_tabulate_profiles(plan))
     for note in plan.notes:
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)

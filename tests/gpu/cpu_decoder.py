@@ -22,7 +22,7 @@ def cpu_decoder(shape: Architecture, dtype: torch.dtype, num_pages: int, max_slo
     for layer in weights.layers:
         layer.attention_norm.uniform_(0.5, 1.5)
         layer.mlp_norm.uniform_(0.5, 1.5)
-    pool = KvPool(shape, num_pages, 0, (), PAGE_TOKENS, max_slots, max_pages * PAGE_TOKENS, dtype, CPU)
+    pool = KvPool(shape, num_pages, (), PAGE_TOKENS, max_slots, max_pages * PAGE_TOKENS, dtype, CPU)
     pool.poison()
     if num_pages >= max_slots * max_pages:
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu.host.deposit import Depositor
 from gpu.host.simhash import draw_projections
 from gpu.kernels.simhash_encode import arrange
+from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
 from gpu.model.decoder import Decoder
@@ -72,9 +73,10 @@ class Stand:
     dense_pages: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        num_dense, dense_layers = (NUM_DENSE, DENSE_LAYERS) if self.has_tier else (0, ())
-        self.pool = KvPool(SHAPE, NUM_PAGES, num_dense, dense_layers, PAGE, MAX_SLOTS, MAX_CONTEXT, self.dtype,
-                           self.device)  # fmt: skip
+        layout = PageLayout(SHAPE.num_layers, len(DENSE_LAYERS), NUM_PAGES)
+        num_blocks = layout.blocks_for(NUM_DENSE) if self.has_tier else 0
+        self.pool = KvPool(SHAPE, NUM_PAGES + num_blocks, DENSE_LAYERS if self.has_tier else (), PAGE, MAX_SLOTS,
+                           MAX_CONTEXT, self.dtype, self.device)  # fmt: skip
         self.pool.poison()
         self.decoder = Decoder(SHAPE, sharp_weights(self.dtype, self.device), self.pool, MAX_CONTEXT)
         self.sampler = KeepsLogits(MAX_SLOTS, SHAPE.vocab_size, self.device)
@@ -84,12 +86,14 @@ class Stand:
             self.prefill.staging.poison()
         order = np.random.default_rng(4).permutation(NUM_PAGES).tolist()
         self.pages = order
-        self.dense_pages = (NUM_PAGES + np.random.default_rng(5).permutation(num_dense)).tolist()
+        blocks = range(NUM_PAGES, NUM_PAGES + num_blocks)
+        dense = self.pool.layout.dense_pages(blocks, 0, NUM_DENSE) if self.has_tier else []
+        self.dense_pages = np.random.default_rng(5).permutation(dense).tolist()
 
     def give_pages(self, slot: int, num_tokens: int, host: HostPrompt | None) -> list[int]:
         """Page ids of a new prompt, by position."""
-        down = range(host.sink // PAGE, host.end // PAGE) if host else range(0)
-        ids = [(self.dense_pages if place in down else self.pages).pop() for place in range(-(-num_tokens // PAGE))]
+        released = range(host.sink // PAGE, host.released // PAGE) if host else range(0)
+        ids = [(self.dense_pages if place in released else self.pages).pop() for place in range(-(-num_tokens // PAGE))]
         self.pool.write_pages([PageWrite(slot, 0, ids)])
         return ids
 
@@ -145,9 +149,10 @@ def draw_prompt(num_tokens: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, SHAPE.vocab_size, num_tokens).astype(np.int32)
 
 
-def host_prompt(num_tokens: int, context_id: int, source_id: int | None = None) -> HostPrompt:
-    """All but the sink and a window of 32 to 47 tokens goes down."""
-    return HostPrompt(context_id, source_id, SINK, (num_tokens - WINDOW) // PAGE * PAGE, is_sampled=True)
+def host_prompt(num_tokens: int, context_id: int, source_id: int | None = None, num_kept: int = 0) -> HostPrompt:
+    """All but the sink and a window of 32 to 47 tokens goes down; the last `num_kept` of it stay as well."""
+    end = (num_tokens - WINDOW) // PAGE * PAGE
+    return HostPrompt(context_id, source_id, SINK, end - num_kept, end, is_sampled=True)
 
 
 def units_of(job: PrefillJob, chunk_tokens: int) -> list[Unit]:

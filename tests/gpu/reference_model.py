@@ -89,7 +89,6 @@ def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: i
         chunk_tokens=2048,
         max_hidden_tokens=max_hidden_tokens,
         num_pages=num_pages,
-        num_dense_pages=0,
         tier=None,
         on_progress=lambda stage, fraction: None,
     )

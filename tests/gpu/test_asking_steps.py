@@ -14,7 +14,7 @@ from gpu.host.simhash import draw_projections
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.simhash_encode import arrange, encode_rows_reference
 from gpu.runner import PROJECTION_SEED
-from gpu.step import Deposit, HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
+from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES, Twins, check_steps, furthest
 from tests.reference_tier import ReferenceAttention
@@ -126,7 +126,7 @@ def test_a_token_that_nobody_or_everybody_reads_is_named() -> None:
     twins = Twins(check_coverage=True)
     twins.prefill(PROMPTS[:2])
     check_steps(twins, [0, 1], 2)
-    hole = slice(1, twins.sequences[0].run_end // PAGE)
+    hole = slice(1, twins.sequences[0].released // PAGE)
     twins.deposits.pool.page_table[0, hole] = twins.sequences[0].pages[0]  # with storage: what reads too much reads it
     context = twins.sequences[0].num_tokens + 1
     for change in (-PAGE, PAGE):
@@ -146,7 +146,7 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
     check_steps(twins, [0], 1)
     runner, batch = twins.deposits, batch_of(twins, [0])
     steps, exchange = runner.decode_steps, asking(twins).exchanges[0]
-    pages = [pages.clone() for pages in (*runner.pool.key_pages, *runner.pool.value_pages)]
+    pages = [arena.clone() for arena in runner.pool.arenas]
     logits = []
     for size in (1, 2):
         exchange.slot.out[1:] = exchange.slot.lse[1:] = torch.nan
@@ -158,7 +158,7 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=HOP_LOGITS_FLOAT32)
     changed = sum(
         int((~torch.isclose(before, after, rtol=0, atol=0, equal_nan=True)).any(-1).sum())
-        for before, after in zip(pages, (*runner.pool.key_pages, *runner.pool.value_pages), strict=True)
+        for before, after in zip(pages, runner.pool.arenas, strict=True)
     )
     assert changed <= 2 * NUM_LAYERS * runner.architecture.num_kv_heads  # the row's own token
 
@@ -216,7 +216,7 @@ def test_a_refused_prompt_gets_no_token_and_its_neighbour_goes_on() -> None:
     twins = Twins(capacity_tokens=300)
     twins.prefill_down(0, PROMPTS[0])
     prompt = PrefillPrompt(
-        1, PROMPTS[2], 0, len(PROMPTS[2]), GREEDY, "offloaded", HostPrompt(101, None, 16, 256, False)
+        1, PROMPTS[2], 0, len(PROMPTS[2]), GREEDY, "offloaded", HostPrompt(101, None, 16, 256, 256, False)
     )
     job = PrefillJob(1, [prompt])
     pages = [PageWrite(1, 0, list(range(len(PROMPTS[2]) // 16 + 1)))]
@@ -252,14 +252,33 @@ def test_a_context_whose_last_tokens_are_also_on_the_device_is_asked_for_its_fir
     sequence = twins.sequences[1]
     sequence.context_id = 101
     twins.tier.fork(100, 101, twins.tier.num_tokens(100), False)
-    first = sequence.pages[1 : 1 + 128 // PAGE]
-    dense = [twins._dense.pop() for _ in first]
-    deposit = Deposit(1, 101, PAGE, PAGE + 128, first, dense, opens=False, is_sampled=False)
-    twins.deposits.pool.deposit(1, deposit.begin, deposit.end, first, dense)
-    twins._settle(deposit)
+    sequence.run_end = twins.sequences[0].run_end
+    twins.give_up(sequence, PAGE + 128)
     assert twins.tier.num_tokens(101) > 128
     assert twins.tier.contexts[101][0].chunk is ahead[0].chunk
     check_steps(twins, [0, 1], 1)
+
+
+@pytest.mark.parametrize("num_kept", [16, 96, 2048])
+def test_what_the_host_has_is_read_on_the_device_until_it_is_released(num_kept: int) -> None:
+    twins = Twins(check_coverage=True, kept_tokens=num_kept)
+    twins.prefill_down(0, PROMPTS[0])
+    check_steps(twins, [0], 70)
+    sequence = twins.sequences[0]
+    assert sequence.run_end - sequence.released == min(num_kept, sequence.run_end - PAGE)
+    assert twins.tier.num_tokens(100) == sequence.run_end - PAGE
+    asks = twins.deposits.ask_times.steps
+    twins.give_up(sequence, sequence.run_end)
+    check_steps(twins, [0], 2)
+    assert twins.deposits.ask_times.steps == asks + 2
+
+
+def test_a_step_whose_rows_have_everything_on_the_device_asks_nothing() -> None:
+    twins = Twins(kept_tokens=2048)
+    twins.prefill_down(0, PROMPTS[2])
+    before = twins.deposits.ask_times.steps
+    check_steps(twins, [0], 70)
+    assert twins.deposits.ask_times.steps == before
 
 
 def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:

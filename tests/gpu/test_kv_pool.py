@@ -1,25 +1,28 @@
-"""Page tables: a write lands in its slot's row and nowhere else, and of what goes down the dense layers' rows stay."""
+"""Page tables: a write lands in its slot's row alone, and of what is released the dense layers' rows stay."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
-from gpu.step import PageWrite
+from gpu.step import PageWrite, Release, TablePlace
 
 TINY = named_shape("tiny")
 CPU = torch.device("cpu")
 PAGE = 16
-NUM_PAGES, NUM_DENSE = 40, 30
+NUM_PAGES = 40
 DENSE_LAYERS = (0, 2)
 
 
 def make_pool() -> KvPool:
-    return KvPool(TINY, NUM_PAGES, 0, (), PAGE, 4, 100, torch.float32, CPU)
+    return KvPool(TINY, NUM_PAGES, (), PAGE, 4, 100, torch.float32, CPU)
 
 
 def make_tiered_pool(dtype: torch.dtype = torch.float32) -> KvPool:
-    pool = KvPool(TINY, NUM_PAGES, NUM_DENSE, DENSE_LAYERS, PAGE, 4, 20 * PAGE, dtype, CPU)
+    pool = KvPool(TINY, NUM_PAGES, DENSE_LAYERS, PAGE, 4, 20 * PAGE, dtype, CPU)
     for pages in (*pool.key_pages, *pool.value_pages):
         pages.normal_()
     return pool
@@ -50,24 +53,54 @@ def test_a_write_outside_the_pool_is_refused(write: PageWrite, words: str) -> No
         make_pool().write_pages([write])
 
 
-def test_only_dense_layers_have_storage_for_dense_pages() -> None:
+def test_only_dense_layers_have_ids_of_dense_pages() -> None:
     pool = make_tiered_pool()
     counts = [len(pages) for pages in pool.key_pages]
     assert counts == [len(pages) for pages in pool.value_pages]
-    assert counts == [NUM_PAGES + NUM_DENSE, NUM_PAGES, NUM_PAGES + NUM_DENSE, NUM_PAGES]
+    assert counts == [3 * NUM_PAGES, NUM_PAGES, 3 * NUM_PAGES, NUM_PAGES]
     assert pool.deposited_layers == (1, 3)
 
 
-def test_a_deposit_copies_the_dense_layers_rows_and_leaves_all_others_as_they_are() -> None:
+@given(num_layers=st.integers(1, 9), num_dense=st.integers(1, 9), num_pages=st.integers(1, 6))
+def test_dense_pages_of_a_block_lie_in_it_and_overlap_nowhere(num_layers: int, num_dense: int, num_pages: int) -> None:
+    num_dense = min(num_dense, num_layers)
+    layout = PageLayout(num_layers, num_dense, num_pages)
+    arena = torch.full((num_layers * num_pages,), -1)
+    views = [arena[place * num_pages :][: layout.num_ids] for place in range(num_dense)]
+    for block in range(num_pages):
+        for page in layout.dense_pages([block], 0, layout.dense_per_block):
+            for view in views:
+                assert view[page] == -1
+                view[page] = block
+    assert layout.blocks_for(0) == 0
+    assert layout.blocks_for(layout.dense_per_block * 2 + 1) == 3
+    of_block = arena.view(num_layers, num_pages)
+    used = layout.dense_per_block * num_dense
+    assert torch.equal(of_block[:used], torch.arange(num_pages).expand(used, -1))
+    assert (of_block[used:] == -1).all()
+
+
+def test_dense_pages_of_several_blocks_come_one_block_after_another() -> None:
+    layout = PageLayout(6, 2, 10)
+    assert layout.dense_pages([7, 3, 4], 2, 8) == [47, 3, 23, 43, 4, 24]
+    assert PageLayout(6, 0, 10).dense_pages([], 0, 3) == [0, 0, 0]
+    assert PageLayout(6, 0, 10).blocks_for(5) == 0
+
+
+@pytest.mark.parametrize("dense_pages", [[30, 110], [11, 91], [7, 87]])
+def test_a_release_copies_the_dense_layers_rows_even_into_pages_that_it_gives_up(dense_pages: list[int]) -> None:
     pool = make_tiered_pool(torch.bfloat16)
-    pool.write_pages([PageWrite(3, 0, [4, 11, 7, 2, 9])])
-    before = [pages.clone() for pages in pool.key_pages], [pages.clone() for pages in pool.value_pages]
-    pool.deposit(3, PAGE, 3 * PAGE, [11, 7], [50, 44])
-    assert pool.page_table[3, :5].tolist() == [4, 50, 44, 2, 9]
-    for was, pages in zip(before[0] + before[1], pool.key_pages + pool.value_pages, strict=True):
-        if len(pages) > NUM_PAGES:
-            was[[50, 44]] = was[[11, 7]]
-        assert torch.equal(was, pages)
+    pool.write_pages([PageWrite(3, 0, [4, 11, 7, 2, 9]), PageWrite(1, 0, [11, 7, 5])])
+    before = [pages.clone() for pages in (*pool.key_pages, *pool.value_pages)]
+    pool.release(Release([11, 7], dense_pages, [TablePlace(3, 1), TablePlace(1, 0)]))
+    assert pool.page_table[3, :5].tolist() == [4, *dense_pages, 2, 9]
+    assert pool.page_table[1, :3].tolist() == [*dense_pages, 5]
+    for layer, was in enumerate(before):
+        pages = (*pool.key_pages, *pool.value_pages)[layer]
+        if layer % len(pool.key_pages) in DENSE_LAYERS:
+            assert torch.equal(pages[dense_pages], was[[11, 7]])
+        others = [page for page in range(NUM_PAGES) if page not in {11, 7, 30}]
+        assert torch.equal(pages[others], was[others])
 
 
 def test_gathered_rows_are_the_pages_of_the_layers_that_go_down() -> None:
@@ -83,20 +116,16 @@ def test_gathered_rows_are_the_pages_of_the_layers_that_go_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slot", "begin", "end", "page_ids", "dense_ids", "words"),
+    ("release", "words"),
     [
-        (4, 16, 32, [1], [40], "slot 4"),
-        (0, 16, 336, [1] * 20, [40] * 20, "have 4 slots of 320 tokens"),
-        (0, 17, 33, [1], [40], "whole pages of 16"),
-        (0, 16, 48, [1], [40], "in 1 pages"),
-        (0, 16, 32, [40], [41], "have 40 pages from 0 on"),
-        (0, 16, 32, [1], [39], "have 30 pages from 40 on"),
+        (Release([1], [40], [TablePlace(4, 1)]), "slot 4"),
+        (Release([1] * 20, [40] * 20, [TablePlace(0, 1)]), "pages 1 to 21; have 4 slots of 20 pages"),
+        (Release([1, 2], [40], [TablePlace(0, 1)]), "2 pages, 1 dense"),
+        (Release([40], [41], [TablePlace(0, 1)]), "have 40 pages"),
+        (Release([1], [120], [TablePlace(0, 1)]), "have 120 pages"),
     ],
 )
-def test_a_deposit_that_is_not_whole_pages_is_refused(
-    slot: int, begin: int, end: int, page_ids: list[int], dense_ids: list[int], words: str
-) -> None:
+def test_a_release_outside_the_pool_is_refused(release: Release, words: str) -> None:
     pool = make_tiered_pool()
-    pool.write_pages([PageWrite(1, 0, [0, 40, 1, 2, 3])])
     with pytest.raises(ValueError, match=words):
-        pool.deposit(slot, begin, end, page_ids, dense_ids)
+        pool.release(release)

@@ -25,7 +25,7 @@ DEMAND = Demand(TINY, "cpu", 4, SLOTS, 256, PAGE, (1,), None, {})
 
 @pytest.fixture
 def pool() -> KvPool:
-    return KvPool(TINY, PAGES, 0, (), PAGE, SLOTS, CONTEXT, torch.float32, CPU)
+    return KvPool(TINY, PAGES, (), PAGE, SLOTS, CONTEXT, torch.float32, CPU)
 
 
 def test_pages_take_what_is_planned(pool: KvPool) -> None:

@@ -17,6 +17,7 @@ from gpu.host.deposit import Depositor
 from gpu.host.simhash import draw_projections
 from gpu.kernels.paged_decode_attention import num_splits
 from gpu.kernels.simhash_encode import arrange
+from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
 from gpu.memory import demand
 from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
@@ -239,7 +240,7 @@ def with_memory(machine: str, host_gib: float, gpu_gib: float | None = None) -> 
     return profile.model_copy(update={"gpu": profile.gpu.model_copy(update={"memory_bytes": int(gpu_gib * GIB)})})
 
 
-def assert_holds_its_longest_context(plan: MemoryPlan) -> None:
+def assert_holds_its_longest_context(plan: MemoryPlan, num_layers: int) -> None:
     """Everything fits its place, one context of the longest kind fits every kind of page, and one that stays too."""
     for place, bound in plan.limit_bytes.items():
         assert plan.used_bytes(place) <= bound
@@ -247,8 +248,10 @@ def assert_holds_its_longest_context(plan: MemoryPlan) -> None:
     page = plan.page_tokens
     down = max(0, plan.max_context_tokens - plan.sink_tokens - plan.window_tokens)
     if plan.max_context_tokens > plan.resident_tokens:
-        assert plan.num_dense_pages * page >= down
         assert plan.host_tokens >= down
+        dense_blocks = PageLayout(num_layers, len(plan.dense_layers), plan.num_pages).blocks_for(-(-down // page))
+        windows = plan.sink_tokens + plan.window_tokens + 2 * plan.lump_tokens
+        assert (plan.num_pages - dense_blocks) * page >= min(windows, plan.max_context_tokens)
     assert plan.num_pages * page >= min(plan.resident_tokens + plan.lump_tokens, plan.max_context_tokens)
     running = plan.sink_tokens + plan.window_tokens + 2 * plan.lump_tokens
     assert plan.num_pages * page >= min(running, plan.max_context_tokens)
@@ -300,7 +303,7 @@ def test_a_plan_with_host_memory_holds_its_longest_context_or_is_refused_in_one_
         assert "\n" not in message
         assert message.startswith(("gpu.", "scheduler.", "host."))
         return
-    assert_holds_its_longest_context(plan)
+    assert_holds_its_longest_context(plan, named_shape(shape).num_layers)
     assert context is None or plan.max_context_tokens == context
     assert hidden is None or plan.max_hidden_tokens == hidden
     again = make_plan(
@@ -314,12 +317,12 @@ def test_a_plan_with_host_memory_holds_its_longest_context_or_is_refused_in_one_
             update={"memory_limit_gib": plan.host_limit_bytes / GIB, "dense_layers": plan.dense_layers}
         ),
     )
-    assert (again.items, again.num_pages, again.num_dense_pages) == (plan.items, plan.num_pages, plan.num_dense_pages)
+    assert (again.items, again.num_pages) == (plan.items, plan.num_pages)
 
 
 def test_an_8b_model_with_96k_context_fits_24_gb_beside_128_gib() -> None:
     plan = make_plan(SHAPE_8B, with_memory("rtx4090", 128), GpuConfig(memory_limit_gib=23), 98_304, host=HostConfig())
-    assert_holds_its_longest_context(plan)
+    assert_holds_its_longest_context(plan, SHAPE_8B.num_layers)
     assert plan.dense_layers == (0, 16)
     assert (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.lump_tokens) == (16, 64, 8192, 128)
     assert plan.host_limit_bytes == 64 * GIB
@@ -335,33 +338,47 @@ def test_an_8b_model_with_96k_context_fits_24_gb_beside_128_gib() -> None:
 def test_larger_models_with_16k_context_fit_the_cards_they_are_known_for(
     shape: str, machine: str | MachineProfile
 ) -> None:
-    assert_holds_its_longest_context(make_plan(named_shape(shape), machine, GpuConfig(), 16_384, host=HostConfig()))
+    plan = make_plan(named_shape(shape), machine, GpuConfig(), 16_384, host=HostConfig())
+    assert_holds_its_longest_context(plan, named_shape(shape).num_layers)
 
 
 def test_on_the_cpu_a_context_goes_far_beyond_the_pages_that_were_asked_for() -> None:
     gpu, host = GpuConfig(kv_cache_gib=0.5), HostConfig(dense_layers=(0,))
     plan = make_plan(SHAPE_TINY, "laptop", gpu, 200_000, max_running=4, host=host)
-    assert_holds_its_longest_context(plan)
+    assert_holds_its_longest_context(plan, SHAPE_TINY.num_layers)
     assert set(plan.limit_bytes) == {item.place for item in plan.items} == {"host"}
-    assert find_bytes(plan, "KV pages") + find_bytes(plan, "dense KV pages") <= GIB // 2
-    assert plan.num_pages * plan.page_tokens < 200_000 // 2
+    assert find_bytes(plan, "KV pages") <= GIB // 2
+    assert plan.num_pages * plan.page_tokens < 200_000
 
 
-def test_what_is_beyond_one_longest_context_goes_to_dense_pages_up_to_a_share() -> None:
-    plan = make_plan(SHAPE_8B, with_memory("a100-80g", 2048), GpuConfig(), 32_768, max_running=8, host=HostConfig())
-    dense, page_bytes = find_bytes(plan, "dense KV pages"), find_bytes(plan, "dense KV pages") // plan.num_dense_pages
-    assert DENSE_SHARE * plan.kv_bytes - page_bytes < dense <= DENSE_SHARE * plan.kv_bytes
-    small = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), 32_768, max_running=8, host=HostConfig(memory_limit_gib=10))
-    assert small.num_dense_pages == small.host_tokens // small.page_tokens
+def test_the_longest_context_that_nobody_asked_for_leaves_a_share_of_the_pages_to_others() -> None:
+    host = HostConfig(dense_layers=tuple(range(16)))
+    plan = make_plan(SHAPE_8B, with_memory("a100-80g", 2048), GpuConfig(memory_limit_gib=24), None, host=host)
+    demand = resolve_host(host, SHAPE_8B, plan.page_tokens, 2, 16)
+    blocks = demand.dense_blocks(demand.deposited_tokens(plan.max_context_tokens))
+    assert 0 < blocks <= DENSE_SHARE * plan.num_pages
+    longer = plan.max_context_tokens + 8192
+    asked = make_plan(SHAPE_8B, with_memory("a100-80g", 2048), GpuConfig(memory_limit_gib=24), longer, host=host)
+    assert demand.dense_blocks(demand.deposited_tokens(longer)) > DENSE_SHARE * asked.num_pages
+
+
+def test_how_many_tokens_stay_on_the_card_follows_from_its_pages() -> None:
+    for config, kept in ((HostConfig(), 30_992), (HostConfig(residency="fixed"), 80)):
+        demand = resolve_host(config, SHAPE_8B, 16, 2, 4)
+        assert demand.resident_tokens_of(8192, 2200) == 8192
+        assert demand.resident_tokens_of(98_304, 2200) == kept
+    released = (98_304 - 30_992) // 16
+    assert 30_992 // 16 + -(-released // 16) == 2200, "what stays, and the dense layers of the rest"
+    assert resolve_host(HostConfig(), SHAPE_8B, 16, 2, 4).resident_tokens_of(98_304, 6144) == 98_304
 
 
 def test_resident_pages_hold_the_windows_of_all_that_may_run_or_a_note_says_of_how_many() -> None:
     machine = with_memory("rtx4090", 128)
     few = make_plan(SHAPE_8B, machine, GpuConfig(memory_limit_gib=23), 98_304, max_running=16, host=HostConfig())
-    many = make_plan(SHAPE_8B, machine, GpuConfig(memory_limit_gib=23), 98_304, max_running=64, host=HostConfig())
+    many = make_plan(SHAPE_8B, machine, GpuConfig(memory_limit_gib=23), 98_304, max_running=200, host=HostConfig())
     assert few.num_pages * 16 >= 16 * (16 + 64 + 2 * 128)
     assert not any("max_running" in note for note in few.notes)
-    assert any("scheduler.max_running is 64" in note for note in many.notes)
+    assert any("scheduler.max_running is 200" in note for note in many.notes)
 
 
 @pytest.mark.parametrize(
@@ -388,9 +405,9 @@ def test_what_does_not_fit_with_host_memory_names_the_key_to_change(
 def test_without_host_memory_there_is_none_of_it_in_the_plan() -> None:
     plan = make_plan(SHAPE_8B, "rtx4090", GpuConfig())
     tokens = (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.lump_tokens, plan.host_tokens)
-    assert (*tokens, plan.num_dense_pages, plan.host_limit_bytes) == (0,) * 7
+    assert (*tokens, plan.host_limit_bytes) == (0,) * 6
     assert plan.dense_layers == ()
-    assert not {"KV staging", "deposits", "exchange", "dense KV pages"} & {item.name for item in plan.items}
+    assert not {"KV staging", "deposits", "exchange"} & {item.name for item in plan.items}
 
 
 def host_demand(page_tokens: int, max_running: int, config: HostConfig) -> HostDemand:
@@ -400,13 +417,11 @@ def host_demand(page_tokens: int, max_running: int, config: HostConfig) -> HostD
 def test_staging_takes_what_is_planned() -> None:
     demand = host_demand(16, 2, HostConfig())
     shape, cpu = demand.tier_shape, torch.device("cpu")
-    pool = KvPool(SHAPE_TINY, 4, 4, demand.dense_layers, 16, 2, 160, torch.float32, cpu)
+    pool = KvPool(SHAPE_TINY, 4, demand.dense_layers, 16, 2, 160, torch.float32, cpu)
     depositor = Depositor(replace(shape, num_tables=0), None, cpu, Streams(cpu))
     staging = Staging(pool, ReferenceTier(shape, 0, 1, 1), depositor)
     assert staging.keys.nbytes + staging.values.nbytes == 160 * demand.staging_token_bytes
-    dense, others = pool.key_pages[0], pool.key_pages[1]
-    assert dense[0].nbytes * 2 * len(demand.dense_layers) == 16 * demand.dense_token_bytes
-    assert (len(dense), len(others)) == (8, 4)
+    assert pool.layout.dense_per_block == demand.dense_per_block
 
 
 @pytest.mark.parametrize("running", [1, 5, 64])

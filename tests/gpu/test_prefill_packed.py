@@ -48,7 +48,7 @@ def test_each_of_many_prompts_is_attended_to_by_the_definition(heads: int, kv_he
 def test_keys_and_values_of_several_prompts_lie_one_after_another(device: str) -> None:
     """Pages in any order, some shared, of prompts that end within one; NaN in what nobody wrote."""
     shape, page = named_shape("tiny"), 16
-    pool = KvPool(shape, 40, 0, (), page, 4, 100, torch.float32, torch.device(device))
+    pool = KvPool(shape, 40, (), page, 4, 100, torch.float32, torch.device(device))
     pool.poison()
     rows = {2: [7, 0, 31], 0: [12], 3: [7, 0, 5, 6]}
     pool.write_pages([PageWrite(slot, 0, pages) for slot, pages in rows.items()])

@@ -14,16 +14,20 @@ from gpu.step import (
     PageWrite,
     PrefillJob,
     PrefillPrompt,
+    Release,
     StepPlan,
     StepResult,
+    TablePlace,
 )
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units, needle_prompt
-from tests.gpu.twin_runners import DEFAULT_DENSE, NUM_LAYERS, NUM_PAGES, load, tier_shape
+from tests.gpu.twin_runners import DEFAULT_DENSE, NUM_LAYERS, NUM_PAGES, layout_of, load, tier_shape
 from tests.reference_tier import ReferenceTier
 
 PAGE, SINK, LUMP = 16, 16, 128
 CONTEXT = 5
 NUM_TOKENS = 8
+LAYOUT = layout_of(len(DEFAULT_DENSE), NUM_PAGES)
+DENSE_PAGES = LAYOUT.dense_pages(range(NUM_PAGES, LAYOUT.num_pages), 0, 200)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +78,10 @@ def decode(runner: Runner, slot: int, num_prompt: int, run_end: int, drawn: rang
 def plan_down(ids: np.ndarray, slot: int, context_id: int) -> tuple[StepPlan, int]:
     """The step in which a whole prompt goes down, and where its run ends; pages of slot 0 are others."""
     end = (len(ids) - 64) // PAGE * PAGE
-    host = HostPrompt(context_id, None, SINK, end, is_sampled=False)
+    host = HostPrompt(context_id, None, SINK, end, end, is_sampled=False)
     job = PrefillJob(2, [PrefillPrompt(slot, ids, 0, len(ids), GREEDY, "offloaded", host)])
     window = range(200, 200 + -(-(len(ids) + NUM_TOKENS - end) // PAGE))
-    pages = [199, *range(NUM_PAGES, NUM_PAGES + (end - SINK) // PAGE), *window]
+    pages = [199, *DENSE_PAGES[: (end - SINK) // PAGE], *window]
     return StepPlan(
         page_writes=[PageWrite(slot, 0, pages)], new_jobs=[job], units=layer_units(job, 100, NUM_LAYERS)
     ), end
@@ -100,9 +104,10 @@ def test_what_a_deposit_adds_to_a_prompt_that_went_down_is_read_where_it_went(ru
     plan, end = plan_down(ids, 1, CONTEXT)
     tokens = [launch(runner, plan).tokens[0].token_id]
     tokens += decode(runner, 1, len(ids), end, range(1, NUM_TOKENS // 2))
-    dense = NUM_PAGES + (end - SINK) // PAGE
-    deposit = Deposit(1, CONTEXT, end, end + 2 * PAGE, [200, 201], [dense, dense + 1], opens=False, is_sampled=False)
-    launch(runner, StepPlan(deposits=[deposit]))
+    first = (end - SINK) // PAGE
+    deposit = Deposit(1, CONTEXT, end, end + 2 * PAGE, [200, 201], opens=False, is_sampled=False)
+    release = Release([200, 201], DENSE_PAGES[first : first + 2], [TablePlace(1, end // PAGE)])
+    launch(runner, StepPlan(deposits=[deposit], releases=[release]))
     for pages in (*runner.pool.key_pages, *runner.pool.value_pages):
         pages[200:202] = float("nan")
     tokens += decode(runner, 1, len(ids), end + 2 * PAGE, range(NUM_TOKENS // 2, NUM_TOKENS))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.kv.layout import PageLayout
 from gpu.load import load_runner
 from gpu.runner import Runner
 from gpu.step import (
@@ -23,8 +24,10 @@ from gpu.step import (
     PageWrite,
     PrefillJob,
     PrefillPrompt,
+    Release,
     StepPlan,
     StepResult,
+    TablePlace,
 )
 from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shallow_model
 from tests.reference_tier import ReferenceTier, stored_rows
@@ -45,11 +48,19 @@ def tier_shape(dense_layers: tuple[int, ...], bits: int = BITS, num_tables: int 
     return TierShape(layers, NUM_HEADS, NUM_KV_HEADS, DIM, "bfloat16", bits, num_tables)
 
 
+def layout_of(num_dense: int, num_pages: int) -> PageLayout:
+    """Of `num_pages` resident pages, and as many of the dense layers."""
+    num_blocks = PageLayout(NUM_LAYERS, num_dense, num_pages).blocks_for(num_pages)
+    return PageLayout(NUM_LAYERS, num_dense, num_pages + num_blocks)
+
+
 def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
     check_coverage: bool = False,
 ) -> Runner:  # fmt: skip
+    num_dense = 0 if tier is None else NUM_LAYERS - len(tier.shape.layers)
+    layout = layout_of(num_dense, num_pages)
     runner = load_runner(
         ModelConfig(path=Path(shallow_model(NUM_LAYERS).name)),
         GpuConfig(
@@ -63,8 +74,7 @@ def load(
         max_context_tokens=max_context,
         chunk_tokens=512,
         max_hidden_tokens=4096,
-        num_pages=num_pages,
-        num_dense_pages=0 if tier is None else num_pages,
+        num_pages=layout.num_pages,
         tier=tier,
         on_progress=lambda stage, fraction: None,
     )
@@ -74,27 +84,32 @@ def load(
 
 @dataclass
 class Sequence:
-    """A slot of the runner that deposits; `run` is `[sink, end)`, empty until the context goes down."""
+    """A slot of the runner that deposits; the run that the host has is `[sink, run_end)`, empty until the context goes
+    down, and of it `[sink, released)` is not on the device any more.
+    """
 
     slot: int
     context_id: int
     num_tokens: int
     run_end: int = 0
+    released: int = 0
     pages: list[int] = field(default_factory=list)
 
 
 class Twins:
-    """`exact` keeps all; `deposits` sends what is older than the window down, in lumps."""
+    """`exact` keeps all; `deposits` writes what is older than the window to the host, in lumps, and gives up the pages
+    of all but its last `kept_tokens`.
+    """
 
     def __init__(self, *, dense_layers: tuple[int, ...] = DEFAULT_DENSE, page_tokens: int = 16, window_tokens: int = 64,
                  lump_tokens: int = 64, is_sampled: bool = False, capacity_tokens: int = 100_000, max_running: int = 5,
                  device: str = "cpu", dtype: str = "float32", graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
-                 check_coverage: bool = False) -> None:  # fmt: skip
+                 check_coverage: bool = False, kept_tokens: int = 0) -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape."""
         self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
         self.page_tokens, self.window_tokens, self.lump_tokens = page_tokens, window_tokens, lump_tokens
-        self.is_sampled = is_sampled
+        self.is_sampled, self.kept_tokens = is_sampled, kept_tokens
         self.num_pages, sizes = num_pages, (max_context, num_pages)
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
         self.deposits = load(
@@ -102,7 +117,8 @@ class Twins:
         )
         self.sequences: dict[int, Sequence] = {}
         self._free = list(range(num_pages))
-        self._dense = list(range(num_pages, 2 * num_pages))
+        layout = layout_of(NUM_LAYERS - len(self.tier.shape.layers), num_pages)
+        self._dense = layout.dense_pages(range(num_pages, layout.num_pages), 0, num_pages)
         self._logits: dict[Runner, dict[int, torch.Tensor]] = {}
         for runner in (self.exact, self.deposits):
             self._record_logits(runner)
@@ -125,13 +141,14 @@ class Twins:
         """The prompt's middle goes to the host as it is computed; the oracle gets the host's rows afterwards."""
         sink, num_tokens = self.page_tokens, len(token_ids)
         end = (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
-        sequence = Sequence(slot, 100 + slot, num_tokens, end)
+        released = max(sink, end - self.kept_tokens)
+        sequence = Sequence(slot, 100 + slot, num_tokens, end, released)
         self.sequences[slot] = sequence
-        dense = range(sink // self.page_tokens, end // self.page_tokens)
+        dense = range(sink // self.page_tokens, released // self.page_tokens)
         sequence.pages = [
             (self._dense if page in dense else self._free).pop() for page in range(-(-num_tokens // self.page_tokens))
         ]
-        host = HostPrompt(sequence.context_id, None, sink, end, self.is_sampled)
+        host = HostPrompt(sequence.context_id, None, sink, released, end, self.is_sampled)
         prompt = PrefillPrompt(slot, token_ids, 0, num_tokens, GREEDY, PROFILES[self.is_sampled], host)
         job = PrefillJob(slot, [prompt])
         units = layer_units(job, 512, NUM_LAYERS)
@@ -146,6 +163,7 @@ class Twins:
         """One token for each of these slots; deposits that are due go first. Both runners get the oracle's tokens."""
         due = [deposit for slot in slots for deposit in self._due(self.sequences[slot])]
         plan = self.plan(slots, due)
+        releases = plan.releases
         exact_plan = StepPlan(
             page_writes=[
                 PageWrite(write.slot, write.first_page,
@@ -159,7 +177,10 @@ class Twins:
         result = self.deposits.launch(plan).collect()
         for deposit in due:
             if deposit.slot not in result.failures:
-                self._settle(deposit)
+                self.sequences[deposit.slot].run_end = deposit.end
+        for release in releases:
+            if release.places[0].slot not in result.failures:
+                self._settle(release)
         self.exact.launch(exact_plan).collect()
         for slot in slots:
             self.sequences[slot].num_tokens += 1
@@ -173,7 +194,9 @@ class Twins:
             if sequence.num_tokens == len(sequence.pages) * self.page_tokens:
                 sequence.pages.append(self._free.pop())
                 writes.append(PageWrite(slot, len(sequence.pages) - 1, sequence.pages[-1:]))
-        return StepPlan(page_writes=writes, deposits=deposits, decode=[self.group(slots, deposits)])
+        releases = [release for slot in slots if (release := self._release(self.sequences[slot], deposits)) is not None]
+        group = self.group(slots, releases)
+        return StepPlan(page_writes=writes, deposits=deposits, releases=releases, decode=[group])
 
     def logits(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The last step's, float32 `[vocab]`: of the runner that deposits, and of the oracle."""
@@ -183,20 +206,26 @@ class Twins:
         """`slot`, of the same tokens, gives up its pages for a fork of `source`'s context."""
         sequence, run_end = self.sequences[slot], self.sequences[source].run_end
         self.tier.fork(self.sequences[source].context_id, sequence.context_id, run_end - self.page_tokens, False)
-        pages = slice(1, run_end // self.page_tokens)
-        dense = [self._dense.pop() for _ in range(pages.stop - pages.start)]
-        deposit = Deposit(slot, sequence.context_id, self.page_tokens, run_end, sequence.pages[pages], dense,
-                          opens=False, is_sampled=False)  # fmt: skip
-        self.deposits.pool.deposit(slot, deposit.begin, deposit.end, deposit.page_ids, dense)
-        self._settle(deposit)
+        sequence.run_end = run_end
+        self.give_up(sequence, self.sequences[source].released)
 
-    def group(self, slots: list[int], deposits: Many[Deposit] = ()) -> DecodeGroup:
-        """What these slots read, once `deposits` are down."""
-        ends = {deposit.slot: deposit.end for deposit in deposits}
+    def give_up(self, sequence: Sequence, end: int) -> None:
+        """Release what the host has of a sequence up to `end`, between two steps."""
+        release = self._release_to(sequence, end)
+        self.deposits.launch(StepPlan(releases=[release])).collect()
+        self._settle(release)
+
+    def group(self, slots: list[int], releases: Many[Release] = ()) -> DecodeGroup:
+        """What these slots read, after `releases`."""
+        ends = {
+            release.places[0].slot: (release.places[0].first_page + len(release.page_ids)) * self.page_tokens
+            for release in releases
+        }
         asks: list[HostAsk | None] = []
         for slot in slots:
-            end = ends.get(slot, self.sequences[slot].run_end)
-            asks.append(HostAsk(self.sequences[slot].context_id, self.page_tokens, end) if end else None)
+            end = ends.get(slot, self.sequences[slot].released)
+            is_asked = end > self.page_tokens
+            asks.append(HostAsk(self.sequences[slot].context_id, self.page_tokens, end) if is_asked else None)
         positions = [self.sequences[slot].num_tokens for slot in slots]
         return DecodeGroup(slots, positions, [1] * len(slots), asks)
 
@@ -209,28 +238,37 @@ class Twins:
         if sequence.run_end:
             end = begin + self.lump_tokens
         pages = slice(begin // self.page_tokens, end // self.page_tokens)
-        dense = [self._dense.pop() for _ in range(pages.stop - pages.start)]
         return [
-            Deposit(sequence.slot, sequence.context_id, begin, end, sequence.pages[pages], dense,
+            Deposit(sequence.slot, sequence.context_id, begin, end, sequence.pages[pages],
                     opens=not sequence.run_end, is_sampled=self.is_sampled)
         ]  # fmt: skip
 
-    def _settle(self, deposit: Deposit) -> None:
+    def _release(self, sequence: Sequence, deposits: list[Deposit]) -> Release | None:
+        """What a slot's deposit of this step leaves to give up, if that is anything."""
+        end = next((deposit.end for deposit in deposits if deposit.slot == sequence.slot), 0) - self.kept_tokens
+        return self._release_to(sequence, end) if end > (sequence.released or self.page_tokens) else None
+
+    def _release_to(self, sequence: Sequence, end: int) -> Release:
+        first = (sequence.released or self.page_tokens) // self.page_tokens
+        page_ids = sequence.pages[first : end // self.page_tokens]
+        return Release(page_ids, [self._dense.pop() for _ in page_ids], [TablePlace(sequence.slot, first)])
+
+    def _settle(self, release: Release) -> None:
         """Pages are free (and NaN again); the oracle gets the rows as the host has them."""
-        sequence, pool = self.sequences[deposit.slot], self.deposits.pool
-        first = deposit.begin // self.page_tokens
-        sequence.pages[first : first + len(deposit.page_ids)] = deposit.dense_page_ids
-        sequence.run_end = deposit.end
-        self._free = list(deposit.page_ids) + self._free
+        first, last = release.places[0].first_page, release.places[0].first_page + len(release.page_ids)
+        sequence, pool = self.sequences[release.places[0].slot], self.deposits.pool
+        sequence.pages[first:last] = release.dense_page_ids
+        sequence.released = last * self.page_tokens
+        self._free = list(release.page_ids) + self._free
         for pages in (*pool.key_pages, *pool.value_pages):
-            pages[deposit.page_ids] = torch.nan
+            pages[release.page_ids] = torch.nan
         self._round(sequence)
 
     def _round(self, sequence: Sequence) -> None:
-        """The oracle's rows of what is down become those that the host has."""
+        """The oracle's rows of what is released become those that the host has."""
         oracle, shape = self.exact.pool, (NUM_KV_HEADS, -1, self.page_tokens, DIM)
-        ids = list(range(*self._exact_pages(sequence.slot, self.page_tokens, sequence.run_end)))
-        num_tokens = sequence.run_end - self.page_tokens
+        ids = list(range(*self._exact_pages(sequence.slot, self.page_tokens, sequence.released)))
+        num_tokens = sequence.released - self.page_tokens
         for place, layer in enumerate(self.tier.shape.layers):
             stored = stored_rows(self.tier, sequence.context_id, place, num_tokens)
             for pages, rows in zip((oracle.key_pages[layer], oracle.value_pages[layer]), stored, strict=True):

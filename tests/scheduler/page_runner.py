@@ -8,6 +8,7 @@ the contract of `gpu.step` as it goes: units in order, prefixes there, runs with
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from gpu.kv.layout import PageLayout
 from gpu.sampling.params import SamplingParams
 from gpu.step import (
     NOT_FINITE,
@@ -17,6 +18,7 @@ from gpu.step import (
     LogitsUnit,
     PrefillJob,
     PrefillPrompt,
+    Release,
     SampledToken,
     StepPlan,
     StepResult,
@@ -61,8 +63,9 @@ class PageRunner:
     """`broken` holds slots whose logits are not finite, `exhausted` those with nothing left to draw; `refuses_memory`:
     nothing more goes down.
 
-    `num_pages`: pages after these are dense. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000
-    tokens on, twice that), `logits_seconds` a scored token.
+    `layout`: where pages of both kinds lie; None: there are no dense ones. A page of one kind takes the bytes of those
+    of the other that its block held. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on,
+    twice that), `logits_seconds` a scored token.
     """
 
     def __init__(
@@ -71,17 +74,20 @@ class PageRunner:
         page_tokens: int,
         unit_seconds: float = 0.0,
         decode_seconds: float = 0.0,
-        num_pages: int = 1 << 30,
+        layout: PageLayout | None = None,
     ) -> None:
         self.num_layers = num_layers
         self.page_tokens = page_tokens
         self.unit_seconds = unit_seconds
         self.decode_seconds = decode_seconds
         self.logits_seconds = unit_seconds
-        self.num_pages = num_pages
+        self.layout = layout
         self.clock = 0.0
         self.pages: dict[int, list[int | None]] = {}
         self.tables: dict[int, list[int]] = {}
+        self.dense: dict[int, range] = {}  # by slot, pages of its table that are dense
+        self.is_dense: dict[int, bool] = {}  # by block
+        self.context_of: dict[int, int] = {}  # by slot
         self.profiles: dict[int, str] = {}
         self.is_sampled: dict[int, bool] = {}  # by context
         self.sampling: dict[int, SamplingParams] = {}
@@ -102,19 +108,22 @@ class PageRunner:
         self.failures = {}
         for slot in plan.released_slots:
             self.tables.pop(slot)
+            self.dense.pop(slot, None)
             self.profiles.pop(slot, None)
             self.failed.discard(slot)
         for job_id in plan.dropped_jobs:
             self.jobs.pop(job_id)
         for context_id in plan.closed_contexts:
             del self.contexts[context_id]
+        for deposit in plan.deposits:
+            self._deposit(deposit)
+        for release in plan.releases:
+            self._release(release)
         for write in plan.page_writes:
             table = self.tables.setdefault(write.slot, [])
             assert len(table) == write.first_page, "pages are appended without gaps"
             table += write.page_ids
-            assert len(set(table)) == len(table)
-        for deposit in plan.deposits:
-            self._deposit(deposit)
+            assert len(set(table)) == len(table) or self._keeps_nothing
         for job in plan.new_jobs:
             self._start(job)
         tokens = [token for unit in plan.units for token in self._advance(unit)]
@@ -137,17 +146,16 @@ class PageRunner:
         self.jobs[job.job_id] = _Job(job)
         for prompt in job.prompts:
             assert 0 <= prompt.begin < len(prompt.token_ids)
+            if prompt.host is not None:
+                assert len(job.prompts) == 1, "a prompt that goes down is alone in its job"
+                self._open(prompt)
             cached = [self._read(prompt.slot, position) for position in range(prompt.begin)]
             assert cached == prompt.token_ids[: prompt.begin].tolist(), "the cached prefix is what the pages hold"
             assert len(self.tables[prompt.slot]) * self.page_tokens >= len(prompt.token_ids)
             self.profiles[prompt.slot] = prompt.profile
             self.sampling[prompt.slot] = prompt.sampling
-            if prompt.host is not None:
-                assert len(job.prompts) == 1, "a prompt that goes down is alone in its job"
-                self._open(prompt)
             for position in range(prompt.begin, len(prompt.token_ids)):
-                page, offset = divmod(position, self.page_tokens)
-                self.pages.setdefault(self.tables[prompt.slot][page], [None] * self.page_tokens)[offset] = None
+                self._write(prompt.slot, position, None)
 
     def _open(self, prompt: PrefillPrompt) -> None:
         host = prompt.host
@@ -155,7 +163,9 @@ class PageRunner:
         assert len(others) == 1, "one prompt goes down at a time"
         assert host.sink < host.end < len(prompt.token_ids)
         assert prompt.begin == 0 or host.sink < prompt.begin <= host.end
-        self._check_run(prompt.slot, host.sink, host.end)
+        assert host.sink <= host.released <= host.end
+        self.dense[prompt.slot] = range(host.sink // self.page_tokens, host.released // self.page_tokens)
+        self.context_of[prompt.slot] = host.context_id
         assert host.context_id not in self.contexts
         shared = [] if host.source_id is None else self.contexts[host.source_id][: max(0, prompt.begin - host.sink)]
         assert shared == prompt.token_ids[host.sink : prompt.begin].tolist(), "the source has what is shared"
@@ -166,40 +176,59 @@ class PageRunner:
 
     def _deposit(self, deposit: Deposit) -> None:
         if deposit.opens:
+            self.context_of[deposit.slot] = deposit.context_id
             self.contexts[deposit.context_id] = []
             self.is_sampled[deposit.context_id] = deposit.is_sampled
         table, context = self.tables[deposit.slot], self.contexts[deposit.context_id]
         first, last = deposit.begin // self.page_tokens, deposit.end // self.page_tokens
         assert deposit.end <= len(table) * self.page_tokens
         if deposit.slot in self.failed or self.refuses_memory:
-            table[first:last] = deposit.dense_page_ids
             self._fail(deposit.slot)
             return
         assert table[first:last] == deposit.page_ids
         tokens = [self._read(deposit.slot, position) for position in range(deposit.begin, deposit.end)]
         assert None not in tokens, "what goes down is written"
-        for page, dense in zip(deposit.page_ids, deposit.dense_page_ids, strict=True):
-            self.pages[dense] = list(self.pages[page])
-        table[first:last] = deposit.dense_page_ids
         context += tokens
-        self._check_run(deposit.slot, deposit.end - len(context), deposit.end)
+
+    def _release(self, release: Release) -> None:
+        """Rows are read, then written: dense pages may lie in the pages that are given up."""
+        read = [list(self.pages[page]) for page in release.page_ids]
+        for place in release.places:
+            if place.slot not in self.tables:
+                continue  # it has given way in this plan
+            table, last = self.tables[place.slot], place.first_page + len(release.page_ids)
+            assert table[place.first_page : last] == release.page_ids
+            table[place.first_page : last] = release.dense_page_ids
+            dense = self.dense.get(place.slot)
+            assert not dense or dense.stop == place.first_page, "what is released is in front"
+            self.dense[place.slot] = range(dense.start if dense else place.first_page, last)
+        for page, rows in zip(release.dense_page_ids, read, strict=True):
+            if self._keeps_nothing:
+                break
+            self._claim(page, is_dense=True)
+            self.pages[page] = rows
+
+    def _claim(self, page: int, is_dense: bool) -> None:
+        """A page is written: what its block held of the other kind is gone."""
+        if self.layout is None:
+            return
+        block = page % self.layout.num_pages
+        if self.is_dense.setdefault(block, is_dense) != is_dense:
+            self.is_dense[block] = is_dense
+            for other in range(block, self.layout.num_ids, self.layout.num_pages):
+                self.pages.pop(other, None)
 
     def _fail(self, slot: int) -> None:
         self.failed.add(slot)
         self.failures[slot] = "host memory: asked 9, have 8; raise host.memory_limit_gib"
 
-    def _check_run(self, slot: int, begin: int, end: int) -> None:
-        """The slot's dense pages are those of tokens `[begin, end)`."""
-        first, last = begin // self.page_tokens, end // self.page_tokens
-        is_dense = [page >= self.num_pages for page in self.tables[slot]]
-        assert is_dense == [first <= place < last for place in range(len(is_dense))]
-
     def _check_context(self, slot: int, ask: HostAsk | None) -> None:
         """What the device does not have, the host is asked for, and has."""
+        dense = self.dense.get(slot)
         if ask is None:
-            self._check_run(slot, 0, 0)
+            assert not dense
             return
-        self._check_run(slot, ask.begin, ask.end)
+        assert dense == range(ask.begin // self.page_tokens, ask.end // self.page_tokens)
         asked = self.contexts[ask.context_id][: ask.end - ask.begin]
         assert asked == [self._read(slot, position) for position in range(ask.begin, ask.end)]
 
@@ -252,12 +281,24 @@ class PageRunner:
         self.last[slot] = draw_token(tokens, self.profiles[slot], banned)
         return SampledToken(slot, self.last[slot], None)
 
-    def _write(self, slot: int, position: int, token: int) -> None:
+    @property
+    def _keeps_nothing(self) -> bool:
+        """Of what is released: there are no dense layers."""
+        return self.layout is not None and not self.layout.num_dense_layers
+
+    def _write(self, slot: int, position: int, token: int | None) -> None:
         page, offset = divmod(position, self.page_tokens)
+        is_dense = page in self.dense.get(slot, ())
+        if is_dense and self._keeps_nothing:
+            return
+        self._claim(self.tables[slot][page], is_dense)
         self.pages.setdefault(self.tables[slot][page], [None] * self.page_tokens)[offset] = token
 
     def _read(self, slot: int, position: int) -> int | None:
         page, offset = divmod(position, self.page_tokens)
+        dense = self.dense.get(slot, range(0))
+        if page in dense and self._keeps_nothing:
+            return self.contexts[self.context_of[slot]][position - dense.start * self.page_tokens]
         return self.pages.get(self.tables[slot][page], [None] * self.page_tokens)[offset]
 
 

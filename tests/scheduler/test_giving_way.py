@@ -49,7 +49,7 @@ def num_prefills(runner: PageRunner, request: EngineRequest) -> int:
 
 
 def test_idle_contexts_give_their_pages_before_a_running_request_gives_way() -> None:
-    engine, runner = make_engine(num_pages=32)
+    engine, runner = make_engine(num_pages=32, dense_layers=0)
     idle = leave_idle(engine, 6)
     growing = [ask(f"r{salt}", prompt_of(20, salt=salt), max_tokens=200, profile="exact") for salt in range(2)]
     run(engine, growing)
@@ -60,7 +60,7 @@ def test_idle_contexts_give_their_pages_before_a_running_request_gives_way() -> 
 
 
 def test_an_idle_context_whose_pages_others_hold_does_not_go_in_vain() -> None:
-    engine, runner = make_engine(num_pages=32)
+    engine, runner = make_engine(num_pages=32, dense_layers=0)
     (parent,) = leave_idle(engine, 1)
     sibling = parent.prompt_token_ids + prompt_of(200, salt=1)
     run(engine, [ask("sibling", sibling)])
@@ -75,7 +75,7 @@ def test_an_idle_context_whose_pages_others_hold_does_not_go_in_vain() -> None:
 
 
 def test_a_prompt_that_waits_beside_a_running_request_gets_the_pages_of_idle_contexts() -> None:
-    engine, runner = make_engine(num_pages=32)
+    engine, runner = make_engine(num_pages=32, dense_layers=0)
     idle = leave_idle(engine, 10)
     running = ask("runs", prompt_of(20), max_tokens=100, profile="exact")
     waiting = ask("waits", prompt_of(20 * PAGE, salt=1), max_tokens=2, profile="exact")
@@ -95,7 +95,7 @@ def test_an_older_request_keeps_its_context_when_a_younger_one_outgrows_the_devi
 
 
 def test_a_prompt_under_way_keeps_the_pages_that_it_will_need() -> None:
-    engine, runner = make_engine(num_pages=12, chunk_tokens=300)
+    engine, runner = make_engine(num_pages=12, dense_layers=0, chunk_tokens=300)
     long = ask("long", prompt_of(300), max_tokens=120)
     engine.submit([long])
     for _ in range(SHAPE.num_layers - 1):

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu.config import Composition
+from gpu.kv.layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.step import HostAsk
 from scheduler.capacity import Capacity, HostCapacity, TooLargeError
@@ -31,8 +32,9 @@ def bytes_of_run(bulk_tokens: int, more_tokens: int, is_sampled: bool, is_fork: 
 
 def make_engine(
     *,
-    num_pages: int = 60,
-    num_dense_pages: int = 200,
+    num_pages: int = 110,
+    is_adaptive: bool = False,
+    dense_layers: int = 2,
     limit_blocks: int = 300,
     max_running: int = 6,
     max_jobs: int = 8,
@@ -42,9 +44,11 @@ def make_engine(
 ) -> tuple[Engine, PageRunner]:
     prefill = PrefillConfig(chunk_tokens=chunk_tokens, max_jobs=max_jobs)
     config = SchedulerConfig(max_running=max_running, prefix_cache=prefix_cache, prefill=prefill)
+    layout = PageLayout(8, dense_layers, num_pages)
     host = HostCapacity(
         page_tokens=PAGE,
-        num_dense_pages=num_dense_pages,
+        layout=layout,
+        is_adaptive=is_adaptive,
         limit_bytes=limit_blocks * BLOCK_BYTES,
         sink_tokens=SINK,
         window_tokens=WINDOW,
@@ -54,7 +58,7 @@ def make_engine(
     )
     capacity = Capacity(num_pages, PAGE, 4000, 5000, host)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES)
-    runner = PageRunner(SHAPE.num_layers, PAGE, num_pages=num_pages)
+    runner = PageRunner(SHAPE.num_layers, PAGE, layout=layout)
     return Engine(scheduler, runner, None, is_pipelined), runner
 
 
@@ -72,12 +76,11 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert contexts.num_held == 0
     assert contexts.used_bytes == sum(context.charged_bytes for context in contexts._contexts.values())
     assert contexts.used_bytes <= contexts.limit_bytes
-    assert contexts._num_promised == 0
-    assert contexts._dense.num_held == contexts.num_blocks
+    assert residence._of_context == {}
     assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
     while contexts.evict_idle([]):
         pass
-    assert (len(contexts), contexts.used_bytes, contexts._dense.num_held, contexts._owners) == (0, 0, 0, {})
+    assert (len(contexts), contexts.used_bytes, contexts._owners) == (0, 0, {})
     assert residence.pages.num_held == 0
     assert residence.pages.num_available == residence.pages.num_pages
     assert sorted(contexts.take_closed()) == sorted(runner.contexts)
@@ -239,9 +242,15 @@ def test_a_sampled_context_takes_its_tables_as_well() -> None:
 
 
 def test_dense_pages_bound_a_context() -> None:
-    engine, _ = make_engine(num_dense_pages=20)
-    with pytest.raises(TooLargeError, match=r"dense layers' pages hold 383; shorten the request or raise gpu.kv_cache"):
-        engine.submit([ask("a", prompt_of(380), max_tokens=4)])
+    engine, runner = make_engine(num_pages=15)
+    fits = engine.scheduler._capacity.longest_tokens(PROFILES["offloaded"])
+    assert fits == SINK + 4 * 4 * PAGE + WINDOW + PAGE - 1
+    with pytest.raises(TooLargeError, match=rf"pages of dense layers hold {fits}; shorten .* or raise gpu.kv_cache"):
+        engine.submit([ask("a", prompt_of(fits), max_tokens=1)])
+    request = ask("b", prompt_of(fits - 5), max_tokens=5)
+    engine.submit([request])
+    check_output(request, drain(engine)["b"])
+    check_idle(engine, runner)
 
 
 def test_an_idle_context_gives_way_to_a_new_one() -> None:
@@ -284,7 +293,7 @@ def test_the_youngest_gives_way_when_host_memory_runs_out() -> None:
 
 
 def test_who_gives_way_to_a_lack_of_pages_forks_what_it_left() -> None:
-    engine, runner = make_engine(num_pages=21)
+    engine, runner = make_engine(num_pages=38)
     requests = [
         ask("exact", prompt_of(20, salt=9), max_tokens=260, profile="exact"),
         *(ask(f"r{i}", prompt_of(300, salt=i), max_tokens=190) for i in range(2)),
@@ -301,7 +310,7 @@ def test_who_gives_way_to_a_lack_of_pages_forks_what_it_left() -> None:
 
 
 def test_prompts_that_go_down_leave_each_other_the_pages_to_grow() -> None:
-    for num_pages in range(14, 36):
+    for num_pages in range(18, 70):
         engine, runner = make_engine(num_pages=num_pages)
         engine.submit([ask(f"r{i}", prompt_of(300, salt=i), max_tokens=190) for i in range(4)])
         drain(engine)
@@ -428,8 +437,9 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     workload=workloads(),
-    num_pages=st.integers(46, 70),
-    num_dense_pages=st.integers(45, 120),
+    num_pages=st.integers(55, 90),
+    is_adaptive=st.booleans(),
+    dense_layers=st.sampled_from([0, 1, 2, 4, 5]),
     limit_blocks=st.integers(90, 160),
     max_running=st.integers(1, 6),
     chunk_tokens=st.sampled_from([48, 256]),
@@ -439,7 +449,8 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
 def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
     workload: list[tuple[EngineRequest, int, int | None]],
     num_pages: int,
-    num_dense_pages: int,
+    is_adaptive: bool,
+    dense_layers: int,
     limit_blocks: int,
     max_running: int,
     chunk_tokens: int,
@@ -449,7 +460,8 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
     """Whatever arrives, is cancelled or preempted: every other request gets the text of its lone run."""
     engine, runner = make_engine(
         num_pages=num_pages,
-        num_dense_pages=num_dense_pages,
+        is_adaptive=is_adaptive,
+        dense_layers=dense_layers,
         limit_blocks=limit_blocks,
         max_running=max_running,
         chunk_tokens=chunk_tokens,

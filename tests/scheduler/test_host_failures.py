@@ -55,6 +55,7 @@ def loaded() -> Iterator[Engine]:
             memory_limit_gib=0.011,
             threads=1,
             resident_tokens=RESIDENT,
+            residency="fixed",
             sampled=SampledConfig(bits_per_table=6, num_tables=20),
         ),
         scheduler=SchedulerConfig(max_running=5, max_context_tokens=2600),

@@ -4,7 +4,8 @@ from scheduler.messages import HostStats, Stats
 from server.metrics import Metrics
 
 HOST = HostStats(
-    bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, segments=26, tables_built=27,
+    bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_released=20,
+    segments=26, tables_built=27,
     tables_failed=28, tokens_covered=29, rows_read=30, ready_seconds=31.5, wait_seconds=32.5, attend_seconds=33.5,
 )  # fmt: skip
 STATS = Stats(
