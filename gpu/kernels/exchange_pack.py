@@ -1,7 +1,8 @@
 """A decode step's ask of the CPU: each row's query, codes and what it wants, in pinned memory, and then its flag.
 
 It refuses to know layers, and what the CPU does with an ask. One program a row: its threads write, meet at a barrier,
-and one releases the flag for the whole system. Invariant: every program counts every ask, in a counter of its own row
+and one stores the flag, with release order for the whole system; an exchange would go over the link and back, and some
+links have none. Invariant: every program counts every ask, in a counter of its own row
 on the device, also where the row is not in use: a stamp needs no kernel of its own, and captured launches of any batch
 size keep count together. Bytes moved for a row: heads * (dim * itemsize + 2 * tables + 1) and the exclusions', over the
 link.
@@ -12,13 +13,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, runs_on_triton
+from gpu.kernels.arguments import INTERPRETED, check, runs_on_triton
 from transfer.exchange import LAST_STAMP, ExchangeSlot
 
 BLOCK = 4096
 FEW = 256  # of a mask, or of words of bits
 
 _LAST_STAMP = tl.constexpr(LAST_STAMP)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_STORE_RELEASE = tl.constexpr(
+    """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first st.release.sys.global.b32 [$1], $2;
+        mov.u32 $0, $2;
+    }"""
+)
 
 
 def new_counters(slot: ExchangeSlot, device: torch.device) -> Tensor:
@@ -55,6 +67,17 @@ def exchange_pack_reference(
 
 
 @triton.jit
+def _store_release(pointer, value):
+    """Who sees this int32, on the device or the host, sees all that the program stored before its last barrier."""
+    if _INTERPRETED:  # which knows no assembly, and one thread
+        tl.store(pointer, value)
+    else:
+        tl.inline_asm_elementwise(
+            _STORE_RELEASE, "=r,l,r", [pointer.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def _pack_kernel(
     queries, codes, wanted, excluded, counters, to_queries, to_codes, to_wanted, to_excluded, flags, rows,
     query_stride,
@@ -85,7 +108,7 @@ def _pack_kernel(
                 word = tl.load(excluded + row * WORDS + element, mask=element < WORDS)
             tl.store(to_excluded + row * WORDS + element, word, mask=element < WORDS)
         tl.debug_barrier()
-        tl.atomic_xchg(flags + row, stamp, sem="release", scope="sys")
+        _store_release(flags + row, stamp)
     tl.debug_barrier()
     tl.store(counters + row, stamp)
 
