@@ -193,7 +193,7 @@ def _measure(
     def sample(kind: str, table: np.ndarray, step: int) -> None:
         _put_ask(slot, *_step(layer, step))
         asks = kernels[kind].asks_in(slot, table[None])
-        got = timed(f"lookup+attend {kind}", lambda: kernels[kind].answer(asks, benchmark.threads, WAIT_S))
+        got = timed(f"lookup+attend {kind}", lambda: kernels[kind].answer(asks, benchmark.threads, WAIT_S, None))
         require(got.asks == 1, "an ask that stands in the slot was not seen")
         read[kind].append(got.rows)
         times.setdefault(f"lookup {kind}", []).append(got.lookup_ns / 1e6)

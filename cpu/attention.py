@@ -6,7 +6,7 @@ results do not depend on the number of threads; nothing is allocated once the la
 """
 
 from ctypes import c_char
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numba
@@ -59,7 +59,7 @@ from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.rows import BLOCK_ROWS, COLUMNS
-from cpu.turns import BOARD_INT64, INSIDE, TURN, take_turns
+from cpu.turns import BOARD_INT64, INSIDE, TURN, start_when_asked, take_turns
 from cpu.workspace import (
     BEGAN_NS,
     INDEX_BYTES,
@@ -103,6 +103,18 @@ def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int)
             take_turns(me, threads, context, kind, query_kind, columns)
 
     return work
+
+
+@cache
+def _compile_start(version: int) -> Any:
+    """`turns.start_when_asked`, likewise."""
+
+    @numba.njit("void(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def start_asked(work, threads, context, gate):  # type: ignore[no-untyped-def]
+        if version >= 0:
+            start_when_asked(work, threads, context, gate)
+
+    return start_asked
 
 
 class Attended(NamedTuple):
@@ -172,7 +184,7 @@ class HostAttention:
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
         )
         work = _compile(row_type(0), query_type(0), (0,) * (dim // COLUMNS), version(*_MODULES))
-        self._work = int(work.address)
+        self._work, self._start_when_asked = int(work.address), _compile_start(version(*_MODULES))
         self._context, self._threads = new_context(), threads
         self._address, self._row = self._context.ctypes.data, memoryview(self._context)
         set_shape(self._context, self._shape, threads)
@@ -224,7 +236,7 @@ class HostAttention:
         _put(ask, OUT, out.ctypes.data)
         _put(ask, LSE, lse.ctypes.data)
         _put(ask, COVERED, covered.ctypes.data)
-        self._run(self._lone_ask, threads, 0)
+        self._run(self._lone_ask, threads, 0, None)
         totals = self._buffers.totals
         rows_read, began_ns, looked_up_ns, sampled_ns = totals[ROWS_READ : SAMPLED_NS + 1].tolist()
         return Attended(
@@ -254,16 +266,19 @@ class HostAttention:
             _put(asks, column, value)
         return asks
 
-    def answer(self, asks: np.ndarray, threads: int, limit_s: float) -> Answered:
+    def answer(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> Answered:
         """As `attend`, ask after ask (rows of `asks_in`, of one slot or of several in turns) in one parallel region,
         from an ask's flags to the stamp of its answer; up to the first that does not come within `limit_s` seconds.
+
+        gate: int64 `[1]`; then the region starts once the first ask is there, whose wait takes one thread and all its
+        time, and the gate is one more than before when this returns. Nothing here needs the interpreter in between.
         """
-        answered = self._run(asks, threads, limit_s)
+        answered = self._run(asks, threads, limit_s, gate)
         began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
         sums = self._row[ALL_ROWS : ALL_ATTENDED_NS + 1].tolist()
         return Answered(answered, *sums, looked_up - began, sampled - looked_up)
 
-    def _run(self, asks: np.ndarray, threads: int, limit_s: float) -> int:
+    def _run(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> int:
         """How many asks were answered; if not all, the next one did not come. Raises ValueError for a wrong table.
 
         Caches are cold here, so each line of Python costs several times what it does elsewhere.
@@ -275,12 +290,15 @@ class HostAttention:
             row[column] = 0
         row[ASKS] = asks.__array_interface__["data"][0]  # an address for a tenth of the time of asks.ctypes
         row[NUM_ASKS], row[NEXT_ASK], row[LIMIT_NS] = len(asks), 0, int(1e9 * limit_s)
-        while True:
+        board[TURN], board[INSIDE] = 0, 0
+        if gate is None:
+            start(self._work, threads, self._address)
+        else:
+            self._start_when_asked(self._work, threads, self._address, gate.__array_interface__["data"][0])
+        while row[OUTCOME] == NO_ROOM:
+            self._grow()
             board[TURN], board[INSIDE] = 0, 0
             start(self._work, threads, self._address)
-            if row[OUTCOME] != NO_ROOM:
-                break
-            self._grow()
         assert row[OUTCOME] != NO_CODES, "codes: sampled pieces need the query's"
         if row[OUTCOME] == NO_TABLE:
             listed = _pieces_at(row[PIECES], row[NUM_PIECES])

@@ -1,7 +1,8 @@
 """Work in the background that yields to decode: jobs cut into pieces of about a millisecond, the most urgent first.
 
 It refuses to know tables and segments. Invariant: no piece begins while the gate is shut, and a job that raises ends
-alone: it is logged, its `fail` is called, and the others go on.
+alone: it is logged, its `fail` is called, and the others go on. The gate is a number in memory, so that compiled code
+may shut it without the interpreter.
 """
 
 import heapq
@@ -9,7 +10,9 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Condition, Event, Thread
+from threading import Condition, Thread
+
+import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +38,14 @@ class Job:
 
 
 class Builder:
-    """Threads that do jobs until `shutdown`."""
+    """Threads that do jobs until `shutdown`. gate: int64 `[1]`, shut while it is above 0: how many pauses there are."""
 
     def __init__(self, num_threads: int) -> None:
         self._jobs: list[Job] = []
         self._changed = Condition()
         self._is_over = False
-        self._is_open = Event()
-        self._is_open.set()
-        self._num_pauses = 0
+        self.gate = np.zeros(1, np.int64)
+        self._opened = Condition()
         self._threads = [
             Thread(target=self._run, name=f"builder-{number}", daemon=True) for number in range(num_threads)
         ]
@@ -65,28 +67,31 @@ class Builder:
             job.finish()
 
     def pause(self) -> None:
-        """No piece begins until `go_on`; one that runs may still run for its millisecond. Pauses add up."""
-        self._num_pauses += 1
-        self._is_open.clear()
+        """No piece begins until `go_on`; one that runs may still run for its millisecond. Pauses add up; one thread at
+        a time begins or ends them.
+        """
+        self.gate[0] += 1
 
     def go_on(self) -> None:
-        """The end of one pause."""
-        self._num_pauses -= 1
-        if self._num_pauses == 0:
-            self._is_open.set()
+        """The end of one pause, whoever began it."""
+        with self._opened:
+            self.gate[0] -= 1
+            self._opened.notify_all()
 
     def shutdown(self) -> None:
         """Stop after the pieces under way; jobs that are not done never will be."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._is_open.set()
+        with self._opened:
+            self._opened.notify_all()
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
         while (job := self._take()) is not None:
-            self._is_open.wait()
+            with self._opened:
+                self._opened.wait_for(lambda: self.gate[0] <= 0 or self._is_over)
             if not job.is_wanted():
                 job.finish()
                 continue

@@ -4,9 +4,9 @@ It refuses to know how contexts grow. Invariant: tables of pieces are made anew 
 changed, or of which more or less is asked; in between a step costs a dictionary's look-up.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Condition
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ import torch
 from cpu.attention import HostAttention
 from cpu.builder import Builder
 from cpu.host_context import Context
+from cpu.lease import Lease
 from cpu.pieces import COLUMNS, END, EXACT, MODE, PIECE, REQUEST, RUN_BEGIN, SAMPLED
 from cpu.segment import TableState
-from transfer.exchange import ExchangeSlot, late, wait
+from transfer.exchange import ExchangeSlot, late
 from transfer.tier import Answered
 
 ASK_LIMIT_S = 20.0  # for the device to come to a layer: a step behind a whole prefill unit takes a second or two
@@ -24,6 +25,7 @@ MOST_TABLES = 64  # of batches that are kept: half batches of a few groups, and 
 QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 
 _Cut = tuple[int, int]  # a context's version, and how many of its tokens
+_Table = tuple[np.ndarray, Lease]  # PIECE [layers, pieces], on the segments that they lie in
 _NO_VERSION = -1
 
 
@@ -46,15 +48,16 @@ class AttentionCounts:
 class PieceTables:
     """Tables of pieces of contexts' first tokens and batches of them, kept while they hold. int64 inside, since numpy
     copies structures field by field. A batch is a sequence of (context, tokens), the context None where there are none.
+    changed: the store's condition, for leases.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, num_layers: int, changed: Condition) -> None:
+        self._num_layers, self._changed = num_layers, changed
         self._contexts: dict[int, tuple[_Cut, np.ndarray]] = {}  # by context id
-        self._batches: dict[tuple[_Cut, ...], np.ndarray] = {}
+        self._batches: dict[tuple[_Cut, ...], _Table] = {}
 
-    def find(self, batch: Sequence[tuple[Context | None, int]]) -> np.ndarray | None:
-        """PIECE `[layers, pieces]` of a batch, if it was made before and holds."""
+    def find(self, batch: Sequence[tuple[Context | None, int]]) -> _Table | None:
+        """PIECE `[layers, pieces]` of a batch, if it was made before and holds, and a lease that nobody has begun."""
         return self._batches.get(tuple(_cut(context, tokens) for context, tokens in batch))
 
     def knows(self, context: Context, tokens: int) -> bool:
@@ -62,12 +65,13 @@ class PieceTables:
         known = self._contexts.get(context.context_id)
         return known is not None and known[0] == _cut(context, tokens)
 
-    def make(self, batch: Sequence[tuple[Context | None, int]]) -> np.ndarray:
-        """PIECE `[layers, pieces]`; context i is request i. Rows have landed, tables stand."""
+    def make(self, batch: Sequence[tuple[Context | None, int]]) -> _Table:
+        """What `find` returns; context i is request i. Rows have landed, tables stand."""
         parts = [self._of_context(context, tokens) for context, tokens in batch]
         columns = np.concatenate(parts, axis=1)  # [layers, pieces, COLUMNS]
         columns[:, :, REQUEST] = np.repeat(np.arange(len(parts)), [part.shape[1] for part in parts])
-        table = columns.view(PIECE)[:, :, 0]
+        read = {piece.segment for context, tokens in batch if context for piece in context.first_pieces(tokens)}
+        table = columns.view(PIECE)[:, :, 0], Lease([*read], self._changed)
         if len(self._batches) >= MOST_TABLES:
             self._batches.clear()
         self._batches[tuple(_cut(context, tokens) for context, tokens in batch)] = table
@@ -113,17 +117,17 @@ class StepAttention:
     two layers there is less time than a piece takes, and every thread of an attention waits for the slowest.
     """
 
-    def __init__(self, table: np.ndarray, attend: Attend) -> None:
-        """table: PIECE `[layers, pieces]`, row i of the slot's being request i."""
+    def __init__(self, table: np.ndarray, lease: Lease, attend: Attend) -> None:
+        """table: PIECE `[layers, pieces]`, row i of the slot's being request i; begins the lease."""
         self.table, self._attend = table, attend
+        self._lease: Lease | None = lease
         self._pauses = False
+        lease.begin()
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         """Raises ExchangeError if the device does not ask."""
         try:
-            if layer == 0:
-                _await_first(self._attend, slot)
-                self._pauses = True
+            self._pauses = True
             _answer(self._attend, [(self.table[layer : layer + 1], slot)], layer)
         except BaseException:
             self.give_up()
@@ -132,10 +136,13 @@ class StepAttention:
             self.give_up()
 
     def give_up(self) -> None:
-        """The step will not be finished."""
+        """The step is over, or will not be finished: builder and segments are free. Again: nothing."""
         if self._pauses:
             self._attend.builder.go_on()
             self._pauses = False
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
 
 
 def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlot]]) -> Answered:
@@ -143,28 +150,21 @@ def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlo
 
     A slot's ask under way is the first, and afterwards the last. Raises ExchangeError if the device does not ask.
     """
-    _await_first(attend, parts[0][1])
     try:
         return _answer(attend, [(attention.table, slot) for attention, slot in parts], 0)
     finally:
         attend.builder.go_on()
-
-
-def _await_first(attend: Attend, slot: ExchangeSlot) -> None:
-    """For a whole prefill unit perhaps, and tables are built meanwhile; then the builder pauses."""
-    began = time.perf_counter()
-    wait(slot, 0, ASK_LIMIT_S)
-    attend.counts.wait_s += time.perf_counter() - began
-    attend.builder.pause()
+        for attention, _ in parts:
+            attention.give_up()
 
 
 def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], first_layer: int) -> Answered:
     """Asks from `first_layer` on, of tables PIECE `[layers, pieces]`; a slot's ask under way becomes its last, or the
-    one that did not come.
+    one that did not come. Tables are built until the first layer's ask is there, and then the builder pauses.
     """
-    counts, kernel = attend.counts, attend.kernel
+    counts, kernel, gate = attend.counts, attend.kernel, None if first_layer else attend.builder.gate
     asks = np.stack([kernel.asks_in(slot, table) for table, slot in parts], axis=1)  # [layers, parts, columns]
-    answered = kernel.answer(asks.reshape(-1, asks.shape[-1]), attend.num_threads, ASK_LIMIT_S)
+    answered = kernel.answer(asks.reshape(-1, asks.shape[-1]), attend.num_threads, ASK_LIMIT_S, gate)
     counts.asks += answered.asks
     counts.wait_s += answered.waited_ns / 1e9
     counts.attend_s += answered.attended_ns / 1e9

@@ -130,7 +130,9 @@ class Growth:
     def _new_segments(
         self, shape: TierShape, rooms: Sequence[tuple[int, Centre | None]], contexts: Sequence[Context]
     ) -> list[Segment]:
-        """Merges are a convenience: where memory is short they go first, and what is closing is waited for."""
+        """Merges are a convenience: where memory is short they go first, and what is closing is waited for, be it for
+        a step in flight.
+        """
         try:
             return self._store.new_segments(shape, rooms)
         except HostMemoryError:
@@ -170,7 +172,7 @@ class Growth:
         tokens = sum(piece.tokens for piece in pieces)
         shape, centre = pieces[0].segment.shape, pieces[0].segment.centre
         try:
-            (target,) = self._store.new_segments(shape, [(tokens, centre)])
+            (target,) = self._new_segments(shape, [(tokens, centre)], [])
         except HostMemoryError:
             self.merges_dropped += 1
             return

@@ -122,7 +122,7 @@ class Segment:
         return all(announced == self.sealed_tokens for announced in self.announced)
 
     def is_wanted(self) -> bool:
-        """Whether anybody will read it; if not, it lives until copies and builds under way have ended."""
+        """Whether anybody will read it; if not, it lives until copies, builds and steps under way have ended."""
         return self._readers > 0
 
     def may_append(self, context_id: int, tokens: int) -> bool:

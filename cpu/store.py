@@ -74,7 +74,9 @@ class SegmentStore:
         self._pool.prepare([lay_out_layer(shape, capacity).num_bytes] * len(shape.layers))
 
     def wait_for_doomed(self) -> None:
-        """Until segments that nobody wants have given their memory back: copies that are under way have landed."""
+        """Until segments that nobody wants have given their memory back: copies that are under way have landed, and
+        steps that read them have their answers. Whoever waits here gives none of these.
+        """
         self._builder.drop_unwanted()
         with self.changed:
             self.changed.wait_for(

@@ -84,7 +84,7 @@ class CpuTier:
         self._store = SegmentStore(self._pool, self._builder)
         self._growth = Growth(shape, self._store)
         self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts())
-        self._tables = PieceTables(len(shape.layers))
+        self._tables = PieceTables(len(shape.layers), self._store.changed)
         self._contexts: dict[int, Context] = {}
 
     def open(self, context_id: int, is_sampled: bool) -> None:
@@ -106,7 +106,8 @@ class CpuTier:
             context.sample_sealed()
 
     def close(self, context_id: int) -> None:
-        """Forget a context; memory that no other shares is free once fills under way have landed. Unknown: ignored.
+        """Forget a context; memory that no other shares is free once fills under way have landed and steps under way
+        have their answers. Unknown: ignored.
 
         Copies whose fill was not announced must have ended.
         """
@@ -142,19 +143,19 @@ class CpuTier:
         return [(piece.tokens, piece.is_sampled) for piece in self._contexts[context_id].pieces]
 
     def attention(self, asks: Sequence[Ask]) -> StepAttention:
-        """For a decode step, an ask a row. Waits for the rows that are asked for to land and their tables to stand; for
-        what lies behind them it does not.
+        """For a decode step, an ask a row, which holds a lease on all that it reads. Waits for the rows that are asked
+        for to land and their tables to stand; for what lies behind them it does not.
 
         Raises ContextLostError for the first context whose rows cannot come.
         """
         batch = [(self._asked_of(ask), ask.num_tokens) for ask in asks]
-        table = self._tables.find(batch)
-        if table is None:
+        found = self._tables.find(batch)
+        if found is None:
             for context, tokens in batch:
                 if context is not None and not self._tables.knows(context, tokens):
                     self._wait_for(context, tokens)
-            table = self._tables.make(batch)
-        return StepAttention(table, self._attend)
+            found = self._tables.make(batch)
+        return StepAttention(*found, self._attend)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """All asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""
@@ -181,7 +182,9 @@ class CpuTier:
         )
 
     def shutdown(self) -> None:
-        """Close all contexts, end all threads and give memory back, once fills under way have landed."""
+        """Close all contexts, end all threads and give memory back, once fills under way have landed and attentions are
+        over.
+        """
         for context_id in list(self._contexts):
             self.close(context_id)
         self._store.wait_for_doomed()

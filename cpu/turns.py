@@ -20,18 +20,22 @@ from cpu.context import (
     ASK_COLUMNS,
     ASKS,
     BOARD,
+    FLAGS,
     LIMIT_NS,
     NEXT_ASK,
     NUM_ASKS,
     OUTCOME,
     REQUESTS,
+    STAMP,
     open_context,
     open_row,
 )
 from cpu.plan import NOT_ASKED, PLANNED, make_plan
 from cpu.stages import attend_as
 from cpu.workspace import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, TOKENS_COVERED, WAITED_NS
+from transfer.exchange import LOOKS, await_rows
 from transfer.simd.memory import load_int64
+from transfer.simd.region import start
 from transfer.simd.team import atomic_add, atomic_load, look_again, now_ns
 
 TURN, INSIDE, BOARD_INT64 = 0, 8, 16  # the turn (odd: open) and, a line further, how many threads are inside it
@@ -111,3 +115,27 @@ def take_turns(me, threads, context, kind, query_kind, columns):
             _close_turn(context, buffers.totals)
         else:
             atomic_add(open_row(context)[BOARD] + _INSIDE_BYTES, -1)
+
+
+@numba.njit(nogil=True)
+def start_when_asked(work, threads, context, gate):
+    """Wait for a context's next ask, alone, since a whole prefill unit may lie before it; then shut the gate, an int64
+    at an address, and start the region `work` as `transfer.simd.region.start` does. Where no ask comes the gate is shut
+    as well, and the outcome is NOT_ASKED. Not a line of Python lies between the ask and its answer.
+    """
+    row = open_row(context)
+    ask = row[ASKS] + 8 * ASK_COLUMNS * row[NEXT_ASK]
+    flags, rows, stamp = (
+        load_int64(ask + 8 * (FLAGS - REQUESTS)),
+        load_int64(ask),
+        load_int64(ask + 8 * (STAMP - REQUESTS)),
+    )
+    began_ns, is_late = now_ns(), False
+    while not is_late and await_rows(flags, rows, stamp, LOOKS) >= 0:
+        is_late = now_ns() - began_ns > row[LIMIT_NS]
+    row[ALL_WAITED_NS] += now_ns() - began_ns
+    atomic_add(gate, 1)
+    if is_late:
+        row[OUTCOME] = NOT_ASKED
+    else:
+        start(work, threads, context)

@@ -99,7 +99,8 @@ class Answered:
 
 class Attention(Protocol):
     """A decode step's rows against what they ask of their deposited contexts. Made once a step, used once a layer, in
-    layer order.
+    layer order. It is frozen as it is made: whatever becomes of the contexts, what it reads stays where it is until the
+    last layer is answered, or it is given up.
     """
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
@@ -111,11 +112,13 @@ class Attention(Protocol):
         """
 
     def give_up(self) -> None:
-        """The step will not be finished: what `run` holds between two layers is let go."""
+        """The step will not be finished: what it holds is let go. Nothing happens where nothing is held any more."""
 
 
 class HostTier(Protocol):
-    """Deposited contexts, by id. All methods are called from one thread; those that wait for copies say so."""
+    """Deposited contexts, by id. All methods are called from one thread, but for `answer`, which another may be in
+    meanwhile (as in an attention's `run`, one at a time); those that wait for copies say so.
+    """
 
     shape: TierShape
 
@@ -126,10 +129,14 @@ class HostTier(Protocol):
         """A new context that shares the first `num_tokens` of another's run."""
 
     def close(self, context_id: int) -> None:
-        """Forget a context; memory that no other shares is free once copies under way have landed. Unknown: ignored."""
+        """Forget a context; memory that no other shares is free once copies under way have landed and attentions that
+        read it are over. Unknown: ignored.
+        """
 
     def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
-        """Room for so many tokens more, in order. Raises HostMemoryError, and then nothing has changed."""
+        """Room for so many tokens more, in order. Where memory of closed contexts is still read, it waits until that is
+        over. Raises HostMemoryError, and then nothing has changed.
+        """
 
     def fill(self, reservation: Reservation, layers: Sequence[int], done: Filled) -> None:
         """These layers' rows (and codes, centre, scales) are on their way, and there when `done` says so."""

@@ -145,16 +145,21 @@ def test_more_than_there_is_and_tokens_of_no_context_are_refused(witness: Witnes
 
 
 def test_tables_are_kept_while_the_cut_and_the_context_stay(witness: Witness) -> None:
-    tier, asks = witness.tier, [Ask(LONG, 3000), Ask(None, 0), Ask(SHORT, 1)]
-    table = tier.attention(asks).table
-    assert tier.attention(list(asks)).table is table
-    assert tier.attention([Ask(LONG, 3001), *asks[1:]]).table is not table
-    assert tier.attention(asks).table is table
+    def table_of(asks: list[Ask]) -> np.ndarray:
+        attention = witness.tier.attention(asks)
+        attention.give_up()
+        return attention.table
+
+    asks = [Ask(LONG, 3000), Ask(None, 0), Ask(SHORT, 1)]
+    table = table_of(asks)
+    assert table_of(list(asks)) is table
+    assert table_of([Ask(LONG, 3001), *asks[1:]]) is not table
+    assert table_of(asks) is table
     witness.fork(SHORT, 3, 1)
     with_fork = [Ask(3, 1)]
-    before = tier.attention(with_fork).table
+    before = table_of(with_fork)
     witness.deposit(3, 5)
-    assert tier.attention(with_fork).table is not before
+    assert table_of(with_fork) is not before
     witness.close(3)
 
 
@@ -175,7 +180,7 @@ def test_only_what_is_asked_for_must_have_landed(is_sampled: bool) -> None:
             further.result(NOT_YET_S)
         for late in lates:
             late.arrive()
-        further.result(20)
+        further.result(20).give_up()
     tier.shutdown()
 
 

@@ -136,7 +136,7 @@ def test_a_step_whose_device_stops_asking_names_the_layer_and_ends(tier, asked, 
             device.deposit(context_id, 700)
         with pytest.raises(ExchangeError, match=f"layer {asked}: row 0 of 2"):
             device.attend_by_itself([[first], [first, second]], asks=asked)
-        assert tier._builder._is_open.is_set()
+        assert tier._builder.gate[0] == 0
         assert_dense(device, [first, second])
 
 
@@ -149,4 +149,4 @@ def test_an_ask_that_never_comes_is_named_and_the_builder_goes_on(tier, asked, m
         device.deposit(context_id, 700)
         with pytest.raises(ExchangeError, match=f"layer {asked}: row 0 of 1"):
             device.attend([context_id], asks=asked)
-        assert tier._builder._is_open.is_set()
+        assert tier._builder.gate[0] == 0
