@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gpu.in_flight import InFlight
 from gpu.model.architecture import Architecture
 from gpu.model.weights import Weights
-from gpu.runner import InFlight, Runner
+from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
 

@@ -1,12 +1,11 @@
-"""The runner: carries out step plans on one device, in order, without waiting for it unless the CPU has a part.
+"""The runner: carries out step plans on one device, in order, without waiting for it or for the CPU's answers.
 
 It refuses to know requests, queues and who owns a page: a plan says all. Invariants: everything a plan asks for is
 launched on one stream, so a later plan may release a slot, reuse its pages or decode its next token while an earlier
-step is still in flight; a sequence whose logits are not finite, which the host refused memory, or whose half of a
-decode step the device or the host left unanswered, gets token -1 and disturbs no other.
+step is still in flight; a sequence whose logits are not finite, which the host refused memory, or whose decode step the
+device or the host left unanswered, gets token -1 and disturbs no other.
 """
 
-import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,11 +14,12 @@ import torch
 
 from gpu.decode.halving import Halving, most_rows_of_parts
 from gpu.decode.loop import LayerLoop
-from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps
+from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, Launched
 from gpu.host.deposit import Depositor
 from gpu.host.offload import Offload
 from gpu.host.simhash import draw_projections
 from gpu.host.slot_exchange import SlotExchange
+from gpu.in_flight import Awaited, InFlight, Timer
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kernels.simhash_encode import Hyperplanes, arrange
 from gpu.kv.pool import KvPool
@@ -30,7 +30,6 @@ from gpu.prefill.jobs import FinishedJob, Prefill
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampled, Sampler
 from gpu.step import (
-    NOT_FINITE,
     DecodeGroup,
     Deposit,
     HostAsk,
@@ -39,11 +38,8 @@ from gpu.step import (
     PrefillPrompt,
     PrefillUnit,
     Release,
-    SampledToken,
     StepPlan,
-    StepResult,
     TablePlace,
-    TokenLogprob,
     Unit,
 )
 from gpu.upload import upload
@@ -64,62 +60,6 @@ class Limits:
     max_context_tokens: int
     max_running: int
     vocab_size: int
-
-
-class Timer:
-    """Seconds between two points of the device's stream: CUDA events, or the wall clock on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        self._times = [0.0, 0.0]
-
-    def mark(self, point: int) -> None:
-        """Set the begin (0) or the end (1)."""
-        if self._events:
-            self._events[point].record()
-        else:
-            self._times[point] = time.perf_counter()
-
-    def wait(self) -> None:
-        """Until the device has passed the end."""
-        if self._events:
-            self._events[1].synchronize()
-
-    @property
-    def seconds(self) -> float:
-        """After `wait`."""
-        if self._events:
-            return self._events[0].elapsed_time(self._events[1]) / 1000
-        return self._times[1] - self._times[0]
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A step that was launched."""
-
-    finished_jobs: list[FinishedJob]
-    decoded: list[Sampled]
-    units: Timer | None
-    decode: Timer | None
-    whole: Timer
-    failures: dict[int, str]
-
-    def collect(self) -> StepResult:
-        """Wait for the step, and only for it, and read its tokens: finished prompts, decode groups, failed slots."""
-        self.whole.wait()
-        tokens = [token for job in self.finished_jobs for token in job.sampled.to_host()]
-        tokens += [token for sampled in self.decoded for token in sampled.to_host()]
-        tokens += [SampledToken(slot, NOT_FINITE, None) for slot in self.failures]
-        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-        for job in self.finished_jobs:
-            prompt_logprobs.update(job.prompt_logprobs_to_host())
-        return StepResult(
-            tokens=tokens,
-            prompt_logprobs=prompt_logprobs,
-            unit_seconds=self.units.seconds if self.units else 0.0,
-            decode_seconds=self.decode.seconds if self.decode else 0.0,
-            failures=self.failures,
-        )
 
 
 class Runner:
@@ -153,6 +93,7 @@ class Runner:
             max_running, architecture.num_heads, architecture.num_kv_heads, architecture.dim, max_context_tokens, device
         )
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
+        self._last: InFlight | None = None
         self._offload: Offload | None = None
         self.ask_times = AskTimes()
         asking = None
@@ -238,10 +179,8 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
-        """Start a step, in the plan's field order; on the CPU it has run when this returns.
-
-        A decode group whose rows ask the host blocks until it has given its last answer: what the step still lacks then
-        is its last layers and the drawing.
+        """Start a step, in the plan's field order; on the CPU it has run when this returns. On CUDA a thread gives what
+        it asks of the host; only a step that no graph was captured for is launched layer by layer, behind its answers.
         """
         whole = Timer(self.device)
         whole.mark(0)
@@ -262,7 +201,7 @@ class Runner:
         finished, units = self._launch_units(plan.units)
         failures |= self._prefill.take_failures()
         self._failures |= failures
-        decoded, decode = self._launch_decode(plan.decode)
+        decoded, awaited, decode = self._launch_decode(plan.decode)
         for job in finished:
             job.copy_to_host()
         for sampled in decoded:
@@ -270,7 +209,17 @@ class Runner:
         whole.mark(1)
         stepped = [slot for group in plan.decode for slot in group.slots]
         failures |= {slot: self._failures[slot] for slot in stepped if slot in self._failures}
-        return InFlight(finished, decoded, units, decode, whole, failures)
+        step = InFlight(
+            finished, decoded, awaited, units, decode, whole, plan.released_slots, stepped, failures, self._failures
+        )  # fmt: skip
+        if self._last is not None:
+            self._last.behind = step
+        self._last = step
+        return step
+
+    def shutdown(self) -> None:
+        """End the thread that answers; no device is left waiting for it. What is in flight should be collected."""
+        self.decode_steps.shutdown()
 
     def _launch_deposits(self, deposits: Sequence[Deposit]) -> dict[int, str]:
         """Slots that the host refused memory now, and why."""
@@ -299,31 +248,33 @@ class Runner:
         timer.mark(1)
         return finished, timer
 
-    def _launch_decode(self, groups: Sequence[DecodeGroup]) -> tuple[list[Sampled], Timer | None]:
+    def _launch_decode(self, groups: Sequence[DecodeGroup]) -> tuple[list[Sampled], list[Awaited], Timer | None]:
         if not groups:
-            return [], None
+            return [], [], None
         timer = Timer(self.device)
         timer.mark(0)
-        decoded = []
+        decoded, awaited = [], []
         for group in groups:
             while (going_on := without_slots(group, self._failures)).slots:
                 try:
-                    logits = self._decode(going_on)
+                    launched = self._decode(going_on)
                 except ContextLostError as error:  # before anything is launched: the others begin without it
                     self._failures |= _rows_of(going_on, error)
                     continue
                 except ExchangeError as error:  # its rows' keys and values of this token mean nothing
                     self._failures |= dict.fromkeys(going_on.slots, str(error))
                     break
-                sampled = self._sampler.sample(logits, going_on.slots, going_on.samples)
+                if launched.answers is not None:
+                    awaited.append(Awaited(launched.answers, going_on.slots))
+                sampled = self._sampler.sample(launched.logits, going_on.slots, going_on.samples)
                 self._feed_back(sampled)
                 decoded.append(sampled)
                 break
         timer.mark(1)
-        return decoded, timer
+        return decoded, awaited, timer
 
-    def _decode(self, group: DecodeGroup) -> torch.Tensor:
-        """Logits, float32 `[rows, vocab]`. Raises ContextLostError, and ExchangeError where the device asks nothing."""
+    def _decode(self, group: DecodeGroup) -> Launched:
+        """Raises ContextLostError, and ExchangeError where an eager step's device asks nothing."""
         cells = group.positions if group.cells is None else group.cells
         return self.decode_steps.run(Batch(group.slots, group.positions, cells, _asks_of(group)))
 

@@ -1,8 +1,8 @@
 """The engine: one loop that plans a step, launches it, and tells requests what came of the one before.
 
 Knows the scheduler and the devices, which `scheduler.load` makes and hands to it. On CUDA a step is planned and
-launched while the one before still runs (the device works in launch order), so it never waits for Python; on the CPU a
-launch computes.
+launched while the one before still runs (the device works in launch order) and perhaps awaits the CPU's answers, so it
+never waits for Python; on the CPU a launch computes.
 """
 
 import logging
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from cpu.tier import CpuTier
-from gpu.runner import InFlight, Runner
-from gpu.step import StepPlan
+from gpu.in_flight import InFlight
+from gpu.runner import Runner
 from scheduler.decode_reads import DecodeReads
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
 from scheduler.scheduler import Scheduler
@@ -62,7 +62,7 @@ class Engine:
         launched = None if plan.is_empty else self._runner.launch(plan)
         waited, self._in_flight = self._in_flight, launched
         deltas = self._collect(waited)
-        if not self._is_pipelined or _blocks(plan):
+        if not self._is_pipelined:
             waited, self._in_flight = self._in_flight, None
             deltas += self._collect(waited)
         self._num_steps += launched is not None
@@ -90,10 +90,13 @@ class Engine:
         return () if self._tier is None else tuple(self._tier.shape.layers)
 
     def shutdown(self) -> None:
-        """End the host tier's threads, and give its memory back. The engine steps no more."""
+        """End the host's threads, once they have given what is in flight its answers, and give the tier's memory back.
+        The engine steps no more.
+        """
         if self._tier is not None:
             if self._in_flight is not None:
                 self._in_flight.collect()
+            self._runner.shutdown()
             self._tier.shutdown()
 
     def _host_stats(self) -> HostStats | None:
@@ -119,8 +122,3 @@ class Engine:
 
     def _collect(self, step: InFlight | None) -> list[Delta]:
         return [] if step is None else self.scheduler.postprocess(step.collect())
-
-
-def _blocks(plan: StepPlan) -> bool:
-    """Whether launching it waited for all but its last layers, as the CPU's part does: its tokens are nearly there."""
-    return any(group.asks is not None for group in plan.decode)

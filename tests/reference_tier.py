@@ -129,10 +129,7 @@ class ReferenceTier:
             reservation.chunk.done[layer] = done
 
     def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
-        return [
-            _cut(piece.chunk.read(layer), piece.begin, piece.end)
-            for piece in _first(self.contexts[context_id], num_tokens)
-        ]
+        return [_cut_piece(piece, layer) for piece in _first(self.contexts[context_id], num_tokens)]
 
     def attention(self, asks: Sequence[Ask]) -> "ReferenceAttention":
         for ask in asks:
@@ -197,11 +194,14 @@ class ReferenceTier:
 
 
 class ReferenceAttention:
-    """transfer.tier.Attention: softmax over what each row asks for, float64 inside."""
+    """transfer.tier.Attention: softmax over what each row asks for, float64 inside. What it reads it keeps."""
 
     def __init__(self, tier: ReferenceTier, asks: list[Ask]) -> None:
         self.tier = tier
         self.asks = asks
+        self.pieces = [
+            _first(tier.contexts[ask.context_id], ask.num_tokens) if ask.context_id is not None else [] for ask in asks
+        ]
         self.next_layer = 0
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
@@ -215,8 +215,8 @@ class ReferenceAttention:
             for head in slot.wanted[row].nonzero().flatten().tolist():
                 covered[head] = ~excluded_tokens(slot, row, head * kv_heads // len(covered), ask.num_tokens)
             slot.out[row], slot.lse[row] = 0.0, -torch.inf
-            if ask.num_tokens > 0 and ask.context_id is not None:
-                rows = stored_rows(self.tier, ask.context_id, layer, ask.num_tokens)
+            if self.pieces[row]:
+                rows = joined_rows(self.tier.shape, [_cut_piece(piece, layer) for piece in self.pieces[row]])
                 out, lse = attend_to(slot.queries[row], *rows, covered)
                 slot.out[row], slot.lse[row] = out.float(), lse.float()
             if slot.covered is not None:
@@ -237,8 +237,13 @@ class ReferenceAttention:
 
 def stored_rows(tier: HostTier, context_id: int, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a run's first tokens, float64 `[kv_heads, tokens, dim]`, the centre given back."""
-    parts = [_restore(rows) for rows in tier.rows(context_id, layer, num_tokens)]
-    none = torch.empty(tier.shape.num_kv_heads, 0, tier.shape.dim, dtype=torch.float64)
+    return joined_rows(tier.shape, tier.rows(context_id, layer, num_tokens))
+
+
+def joined_rows(shape: TierShape, pieces: Sequence[LayerRows]) -> tuple[Tensor, Tensor]:
+    """As `stored_rows`, of what was read."""
+    parts = [_restore(rows) for rows in pieces]
+    none = torch.empty(shape.num_kv_heads, 0, shape.dim, dtype=torch.float64)
     return torch.cat([none, *(keys for keys, _ in parts)], 1), torch.cat([none, *(values for _, values in parts)], 1)
 
 
@@ -287,6 +292,10 @@ def _first(pieces: list[Piece], num_tokens: int) -> list[Piece]:
             taken.append(Piece(piece.chunk, piece.begin, min(piece.end, piece.begin + left)))
             left -= piece.end - piece.begin
     return taken
+
+
+def _cut_piece(piece: Piece, layer: int) -> LayerRows:
+    return _cut(piece.chunk.read(layer), piece.begin, piece.end)
 
 
 def _cut(rows: LayerRows, begin: int, end: int) -> LayerRows:

@@ -6,7 +6,7 @@
 for D seconds of the device and H of the host in a step. So two are faster where H is longer than D. Times of steps are
 not compared: what a step reads changes with its contexts, and more than either way could win. It refuses to know rows
 and layers. Invariant: what is chosen follows from the times that were told and the number of steps of a size, and from
-nothing else.
+nothing else. One thread chooses and another may tell, a step later: what is told is written by that one alone.
 """
 
 from dataclasses import dataclass

@@ -2,10 +2,10 @@
 
 It refuses to know requests, deposits, and how the host attends. There are two kinds: steps in which some row asks the
 host, and steps in which none does. On CUDA a whole step, both half batches in turns if there are two, is one graph for
-the next larger captured size: it awaits each answer by itself, so the host launches once and then only answers. Sizes
-beyond the ladder, and the CPU device, run the loop eagerly, each layer behind its answer: a launch that allocates or
-loads may wait for a device that would wait for this host. On the CPU a small batch that asks nothing goes through the
-compiled step instead.
+the next larger captured size: it awaits each answer by itself, so it is launched once and handed to the thread that
+answers (`gpu.decode.answering`), and the next step may be launched behind it. Sizes beyond the ladder, and the CPU
+device, run the loop eagerly in the thread that launches, each layer behind its answer and the whole step behind those
+in flight. On the CPU a small batch that asks nothing goes through the compiled step instead.
 Invariants: a step reads its tokens from `last_tokens` on the device, so the host never waits for one; a slot of the
 exchange has one ask open at a time, and its stamps are counted by the host as by the device; layers are computed in the
 order in which the host answers, on one stream; the host is told of real rows alone; no device is left waiting for an
@@ -17,12 +17,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
+from gpu.decode.answering import Answering, Answers, Part
 from gpu.decode.capture import capture
 from gpu.decode.halving import Halving, cut
 from gpu.decode.ladder import steps_to_capture
@@ -31,7 +33,7 @@ from gpu.decode.rows import StepRows
 from gpu.host.slot_exchange import SlotExchange
 from gpu.step import HostAsk
 from gpu.upload import upload
-from transfer.tier import Ask, Attention, HostTier
+from transfer.tier import Answered, Ask, Attention, HostTier
 
 NOTHING = Ask(None, 0)
 LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
@@ -39,10 +41,11 @@ LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
 
 @dataclass(slots=True)
 class AskTimes:
-    """Totals over all steps that asked, by the host's clock; a benchmark takes differences.
+    """Totals over all steps that asked and were answered, by the host's clock; a benchmark takes differences.
 
     rows: of all steps; launch_s: handing steps to the device (on the CPU: computing them); ready_s: waiting for
-    deposits to land and tables to stand; attention_s: of the tier, waiting for queries and attending.
+    deposits to land and tables to stand; attention_s: of the tier, waiting for queries and attending, while others are
+    launched perhaps.
     """
 
     steps: int = 0
@@ -79,6 +82,15 @@ class Batch:
         return len(self.slots)
 
 
+class Launched(NamedTuple):
+    """A step's logits, float32 `[rows, vocab]`, which the next step overwrites, and the answers that the device awaits
+    for them; None: it awaits none any more.
+    """
+
+    logits: Tensor
+    answers: Answers | None
+
+
 @dataclass(slots=True)
 class _Captured:
     """A step of one size: `rows` and `logits`, float32 `[rows, vocab]`, of each part."""
@@ -96,27 +108,32 @@ class DecodeSteps:
         self.asking = asking
         self._captured: dict[tuple[int, int], _Captured] = {}  # by parts that ask, 0 to 2, and size
         self._compiled = _compiled_step(loop)
+        self._answering = None if asking is None else Answering(asking.exchanges, self._observe)
 
-    def run(self, batch: Batch) -> Tensor:
-        """Logits, float32 `[rows, vocab]`, after one token a row; the next step overwrites them.
+    def run(self, batch: Batch) -> Launched:
+        """One token a row. Asynchronous, but for eager steps that ask: these return when the last ask is answered and
+        what is behind it launched.
 
-        Asynchronous where no row asks; else it returns when the last ask is answered and what is behind it launched.
-        Raises ContextLostError before anything is launched: a device that waits for this host while this host waits
-        for copies or tables might wait for ever, since either may need memory to be pinned. Raises ExchangeError where
-        the device asks nothing.
+        Raises ContextLostError before anything is launched, and ExchangeError where an eager step's device asks
+        nothing.
         """
         if any(ask is not None for ask in batch.asks):
             return self._run_asking(batch)
         if self._compiled is not None and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
-            return self._compiled.run(slots, positions, self.loop.last_tokens.numpy()[slots], cells)
+            return Launched(self._compiled.run(slots, positions, self.loop.last_tokens.numpy()[slots], cells), None)
         captured = self._find(0, len(batch))
         if captured is None:
-            return _logits_of(self.loop.step(self._upload(batch, len(batch)), None))
+            return Launched(_logits_of(self.loop.step(self._upload(batch, len(batch)), None)), None)
         self._fill(captured.rows[0], batch)
         captured.graph.replay()
-        return captured.logits[0][: len(batch)]
+        return Launched(captured.logits[0][: len(batch)], None)
+
+    def shutdown(self) -> None:
+        """End the thread that answers."""
+        if self._answering is not None:
+            self._answering.stop()
 
     def capture(self, batch_sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
         """Capture steps for these batch sizes: all share one memory pool, since one runs at a time."""
@@ -129,59 +146,81 @@ class DecodeSteps:
             self._captured[parts, size] = self._capture(parts, size, pool)
             on_progress((done + 1) / len(steps))
 
-    def _run_asking(self, batch: Batch) -> Tensor:
+    def _run_asking(self, batch: Batch) -> Launched:
         assert self.asking is not None, "decode: rows ask, but there is no tier"
+        assert self._answering is not None, "decode: who asks is answered"
         tier, times, clock = self.asking.tier, self.asking.times, time.perf_counter
         num_parts = self.asking.halving.choose(len(batch))
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
-        exchanges = self.asking.exchanges[: len(parts)]
         captured = self._find(num_parts, len(batch))
+        self._answering.recover()
         began = clock()
-        attentions = [tier.attention([_ask_of(ask) for ask in part.asks]) for part in parts]
-        ready = clock()
+        attentions: list[Attention] = []
         try:
-            for exchange, part in zip(exchanges, parts, strict=True):
-                exchange.expect(len(part))
-            if captured:
-                for rows, part in zip(captured.rows, parts, strict=True):
-                    self._fill(rows, part)
-                captured.graph.replay()
-                steps = []
-            else:
-                rows_of = [self._upload(part, len(part)) for part in parts]
-                steps = [self.loop.step(rows, one) for rows, one in zip(rows_of, exchanges, strict=True)]
-                for step in steps:
-                    next(step)
+            for part in parts:
+                attentions.append(tier.attention([_ask_of(ask) for ask in part.asks]))
+            ready = clock()
+            asked = [Part(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)]
             times.ready_s += ready - began
-            times.launch_s += clock() - ready
-            if captured:
-                answering = clock()
-                answered = tier.answer(
-                    [(one, exchange.slot) for one, exchange in zip(attentions, exchanges, strict=True)]
-                )
-                self.asking.halving.observe(len(batch), num_parts, answered)
-                times.attention_s += clock() - answering
-                logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
-            else:
-                logits = self._take_turns(steps, attentions, exchanges)
+            if captured is None:
+                return Launched(self._run_eagerly(parts, asked), None)
+            for rows, part in zip(captured.rows, parts, strict=True):
+                self._fill(rows, part)
+            captured.graph.replay()
         except BaseException:
-            for exchange in exchanges:
-                exchange.slot.release()
             for attention in attentions:
                 attention.give_up()
             raise
-        times.steps += 1
-        times.rows += len(batch)
-        times.asks += len(self.loop.asked_layers) * len(parts)
+        answers = self._answering.hand_over(tier, asked)
+        times.launch_s += clock() - ready
+        logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
+        return Launched(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
+
+    def _run_eagerly(self, parts: Sequence[Batch], asked: Sequence[Part]) -> Tensor:
+        """Logits of all rows. Behind the answers to steps in flight, since their slots are the same."""
+        assert self.asking is not None
+        assert self._answering is not None
+        self._answering.drain()
+        times, clock, exchanges = self.asking.times, time.perf_counter, [one.exchange for one in asked]
+        began = clock()
+        try:
+            for one in asked:
+                one.exchange.slot.advance(one.num_rows)
+            rows_of = [self._upload(part, len(part)) for part in parts]
+            steps = [self.loop.step(rows, one) for rows, one in zip(rows_of, exchanges, strict=True)]
+            for step in steps:
+                next(step)
+            times.launch_s += clock() - began
+            logits, attention_s = self._take_turns(steps, [one.attention for one in asked], exchanges)
+        except BaseException:
+            for exchange in exchanges:
+                exchange.slot.release()
+            raise
+        self._count(sum(one.num_rows for one in asked), len(asked), attention_s)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _observe(self, rows: int, num_parts: int, answered: Answered, attention_s: float) -> None:
+        """See `answering.OnAnswered`."""
+        assert self.asking is not None
+        self.asking.halving.observe(rows, num_parts, answered)
+        self._count(rows, num_parts, attention_s)
+
+    def _count(self, rows: int, num_parts: int, attention_s: float) -> None:
+        """A step that has its answers."""
+        assert self.asking is not None
+        times = self.asking.times
+        times.steps += 1
+        times.rows += rows
+        times.asks += len(self.loop.asked_layers) * num_parts
+        times.attention_s += attention_s
 
     def _take_turns(
         self, steps: Sequence[Step], attentions: Sequence[Attention], exchanges: Sequence[SlotExchange]
-    ) -> list[Tensor]:
-        """Answer each ask of eager steps, and compute what is behind it; the parts' logits."""
+    ) -> tuple[list[Tensor], float]:
+        """Answer each ask of eager steps, and compute what is behind it; the parts' logits, and seconds of answers."""
         assert self.asking is not None
         times, clock, num_asks = self.asking.times, time.perf_counter, len(self.loop.asked_layers)
-        logits = []
+        logits, attention_s = [], 0.0
         for ask in range(num_asks):
             for step, attention, exchange in zip(steps, attentions, exchanges, strict=True):
                 began = clock()
@@ -192,9 +231,9 @@ class DecodeSteps:
                     exchange.slot.advance(exchange.slot.rows)
                 else:
                     logits.append(_logits_of(step))
-                times.attention_s += answered - began
+                attention_s += answered - began
                 times.launch_s += clock() - answered
-        return logits
+        return logits, attention_s
 
     def _capture(self, num_parts: int, size: int, pool: tuple[int, int]) -> _Captured:
         """Nobody answers while a step that asks warms up, so its slots of the exchange are released."""

@@ -38,14 +38,8 @@ class SlotExchange:
         covered = None if slot.covered is None else slot.covered[:num_rows].to(self._counters.device, copy=True)
         return Partial(slot.out[:num_rows], slot.lse[:num_rows], covered)
 
-    def expect(self, num_rows: int) -> None:
-        """The first ask of a step is on its way."""
-        if self.slot.is_released:  # a step before this one failed
-            self.forget_asks()
-        self.slot.advance(num_rows)
-
     def forget_asks(self) -> None:
-        """Asks that the host did not count, of a warm-up in which the slot was released, are behind both sides; waits
-        for the device.
+        """Asks that the host did not count, of a warm-up or of steps that failed, in which the slot was released, are
+        behind both sides; waits for the device.
         """
         catch_up(self._counters, self.slot)

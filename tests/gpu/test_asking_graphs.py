@@ -13,13 +13,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from gpu.decode.answering import Answering, Answers
 from gpu.decode.halving import Halving
 from gpu.decode.rows import StepRows
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps
 from gpu.step import HostAsk
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
-from tests.reference_tier import ReferenceTier
 from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot
 from transfer.tier import Ask, ContextLostError
 
@@ -76,14 +76,16 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    compute, answer = DecodeSteps.compute, ReferenceTier.answer
+    compute, hand_over = DecodeSteps.compute, Answering.hand_over
     monkeypatch.setattr(DecodeSteps, "compute", lambda *arguments: compute_and_record(compute, *arguments))
 
-    def answer_and_wait(*arguments) -> None:
-        answer(*arguments)
+    def hand_over_and_wait(*arguments) -> Answers:
+        """What is launched behind a step reads its logits, as on one stream."""
+        answers = hand_over(*arguments)
         Recorded.running.join()
+        return answers
 
-    monkeypatch.setattr(ReferenceTier, "answer", answer_and_wait)
+    monkeypatch.setattr(Answering, "hand_over", hand_over_and_wait)
     monkeypatch.setattr("gpu.host.slot_exchange.await_answer", await_on_the_host)
 
 
@@ -122,8 +124,9 @@ class Log(list[str]):
         )  # fmt: skip
 
     def exchange(self, name: str) -> SimpleNamespace:
-        slot = SimpleNamespace(release=lambda: self.append(f"release {name}"), advance=lambda rows: None, rows=1)
-        return SimpleNamespace(name=name, slot=slot, expect=lambda rows: None)
+        release, advance = lambda: self.append(f"release {name}"), lambda rows: None
+        slot = SimpleNamespace(release=release, advance=advance, rows=1, is_released=False)
+        return SimpleNamespace(name=name, slot=slot)
 
     def step(self, rows: StepRows, exchange: SimpleNamespace) -> Iterator[None]:
         self.append(f"begin {exchange.name}")

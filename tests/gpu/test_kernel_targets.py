@@ -263,6 +263,16 @@ def test_every_launch_compiles_within_the_shared_memory_of_the_card(name, capabi
     assert seen, f"{name} is listed but was not launched"
 
 
+def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_link_and_back(launches):
+    kernel, args, options = next(launch for launch in launches if launch[0].__name__ == "_pack_kernel")
+    source, compile_options = _source(kernel, args, options)
+    lines = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=compile_options).asm["ptx"].splitlines()
+    (flag,) = (number for number, line in enumerate(lines) if "st.release.sys" in line)
+    before = max(number for number, line in enumerate(lines[:flag]) if "st.global" in line)
+    assert any("bar.sync" in line for line in lines[before:flag])
+    assert not any("atom." in line for line in lines)
+
+
 def test_every_kernel_is_listed():
     assert {name for _, name, _ in _kernels()} == set(LAUNCHES)
 

@@ -1,0 +1,144 @@
+"""The thread that answers what steps ask, so that the one that launches them goes on to the next step.
+
+It refuses to know rows, graphs and what an answer is. A step that awaits its answers on the device is handed over once
+it is launched; what it asks was frozen before. Invariants: steps are answered in the order of their launches; a slot's
+stamps are counted here, as the thread comes to a step, so a launch disturbs no step before it; a step that fails
+releases its slots, and so does each one behind it until `recover`, so no device is left waiting and nothing is answered
+that follows from a failure. The thread waits for the device alone, never for the one that launches.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Event, Thread
+from time import perf_counter
+
+import torch
+
+from gpu.host.slot_exchange import SlotExchange
+from transfer.exchange import ExchangeError
+from transfer.tier import Answered, Attention, HostTier
+
+# Told of a step that is answered: its rows, its parts, what the tier says of it, and the seconds that the tier took.
+OnAnswered = Callable[[int, int, Answered, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a step that ask in one slot: how many, and what they read."""
+
+    exchange: SlotExchange
+    attention: Attention
+    num_rows: int
+
+
+class Answers:
+    """Those of one step, under way."""
+
+    def __init__(self, tier: HostTier, parts: Sequence[Part]) -> None:
+        self.tier = tier
+        self.parts = parts
+        self._is_over = Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> str | None:
+        """Until the last one is given; then None, or why the step came to nothing. The device, which awaits them, may
+        still compute what is behind the last. Raises what is nobody's but our own fault.
+        """
+        self._is_over.wait()
+        if self._error is None or isinstance(self._error, ExchangeError):
+            return None if self._error is None else str(self._error)
+        raise self._error
+
+    def end(self, error: BaseException | None) -> None:
+        self._error = error
+        self._is_over.set()
+
+    def give_up(self, error: BaseException) -> None:
+        """Nobody answers: the device does not wait, and nothing that is read is held."""
+        for part in self.parts:
+            part.exchange.slot.release()
+            part.attention.give_up()
+        self.end(error)
+
+
+class Answering:
+    """One device's. Its methods are called from the thread that launches; the other begins with the first step."""
+
+    def __init__(self, exchanges: Sequence[SlotExchange], on_answered: OnAnswered) -> None:
+        self._exchanges = exchanges
+        self._on_answered = on_answered
+        self._steps: SimpleQueue[tuple[Answering, Answers] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._last: Answers | None = None
+        self._failure: ExchangeError | None = None  # of a step handed over, until `recover`
+        self._is_stopped = False
+        weakref.finalize(self, self._steps.put, None)
+
+    def hand_over(self, tier: HostTier, parts: Sequence[Part]) -> Answers:
+        """A step was launched, which asks in these parts in turns."""
+        answers = self._last = Answers(tier, parts)
+        if self._is_stopped:
+            answers.give_up(_stopped())
+            return answers
+        if self._thread is None:
+            self._thread = Thread(target=_serve, args=(self._steps,), name="answers", daemon=True)
+            self._thread.start()
+        self._steps.put((self, answers))
+        return answers
+
+    def drain(self) -> None:
+        """Until every step that was handed over is answered, or has failed."""
+        if self._last is not None:
+            self._last._is_over.wait()
+
+    def recover(self) -> None:
+        """Before a step that asks is launched: if one before it failed, wait for those behind it and for the device,
+        and count its asks anew. What steps in flight read and wrote is the caller's to doubt.
+        """
+        if self._failure is None and not any(exchange.slot.is_released for exchange in self._exchanges):
+            return
+        self.drain()
+        for exchange in self._exchanges:
+            if exchange.slot.is_released:
+                exchange.forget_asks()
+        self._failure = None
+
+    def stop(self) -> None:
+        """End the thread behind the step that it is at. Steps handed over and not begun fail, as do those to come."""
+        self._is_stopped = True
+        self._steps.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def answer(self, answers: Answers) -> None:
+        """In the other thread."""
+        try:
+            if self._is_stopped:
+                raise _stopped()
+            if self._failure is not None:
+                raise ExchangeError(f"behind a step that failed: {self._failure}")
+            for part in answers.parts:
+                part.exchange.slot.advance(part.num_rows)
+            began_s = perf_counter()
+            answered = answers.tier.answer([(part.attention, part.exchange.slot) for part in answers.parts])
+        except BaseException as error:  # the outermost handler of this thread: `Answers.wait` says or raises it
+            self._failure = self._failure or ExchangeError(str(error))
+            answers.give_up(error)
+            return
+        rows = sum(part.num_rows for part in answers.parts)
+        self._on_answered(rows, len(answers.parts), answered, perf_counter() - began_s)
+        answers.end(None)
+
+
+@torch.inference_mode()
+def _serve(steps: "SimpleQueue[tuple[Answering, Answers] | None]") -> None:
+    while (step := steps.get()) is not None:
+        answering, answers = step
+        answering.answer(answers)
+        del step, answering, answers  # so that whoever has let go of them does so
+
+
+def _stopped() -> ExchangeError:
+    return ExchangeError("answers: the thread that gives them was stopped; start the engine again")

@@ -1,0 +1,109 @@
+"""A step that was launched: what it produces, what it took, and whose rows came to nothing.
+
+It refuses to know how a step is computed. Invariant: rows of a step whose answers fail mean nothing, and so do rows of
+the same sequences in every step launched behind it, whoever learns of it when: a slot that another sequence has taken
+meanwhile is not meant.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpu.decode.answering import Answers
+from gpu.prefill.jobs import FinishedJob
+from gpu.sampling.sampler import Sampled
+from gpu.step import NOT_FINITE, SampledToken, StepResult, TokenLogprob
+
+
+class Timer:
+    """Seconds between two points of the device's stream: CUDA events, or the wall clock on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._times = [0.0, 0.0]
+
+    def mark(self, point: int) -> None:
+        """Set the begin (0) or the end (1)."""
+        if self._events:
+            self._events[point].record()
+        else:
+            self._times[point] = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until the device has passed the end."""
+        if self._events:
+            self._events[1].synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """After `wait`."""
+        if self._events:
+            return self._events[0].elapsed_time(self._events[1]) / 1000
+        return self._times[1] - self._times[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Answers of the host, and the slots of the rows that are nothing without them."""
+
+    answers: Answers
+    slots: Sequence[int]
+
+
+@dataclass(eq=False, slots=True)
+class InFlight:
+    """released: slots that their sequences had left before it; stepped: those that decode in it; failures: of these,
+    and of those that went down in it, the ones that came to nothing, and why; all_failures: the runner's, of slots
+    that cannot go on until they are released; behind: the step that was launched next.
+    """
+
+    finished_jobs: list[FinishedJob]
+    decoded: list[Sampled]
+    awaited: list[Awaited]
+    units: Timer | None
+    decode: Timer | None
+    whole: Timer
+    released: Collection[int]
+    stepped: Collection[int]
+    failures: dict[int, str]
+    all_failures: dict[int, str]
+    behind: "InFlight | None" = field(default=None, init=False)
+
+    def collect(self) -> StepResult:
+        """Wait for the step, and only for it, and read its tokens: finished prompts, decode groups, failed slots.
+
+        The host's answers come first: a thread that waits for the device spins, on a core that they may need.
+        """
+        for awaited in self.awaited:
+            reason = awaited.answers.wait()
+            if reason is not None:
+                self._fail(dict.fromkeys(awaited.slots, reason))
+        self.whole.wait()
+        tokens = [token for job in self.finished_jobs for token in job.sampled.to_host()]
+        drawn = [token for sampled in self.decoded for token in sampled.to_host()]
+        tokens += [token for token in drawn if token.slot not in self.failures]
+        tokens += [SampledToken(slot, NOT_FINITE, None) for slot in self.failures]
+        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        for job in self.finished_jobs:
+            prompt_logprobs.update(job.prompt_logprobs_to_host())
+        return StepResult(
+            tokens=tokens,
+            prompt_logprobs=prompt_logprobs,
+            unit_seconds=self.units.seconds if self.units else 0.0,
+            decode_seconds=self.decode.seconds if self.decode else 0.0,
+            failures=self.failures,
+        )
+
+    def _fail(self, reasons: dict[int, str]) -> None:
+        """Here, in the steps launched behind it, and in those to come."""
+        step: InFlight | None = self
+        while step is not None:
+            if step is not self:
+                reasons = {slot: reason for slot, reason in reasons.items() if slot not in step.released}
+            for slot in step.stepped:
+                if slot in reasons:
+                    step.failures.setdefault(slot, reasons[slot])
+            step = step.behind
+        self.all_failures |= reasons
