@@ -1,4 +1,4 @@
-"""What steps under way read stays: a lease on segments, from the moment that a step's asks are frozen to its last answer.
+"""What steps under way read stays: a lease on segments, from when a step's asks are frozen to its last answer.
 
 It refuses to know steps, contexts and threads. Invariant: a segment that is leased keeps its memory, which still counts
 as used, whoever closes, merges or forks the contexts that it belongs to; then whoever ends the lease gives it back.

@@ -1,0 +1,293 @@
+"""Steps that ask are launched behind one another: the same logits, and what fails is what must, whoever is in flight.
+
+On the CPU a thread stands in for the device that replays a graph, and a launch ends with its step; on CUDA two steps
+are in flight.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Event
+
+import pytest
+import torch
+
+from gpu.decode.answering import Answering
+from gpu.in_flight import InFlight
+from gpu.runner import Runner
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, StepPlan
+from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
+from tests.gpu.test_asking_graphs import fake_graphs
+from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
+from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps, furthest
+from tests.tolerances import HOP_LOGITS_FLOAT32
+from transfer.exchange import ExchangeError
+from transfer.tier import ContextLostError
+
+PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
+SHORT = document_prompt(20, 3)
+PATIENCE_S = 15
+LATE = "exchange: layer 1: row 0 of 2 has stamp 3 after 20 s, wanted 4; the device is behind or has failed"
+
+
+def captured_twins(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (2, 5)) -> Twins:
+    twins = Twins()
+    fake_graphs(monkeypatch)
+    with torch.inference_mode():
+        twins.deposits.decode_steps.capture(sizes, lambda part: None)
+    return twins
+
+
+def launch_next(twins: Twins, slots: list[int], **changes: list) -> InFlight:
+    """The next step of the runner that deposits, launched and not collected; the oracle takes none."""
+    twins.deposits._last_tokens.copy_(twins.exact._last_tokens)
+    step = twins.deposits.launch(replace(twins.plan(slots, []), **changes))
+    for slot in slots:
+        twins.sequences[slot].num_tokens += 1
+    return step
+
+
+def failing(twins: Twins, nth: int, error: Exception) -> Callable[..., None]:
+    """The tier's `answer`, but the `nth` call's answers fail."""
+    answer, calls = twins.tier.answer, []
+
+    def answer_or_fail(parts: list) -> None:
+        calls.append(parts)
+        if len(calls) - 1 == nth:
+            raise error
+        answer(parts)
+
+    return answer_or_fail
+
+
+def tokens_of(step: InFlight) -> tuple[dict[int, str], dict[int, int]]:
+    """Failures, and tokens by slot: one each."""
+    result = step.collect()
+    tokens = {token.slot: token.token_id for token in result.tokens}
+    assert len(tokens) == len(result.tokens)
+    return result.failures, tokens
+
+
+def test_a_late_answer_fails_its_rows_and_those_of_the_same_sequences_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row that joins behind it goes on, and so does a sequence that takes a slot of a failed one."""
+    twins = captured_twins(monkeypatch)
+    twins.prefill(PROMPTS[:3])
+    check_steps(twins, [0, 1, 2], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(twins.tier, "answer", failing(twins, 0, ExchangeError(LATE)))
+        first = launch_next(twins, [0, 1])
+        second = launch_next(twins, [0, 1, 2])
+        again = launch_next(twins, [2], released_slots=[1])
+    failures, tokens = tokens_of(first)
+    assert failures == {0: LATE, 1: LATE}
+    assert tokens == {0: -1, 1: -1}
+    failures, tokens = tokens_of(second)
+    assert failures == {0: LATE, 1: LATE}
+    assert (tokens[0], tokens[1]) == (-1, -1)
+    assert tokens[2] >= 0
+    failures, tokens = tokens_of(again)
+    assert failures == {}
+    assert tokens[2] >= 0
+    assert twins.deposits._failures == {0: LATE}
+    twins.sequences[2].num_tokens -= 2  # drawn from the same tokens twice: the oracle has not moved
+    check_steps(twins, [2], 3)
+    twins.deposits.launch(StepPlan(released_slots=[0])).collect()
+    assert twins.deposits._failures == {}
+
+
+def test_a_prompt_that_took_a_failed_rows_slot_meanwhile_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = captured_twins(monkeypatch)
+    twins.prefill(PROMPTS[:2])
+    check_steps(twins, [0, 1], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(twins.tier, "answer", failing(twins, 0, ExchangeError(LATE)))
+        first = launch_next(twins, [0, 1])
+    (prompt,) = prefill_prompts([SHORT])
+    job = PrefillJob(9, [replace(prompt, slot=1)])
+    pages = [PageWrite(1, 0, [twins._free.pop() for _ in range(2)])]
+    plan = StepPlan(
+        released_slots=[1], page_writes=pages, new_jobs=[job], units=layer_units(job, 512, NUM_LAYERS),
+        decode=twins.plan([0], []).decode,
+    )  # fmt: skip
+    second = twins.deposits.launch(plan)
+    third = twins.deposits.launch(StepPlan(decode=[DecodeGroup([1], [len(SHORT)], [1])]))
+    assert sorted(tokens_of(first)[0]) == [0, 1]
+    failures, tokens = tokens_of(second)
+    assert list(failures) == [0]
+    assert tokens[1] >= 0
+    failures, tokens = tokens_of(third)
+    assert failures == {}
+    assert tokens[1] >= 0
+    twins.deposits.shutdown()
+
+
+def test_a_lost_context_fails_its_own_rows_whoever_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = captured_twins(monkeypatch)
+    twins.prefill(PROMPTS[:3])
+    check_steps(twins, [0, 1, 2], 1)
+    attention = twins.tier.attention
+
+    def lose(asks: list) -> object:
+        if any(ask.context_id == 101 for ask in asks):
+            raise ContextLostError(101, "rows cannot come")
+        return attention(asks)
+
+    first = launch_next(twins, [0, 1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(twins.tier, "attention", lose)
+        second = launch_next(twins, [0, 1, 2])
+    failures, tokens = tokens_of(first)
+    assert failures == {}
+    assert min(tokens.values()) >= 0
+    failures, tokens = tokens_of(second)
+    assert failures == {1: "rows cannot come"}
+    assert {slot: token >= 0 for slot, token in tokens.items()} == {0: True, 1: False, 2: True}
+    for slot in (0, 2):
+        twins.sequences[slot].num_tokens -= 2
+    check_steps(twins, [0, 2], 3)
+
+
+def test_rows_that_ask_nothing_go_on_where_the_thread_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = captured_twins(monkeypatch)
+    twins.prefill([PROMPTS[0], SHORT])
+    check_steps(twins, [0, 1], 1)
+    twins.deposits.shutdown()
+    failures, tokens = tokens_of(launch_next(twins, [0]))
+    assert tokens == {0: -1}
+    assert "was stopped" in failures[0]
+    check_steps(twins, [1], 3)
+
+
+def test_a_step_too_large_for_a_graph_goes_behind_those_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = captured_twins(monkeypatch, (2,))
+    twins.prefill(PROMPTS[:3])
+    drained: list[int] = []
+    drain = Answering.drain
+    monkeypatch.setattr(Answering, "drain", lambda self: (drained.append(1), drain(self))[1])
+    for slots in ([0, 1], [0, 1, 2], [2], [0, 1, 2], [1, 2]):
+        check_steps(twins, slots, 1)
+    assert len(drained) == 2
+
+
+# --- on CUDA -----------------------------------------------------------------------------------------------------------
+
+
+def keep_on_the_device(runner: Runner) -> list[torch.Tensor]:
+    """Logits of each step, copied in stream order: to look at them makes nobody wait."""
+    kept: list[torch.Tensor] = []
+    sample = type(runner._sampler).sample.__get__(runner._sampler)
+
+    def recording(logits: torch.Tensor, slots: list[int], samples: list[int]) -> object:
+        kept.append(logits.clone())
+        return sample(logits, slots, samples)
+
+    runner._sampler.sample = recording
+    return kept
+
+
+def step_ahead(twins: Twins, slots: list[int], num_steps: int) -> None:
+    """As Twins.step, but a step is collected when the next one is launched; both runners go on from own draws."""
+    before: tuple[InFlight, InFlight] | None = None
+    for _ in range(num_steps):
+        due = [deposit for slot in slots for deposit in twins._due(twins.sequences[slot])]
+        plan = twins.plan(slots, due)
+        writes = [
+            PageWrite(write.slot, write.first_page,
+                      list(range(*twins._exact_pages(write.slot, write.first_page * twins.page_tokens,
+                                                     (write.first_page + 1) * twins.page_tokens))))
+            for write in plan.page_writes
+        ]  # fmt: skip
+        step = twins.deposits.launch(plan)
+        for deposit in due:
+            twins._settle(deposit)
+        exact = twins.exact.launch(StepPlan(page_writes=writes, decode=[replace(plan.decode[0], asks=None)]))
+        if before is not None:
+            collect_both(*before)
+        before = step, exact
+        for slot in slots:
+            twins.sequences[slot].num_tokens += 1
+    assert before is not None
+    collect_both(*before)
+
+
+def collect_both(step: InFlight, exact: InFlight) -> None:
+    got, wanted = step.collect(), exact.collect()
+    assert got.failures == {}
+    assert [token.token_id for token in got.tokens] == [token.token_id for token in wanted.tokens]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_on_cuda_steps_launched_ahead_equal_the_exact_profile_deposits_and_merges_included(num_rows: int) -> None:
+    with twins_on_cpu_tier("cuda", False, ALL, (1, 4, 5)) as twins:
+        twins.prefill([document_prompt(length, length) for length in (2600, 300, 2300, 190, 2450)[:num_rows]])
+        kept = [keep_on_the_device(runner) for runner in (twins.deposits, twins.exact)]
+        step_ahead(twins, list(range(num_rows)), 70)
+        for got, wanted in zip(*kept, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=HOP_LOGITS_FLOAT32)
+        twins.deposits.shutdown()
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_next_step_is_launched_before_an_answer_is_given() -> None:
+    twins = Twins(device="cuda", graph_batch_sizes=(2,))
+    twins.prefill(PROMPTS[:2])
+    check_steps(twins, [0, 1], 1)
+    keep_on_the_device(twins.deposits)
+    answer, both_are_launched = twins.tier.answer, Event()
+
+    def wait_and_answer(parts: list) -> None:
+        assert both_are_launched.wait(PATIENCE_S), "a launch waits for answers"
+        answer(parts)
+
+    twins.tier.answer = wait_and_answer
+    steps = [launch_next(twins, [0, 1]) for _ in range(2)]
+    both_are_launched.set()
+    for step in steps:
+        failures, tokens = tokens_of(step)
+        assert failures == {}
+        assert min(tokens.values()) >= 0
+    twins.deposits.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["late", "stopped"])
+def test_on_cuda_two_steps_in_flight_fail_and_the_device_goes_on(how: str) -> None:
+    """Once the failure is known, or where nothing is asked, all is as before."""
+    twins = Twins(device="cuda", graph_batch_sizes=(1, 2, 3))
+    twins.prefill([*PROMPTS[:2], SHORT])
+    check_steps(twins, [0, 1, 2], 1)
+    answer, both_are_launched = twins.tier.answer, Event()
+
+    def fail(parts: list) -> None:
+        assert both_are_launched.wait(PATIENCE_S)
+        raise ExchangeError(LATE)
+
+    keep_on_the_device(twins.deposits)
+    twins.tier.answer = fail
+    first = launch_next(twins, [0, 1])
+    second = launch_next(twins, [0, 1, 2])
+    both_are_launched.set()
+    if how == "stopped":
+        twins.deposits.shutdown()
+    assert tokens_of(first) == ({0: LATE, 1: LATE}, {0: -1, 1: -1})
+    failures, tokens = tokens_of(second)
+    assert tokens == {0: -1, 1: -1, 2: -1}
+    assert failures[0] == failures[1] == LATE
+    assert "stopped" in failures[2] if how == "stopped" else "behind a step that failed" in failures[2]
+    twins.tier.answer = answer
+    twins.deposits.launch(StepPlan(released_slots=[0, 1, 2])).collect()
+    fresh = Twins.__new__(Twins)
+    fresh.__dict__.update(twins.__dict__)
+    again = (0, 1) if how == "late" else ()
+    for slot in again:
+        twins.sequences[slot].num_tokens -= 2
+    if again:
+        twins._record_logits(twins.deposits)
+        with torch.inference_mode():
+            twins.deposits._sampler.assign(0, prefill_prompts([SHORT])[0].sampling, SHORT, SHORT[:0])
+            twins.deposits._sampler.assign(1, prefill_prompts([SHORT])[0].sampling, SHORT, SHORT[:0])
+        check_steps(twins, [0, 1], 3)
+        assert furthest(twins, [0, 1]) < HOP_LOGITS_FLOAT32
+    torch.cuda.synchronize()
