@@ -26,6 +26,7 @@ from transfer.tier import (
 )
 
 SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
+LOOK_S = 2e-5  # between two looks at a flag: the other side may need the interpreter, or the core
 UNWRITTEN_CODE = 65_535
 
 
@@ -233,6 +234,7 @@ class ReferenceAttention:
             assert time.monotonic() < deadline, (
                 f"reference tier: flags {slot.flags[: slot.rows].tolist()}, wanted stamp {slot.stamp} in all"
             )
+            time.sleep(LOOK_S)
 
 
 def stored_rows(tier: HostTier, context_id: int, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a step in flight reads stays where it is, whatever becomes of the contexts, and its memory comes back after it."""
+"""What a step in flight reads stays where it is, whatever becomes of the contexts; then its memory comes back."""
 
 from concurrent.futures import ThreadPoolExecutor, wait
 

@@ -1,4 +1,4 @@
-"""The thread that answers: in order, behind the launches, without the interpreter, and no failure leaves a device waiting.
+"""The thread that answers: in order, behind launches, without the interpreter; no failure leaves a device waiting.
 
 Slots are real, and what stands in for the device is a thread or nobody.
 """
@@ -213,6 +213,19 @@ def run_device(flags, answered, steps, layers, gap_ns, waited_ns):
             waited_ns[step, layer] = now_ns() - asked_ns
 
 
+def test_a_closed_context_is_free_once_its_step_has_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tier_with_a_context(PATIENCE_S, monkeypatch) as (device, slot):
+        tier, exchange = device.tier, FakeExchange(slot)
+        answering = Answering([exchange], lambda *_: None)
+        step = answering.hand_over(tier, [Part(exchange, tier.attention([Ask(1, 300)]), 1)])
+        device.close(1)
+        assert tier.stats().bytes_in_use > 0
+        run_device(slot.flags.data_ptr(), slot.answered.data_ptr(), 1, LAYERS, 0, np.zeros((1, LAYERS), np.int64))
+        assert step.wait() is None
+        assert tier.stats().bytes_in_use == 0
+        answering.stop()
+
+
 @contextmanager
 def burning_python() -> Iterator[None]:
     """Beside a thread that lets nobody have the interpreter before it must, and then only for a moment."""
@@ -235,9 +248,7 @@ def burning_python() -> Iterator[None]:
         thread.join()
 
 
-def waits_beside_python(
-    monkeypatch: pytest.MonkeyPatch, gap_s: float, answer: Callable | None = None
-) -> np.ndarray:
+def waits_beside_python(monkeypatch: pytest.MonkeyPatch, gap_s: float, answer: Callable | None = None) -> np.ndarray:
     """Seconds that a device waits for answers, `[steps, layers]`, all steps launched ahead. answer: in place of the
     tier's.
     """

@@ -20,6 +20,7 @@ from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps
 from gpu.step import HostAsk
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
+from tests.reference_tier import LOOK_S, ReferenceTier
 from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot
 from transfer.tier import Ask, ContextLostError
 
@@ -54,6 +55,7 @@ def compute_and_record(compute, steps: DecodeSteps, rows_of, exchanges) -> list[
 
     @torch.inference_mode()
     def again() -> None:
+        torch.set_num_threads(1)  # of this thread's: others that wait would spin beside it
         for kept, new in zip(results, compute(steps, rows_of, exchanges), strict=True):
             kept.copy_(new)
 
@@ -66,7 +68,7 @@ def await_on_the_host(counters: torch.Tensor, slot: ExchangeSlot) -> None:
     deadline = time.monotonic() + 20
     while int(slot.answered) not in (int(counters[0]), RELEASED):
         assert time.monotonic() < deadline, "a recorded step waits for an answer that does not come"
-        time.sleep(0)
+        time.sleep(LOOK_S)
 
 
 def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +87,8 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         Recorded.running.join()
         return answers
 
+    answer = ReferenceTier.answer
+    monkeypatch.setattr(ReferenceTier, "answer", lambda *arguments: (torch.set_num_threads(1), answer(*arguments)))
     monkeypatch.setattr(Answering, "hand_over", hand_over_and_wait)
     monkeypatch.setattr("gpu.host.slot_exchange.await_answer", await_on_the_host)
 
