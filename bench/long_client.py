@@ -134,6 +134,8 @@ class Client:
         require(num_tokens == batch, f"a step drew {num_tokens} tokens; wanted {batch}")
 
     def host_stats(self) -> HostStats:
+        """With all that was launched so far."""
+        self.engine._runner.decode_steps.drain()
         stats = self.engine.stats().host
         assert stats is not None, "the deployment has a host section"
         return stats

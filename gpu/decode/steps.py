@@ -130,6 +130,11 @@ class DecodeSteps:
         captured.graph.replay()
         return Launched(captured.logits[0][: len(batch)], None)
 
+    def drain(self) -> None:
+        """Until every ask of what was launched has its answer, and is counted, or has failed."""
+        if self._answering is not None:
+            self._answering.drain()
+
     def shutdown(self) -> None:
         """End the thread that answers."""
         if self._answering is not None:

@@ -257,6 +257,7 @@ class FirstStepWaits:
     def __init__(self) -> None:
         self.ask_times = SimpleNamespace(ready_s=0.0)
         self._runner = self
+        self.decode_steps = SimpleNamespace(drain=lambda: None)
         self._steps = 0
 
     def submit(self, requests) -> None:
