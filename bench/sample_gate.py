@@ -28,7 +28,7 @@ from cpu.tier import CpuTier
 from gpu.host.simhash import Projections, draw_projections, encode_reference
 from gpu.runner import PROJECTION_SEED
 from transfer.exchange import ExchangeSlot, wait
-from transfer.tier import Ask, Attention, LayerRows
+from transfer.tier import Answered, Ask, Attention, LayerRows
 
 ALIKE = 1e-3  # relative of an answer, and nats of its lse
 AGREE = 0.9  # of the answers, at least
@@ -70,14 +70,16 @@ class WatchedTier:
     def attention(self, asks: Sequence[Ask]) -> "WatchedAttention":
         return WatchedAttention(self.tier.attention(asks), self, asks)
 
-    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> None:
+    def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """Ask by ask: the device waits for each answer before it puts the next."""
-        last = len(self.tier.shape.layers) - 1
+        last, before = len(self.tier.shape.layers) - 1, self.tier.stats().attention
         for layer in range(last + 1):
             for attention, slot in parts:
                 attention.run(layer, slot)
                 if layer < last:
                     slot.advance(slot.rows)
+        after = self.tier.stats().attention
+        return Answered(after.wait_s - before.wait_s, after.attend_s - before.attend_s)
 
 
 class WatchedAttention:

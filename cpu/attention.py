@@ -109,10 +109,9 @@ def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int)
 def _compile_start(version: int) -> Any:
     """`turns.start_when_asked`, likewise."""
 
-    @numba.njit("void(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @numba.njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
     def start_asked(work, threads, context, gate):  # type: ignore[no-untyped-def]
-        if version >= 0:
-            start_when_asked(work, threads, context, gate)
+        return start_when_asked(work, threads, context, gate) if version >= 0 else 0
 
     return start_asked
 
@@ -139,7 +138,8 @@ class Attended(NamedTuple):
 class Answered(NamedTuple):
     """What answers cost. asks: answered, fewer than there were where one did not come; rows, covered, keys and
     index_bytes: of all of them, as in `Attended`, covered of all heads; waited_ns: for asks; attended_ns: from an ask
-    that is there to its answer; lookup_ns, sampled_ns: of the last one's stages.
+    that is there to its answer; lookup_ns, sampled_ns: of the last one's stages; idle_ns: before the region, for its
+    first ask, where that was awaited alone.
     """
 
     asks: int
@@ -151,6 +151,7 @@ class Answered(NamedTuple):
     attended_ns: int
     lookup_ns: int
     sampled_ns: int
+    idle_ns: int
 
 
 class HostAttention:
@@ -273,13 +274,14 @@ class HostAttention:
         gate: int64 `[1]`; then the region starts once the first ask is there, whose wait takes one thread and all its
         time, and the gate is one more than before when this returns. Nothing here needs the interpreter in between.
         """
-        answered = self._run(asks, threads, limit_s, gate)
+        answered, idle_ns = self._run(asks, threads, limit_s, gate)
         began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
         sums = self._row[ALL_ROWS : ALL_ATTENDED_NS + 1].tolist()
-        return Answered(answered, *sums, looked_up - began, sampled - looked_up)
+        return Answered(answered, *sums, looked_up - began, sampled - looked_up, idle_ns)
 
-    def _run(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> int:
-        """How many asks were answered; if not all, the next one did not come. Raises ValueError for a wrong table.
+    def _run(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> tuple[int, int]:
+        """How many asks were answered; if not all, the next one did not come. And nanoseconds of the wait for the first
+        one, with a gate. Raises ValueError for a wrong table.
 
         Caches are cold here, so each line of Python costs several times what it does elsewhere.
         """
@@ -291,10 +293,11 @@ class HostAttention:
         row[ASKS] = asks.__array_interface__["data"][0]  # an address for a tenth of the time of asks.ctypes
         row[NUM_ASKS], row[NEXT_ASK], row[LIMIT_NS] = len(asks), 0, int(1e9 * limit_s)
         board[TURN], board[INSIDE] = 0, 0
+        idle_ns = 0
         if gate is None:
             start(self._work, threads, self._address)
         else:
-            self._start_when_asked(self._work, threads, self._address, gate.__array_interface__["data"][0])
+            idle_ns = self._start_when_asked(self._work, threads, self._address, gate.__array_interface__["data"][0])
         while row[OUTCOME] == NO_ROOM:
             self._grow()
             board[TURN], board[INSIDE] = 0, 0
@@ -308,7 +311,7 @@ class HostAttention:
                 f"and 0 <= begin <= end <= tokens"
             )
         assert row[OUTCOME] in (PLANNED, NOT_ASKED), "plan: what comes of it"
-        return int(row[NEXT_ASK])
+        return int(row[NEXT_ASK]), idle_ns
 
     def _make_room_for(self, requests: int) -> None:
         if requests > self._row[ROOM_REQUESTS]:

@@ -166,7 +166,7 @@ def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], fi
     asks = np.stack([kernel.asks_in(slot, table) for table, slot in parts], axis=1)  # [layers, parts, columns]
     answered = kernel.answer(asks.reshape(-1, asks.shape[-1]), attend.num_threads, ASK_LIMIT_S, gate)
     counts.asks += answered.asks
-    counts.wait_s += answered.waited_ns / 1e9
+    counts.wait_s += (answered.idle_ns + answered.waited_ns) / 1e9
     counts.attend_s += answered.attended_ns / 1e9
     counts.rows_read += answered.rows
     counts.bytes_read += answered.rows * kernel.row_bytes + answered.index_bytes

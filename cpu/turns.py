@@ -121,7 +121,8 @@ def take_turns(me, threads, context, kind, query_kind, columns):
 def start_when_asked(work, threads, context, gate):
     """Wait for a context's next ask, alone, since a whole prefill unit may lie before it; then shut the gate, an int64
     at an address, and start the region `work` as `transfer.simd.region.start` does. Where no ask comes the gate is shut
-    as well, and the outcome is NOT_ASKED. Not a line of Python lies between the ask and its answer.
+    as well, and the outcome is NOT_ASKED. Not a line of Python lies between the ask and its answer. Returns the
+    nanoseconds of the wait.
     """
     row = open_row(context)
     ask = row[ASKS] + 8 * ASK_COLUMNS * row[NEXT_ASK]
@@ -133,9 +134,10 @@ def start_when_asked(work, threads, context, gate):
     began_ns, is_late = now_ns(), False
     while not is_late and await_rows(flags, rows, stamp, LOOKS) >= 0:
         is_late = now_ns() - began_ns > row[LIMIT_NS]
-    row[ALL_WAITED_NS] += now_ns() - began_ns
+    waited_ns = now_ns() - began_ns
     atomic_add(gate, 1)
     if is_late:
         row[OUTCOME] = NOT_ASKED
     else:
         start(work, threads, context)
+    return waited_ns

@@ -11,8 +11,6 @@ nothing else. One thread chooses and another may tell, a step later: what is tol
 
 from dataclasses import dataclass
 
-from transfer.tier import Answered
-
 FEWEST_ROWS = 2  # a single row leaves nothing to compute meanwhile
 _SMOOTHING = 0.5
 _RETRY_STEPS = 128  # after so many steps of a size in two halves one goes whole: D is seen in these alone
@@ -46,14 +44,16 @@ class Halving:
             return 1
         return 2 if size.host_s > size.device_s else 1
 
-    def observe(self, rows: int, parts: int, answered: Answered) -> None:
-        """What a step of so many parts took on each side: the host waits for the device of a whole batch throughout."""
+    def observe(self, rows: int, parts: int, waited_s: float, attended_s: float) -> None:
+        """What a step of so many parts took on each side, as in `transfer.tier.Answered`: the host waits for the device
+        of a whole batch throughout.
+        """
         size = self._sizes.get(rows)
         if size is None:
             return
-        size.host_s = _smooth(size.host_s, answered.attended_s)
+        size.host_s = _smooth(size.host_s, attended_s)
         if parts == 1:
-            size.device_s = _smooth(size.device_s, answered.waited_s)
+            size.device_s = _smooth(size.device_s, waited_s)
 
 
 def cut(rows: int, parts: int) -> list[slice]:

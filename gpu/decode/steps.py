@@ -207,7 +207,7 @@ class DecodeSteps:
     def _observe(self, rows: int, num_parts: int, answered: Answered, attention_s: float) -> None:
         """See `answering.OnAnswered`."""
         assert self.asking is not None
-        self.asking.halving.observe(rows, num_parts, answered)
+        self.asking.halving.observe(rows, num_parts, answered.waited_s, answered.attended_s)
         self._count(rows, num_parts, attention_s)
 
     def _count(self, rows: int, num_parts: int, attention_s: float) -> None:

@@ -21,12 +21,12 @@ from tests.cpu.tier_model import DIM, HEADS, LAYERS, Device, new_tier, tier_shap
 from transfer.exchange import ExchangeError, ExchangeSlot, new_slot
 from transfer.simd.memory import load_acquire_int32, store_release_int32
 from transfer.simd.team import look_again, now_ns
-from transfer.tier import Ask
+from transfer.tier import Answered, Ask
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20
-HANDOVER_S = 0.02  # of the interpreter, from a thread that would go on: much longer than a step takes
-STEPS = 12
+HANDOVER_S = 0.05  # of the interpreter, from a thread that would go on: much longer than a step, or a turn of the core
+STEPS = 8
 
 
 class FakeExchange:
@@ -49,7 +49,7 @@ class FakeTier:
         self.fails = fails or {}
         self.stamps: list[list[int]] = []
 
-    def answer(self, parts: list) -> None:
+    def answer(self, parts: list) -> Answered:
         self.begun.release()
         assert self.may_answer.acquire(timeout=PATIENCE_S)
         self.stamps.append([slot.stamp for _, slot in parts])
@@ -59,6 +59,7 @@ class FakeTier:
         for _, slot in parts:
             slot.advance(slot.rows)
             slot.give_answer()
+        return Answered(1.0, float(len(self.stamps)))
 
 
 class FakeAttention:
@@ -74,7 +75,7 @@ class Fixture:
 
     def __init__(self, **fails: dict[int, Exception]) -> None:
         self.exchanges = [FakeExchange(), FakeExchange()]
-        self.told: list[tuple[int, int, float, float]] = []
+        self.told: list[tuple[int, int, Answered, float]] = []
         self.tier = FakeTier(**fails)
         self.answering = Answering(self.exchanges, lambda *what: self.told.append(what))
         self.attentions: list[FakeAttention] = []
@@ -99,22 +100,10 @@ def test_a_launch_disturbs_no_step_before_it_and_stamps_are_counted_in_the_order
         fixture.tier.may_answer.release()
         assert step.wait() is None
     assert fixture.tier.stamps == [[1], [3, 1], [5]]
-    assert [told[:2] for told in fixture.told] == [(2, 1), (3, 2), (2, 1)]
+    assert [told[:3] for told in fixture.told] == [
+        (rows, parts, Answered(1.0, number)) for rows, parts, number in ((2, 1, 1.0), (3, 2, 2.0), (2, 1, 3.0))
+    ]
     assert fixture.released == [False, False]
-    fixture.answering.stop()
-
-
-def test_a_step_is_timed_by_itself_although_it_was_launched_behind_another() -> None:
-    fixture = Fixture()
-    steps = [fixture.launch(1) for _ in range(3)]
-    for step in steps:
-        time.sleep(0.05)
-        fixture.tier.may_answer.release()
-        step.wait()
-    own_s = [told[2] for told in fixture.told]
-    assert min(own_s) > 0.04
-    assert sum(own_s) < 1.5 * (fixture.answering._ended_s - steps[0].launched_s)
-    assert all(attended_s <= own for own, (*_, attended_s) in zip(own_s, fixture.told, strict=True))
     fixture.answering.stop()
 
 
@@ -274,7 +263,7 @@ def test_no_answer_waits_for_the_interpreter_and_a_step_begins_after_one_handove
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the device gives it that long between two steps, nobody waits; where it gives nothing, the first layer."""
-    waits = waits_beside_python(monkeypatch, 3 * HANDOVER_S)
+    waits = waits_beside_python(monkeypatch, 2 * HANDOVER_S)
     assert np.median(waits, axis=0).max() < HANDOVER_S / 2
     waits = waits_beside_python(monkeypatch, 0.0)
     assert np.median(waits[:, 0]) < 1.7 * HANDOVER_S
@@ -282,12 +271,13 @@ def test_no_answer_waits_for_the_interpreter_and_a_step_begins_after_one_handove
 
 
 def test_that_comparison_sees_a_line_of_python_between_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def layer_by_layer(parts: list) -> None:
+    def layer_by_layer(parts: list) -> Answered:
         ((attention, slot),) = parts
         for layer in range(LAYERS):
             attention.run(layer, slot)
             if layer + 1 < LAYERS:
                 slot.advance(1)
+        return Answered(0.0, 0.0)
 
-    waits = waits_beside_python(monkeypatch, 3 * HANDOVER_S, layer_by_layer)
+    waits = waits_beside_python(monkeypatch, 2 * HANDOVER_S, layer_by_layer)
     assert np.median(waits[:, 1:], axis=0).min() > HANDOVER_S / 2

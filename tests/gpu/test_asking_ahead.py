@@ -22,7 +22,7 @@ from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
 from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.exchange import ExchangeError
-from transfer.tier import ContextLostError
+from transfer.tier import Answered, ContextLostError
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 SHORT = document_prompt(20, 3)
@@ -47,15 +47,21 @@ def launch_next(twins: Twins, slots: list[int], **changes: list) -> InFlight:
     return step
 
 
-def failing(twins: Twins, nth: int, error: Exception) -> Callable[..., None]:
+def warm_up(twins: Twins, slots: list[int]) -> None:
+    """As many steps in flight as there will be, so that none has to allocate or to load while its device waits."""
+    for step in [launch_next(twins, slots) for _ in range(3)]:
+        assert not step.collect().failures
+
+
+def failing(twins: Twins, nth: int, error: Exception) -> Callable[..., Answered]:
     """The tier's `answer`, but the `nth` call's answers fail."""
     answer, calls = twins.tier.answer, []
 
-    def answer_or_fail(parts: list) -> None:
+    def answer_or_fail(parts: list) -> Answered:
         calls.append(parts)
         if len(calls) - 1 == nth:
             raise error
-        answer(parts)
+        return answer(parts)
 
     return answer_or_fail
 
@@ -236,11 +242,12 @@ def test_on_cuda_the_next_step_is_launched_before_an_answer_is_given() -> None:
     twins.prefill(PROMPTS[:2])
     check_steps(twins, [0, 1], 1)
     keep_on_the_device(twins.deposits)
+    warm_up(twins, [0, 1])
     answer, both_are_launched = twins.tier.answer, Event()
 
-    def wait_and_answer(parts: list) -> None:
+    def wait_and_answer(parts: list) -> Answered:
         assert both_are_launched.wait(PATIENCE_S), "a launch waits for answers"
-        answer(parts)
+        return answer(parts)
 
     twins.tier.answer = wait_and_answer
     steps = [launch_next(twins, [0, 1]) for _ in range(2)]
@@ -266,6 +273,8 @@ def test_on_cuda_two_steps_in_flight_fail_and_the_device_goes_on(how: str) -> No
         raise ExchangeError(LATE)
 
     keep_on_the_device(twins.deposits)
+    warm_up(twins, [0, 1])
+    warm_up(twins, [0, 1, 2])
     twins.tier.answer = fail
     first = launch_next(twins, [0, 1])
     second = launch_next(twins, [0, 1, 2])

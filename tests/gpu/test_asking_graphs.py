@@ -88,7 +88,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return answers
 
     answer = ReferenceTier.answer
-    monkeypatch.setattr(ReferenceTier, "answer", lambda *arguments: (torch.set_num_threads(1), answer(*arguments)))
+    monkeypatch.setattr(ReferenceTier, "answer", lambda *arguments: (torch.set_num_threads(1), answer(*arguments))[1])
     monkeypatch.setattr(Answering, "hand_over", hand_over_and_wait)
     monkeypatch.setattr("gpu.host.slot_exchange.await_answer", await_on_the_host)
 

@@ -1,7 +1,6 @@
 """How a batch that asks the host is cut: in two where the host takes longer than the device."""
 
 from gpu.decode.halving import Halving, cut, most_rows_of_parts
-from transfer.tier import Answered
 
 
 def run(halving: Halving, rows: int, device_s: float, host_s: float, steps: int) -> list[int]:
@@ -9,7 +8,7 @@ def run(halving: Halving, rows: int, device_s: float, host_s: float, steps: int)
     chosen = []
     for _ in range(steps):
         parts = halving.choose(rows)
-        halving.observe(rows, parts, Answered(device_s if parts == 1 else max(2 * device_s - host_s, 0.0), host_s))
+        halving.observe(rows, parts, device_s if parts == 1 else max(2 * device_s - host_s, 0.0), host_s)
         chosen.append(parts)
     return chosen
 
