@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event, Thread
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from gpu.runner import Runner
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
 from tests.gpu.test_asking_graphs import fake_graphs
+from tests.gpu.test_asking_steps import asking, batch_of
 from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
 from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps
+from tests.reference_tier import ReferenceAttention
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.exchange import ExchangeError
 from transfer.tier import Answered, ContextLostError
@@ -27,6 +30,7 @@ from transfer.tier import Answered, ContextLostError
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 SHORT = document_prompt(20, 3)
 PATIENCE_S = 15
+COMES_FIRST_S = 0.3  # so the device comes to its wait before the answer does
 LATE = "exchange: layer 1: row 0 of 2 has stamp 3 after 20 s, wanted 4; the device is behind or has failed"
 
 
@@ -175,6 +179,25 @@ def test_a_step_too_large_for_a_graph_goes_behind_those_in_flight(monkeypatch: p
     for slots in ([0, 1], [0, 1, 2], [2], [0, 1, 2], [1, 2]):
         check_steps(twins, slots, 1)
     assert len(drained) == 2
+
+
+def test_a_captured_step_waits_for_its_first_answer_after_an_eager_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failed one has released the slot, and its device has gone on."""
+    twins = captured_twins(monkeypatch, (2,))
+    twins.prefill(PROMPTS[:3])
+    check_steps(twins, [0, 1, 2], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceAttention, "run", MagicMock(side_effect=ExchangeError(LATE)))
+        with torch.inference_mode(), pytest.raises(ExchangeError):
+            twins.deposits.decode_steps.run(batch_of(twins, [0, 1, 2]))
+    slot = asking(twins).exchanges[0].slot
+    assert slot.is_released
+    slot.out.fill_(torch.nan)
+    answer = twins.tier.answer
+    monkeypatch.setattr(twins.tier, "answer", lambda parts: (time.sleep(COMES_FIRST_S), answer(parts))[1])
+    check_steps(twins, [0, 1], 1)
 
 
 # --- on CUDA ----------------------------------------------------------------------------------------------------------
