@@ -20,9 +20,9 @@ from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, require, summarise
 from gpu.decode.capture import capture
 from gpu.decode.steps import LAUNCHES_BLOCK
-from gpu.host.simhash import draw_projections
 from gpu.host.slot_exchange import SlotExchange
-from gpu.kernels.simhash_encode import arrange, encode_queries
+from gpu.methods.sampled.encode import arrange, encode_queries
+from gpu.methods.sampled.projections import draw_projections
 from transfer.exchange import wait
 from transfer.merge import merge_outputs
 from transfer.partial import Partial, merge
@@ -43,7 +43,7 @@ class Hops:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.rows, self.device = rows, device
         self.hyperplanes = arrange(draw_projections(DIM, BITS, TABLES, 0, dtype, device))
-        self.exchange = SlotExchange(rows, HEADS, DIM, self.hyperplanes, dtype, device)
+        self.exchange = SlotExchange(rows, HEADS, DIM, TABLES, dtype, device)
         self.slot = self.exchange.slot
         self.query = torch.zeros(rows, HEADS, DIM, dtype=dtype, device=device)
         self.resident = Partial(torch.zeros(rows, HEADS, DIM, device=device), torch.zeros(rows, HEADS, device=device))
@@ -90,7 +90,7 @@ class Hops:
                 torch.cuda.current_stream().synchronize()
 
     def _ask(self) -> None:
-        self.exchange.ask(self.query)
+        self.exchange.ask(self.query, encode_queries(self.query, self.hyperplanes))
 
     def _merge(self) -> None:
         self.query.copy_(merge(self.resident, self.exchange.answer(self.rows)).out)

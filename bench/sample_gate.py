@@ -25,8 +25,7 @@ from torch import Tensor
 
 from bench.rows import require
 from cpu.tier import CpuTier
-from gpu.host.simhash import Projections, draw_projections, encode_reference
-from gpu.runner import PROJECTION_SEED
+from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections, encode_reference
 from transfer.exchange import ExchangeSlot, wait
 from transfer.tier import Answered, Ask, Attention, LayerRows
 

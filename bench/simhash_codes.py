@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, Timing, announce, measure, require, summarise
-from gpu.host.simhash import Projections, draw_projections, encode_reference
-from gpu.kernels.simhash_encode import Hyperplanes, arrange, encode_keys, encode_queries
+from gpu.methods.sampled.encode import Hyperplanes, arrange, encode_keys, encode_queries
+from gpu.methods.sampled.projections import Projections, draw_projections, encode_reference
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 LAUNCHES = 1000

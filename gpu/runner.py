@@ -17,12 +17,12 @@ from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, Launched
 from gpu.host.deposit import Depositor
 from gpu.host.offload import Offload
-from gpu.host.simhash import draw_projections
 from gpu.host.slot_exchange import SlotExchange
 from gpu.in_flight import Awaited, InFlight, Timer
 from gpu.kernels.paged_decode_attention import workspace_for
-from gpu.kernels.simhash_encode import Hyperplanes, arrange
 from gpu.kv.pool import KvPool
+from gpu.methods.sampled.encode import draw_hyperplanes
+from gpu.methods.sampled.queries import QueryCodes
 from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Progress, Weights
@@ -45,9 +45,8 @@ from gpu.step import (
 from gpu.upload import upload
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
-from transfer.tier import ContextLostError, HostMemoryError, HostTier, TierShape
+from transfer.tier import ContextLostError, HostMemoryError, HostTier
 
-PROJECTION_SEED = 241_016_179  # never changes: the same prompt falls into the same buckets
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
 
 
@@ -85,7 +84,7 @@ class Runner:
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
-        hyperplanes = None if tier is None else _hyperplanes(tier.shape, dtype, device)
+        hyperplanes = None if tier is None else draw_hyperplanes(tier.shape, dtype, device)
         depositor = None if tier is None else Depositor(tier.shape, hyperplanes, device, Streams(device))
         self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
@@ -100,15 +99,15 @@ class Runner:
         if tier is not None and depositor is not None:
             self._offload = Offload(tier, depositor, self.pool, self._prefill.gathered)
             exchanges = [
-                SlotExchange(rows, architecture.num_heads, architecture.dim, hyperplanes, dtype, device,
-                             is_counted=checks_coverage)
+                SlotExchange(rows, architecture.num_heads, architecture.dim, tier.shape.num_tables, dtype, device,
+                             checks_coverage)
                 for rows in most_rows_of_parts(max_running)
             ]  # fmt: skip
             halving = Halving(always=1 if device.type == "cpu" else None)  # the CPU computes both sides
             asking = Asking(tier, exchanges, halving, self.ask_times)
-        loop = LayerLoop(
-            decoder, () if tier is None else tuple(tier.shape.layers), self._last_tokens, workspace, checks_coverage
-        )
+        asked_layers = () if tier is None else tuple(tier.shape.layers)
+        methods = () if hyperplanes is None else (QueryCodes(hyperplanes),)
+        loop = LayerLoop(decoder, asked_layers, self._last_tokens, workspace, methods, checks_coverage)
         self.decode_steps = DecodeSteps(loop, asking)
 
     @property
@@ -307,10 +306,3 @@ def _rows_of(group: DecodeGroup, error: ContextLostError) -> dict[int, str]:
 
 def _asks_of(group: DecodeGroup) -> list[HostAsk | None]:
     return group.asks if group.asks is not None else [None] * len(group.slots)
-
-
-def _hyperplanes(shape: TierShape, dtype: torch.dtype, device: torch.device) -> Hyperplanes | None:
-    """Of queries and keys alike: one draw serves all layers and heads, and every run. None: nothing is sampled."""
-    if shape.num_tables == 0:
-        return None
-    return arrange(draw_projections(shape.dim, shape.bits_per_table, shape.num_tables, PROJECTION_SEED, dtype, device))

@@ -17,7 +17,7 @@ from pydantic import Field
 from evals.methods.attention import attend_chosen, rows_apart, score_keys, weigh_values
 from evals.methods.collisions import count_collisions, log_inclusion
 from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
-from gpu.host.simhash import MAX_BITS_PER_TABLE, Projections, draw_projections, encode_reference
+from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, Projections, draw_projections, encode_reference
 
 LOOKUP_WINDOW_TOKENS = 32_768
 """Keys that one array of bucket offsets covers."""

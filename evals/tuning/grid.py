@@ -15,7 +15,7 @@ from evals.methods.attention import matmul_float32
 from evals.methods.collisions import MAX_COMPARED, TABLES_AT_ONCE, count_collisions, log_inclusion
 from evals.methods.method import PromptLayer
 from evals.methods.sampled import LOOKUP_WINDOW_TOKENS, hash_rows
-from gpu.host.simhash import MAX_BITS_PER_TABLE, draw_projections
+from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, draw_projections
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpu.decode.attention import Reads, attend
+from gpu.decode.attention import attend
+from gpu.decode.method import LayerReads, StepMethod
 from gpu.decode.rows import StepRows
 from gpu.host.slot_exchange import SlotExchange
-from gpu.kernels.paged_decode_attention import Workspace
+from gpu.kernels.paged_decode_attention import Reading, Workspace
 from gpu.model.decoder import Decoder
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
@@ -26,13 +27,15 @@ Step = Generator[None, None, Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerLoop:
     """asked_layers: those whose KV goes down, which a step with asks asks for; last_tokens: int64 `[max_slots + 1]`,
-    the last one for padding; checks_coverage: in a debug run, every layer counts what its partials cover.
+    the last one for padding; methods: that have a part in steps, in order; checks_coverage: in a debug run, every layer
+    counts what its partials cover.
     """
 
     decoder: Decoder
     asked_layers: tuple[int, ...]
     last_tokens: Tensor
     workspace: Workspace
+    methods: tuple[StepMethod, ...]
     checks_coverage: bool
 
     def step(self, rows: StepRows, exchange: SlotExchange | None) -> Step:
@@ -42,31 +45,33 @@ class LayerLoop:
         decoder = self.decoder
         hidden = decoder.embed(self.last_tokens.index_select(0, rows.token_slots))
         for layer in range(decoder.architecture.num_layers):
-            query, _ = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None)
-            if exchange is None or layer not in self.asked_layers:
-                partials = [self._attend(layer, query, rows, None)]
-            else:
-                exchange.ask(query)  # first, so that the host reads while the device attends
-                partials = [self._attend(layer, query, rows, rows.bounds(query.shape[1]))]
+            queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None)
+            reads = LayerReads(layer, rows, *queries, asks=exchange is not None and layer in self.asked_layers)
+            if reads.asks:
+                reads.bounds = rows.bounds(decoder.architecture.num_heads)
+            for method in self.methods:
+                method.before(reads)
+            if exchange is not None and reads.asks:  # first, so that the host reads while the device attends
+                exchange.ask(reads.query, reads.codes, reads.wanted, reads.excluded)
+            on_device = attend(reads, decoder.pool, decoder.scale, self.workspace, self.checks_coverage)
+            filled: list[Partial] = []
+            if exchange is not None and reads.asks:
                 yield
-                partials.append(exchange.answer(rows.num_rows))
+                filled.append(exchange.answer(rows.num_rows))
+            for method in self.methods:
+                method.after(reads, on_device, filled)
             if self.checks_coverage:
-                check_coverage(layer, rows, partials)
-            hidden = decoder.leave(layer, hidden, merge_all(partials))
+                check_coverage(reads, on_device, filled)
+            far = [] if on_device.far is None else [on_device.far]
+            hidden = decoder.leave(layer, hidden, merge_all([on_device.near, *far, *filled]))
         return decoder.logits(hidden)
 
-    def _attend(self, layer: int, query: Tensor, rows: StepRows, bounds: Tensor | None) -> Partial:
-        pool = self.decoder.pool
-        reads = Reads(
-            query, pool.key_pages[layer], pool.value_pages[layer], pool.page_table, rows.slots, rows.context_lens,
-            self.decoder.scale, self.workspace, bounds, self.checks_coverage,
-        )  # fmt: skip
-        return attend(reads).near
 
-
-def check_coverage(layer: int, rows: StepRows, partials: Sequence[Partial]) -> None:
+def check_coverage(reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
     """Raises CoverageError unless what was read on the device and by the host is each row's context. Waits for both."""
-    ledger = Coverage(layer, [f"of slot {slot}" for slot in rows.slots.tolist()])
-    for owner, partial in zip((Owner.RESIDENT, Owner.HOST), partials, strict=False):
-        ledger.add(owner, partial.covered)
+    rows = reads.rows
+    ledger = Coverage(reads.layer, [f"of slot {slot}" for slot in rows.slots.tolist()])
+    ledger.add(Owner.RESIDENT, on_device.near.covered)
+    for partial in filled:
+        ledger.add(Owner.HOST, partial.covered)
     ledger.check(rows.context_lens)

@@ -15,8 +15,8 @@ from torch import Tensor
 from gpu.kernels.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
 from gpu.kernels.restore_rows import restore_rows
 from gpu.kernels.scatter_runs import scatter_runs
-from gpu.kernels.simhash_encode import Hyperplanes, encode_keys
 from gpu.memory.deposit_memory import PIECE_ROWS
+from gpu.methods.sampled.encode import Hyperplanes, encode_keys
 from transfer.copies import PASSED, Event, Streams
 from transfer.tier import LayerRows, TierShape
 

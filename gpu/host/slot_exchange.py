@@ -9,26 +9,24 @@ from torch import Tensor
 
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.exchange_pack import catch_up, exchange_pack, new_counters
-from gpu.kernels.simhash_encode import Hyperplanes, encode_queries
 from transfer.exchange import ExchangeSlot, new_slot
 from transfer.partial import Partial
 
 
 class SlotExchange:
-    """A new slot of `max_rows` rows; `hyperplanes` None: without codes; `is_counted`: answers say what they cover."""
+    """A new slot of `max_rows` rows; `num_tables` 0: without codes; `is_counted`: answers say what they cover."""
 
-    def __init__(self, max_rows: int, heads: int, dim: int, hyperplanes: Hyperplanes | None, dtype: torch.dtype,
+    def __init__(self, max_rows: int, heads: int, dim: int, num_tables: int, dtype: torch.dtype,
                  device: torch.device, is_counted: bool = False) -> None:  # fmt: skip
-        num_tables = hyperplanes.num_tables if hyperplanes is not None else 0
         self.slot: ExchangeSlot = new_slot(max_rows, heads, dim, num_tables, dtype, device, counted=is_counted)
-        self._hyperplanes = hyperplanes
         self._counters = new_counters(self.slot, device)
 
-    def ask(self, query: Tensor, wanted: Tensor | None = None, excluded: Tensor | None = None) -> None:
-        """Leave rotated queries `[rows, heads, dim]`, their codes (MagicPIG section 4.2: of the query as it is, not
-        centred), what of the context is not wanted (see `exchange_pack`), and the next stamp in the slot.
+    def ask(
+        self, query: Tensor, codes: Tensor | None, wanted: Tensor | None = None, excluded: Tensor | None = None
+    ) -> None:
+        """Leave rotated queries `[rows, heads, dim]`, their codes where the slot has some, what of the context is not
+        wanted (see `exchange_pack`), and the next stamp in the slot.
         """
-        codes = encode_queries(query, self._hyperplanes) if self._hyperplanes is not None else None
         exchange_pack(query, codes, self._counters, self.slot, wanted, excluded)
 
     def answer(self, num_rows: int) -> Partial:

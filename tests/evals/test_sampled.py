@@ -13,7 +13,7 @@ from evals.methods.full import Full
 from evals.methods.method import PromptLayer, Step, StepResult
 from evals.methods.registry import parse_method
 from evals.methods.sampled import Sampled
-from gpu.host.simhash import draw_projections, encode_reference
+from gpu.methods.sampled.projections import draw_projections, encode_reference
 from tests.evals.test_methods import DIM, GROUP, HEADS, KV_HEADS, LENGTHS, Case, run
 from tests.tolerances import (
     INCLUSION_RTOL,

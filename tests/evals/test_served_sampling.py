@@ -23,9 +23,9 @@ from cpu.tier import CpuTier, open_tier
 from evals.methods.method import PromptLayer, Step
 from evals.methods.sampled import Sampled
 from gpu.host.deposit import Depositor
-from gpu.host.simhash import draw_projections
 from gpu.host.slot_exchange import SlotExchange
-from gpu.kernels.simhash_encode import arrange
+from gpu.methods.sampled.encode import arrange
+from gpu.methods.sampled.projections import draw_projections
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
 from transfer.partial import Partial, merge

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gpu.host.deposit import Depositor
-from gpu.host.simhash import draw_projections
-from gpu.kernels.simhash_encode import arrange
 from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
+from gpu.methods.sampled.encode import arrange
+from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import named_shape
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Weights, random_weights

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from gpu.decode.loop import check_coverage
-from gpu.decode.rows import StepRows
+from gpu.decode.method import LayerReads
 from gpu.decode.steps import Asking, Batch, _ask_of
-from gpu.host.simhash import draw_projections
 from gpu.host.slot_exchange import SlotExchange
-from gpu.kernels.simhash_encode import arrange, encode_rows_reference
-from gpu.runner import PROJECTION_SEED
+from gpu.kernels.paged_decode_attention import Reading
+from gpu.methods.sampled.encode import arrange, encode_rows_reference
+from gpu.methods.sampled.projections import PROJECTION_SEED, draw_projections
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES, Twins, check_steps, furthest
@@ -86,7 +86,9 @@ def test_borders_of_sink_and_window_fall_right_for_every_page_size(page_tokens: 
 def test_sampled_steps_leave_the_codes_of_the_rotated_query_in_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     queries: list[torch.Tensor] = []
     ask = SlotExchange.ask
-    monkeypatch.setattr(SlotExchange, "ask", lambda self, query: (queries.append(query.clone()), ask(self, query))[1])
+    monkeypatch.setattr(
+        SlotExchange, "ask", lambda self, query, *rest: (queries.append(query.clone()), ask(self, query, *rest))[1]
+    )
     twins = Twins(is_sampled=True)
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 2)
@@ -109,9 +111,9 @@ def test_what_is_on_the_device_and_in_host_memory_is_the_whole_context(device: s
     for layer in twins.deposits.weights.layers:
         layer.qkv[: NUM_HEADS * DIM].zero_()
 
-    def recording(layer: int, rows: StepRows, partials: list[Partial]) -> None:
-        check_coverage(layer, rows, partials)
-        checked.append((rows.context_lens.cpu(), merge_all(partials).lse.cpu()))
+    def recording(reads: LayerReads, on_device: Reading, filled: list[Partial]) -> None:
+        check_coverage(reads, on_device, filled)
+        checked.append((reads.rows.context_lens.cpu(), merge_all([on_device.near, *filled]).lse.cpu()))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gpu.decode.loop.check_coverage", recording)

@@ -143,7 +143,7 @@ def test_only_uncounted_steps_of_a_served_shape_go_through_the_compiled_step() -
     decoder, _ = filled(rows=2)
     workspace = workspace_for(2, TINY.num_heads, TINY.num_kv_heads, TINY.dim, MAX_PAGES * 16, CPU)
     for checks_coverage in (False, True):
-        loop = LayerLoop(decoder, (), torch.zeros(3, dtype=torch.int64), workspace, checks_coverage)
+        loop = LayerLoop(decoder, (), torch.zeros(3, dtype=torch.int64), workspace, (), checks_coverage)
         assert (DecodeSteps(loop, None)._compiled is None) == checks_coverage
     assert not serves(TINY, torch.float32, torch.device("cuda"))
     assert not serves(TINY, torch.float16, CPU)

@@ -9,9 +9,9 @@ import torch
 
 from gpu.host import deposit
 from gpu.host.deposit import Depositor, _Buffers
-from gpu.host.simhash import draw_projections, encode_reference
-from gpu.kernels.simhash_encode import arrange
 from gpu.memory.deposit_memory import PIECE_ROWS, deposit_bytes
+from gpu.methods.sampled.encode import arrange
+from gpu.methods.sampled.projections import draw_projections, encode_reference
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32, SAME_CODES
 from transfer.copies import Streams

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import gpu.kernels
+import gpu.methods
 import transfer.merge
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import deposit_rows
@@ -30,8 +31,8 @@ from gpu.kernels.restore_rows import restore_rows
 from gpu.kernels.rms_norm import add_rms_norm, rms_norm
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.scatter_runs import launch as scatter
-from gpu.kernels.simhash_encode import Hyperplanes, encode_keys, encode_queries
 from gpu.kernels.swiglu import swiglu
+from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from transfer.exchange import new_slot
 
@@ -186,7 +187,9 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
 
 def _kernels() -> Iterator[tuple[Any, str, JITFunction]]:
     """Every jitted function that is launched (its name ends in `_kernel`), with its module."""
-    names = [f"gpu.kernels.{module.name}" for module in pkgutil.iter_modules(gpu.kernels.__path__)]
+    found = (*pkgutil.iter_modules(gpu.kernels.__path__, "gpu.kernels."),
+             *pkgutil.walk_packages(gpu.methods.__path__, "gpu.methods."))  # fmt: skip
+    names = [module.name for module in found]
     for module in map(importlib.import_module, [*names, "transfer.merge"]):
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and name.endswith("_kernel"):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.host.simhash import Projections
-from gpu.kernels.simhash_encode import Hyperplanes, arrange, encode_keys, encode_queries
+from gpu.methods.sampled.encode import Hyperplanes, arrange, encode_keys, encode_queries
+from gpu.methods.sampled.projections import Projections
 from tests.gpu.kernel_oracles import DEVICES, DTYPES
 from tests.tolerances import SAME_CODES
 

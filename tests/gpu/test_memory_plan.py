@@ -14,9 +14,7 @@ from gpu.cpu_device.step import MAX_ROWS, CpuStep
 from gpu.decode.halving import most_rows_of_parts
 from gpu.decode.ladder import steps_to_capture
 from gpu.host.deposit import Depositor
-from gpu.host.simhash import draw_projections
 from gpu.kernels.paged_decode_attention import num_splits
-from gpu.kernels.simhash_encode import arrange
 from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
 from gpu.memory import demand
@@ -24,6 +22,8 @@ from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
+from gpu.methods.sampled.encode import arrange
+from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.prefill.staging import Staging

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.host import simhash
-from gpu.host.simhash import draw_projections, encode_reference
+from gpu.methods.sampled import projections as simhash
+from gpu.methods.sampled.projections import draw_projections, encode_reference
 
 CPU = torch.device("cpu")
 

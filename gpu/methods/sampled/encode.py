@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.host.simhash import Projections
 from gpu.kernels.arguments import check, runs_on_triton
+from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections
+from transfer.tier_shape import TierShape
 
 COLUMN_STEP = 32
 """Columns of a plane are a multiple of this."""
@@ -53,6 +54,13 @@ def arrange(projections: Projections) -> Hyperplanes:
     planes = torch.zeros(bits, projections.dim, columns, dtype=matrix.dtype, device=matrix.device)
     planes[:, :, :tables] = matrix.view(projections.dim, tables, bits).permute(2, 0, 1)
     return Hyperplanes(planes, tables)
+
+
+def draw_hyperplanes(shape: TierShape, dtype: torch.dtype, device: torch.device) -> Hyperplanes | None:
+    """Of queries and keys alike: one draw serves all layers and heads, and every run. None: nothing is sampled."""
+    if shape.num_tables == 0:
+        return None
+    return arrange(draw_projections(shape.dim, shape.bits_per_table, shape.num_tables, PROJECTION_SEED, dtype, device))
 
 
 def encode_rows_reference(rows: Tensor, hyperplanes: Hyperplanes, codes: Tensor) -> None:

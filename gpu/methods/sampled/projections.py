@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PROJECTION_SEED = 241_016_179
+"""Never changes: the same prompt falls into the same buckets."""
+
 MAX_BITS_PER_TABLE = 16
 """A code is one uint16."""
 
