@@ -4,17 +4,19 @@ The toy method takes some of a row's heads off the host and reads their hole on 
 still have it: so every cell is read once, by another way for each head, and the logits stay those of the oracle.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gpu.decode.method import LayerReads, StepMethod
+from gpu.decode.steps import DecodeSteps
 from gpu.kernels.paged_decode_attention import Reading
 from tests.gpu.reference_model import document_prompt
-from tests.gpu.twin_runners import NUM_HEADS, Twins, check_steps, furthest
+from tests.gpu.twin_runners import NUM_HEADS, NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32
-from transfer.partial import Partial
-
-PAGE = 16
+from transfer.exchange import BLOCK_TOKENS
+from transfer.partial import CoverageError, Partial
 
 
 class Toy(StepMethod):
@@ -42,12 +44,28 @@ class Toy(StepMethod):
         self.seen.append((reads.asks, len(filled), nothing))
 
 
-def with_method(method: Toy) -> Twins:
-    twins = Twins()
-    loop = twins.deposits.decode_steps.loop
-    object.__setattr__(loop, "methods", (*loop.methods, method))
-    object.__setattr__(loop, "workspace", loop.workspace)
-    twins.deposits.decode_steps._compiled = None
+class Excluding(StepMethod):
+    """Takes one block of every run off the host."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.covered: list[int] = []
+
+    def before(self, reads: LayerReads) -> None:
+        if reads.asks:
+            reads.excluded = torch.full((len(reads.query), NUM_KV_HEADS, 1), 1 << self.block, dtype=torch.int32)
+
+    def after(self, reads: LayerReads, on_device: Reading, filled: list[Partial]) -> None:
+        for partial in filled:
+            self.covered += partial.covered.unique().tolist()
+
+
+def with_method(method: StepMethod, check_coverage: bool = False) -> Twins:
+    """The runner that deposits has one method more."""
+    twins = Twins(check_coverage=check_coverage)
+    steps = twins.deposits.decode_steps
+    loop = replace(steps.loop, methods=(*steps.loop.methods, method))
+    twins.deposits.decode_steps = DecodeSteps(loop, steps.asking)
     return twins
 
 
@@ -70,26 +88,11 @@ def test_heads_that_a_method_does_not_want_get_nothing_from_the_host() -> None:
 
 @pytest.mark.parametrize("block", [0, 3])
 def test_blocks_that_a_method_excludes_are_not_covered(block: int) -> None:
-    class Excluding(StepMethod):
-        def before(self, reads: LayerReads) -> None:
-            if reads.asks:
-                reads.excluded = torch.full((len(reads.query), 2, 1), 1 << block, dtype=torch.int32)
-
-        def after(self, reads: LayerReads, on_device: Reading, filled: list[Partial]) -> None:
-            counts.extend(partial.covered.unique().tolist() for partial in filled)
-
-    counts: list[list[int]] = []
-    twins = Twins(check_coverage=True)
-    loop = twins.deposits.decode_steps.loop
-    object.__setattr__(loop, "methods", (Excluding(),))
+    method = Excluding(block)
+    twins = with_method(method, check_coverage=True)
     for exchange in twins.deposits.decode_steps.asking.exchanges:
-        exchange.slot.excluded = torch.zeros(len(exchange.slot.flags), 2, 1, dtype=torch.int32)
+        exchange.slot.excluded = torch.zeros(len(exchange.slot.flags), NUM_KV_HEADS, 1, dtype=torch.int32)
     twins.prefill([document_prompt(300, 1)])
-    result = None
-    with pytest.raises(AssertionError, match="coverage: layer 1.*resident"):
-        result = twins.step([0])
-    assert result is None
-    ask = twins.group([0]).asks[0] or None
-    assert counts
-    assert all(len(one) == 1 for one in counts)
-    assert ask is None or counts[0] == [ask.end - ask.begin - PAGE]
+    with pytest.raises(CoverageError, match=r"layer 1, request of slot 0, head 0: resident 96, host 192 = 288 tokens"):
+        twins.step([0])
+    assert method.covered == [208 - BLOCK_TOKENS], "of each head"

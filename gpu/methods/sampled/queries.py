@@ -1,4 +1,4 @@
-"""The sampled method's part in a decode step: the codes of each query, by which the host finds what collides with it."""
+"""Sampling's part in a decode step: the codes of each query, by which the host finds what collides with it."""
 
 from gpu.decode.method import LayerReads, StepMethod
 from gpu.methods.sampled.encode import Hyperplanes, encode_queries
