@@ -43,6 +43,7 @@ def build_runner(
         max_context_tokens=context,
         max_hidden_tokens=max_batch * context,
         tier=None,
+        parts=(),
         dtype=dtype,
         device=device,
     )

@@ -184,17 +184,17 @@ def make_deployment(model: Path, device: str, longest_tokens: int, host: HostCon
         gib = prompts * longest_tokens * shape.kv_bytes_per_token(FLOAT32_BYTES) / GIB
         gpu = GpuConfig(kv_cache_gib=max(0.25, gib))
     if host is not None:
-        limit = prompts * _context_bytes(host, shape, longest_tokens) / GIB
+        limit = prompts * context_bytes(host, shape, longest_tokens) / GIB
         host = host.model_copy(update={"memory_limit_gib": limit})
     return Deployment(model=ModelConfig(path=model), gpu=gpu, host=host, scheduler=scheduler)
 
 
 def _prompts_that_fit(host: HostConfig, shape: Architecture, longest_tokens: int) -> int:
-    room = HOST_SHARE * probe_machine().memory_bytes / _context_bytes(host, shape, longest_tokens)
+    room = HOST_SHARE * probe_machine().memory_bytes / context_bytes(host, shape, longest_tokens)
     return max(1, min(CUDA_PROMPTS, int(room)))
 
 
-def _context_bytes(host: HostConfig, shape: Architecture, longest_tokens: int) -> int:
+def context_bytes(host: HostConfig, shape: Architecture, longest_tokens: int) -> int:
     """What admission charges for a context of this length, with hash tables."""
     demand = resolve_host(host, shape, GpuConfig().page_tokens, BFLOAT16_BYTES, 1)
     return bytes_of_run(demand.tier_shape, max(longest_tokens, SMALLEST_CONTEXT_TOKENS), LUMP_TOKENS, True, False)

@@ -3,7 +3,7 @@
 It refuses to decide sizes: the memory plan does. The invariant: what cannot be served stops here with one line.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from gpu.config import GpuConfig, ModelConfig
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.model.weights import load_weights, random_weights
+from gpu.profiles import Part
 from gpu.runner import Runner
 from transfer.tier import HostTier
 
@@ -29,13 +30,13 @@ def load_architecture(model: ModelConfig) -> Architecture:
 
 
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
-                chunk_tokens: int, max_hidden_tokens: int, num_pages: int,
-                tier: HostTier | None, on_progress: LoadProgress) -> Runner:  # fmt: skip
+                chunk_tokens: int, max_hidden_tokens: int, num_pages: int, tier: HostTier | None,
+                parts: Sequence[Part], on_progress: LoadProgress) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
-    tier: memory of contexts that leave the device, made by the caller, or None. Sets
-    torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
+    tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
+    Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
         torch.set_num_threads(gpu.threads)
@@ -60,7 +61,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
         runner = Runner(
             architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
-            device=device, tier=tier, checks_coverage=gpu.check_coverage,
+            device=device, tier=tier, parts=parts, checks_coverage=gpu.check_coverage,
         )  # fmt: skip
         on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute
         runner.warm_up(chunk_tokens)

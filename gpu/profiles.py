@@ -102,16 +102,18 @@ def needs_host(name: str) -> bool:
     return method is not None and method.reading is not None
 
 
-def slot_bytes(profiles: Iterable[Profile], architecture: Architecture) -> dict[str, int]:
-    """Device memory that the methods of these profiles take for one running sequence, by method; those that take some.
-
-    One method with two settings has two states.
-    """
+def served_parts(profiles: Iterable[Profile]) -> tuple[Part, ...]:
+    """What these profiles are made of, each part once: one method with two settings is two parts."""
     parts: list[Part] = []
     for profile in profiles:
         parts += [part for part in profile.parts if part not in parts]
+    return tuple(parts)
+
+
+def slot_bytes(profiles: Iterable[Profile], architecture: Architecture) -> dict[str, int]:
+    """Device memory that these profiles take for one running sequence, by method; those that take some."""
     totals: dict[str, int] = {}
-    for part in parts:
+    for part in served_parts(profiles):
         num_bytes = part.method.slot_bytes(part.settings, architecture)
         totals[part.method.name] = totals.get(part.method.name, 0) + num_bytes
     return {name: num_bytes for name, num_bytes in totals.items() if num_bytes}

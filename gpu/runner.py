@@ -21,12 +21,12 @@ from gpu.host.slot_exchange import SlotExchange
 from gpu.in_flight import Awaited, InFlight, Timer
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.pool import KvPool
-from gpu.methods.sampled.encode import draw_hyperplanes
-from gpu.methods.sampled.queries import QueryCodes
+from gpu.methods.device_side import Site, make_device_sides
 from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Progress, Weights
 from gpu.prefill.jobs import FinishedJob, Prefill
+from gpu.profiles import Part
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampled, Sampler
 from gpu.step import (
@@ -64,14 +64,16 @@ class Limits:
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    tier: where contexts go that leave the device, or None. ask_times: of all steps with
-    a part on the host. checks_coverage: count in every decode step who covers which tokens, and end with CoverageError
-    where that is not the whole context; a debug run, without graphs.
+    tier: where contexts go that leave the device, or None. parts: what the profiles are made of that are served
+    (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes. ask_times: of all steps with a part on
+    the host. checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
+    is not the whole context; a debug run, without graphs.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
                  max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
-                 device: torch.device, tier: HostTier | None, checks_coverage: bool = False) -> None:  # fmt: skip
+                 device: torch.device, tier: HostTier | None, parts: Sequence[Part],
+                 checks_coverage: bool = False) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -84,8 +86,12 @@ class Runner:
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
-        hyperplanes = None if tier is None else draw_hyperplanes(tier.shape, dtype, device)
-        depositor = None if tier is None else Depositor(tier.shape, hyperplanes, device, Streams(device))
+        site = Site(None if tier is None else tier.shape, dtype, device)
+        methods = make_device_sides(parts, site)
+        encoders = [method.encode_keys for method in methods if method.makes_codes]
+        assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"
+        encode_keys = encoders[0] if encoders else None
+        depositor = None if tier is None else Depositor(tier.shape, encode_keys, device, Streams(device))
         self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         workspace = workspace_for(
@@ -106,7 +112,6 @@ class Runner:
             halving = Halving(always=1 if device.type == "cpu" else None)  # the CPU computes both sides
             asking = Asking(tier, exchanges, halving, self.ask_times)
         asked_layers = () if tier is None else tuple(tier.shape.layers)
-        methods = () if hyperplanes is None else (QueryCodes(hyperplanes),)
         loop = LayerLoop(decoder, asked_layers, self._last_tokens, workspace, methods, checks_coverage)
         self.decode_steps = DecodeSteps(loop, asking)
 

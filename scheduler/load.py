@@ -13,7 +13,7 @@ from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import DTYPES, load_architecture, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
-from gpu.profiles import get_profile, resolve_profiles
+from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
 from scheduler.capacity import plan_capacity
 from scheduler.config import EngineConfig
@@ -54,6 +54,7 @@ def load_engine(
         max_hidden_tokens=plan.max_hidden_tokens,
         num_pages=plan.num_pages,
         tier=tier,
+        parts=served_parts(profiles.values()),
         on_progress=on_progress,
     )
     capacity = plan_capacity(plan, shape)

@@ -4,9 +4,9 @@ It refuses to know projections and sampling, and what lies in a hole.
 """
 
 from gpu.cpu_device.attention import applies, paged_decode_attention_cpu
-from gpu.decode.method import LayerReads
 from gpu.kernels.paged_decode_attention import Reading, Workspace, paged_decode_attention
 from gpu.kv.pool import KvPool
+from gpu.methods.device_side import LayerReads
 
 
 def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, is_counted: bool) -> Reading:

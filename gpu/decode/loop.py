@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpu.decode.attention import attend
-from gpu.decode.method import LayerReads, StepMethod
 from gpu.decode.rows import StepRows
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import Reading, Workspace
+from gpu.methods.device_side import DeviceSide, LayerReads
 from gpu.model.decoder import Decoder
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
@@ -27,15 +27,15 @@ Step = Generator[None, None, Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerLoop:
     """asked_layers: those whose KV goes down, which a step with asks asks for; last_tokens: int64 `[max_slots + 1]`,
-    the last one for padding; methods: that have a part in steps, in order; checks_coverage: in a debug run, every layer
-    counts what its partials cover.
+    the last one for padding; methods: what they do on the device, in order; checks_coverage: in a debug run, every
+    layer counts what its partials cover.
     """
 
     decoder: Decoder
     asked_layers: tuple[int, ...]
     last_tokens: Tensor
     workspace: Workspace
-    methods: tuple[StepMethod, ...]
+    methods: tuple[DeviceSide, ...]
     checks_coverage: bool
 
     def step(self, rows: StepRows, exchange: SlotExchange | None) -> Step:

@@ -292,8 +292,10 @@ def _ask_of(ask: HostAsk | None) -> Ask:
 
 
 def _compiled_step(loop: LayerLoop) -> CpuStep | None:
-    """The compiled step where it can take the place of the loop: for rows that ask nothing, uncounted."""
-    if loop.checks_coverage:
+    """The compiled step where it can take the place of the loop: for rows that ask nothing, uncounted, and in which no
+    method has a part.
+    """
+    if loop.checks_coverage or not all(method.asks_only for method in loop.methods):
         return None
     architecture, weights = loop.decoder.architecture, loop.decoder.weights.logits
     return CpuStep(loop.decoder) if serves(architecture, weights.dtype, weights.device) else None

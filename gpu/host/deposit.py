@@ -6,7 +6,7 @@ stream with one buffer: a layer's prefill takes many times what its link does, a
 time, so more buffers would hide nothing. On the CPU rows are written where they belong.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,12 @@ from gpu.kernels.deposit_rows import centre_of, deposit_rows, key_scale_of, valu
 from gpu.kernels.restore_rows import restore_rows
 from gpu.kernels.scatter_runs import scatter_runs
 from gpu.memory.deposit_memory import PIECE_ROWS
-from gpu.methods.sampled.encode import Hyperplanes, encode_keys
 from transfer.copies import PASSED, Event, Streams
 from transfer.tier import LayerRows, TierShape
 
 COPIED_RUN_BYTES = 256 * 1024  # runs from this size on go by the copy engine, shorter ones by a kernel
 CPU_PIECE_TOKENS = 1024  # of all KV heads, widened to float32 at once
+EncodeKeys = Callable[[Tensor, Tensor], None]  # see `gpu.methods.device_side.DeviceSide.encode_keys`
 ROW_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -34,14 +34,14 @@ class Sent:
 
 
 class Depositor:
-    """One a device. `hyperplanes` on `device`, or None where the shape has no tables."""
+    """One a device. encode_keys: makes codes of stored keys, or None where the shape has no tables."""
 
     def __init__(
-        self, shape: TierShape, hyperplanes: Hyperplanes | None, device: torch.device, streams: Streams
+        self, shape: TierShape, encode_keys: EncodeKeys | None, device: torch.device, streams: Streams
     ) -> None:
-        assert (hyperplanes is None) == (shape.num_tables == 0), "deposit: hyperplanes go with tables"
+        assert (encode_keys is None) == (shape.num_tables == 0), "deposit: codes go with tables"
         self.shape = shape
-        self.hyperplanes = hyperplanes
+        self._encode_keys = encode_keys
         self.device = device
         self.streams = streams
         is_cpu = device.type == "cpu"
@@ -112,8 +112,8 @@ class Depositor:
                 keys[:, begin:end], values[:, begin:end], rows.centre, rows.key_scale, rows.value_scale,
                 rows.keys[:, begin:end], rows.values[:, begin:end],
             )  # fmt: skip
-        if rows.codes is not None and self.hyperplanes is not None:
-            encode_keys(rows.keys, self.hyperplanes, rows.codes)
+        if rows.codes is not None and self._encode_keys is not None:
+            self._encode_keys(rows.keys, rows.codes)
 
     def _send_piece(
         self, keys: Tensor, values: Tensor, rows: list[LayerRows], has_centre: bool, buffers: "_Buffers"
@@ -127,9 +127,9 @@ class Depositor:
         read = self.streams.record()
         _copy_down(stored_keys.view(*shape[:2], 1, -1), [_runs(layer.keys) for layer in rows])
         _copy_down(stored_values.view(*shape[:2], 1, -1), [_runs(layer.values) for layer in rows])
-        if self.hyperplanes is not None and rows[0].codes is not None:
+        if self._encode_keys is not None and rows[0].codes is not None:
             codes = buffers.codes(len(keys), shape[2])
-            encode_keys(stored_keys, self.hyperplanes, codes)
+            self._encode_keys(stored_keys, codes)
             _copy_down(codes.view(*shape[:2], -1, shape[2]), [_present(layer.codes) for layer in rows])
         return read
 

@@ -28,6 +28,9 @@ class Method:
     changes the KV that it writes, of its settings and of the `host` section, each under its short name in `kv_key`;
     both empty: it writes what the model itself would. slot_bytes: device memory for one running sequence, by settings
     and model. reading: how the CPU reads what is in host memory, or None: nothing goes down there.
+    device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
+    (`gpu.methods.device_side`), or None: nothing. scored: the settings at which the evals' set of serving profiles has
+    the profile of the method's name; where they are not shared, its defaults or none.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Method:
     kv_host: Mapping[str, str]
     slot_bytes: Callable[[Any, Architecture], int]
     reading: HostReading | None
+    device_side: str | None
+    scored: tuple[Settings, ...]
 
 
 def no_bytes(settings: Settings, architecture: Architecture) -> int:

@@ -18,7 +18,7 @@ from evals.run import Prompt
 from evals.samples import Sample
 from evals.served import run_profiles
 from evals.served_method import group_by_deployment, served_method
-from evals.served_results import served_cells
+from evals.served_results import served_cells, served_methods
 from evals.serving import Answer, Ask, make_deployment
 from evals.stopping import RunCut
 from evals.store import Ledger, Record
@@ -186,6 +186,13 @@ def test_the_set_of_served_rows_has_full_attention_and_both_settings() -> None:
     rows = [{"method": method, "task": "needle", "metric": "m", "score": 1.0, "difference": None, "head_fraction": 0.1,
              "bytes_fraction": 0.2} for method in cells[0].methods]  # fmt: skip
     assert len(render_table(rows)) == 2 + 3, "a line each"
+
+
+def test_the_set_of_served_rows_has_what_methods_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = served_methods()
+    add_toy(tmp_path, monkeypatch, "host", "whole")
+    assert served_methods() == (*without, "profile:toy")
+    assert all(served_method(name, DEPLOYMENT) is not None for name in served_methods())
 
 
 def test_a_deployment_for_a_run_holds_its_prompts_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from evals.methods.method import PromptLayer, Step
 from evals.methods.sampled import Sampled
 from gpu.host.deposit import Depositor
 from gpu.host.slot_exchange import SlotExchange
+from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange, encode_queries
 from gpu.methods.sampled.projections import draw_projections
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
@@ -106,9 +107,9 @@ def small_tier(device: str) -> Iterator[CpuTier]:
 def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
     """The same steps by the parts that serve; before each, what has left the window goes down."""
     device, attended = torch.device(device_name), []
-    planes = arrange(draw_projections(DIM, BITS, TABLES, SEED, torch.float32, device))
+    codes = Codes(arrange(draw_projections(DIM, BITS, TABLES, SEED, torch.float32, device)))
     with small_tier(device_name) as tier:
-        depositor = Depositor(tier.shape, planes, device, Streams(device))
+        depositor = Depositor(tier.shape, codes.encode_keys, device, Streams(device))
         exchange = SlotExchange(1, HEADS, DIM, TABLES, torch.float32, device)
         tier.open(1, True)
         begin = SINK
@@ -122,7 +123,7 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
             for layer in range(PASSES):
                 exchange.slot.advance(1)
                 asked = query[None].to(device)
-                exchange.ask(asked, encode_queries(asked, planes))
+                exchange.ask(asked, encode_queries(asked, codes.hyperplanes))
                 attention.run(layer, exchange.slot)
                 merged = merge(resident(case, query, layer, length, device), exchange.answer(1))
                 outs.append(merged.out[0].cpu())

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu.host.deposit import Depositor
 from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
+from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import named_shape
@@ -133,7 +134,7 @@ class Stand:
         if self.tier is None:
             return None
         projections = draw_projections(SHAPE.dim, BITS, NUM_TABLES, 0, self.dtype, self.device)
-        return Depositor(self.tier.shape, arrange(projections), self.device, Streams(self.device))
+        return Depositor(self.tier.shape, Codes(arrange(projections)).encode_keys, self.device, Streams(self.device))
 
 
 def _padded(pages: list[Tensor]) -> list[Tensor]:

@@ -90,6 +90,7 @@ def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: i
         max_hidden_tokens=max_hidden_tokens,
         num_pages=num_pages,
         tier=None,
+        parts=(),
         on_progress=lambda stage, fraction: None,
     )
     runner.pool.poison()

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from gpu.decode.loop import check_coverage
-from gpu.decode.method import LayerReads
 from gpu.decode.steps import Asking, Batch, _ask_of
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import Reading
+from gpu.methods.device_side import LayerReads
 from gpu.methods.sampled.encode import arrange, encode_rows_reference
 from gpu.methods.sampled.projections import PROJECTION_SEED, draw_projections
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan

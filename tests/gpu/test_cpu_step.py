@@ -11,6 +11,9 @@ from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import DecodeSteps
 from gpu.kernels.paged_decode_attention import workspace_for
+from gpu.methods.device_side import DeviceSide
+from gpu.methods.sampled.codes import Codes
+from gpu.methods.sampled.encode import Hyperplanes
 from gpu.model.architecture import named_shape
 from gpu.model.decoder import Decoder
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
@@ -139,12 +142,15 @@ def test_torch_and_the_step_take_turns_on_the_same_threads() -> None:
         assert torch.equal(step.run(*batch), wanted)
 
 
-def test_only_uncounted_steps_of_a_served_shape_go_through_the_compiled_step() -> None:
+def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go_through_the_compiled_step() -> None:
     decoder, _ = filled(rows=2)
     workspace = workspace_for(2, TINY.num_heads, TINY.num_kv_heads, TINY.dim, MAX_PAGES * 16, CPU)
-    for checks_coverage in (False, True):
-        loop = LayerLoop(decoder, (), torch.zeros(3, dtype=torch.int64), workspace, (), checks_coverage)
-        assert (DecodeSteps(loop, None)._compiled is None) == checks_coverage
+    codes, other = Codes(Hyperplanes(torch.empty(0), 0)), DeviceSide()
+    for methods, checks_coverage, is_compiled in (
+        [(codes,), False, True], [(codes,), True, False], [(codes, other), False, False],
+    ):  # fmt: skip
+        loop = LayerLoop(decoder, (), torch.zeros(3, dtype=torch.int64), workspace, methods, checks_coverage)
+        assert (DecodeSteps(loop, None)._compiled is not None) == is_compiled
     assert not serves(TINY, torch.float32, torch.device("cuda"))
     assert not serves(TINY, torch.float16, CPU)
     assert not serves(replace(TINY, dim=72), torch.float32, CPU)  # no whole block, however wide vectors are

@@ -10,6 +10,7 @@ import torch
 from gpu.host import deposit
 from gpu.host.deposit import Depositor, _Buffers
 from gpu.memory.deposit_memory import PIECE_ROWS, deposit_bytes
+from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections, encode_reference
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
@@ -27,8 +28,8 @@ def make_depositor(way: tuple[str, bool], kv_heads: int, dim: int, rows: str, ta
     device = torch.device(name)
     shape = TierShape(tuple(range(8)), 4 * kv_heads, kv_heads, dim, rows, BITS, tables)
     dtype = torch.bfloat16 if name == "cuda" else torch.float32
-    planes = arrange(draw_projections(dim, BITS, tables, 0, dtype, device)) if tables else None
-    depositor = Depositor(shape, planes, device, Streams(device))
+    encode = Codes(arrange(draw_projections(dim, BITS, tables, 0, dtype, device))).encode_keys if tables else None
+    depositor = Depositor(shape, encode, device, Streams(device))
     if is_buffered and name == "cpu":
         depositor._down, depositor._up = _Buffers(shape, tables, device), _Buffers(shape, 0, device)
     return depositor
@@ -95,7 +96,7 @@ def assert_sent(store: Store, depositor: Depositor, keys, values, begin: int, en
             rounding = KERNEL_FLOAT32 * np.abs(wide(source)).max()
             assert (np.abs(got - wide(source)) <= INT8_HALF_STEP * step + rounding).all()
     assert distance(keys.roll(1, 2) if end - begin > 1 else keys + 1, got_keys) > KERNEL_BFLOAT16
-    if store.codes is None or depositor.hyperplanes is None:
+    if store.codes is None:
         return
     projections = draw_projections(depositor.shape.dim, BITS, TABLES, 0, torch.float32, torch.device("cpu"))
     if depositor.device.type == "cuda":

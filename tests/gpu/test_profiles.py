@@ -1,5 +1,6 @@
 """Profiles are compositions of methods: which there are, which can be named, which are refused and in what words."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,15 @@ def test_a_folder_is_all_that_a_method_takes() -> None:
     assert profiles["small"].kv_key == "toy size=3"
     with pytest.raises(ProfileError, match=r"profiles\.x\.prefill\.size: Input should be greater .* \(got 0\)"):
         resolve({"x": {"prefill": {"method": "toy", "size": 0}}})
+
+
+def test_nobody_who_serves_imports_a_method() -> None:
+    root = Path(__file__).parents[2]
+    named = re.compile(rf"gpu\.methods\.({'|'.join(list_methods())})\b")
+    sources = [path for package in ("gpu", "scheduler", "server") for path in (root / package).rglob("*.py")]
+    importing = [path.relative_to(root) for path in sources if named.search(path.read_text())]
+    assert importing, "their own files do"
+    assert {path.parts[:2] for path in importing} == {("gpu", "methods")}
 
 
 @pytest.mark.usefixtures("toy")

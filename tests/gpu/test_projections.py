@@ -20,7 +20,7 @@ def load_tiny(max_context_tokens: int | None):
     runner = load_runner(
         ModelConfig(random_weights="tiny"), GpuConfig(device="cpu"), max_running=2,
         max_context_tokens=max_context_tokens, chunk_tokens=64, max_hidden_tokens=1000, num_pages=8,
-        tier=None,
+        tier=None, parts=(),
         on_progress=lambda stage, fraction: stages.append((stage, fraction)),
     )  # fmt: skip
     return runner, stages

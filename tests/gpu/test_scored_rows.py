@@ -28,7 +28,7 @@ def runner() -> Runner:
     return load_runner(
         ModelConfig(path=Path(shallow_model(1).name)), GpuConfig(device="cpu", dtype="float32", graph_batch_sizes=()),
         max_running=8, max_context_tokens=512, chunk_tokens=16, max_hidden_tokens=1024, num_pages=70,
-        tier=None, on_progress=lambda stage, fraction: None,
+        tier=None, parts=(), on_progress=lambda stage, fraction: None,
     )  # fmt: skip
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpu.decode.method import LayerReads, StepMethod
-from gpu.decode.steps import DecodeSteps
 from gpu.kernels.paged_decode_attention import Reading
+from gpu.methods.device_side import DeviceSide, LayerReads, Site
+from gpu.methods.registry import list_methods
+from gpu.profiles import Part
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import NUM_HEADS, NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32
@@ -19,7 +20,7 @@ from transfer.exchange import BLOCK_TOKENS
 from transfer.partial import CoverageError, Partial
 
 
-class Toy(StepMethod):
+class Toy(DeviceSide):
     """Moves the cut of every head back by `far` cells, so that as many are far, and asks the host for no head of the
     first `unasked`."""
 
@@ -44,29 +45,33 @@ class Toy(StepMethod):
         self.seen.append((reads.asks, len(filled), nothing))
 
 
-class Excluding(StepMethod):
-    """Takes one block of every run off the host."""
+class Excluding(DeviceSide):
+    """Takes one block of every run off the host, where the exchange slot has bits for that."""
 
     def __init__(self, block: int) -> None:
         self.block = block
+        self.has_bits = False
         self.covered: list[int] = []
 
     def before(self, reads: LayerReads) -> None:
-        if reads.asks:
+        if reads.asks and self.has_bits:
             reads.excluded = torch.full((len(reads.query), NUM_KV_HEADS, 1), 1 << self.block, dtype=torch.int32)
 
     def after(self, reads: LayerReads, on_device: Reading, filled: list[Partial]) -> None:
-        for partial in filled:
+        for partial in filled if self.has_bits else ():
             self.covered += partial.covered.unique().tolist()
 
 
-def with_method(method: StepMethod, check_coverage: bool = False) -> Twins:
-    """The runner that deposits has one method more."""
-    twins = Twins(check_coverage=check_coverage)
-    steps = twins.deposits.decode_steps
-    loop = replace(steps.loop, methods=(*steps.loop.methods, method))
-    twins.deposits.decode_steps = DecodeSteps(loop, steps.asking)
-    return twins
+def with_method(side: DeviceSide, check_coverage: bool = False) -> Twins:
+    """The runner that deposits serves one method more."""
+    method = replace(list_methods()["exact"], name="toy", device_side=__name__)
+    return Twins(check_coverage=check_coverage, more_parts=[Part(method, side)])
+
+
+def make_device_side(settings: DeviceSide, site: Site) -> DeviceSide:
+    """The toy's settings are what it does."""
+    assert site.tier_shape is not None
+    return settings
 
 
 def test_what_a_method_calls_far_is_merged_with_near_and_with_what_the_host_fills() -> None:
@@ -92,6 +97,7 @@ def test_blocks_that_a_method_excludes_are_not_covered(block: int) -> None:
     twins = with_method(method, check_coverage=True)
     for exchange in twins.deposits.decode_steps.asking.exchanges:
         exchange.slot.excluded = torch.zeros(len(exchange.slot.flags), NUM_KV_HEADS, 1, dtype=torch.int32)
+    method.has_bits = True
     twins.prefill([document_prompt(300, 1)])
     with pytest.raises(CoverageError, match=r"layer 1, request of slot 0, head 0: resident 96, host 192 = 288 tokens"):
         twins.step([0])

@@ -24,6 +24,7 @@ METHOD = Method(
     name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
     kv_settings={{"size": "size"}}, kv_host={{}},
     slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers, reading={reading},
+    device_side=None, scored=(ToySettings(),),
 )
 '''
 

@@ -15,6 +15,7 @@ import torch
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kv.layout import PageLayout
 from gpu.load import load_runner
+from gpu.profiles import Part, resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.step import (
     DecodeGroup,
@@ -32,6 +33,7 @@ from gpu.step import (
 from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shallow_model
 from tests.reference_tier import ReferenceTier, stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
+from transfer.config import HostConfig, SampledConfig
 from transfer.tier import HostTier, TierShape
 
 NUM_LAYERS = 4  # two of them dense by default
@@ -54,10 +56,16 @@ def layout_of(num_dense: int, num_pages: int) -> PageLayout:
     return PageLayout(NUM_LAYERS, num_dense, num_pages + num_blocks)
 
 
+def parts_for(shape: TierShape) -> tuple[Part, ...]:
+    """Of the built-in profiles, with the tables that the tier has."""
+    sampled = SampledConfig(bits_per_table=shape.bits_per_table, num_tables=shape.num_tables)
+    return served_parts(resolve_profiles({}, HostConfig(sampled=sampled)).values())
+
+
 def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
-    check_coverage: bool = False,
+    check_coverage: bool = False, parts: Many[Part] = (),
 ) -> Runner:  # fmt: skip
     num_dense = 0 if tier is None else NUM_LAYERS - len(tier.shape.layers)
     layout = layout_of(num_dense, num_pages)
@@ -76,6 +84,7 @@ def load(
         max_hidden_tokens=4096,
         num_pages=layout.num_pages,
         tier=tier,
+        parts=parts,
         on_progress=lambda stage, fraction: None,
     )
     runner.pool.poison()
@@ -107,13 +116,20 @@ class Twins:
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
                  check_coverage: bool = False, kept_tokens: int = 0) -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape."""
+
+
+                 check_coverage: bool = False, more_parts: Many[Part] = ()) -> None:  # fmt: skip
+        """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape. more_parts: of what is served, in
+        the runner that deposits, beside what the built-in profiles are made of.
+        """
         self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
         self.page_tokens, self.window_tokens, self.lump_tokens = page_tokens, window_tokens, lump_tokens
         self.is_sampled, self.kept_tokens = is_sampled, kept_tokens
         self.num_pages, sizes = num_pages, (max_context, num_pages)
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
+        parts = (*parts_for(self.tier.shape), *more_parts)
         self.deposits = load(
-            self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage
+            self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage, parts
         )
         self.sequences: dict[int, Sequence] = {}
         self._free = list(range(num_pages))

@@ -12,4 +12,6 @@ METHOD = Method(
     kv_host={},
     slot_bytes=no_bytes,
     reading=None,
+    device_side=None,
+    scored=(NoSettings(),),
 )

@@ -13,4 +13,6 @@ METHOD = Method(
     kv_host=DEPOSIT_KEYS,
     slot_bytes=no_bytes,
     reading="whole",
+    device_side=None,
+    scored=(),
 )

@@ -17,4 +17,6 @@ METHOD = Method(
     kv_host=DEPOSIT_KEYS,
     slot_bytes=no_bytes,
     reading="sample",
+    device_side="gpu.methods.sampled.codes",
+    scored=(SampledConfig(bits_per_table=10, num_tables=150), SampledConfig(bits_per_table=10, num_tables=200)),
 )

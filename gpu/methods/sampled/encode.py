@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections
-from transfer.tier_shape import TierShape
+from transfer.config import SampledConfig
 
 COLUMN_STEP = 32
 """Columns of a plane are a multiple of this."""
@@ -56,11 +56,10 @@ def arrange(projections: Projections) -> Hyperplanes:
     return Hyperplanes(planes, tables)
 
 
-def draw_hyperplanes(shape: TierShape, dtype: torch.dtype, device: torch.device) -> Hyperplanes | None:
-    """Of queries and keys alike: one draw serves all layers and heads, and every run. None: nothing is sampled."""
-    if shape.num_tables == 0:
-        return None
-    return arrange(draw_projections(shape.dim, shape.bits_per_table, shape.num_tables, PROJECTION_SEED, dtype, device))
+def draw_hyperplanes(settings: SampledConfig, dim: int, dtype: torch.dtype, device: torch.device) -> Hyperplanes:
+    """Those of every run."""
+    bits, tables = settings.bits_per_table, settings.num_tables
+    return arrange(draw_projections(dim, bits, tables, PROJECTION_SEED, dtype, device))
 
 
 def encode_rows_reference(rows: Tensor, hyperplanes: Hyperplanes, codes: Tensor) -> None:

@@ -1,0 +1,33 @@
+"""Sampling's side on the device: codes of keys that go down, and of queries, by which the host finds what collides."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from gpu.methods.device_side import DeviceSide, LayerReads, Site
+from gpu.methods.sampled.encode import Hyperplanes, draw_hyperplanes, encode_keys, encode_queries
+from transfer.config import SampledConfig
+
+
+def make_device_side(settings: SampledConfig, site: Site) -> DeviceSide:
+    """One draw of hyperplanes serves all layers and heads, and every run."""
+    assert site.tier_shape is not None, "sampled: nothing goes down here"
+    return Codes(draw_hyperplanes(settings, site.tier_shape.dim, site.dtype, site.device))
+
+
+class Codes(DeviceSide):
+    """hyperplanes: of keys and queries alike."""
+
+    asks_only: ClassVar[bool] = True
+    makes_codes: ClassVar[bool] = True
+
+    def __init__(self, hyperplanes: Hyperplanes) -> None:
+        self.hyperplanes = hyperplanes
+
+    def before(self, reads: LayerReads) -> None:
+        """Codes of the rotated query as it is, not centred (MagicPIG section 4.2)."""
+        if reads.asks:
+            reads.codes = encode_queries(reads.query, self.hyperplanes)
+
+    def encode_keys(self, keys: Tensor, codes: Tensor) -> None:
+        encode_keys(keys, self.hyperplanes, codes)
