@@ -83,8 +83,8 @@ def check_host_path(
     if not any(profile.goes_down for profile in profiles):
         return {}
     agreements = {}
-    for name in ("offloaded", *sorted(profile.name for profile in profiles if profile.is_sampled)):
-        is_sampled = name != "offloaded"
+    sampled = sorted(profile.name for profile in profiles if profile.is_sampled)
+    for name, is_sampled in [("offloaded", False), *((name, True) for name in sampled)]:
         num_tokens = _prompt_tokens(client, capacity, name)
         stretches = 1 if is_sampled else STRETCHES
         prompts = [
