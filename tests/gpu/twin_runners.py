@@ -65,7 +65,7 @@ def parts_for(shape: TierShape) -> tuple[Part, ...]:
 def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
-    check_coverage: bool = False, parts: Many[Part] = (),
+    check_coverage: bool = False, more_parts: Many[Part] = (),
 ) -> Runner:  # fmt: skip
     num_dense = 0 if tier is None else NUM_LAYERS - len(tier.shape.layers)
     layout = layout_of(num_dense, num_pages)
@@ -84,7 +84,7 @@ def load(
         max_hidden_tokens=4096,
         num_pages=layout.num_pages,
         tier=tier,
-        parts=parts,
+        parts=(*(() if tier is None else parts_for(tier.shape)), *more_parts),
         on_progress=lambda stage, fraction: None,
     )
     runner.pool.poison()
@@ -127,9 +127,8 @@ class Twins:
         self.is_sampled, self.kept_tokens = is_sampled, kept_tokens
         self.num_pages, sizes = num_pages, (max_context, num_pages)
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
-        parts = (*parts_for(self.tier.shape), *more_parts)
         self.deposits = load(
-            self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage, parts
+            self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage, more_parts
         )
         self.sequences: dict[int, Sequence] = {}
         self._free = list(range(num_pages))
