@@ -114,11 +114,8 @@ class Twins:
                  lump_tokens: int = 64, is_sampled: bool = False, capacity_tokens: int = 100_000, max_running: int = 5,
                  device: str = "cpu", dtype: str = "float32", graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
-                 check_coverage: bool = False, kept_tokens: int = 0) -> None:  # fmt: skip
-        """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape."""
-
-
-                 check_coverage: bool = False, more_parts: Many[Part] = ()) -> None:  # fmt: skip
+                 check_coverage: bool = False, more_parts: Many[Part] = (),
+                 kept_tokens: int = 0) -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape. more_parts: of what is served, in
         the runner that deposits, beside what the built-in profiles are made of.
         """
