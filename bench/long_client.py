@@ -34,6 +34,7 @@ class Batch:
     rows_down: float  # of all heads and layers
     wait_ms: float  # for queries, on the host
     attend_ms: float
+    kept_tokens: int  # that the host has, of all rows, and the device reads: at the end
     ready_ms: float  # most that a step waited for copies and tables, from the submission of the batch's last to here
 
     @property
@@ -126,7 +127,24 @@ class Client:
             now = time.perf_counter()
             times.append(1e3 * (now - began))
             began = now
-        return _difference(before, self.host_stats(), times, ready_ms)
+        return _difference(before, self.host_stats(), times, self.kept_tokens(), ready_ms)
+
+    def kept_tokens(self) -> int:
+        """Of what runs, tokens in host memory that have pages on the device as well."""
+        scheduler = self.engine.scheduler
+        contexts = [sequence.open_context for sequence in scheduler._running]
+        blocks = sum(context.num_resident for context in contexts if context is not None)
+        return blocks * scheduler.residence.page_tokens
+
+    @contextmanager
+    def fixed_residence(self) -> Iterator[None]:
+        """Meanwhile, what goes down leaves the device at once, so that the host is asked for all of it."""
+        residence = self.engine.scheduler.residence
+        was, residence.is_adaptive = residence.is_adaptive, False
+        try:
+            yield
+        finally:
+            residence.is_adaptive = was
 
     def step(self, batch: int) -> None:
         """One step. Raises GateError where it draws no token for each of `batch` requests."""
@@ -177,7 +195,7 @@ class Client:
         self.drain([])
 
 
-def _difference(before: HostStats, after: HostStats, times: list[float], ready_ms: float) -> Batch:
+def _difference(before: HostStats, after: HostStats, times: list[float], kept_tokens: int, ready_ms: float) -> Batch:
     count = len(times)
     return Batch(
         times,
@@ -185,5 +203,6 @@ def _difference(before: HostStats, after: HostStats, times: list[float], ready_m
         (after.tokens_covered - before.tokens_covered) / count,
         1e3 * (after.wait_seconds - before.wait_seconds) / count,
         1e3 * (after.attend_seconds - before.attend_seconds) / count,
+        kept_tokens,
         ready_ms,
     )

@@ -85,7 +85,8 @@ def run_long_context_benchmark(
         client = Client(engine, ready.vocab_size, ready.profiles)
         assert deployment.host is not None, "long contexts: a deployment with a host section"
         rows = deployment.host.rows
-        gate = check_host_path(client, floors.capacity, rows, profiles, benchmark.batches[-1], console)
+        with client.fixed_residence():
+            gate = check_host_path(client, floors.capacity, rows, profiles, benchmark.batches[-1], console)
         prompts = [client.prompt(benchmark.context) for _ in range(benchmark.prompts)]
         served: dict[str, Served] = {}
         for profile in profiles:
@@ -135,7 +136,7 @@ def _serve(
                 first_token_s.append(seconds)
         batches[batch] = client.steps(batch, benchmark.steps, benchmark.seconds)
         peak_host = max(peak_host, client.host_stats().bytes_used / GIB)
-        floor = floors.decode(profile, benchmark.context, batch, batches[batch].rows_read)
+        floor = floors.decode(profile, benchmark.context, batch, batches[batch].rows_read, batches[batch].kept_tokens)
         _print_batch(console, batch, batches[batch], floor)
     if is_first:
         device = torch.device(floors.plan.device)
@@ -153,7 +154,8 @@ def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor) ->
     timing = summarise(measured.step_ms)
     console.print(
         f"  batch {batch}: {timing.ms:.2f} ms a step ({timing.p10:.2f}-{timing.p90:.2f} in {len(measured.step_ms)}), "
-        f"{measured.fraction_read:.2%} of what heads have down read, host waits {measured.wait_ms:.2f} ms and attends "
+        f"{measured.fraction_read:.2%} of what heads have down read, {measured.kept_tokens:,} tokens kept on the "
+        f"device, host waits {measured.wait_ms:.2f} ms and attends "
         f"{measured.attend_ms:.2f}, before the first one {measured.ready_ms:.0f} for tables; floor {floor.ms:.2f} "
         f"({floor.text})",
         highlight=False,
@@ -195,7 +197,7 @@ def _rows(
         theirs = served[peer] if peer else None
         profile = profiles[name]
         for batch, measured in ours.batches.items():
-            floor = floors.decode(profile, benchmark.context, batch, measured.rows_read)
+            floor = floors.decode(profile, benchmark.context, batch, measured.rows_read, measured.kept_tokens)
             timing = summarise(measured.step_ms)
             row = Row(
                 name=f"decode step, {name}", shape=f"{shape}, batch {batch}, context {benchmark.context:,}",
@@ -225,6 +227,7 @@ def _extras(ours: Served, measured: Batch, batch: int, step_ms: float) -> dict[s
         "tokens_per_s": 1e3 * batch / step_ms,
         "fraction_read": measured.fraction_read,
         "rows_read": measured.rows_read,
+        "kept_tokens": measured.kept_tokens,
         "host_wait_ms": measured.wait_ms,
         "host_attend_ms": measured.attend_ms,
         "first_step_ready_ms": measured.ready_ms,

@@ -42,12 +42,16 @@ class LongFloors:
     rates: dict[str, float]
     stream_gb_s: float
 
-    def decode(self, profile: Profile, context: int, batch: int, rows_read: float | None) -> Floor:
+    def decode(
+        self, profile: Profile, context: int, batch: int, rows_read: float | None, kept_tokens: int = 0
+    ) -> Floor:
         """A step of `batch` rows. rows_read: keys that the CPU reads in it, and as many values; None: not counted yet,
-        and the floor is the device's part alone.
+        and the floor is the device's part alone. kept_tokens: of all rows, those that the host has and the device reads.
         """
         weight_bytes = self.architecture.num_weights_read_per_token * self.plan.dtype_bytes
-        kv_bytes = batch * self._resident_bytes(profile, context)
+        kv_bytes = (
+            batch * self._resident_bytes(profile, context) + kept_tokens * len(self.shape.layers) * self._layer_bytes
+        )
         ms = (weight_bytes + kv_bytes) / self.stream_gb_s / 1e6
         text = f"{weight_bytes / 1e9:.3f} GB of weights, {kv_bytes / 1e9:.3f} of KV over {self.stream_gb_s:.0f} GB/s"
         if rows_read is None:
@@ -84,9 +88,13 @@ class LongFloors:
 
     def _resident_bytes(self, profile: Profile, context: int) -> int:
         """Keys and values of one context that are on the device."""
-        layer_bytes = self.architecture.kv_bytes_per_token(self.plan.dtype_bytes) // self.architecture.num_layers
         down = self._deposited(profile, context) * len(self.shape.layers)
-        return (context * self.architecture.num_layers - down) * layer_bytes
+        return (context * self.architecture.num_layers - down) * self._layer_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        """A token's keys and values in one layer, on the device."""
+        return self.architecture.kv_bytes_per_token(self.plan.dtype_bytes) // self.architecture.num_layers
 
     def _flops(self, begin: int, end: int) -> float:
         """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""

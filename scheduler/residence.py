@@ -53,6 +53,7 @@ class Residence:
         self.contexts: HostContexts | None = None
         self._of_context: dict[HostContext, Sequence] = {}  # those that are held
         self._releases: list[Release] = []
+        self.is_adaptive = capacity.host is not None and capacity.host.is_adaptive
         if capacity.host is not None:
             bytes_of_run = capacity.host.bytes_of_run
             self.contexts = HostContexts(
@@ -218,7 +219,7 @@ class Residence:
         first, last = self._blocks(begin), self._blocks(end)
         page_ids = sequence.pages[first:last]
         contexts.deposit(context, page_ids)
-        if not host.is_adaptive:
+        if not self.is_adaptive:
             given = self._give_up(context, last - first)
             assert given, "room for what is released was made when it was reserved"
         is_sampled = self._profile(sequence).is_sampled
@@ -401,7 +402,7 @@ class Residence:
         Idle contexts give up theirs first, the source's last.
         """
         host, contexts = self._host
-        if not host.is_adaptive:
+        if not self.is_adaptive:
             return num_own
         idle = [one for one in contexts.yielding() if not one.is_held]
         self._yield_pages(num_own + num_other, [one for one in idle if one is not source])
@@ -427,7 +428,7 @@ class Residence:
     def _num_dense_blocks(self, sequence: Sequence, end: int) -> int:
         """Pages that its dense layers take where its next deposit, which ends at `end`, leaves the device at once."""
         host, context = self._host[0], sequence.context
-        if host.is_adaptive or context is None:
+        if self.is_adaptive or context is None:
             return 0
         num_own = self._blocks(end - host.sink_tokens) - context.size.num_shared
         return host.layout.blocks_for(num_own) - len(context.storage)
