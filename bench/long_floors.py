@@ -46,7 +46,8 @@ class LongFloors:
         self, profile: Profile, context: int, batch: int, rows_read: float | None, kept_tokens: int = 0
     ) -> Floor:
         """A step of `batch` rows. rows_read: keys that the CPU reads in it, and as many values; None: not counted yet,
-        and the floor is the device's part alone. kept_tokens: of all rows, those that the host has and the device reads.
+        and the floor is the device's part alone. kept_tokens: of all rows, those that the host has and the device
+        reads.
         """
         weight_bytes = self.architecture.num_weights_read_per_token * self.plan.dtype_bytes
         kv_bytes = (

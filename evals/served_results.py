@@ -46,7 +46,9 @@ def _listed(settings: Settings) -> str:
 def _hosts() -> list[HostConfig]:
     """The `host` sections that these methods are run with."""
     shared = [(method.shared_key, settings) for method in list_methods().values() for settings in method.scored]
-    return [HostConfig(resident_tokens=0, **({key: settings} if key else {})) for key, settings in shared]
+    return [
+        HostConfig(resident_tokens=0, residency="fixed", **({key: settings} if key else {})) for key, settings in shared
+    ]
 
 
 def served_cells(lengths: Sequence[int], samples: int | None, tasks: Sequence[str]) -> list[Cell]:

@@ -267,6 +267,15 @@ class HostContexts:
         for context in list(self._contexts.values()):
             self._close_unused(context)
 
+    def num_standing(self, context: HostContext) -> int:
+        """Pages of the device that it and what it stands on have at least, once all is released."""
+        pages, one = len(context.sink_pages), context
+        while True:
+            pages += self._layout.blocks_for(one.num_own)
+            if one.parent is None:
+                return pages
+            one = one.parent
+
     def idle_pages(self, kept: Collection[HostContext]) -> set[int]:
         """Pages of the device that are free once idle contexts are gone, all but `kept` and what these stand on."""
         num_idle_holders = Counter(page for context in self._idle(kept) for page in _held(context))

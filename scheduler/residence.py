@@ -38,6 +38,18 @@ class Start:
     source: HostContext | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a prompt takes that goes down: its own blocks; pages of all layers at once, and those that it may take soon,
+    `num_spare`; and the context that it is admitted with.
+    """
+
+    num_own: int
+    num_new: int
+    num_spare: int
+    size: RunSize
+
+
 class Residence:
     """`profiles`: those that are served, by name; `model_key` names the model in prefix hashes."""
 
@@ -85,7 +97,10 @@ class Residence:
         first, last = self._blocks(host.sink_tokens), self._blocks(end)
         source, num_shared = contexts.find(sequence.hashes, first, max(first, min(last, sequence.num_usable_blocks)))
         size = self._admitted_size(sequence, num_shared, end)
-        if source is not None and not contexts.num_held and not contexts.has_room(size, source):
+        if source is not None and (
+            (not contexts.num_held and not contexts.has_room(size, source))
+            or not self._fits_beside(sequence, source, num_shared)
+        ):
             source, num_shared = None, 0  # nobody else will make room: what it stands on must go
         begin = host.sink_tokens + num_shared * self._capacity.page_tokens if source is not None else 0
         return Start(begin, end, source)
@@ -126,16 +141,12 @@ class Residence:
         """Likewise, for a prompt of which a part goes down. What is not released of it takes what pages are left."""
         host, contexts = self._host
         source = start.source
-        num_sink, num_run = self._blocks(host.sink_tokens), self._blocks(start.end - host.sink_tokens)
-        num_window = sequence.num_pages - num_sink - num_run
         num_shared = 0 if source is None else self._blocks(start.begin - host.sink_tokens)
-        num_own = num_run - num_shared
-        num_new = num_window if source is not None else num_window + num_sink
-        num_spare += self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens) - num_sink - num_window
+        need = self._need(sequence, start.end, num_shared, with_sink=source is None)
+        num_own, num_new, size = need.num_own, need.num_new, need.size
+        num_spare += need.num_spare
         kept = kept if source is None else [*kept, source]
         num_least = num_new + host.layout.blocks_for(num_own)
-        size = self._admitted_size(sequence, num_shared, start.end)
-        num_spare += self._num_coming_blocks(size, num_own)
         if not self.has_pages(num_least + num_spare, kept) or not self._free_pages(num_least, kept):
             return False
         num_released = self._num_to_release(num_own, num_new + num_spare, source)
@@ -145,14 +156,14 @@ class Residence:
             return False
         context = contexts.add(size, source)
         if context is None and not contexts.num_held:  # it has the host to itself: no room to grow, but it fits
-            context = contexts.add(replace(size, num_blocks=num_run), source)
+            context = contexts.add(replace(size, num_blocks=num_shared + num_own), source)
         if context is None:
             return False
         if source is not None:
             sink = context.sink_pages
             self.pages.hold(sink)
         else:
-            sink = self.pages.allocate(num_sink)
+            sink = self.pages.allocate(self._blocks(host.sink_tokens))
             contexts.keep_sink(context, sink)
         if num_released:
             contexts.deposit_released(context, num_released)
@@ -160,7 +171,8 @@ class Residence:
         context.is_open, context.is_written = True, False
         sequence.context = context
         self._of_context[context] = sequence
-        sequence.pages = sink + context.pages + self.pages.allocate(num_window)
+        sequence.pages = sink + context.pages
+        sequence.pages += self.pages.allocate(sequence.num_pages - len(sequence.pages))
         return True
 
     def finish_prefill(self, sequence: Sequence) -> None:
@@ -355,6 +367,24 @@ class Residence:
         return self._host[0].sink_tokens + context.num_released * self._capacity.page_tokens
 
     # --- room ---------------------------------------------------------------------------------------------------------
+
+    def _need(self, sequence: Sequence, end: int, num_shared: int, with_sink: bool) -> "_Need":
+        """Of a prompt whose run ends at `end`, `num_shared` blocks of it another's."""
+        host = self._host[0]
+        num_sink, num_run = self._blocks(host.sink_tokens), self._blocks(end - host.sink_tokens)
+        num_window = sequence.num_pages - num_sink - num_run
+        size = self._admitted_size(sequence, num_shared, end)
+        most = self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens)
+        coming = self._num_coming_blocks(size, num_run - num_shared)
+        num_new = num_window + num_sink * with_sink
+        return _Need(num_run - num_shared, num_new, most - num_sink - num_window + coming, size)
+
+    def _fits_beside(self, sequence: Sequence, source: HostContext, num_shared: int) -> bool:
+        """Whether there are pages for a prompt beside what its source keeps, all others gone."""
+        host, contexts = self._host
+        need = self._need(sequence, sequence.run_end, num_shared, with_sink=False)
+        num_least = need.num_new + need.num_spare + host.layout.blocks_for(need.num_own)
+        return num_least + contexts.num_standing(source) <= self.pages.num_pages
 
     def _free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
         """Whether so many are free. What the host has gives way to that, and then idle contexts, but not `kept`."""

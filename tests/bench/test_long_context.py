@@ -20,6 +20,7 @@ from bench.step_trace import STEPS
 from cpu.decode_step import StepAttention
 from cpu.pieces import SAMPLED
 from cpu.tables import build_tables
+from gpu.kv.layout import PageLayout
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import HostCapacity
 from scheduler.load import load_engine
@@ -34,7 +35,13 @@ SMALL_GIB = 0.0625  # what rates are measured over; the machine's own size takes
 DEPLOYMENT = {
     "model": {"random_weights": "tiny", "tokenizer": Path("deploy/models/reference")},
     "gpu": {"device": "cpu", "kv_cache_gib": 0.05, "threads": 1},
-    "host": {"memory_limit_gib": 0.5, "resident_tokens": 128, "dense_layers": [0], "threads": 1},
+    "host": {
+        "memory_limit_gib": 0.5,
+        "resident_tokens": 128,
+        "dense_layers": [0],
+        "threads": 1,
+        "residency": "fixed",
+    },
     "scheduler": {"max_running": 2, "max_context_tokens": 4096},
 }
 
@@ -242,7 +249,7 @@ def test_a_count_of_two_reads_in_a_hundred_too_many_gives_no_number(client, monk
 
 
 def test_a_deployment_whose_device_holds_no_prompt_that_goes_down_gives_no_number():
-    capacity = HostCapacity(16, 8, 1 << 30, 16, 64, 128, 4096, lambda *_: 0)
+    capacity = HostCapacity(16, PageLayout(4, 1, 8), True, 1 << 30, 16, 64, 128, 4096, lambda *_: 0)
     client = SimpleNamespace(longest_tokens={"exact": 4096, "offloaded": 8192})
     offloaded = resolve_profiles({}, HostConfig())["offloaded"]
     with pytest.raises(GateError, match="goes down from 4,097 tokens on, and exact and offloaded have room for 4,064"):
@@ -258,6 +265,7 @@ class FirstStepWaits:
         self.ask_times = SimpleNamespace(ready_s=0.0)
         self._runner = self
         self.decode_steps = SimpleNamespace(drain=lambda: None)
+        self.scheduler = SimpleNamespace(_running=[], residence=SimpleNamespace(page_tokens=16))
         self._steps = 0
 
     def submit(self, requests) -> None:

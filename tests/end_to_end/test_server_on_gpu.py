@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 CHANGES = {
     "gpu": {"device": "cuda", "kv_cache_gib": 0.5},
     "host": {
+        "residency": "fixed",
         "memory_limit_gib": 1.0,
         "threads": 2,
         "resident_tokens": 256,

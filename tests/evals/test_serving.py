@@ -53,7 +53,7 @@ def config(tmp_path: Path) -> Path:
     """A deployment whose contexts leave the device at once."""
     path = tmp_path / "tier.yaml"
     sampled = {"bits_per_table": 4, "num_tables": 40}
-    host = {"memory_limit_gib": 0.25, "threads": 1, "resident_tokens": 0, "sampled": sampled}
+    host = {"memory_limit_gib": 0.25, "threads": 1, "resident_tokens": 0, "residency": "fixed"} | {"sampled": sampled}
     tree = {"model": {"random_weights": "elsewhere"}, "gpu": {"kv_cache_gib": 0.5, "threads": 1}, "host": host}
     path.write_text(json.dumps(tree))
     return path

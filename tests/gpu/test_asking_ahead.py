@@ -230,7 +230,9 @@ def step_ahead(twins: Twins, slots: list[int], num_steps: int) -> None:
         ]  # fmt: skip
         step = twins.deposits.launch(plan)
         for deposit in due:
-            twins._settle(deposit)
+            twins.sequences[deposit.slot].run_end = deposit.end
+        for release in plan.releases:
+            twins._settle(release)
         exact = twins.exact.launch(StepPlan(page_writes=writes, decode=[replace(plan.decode[0], asks=None)]))
         if before is not None:
             collect_both(*before)

@@ -16,6 +16,7 @@ HOST = {
     "memory_limit_gib": 0.5,
     "threads": 1,
     "resident_tokens": 256,
+    "residency": "fixed",
     "sampled": {"bits_per_table": 8, "num_tables": 75},
 }
 PROFILES = {"careful": {"host": {"method": "sampled", "num_tables": 75}}, "whole": {"host": "offloaded"}}
