@@ -10,6 +10,7 @@ from rich.console import Console
 import bench.long_gate
 from bench.long_gate import Agreement, check_host_path
 from bench.rows import GateError
+from gpu.kv.layout import PageLayout
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import HostCapacity
 from transfer.config import HostConfig
@@ -17,7 +18,7 @@ from transfer.config import HostConfig
 # Root mean squares in nats, as measured: the device from itself in bf16 with 12 layers, and what one query head's
 # answer lost in one of ten layers comes to, in bf16 and in float32.
 OWN_BFLOAT16, LOST_BFLOAT16, LOST_FLOAT32 = 0.03, 0.07, 0.06
-CAPACITY = HostCapacity(16, 1000, 1 << 30, 16, 64, 128, 512, lambda *_: 0)
+CAPACITY = HostCapacity(16, PageLayout(4, 1, 1000), False, 1 << 30, 16, 64, 128, 512, lambda *_: 0)
 
 
 def agreement(apart: float, allowed: float, single: float = 0.0) -> Agreement:
