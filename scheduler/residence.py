@@ -23,6 +23,8 @@ _AHEAD_TOKENS = (
     2048  # of a long context's output, paid for when it is admitted: it runs a while before it must give way
 )
 
+_RELEASED_LUMPS = 8  # at once, at most
+
 Shortage = Literal["pages", "host"]
 
 
@@ -232,8 +234,9 @@ class Residence:
         page_ids = sequence.pages[first:last]
         contexts.deposit(context, page_ids)
         if not self.is_adaptive:
-            given = self._give_up(context, last - first)
-            assert given, "room for what is released was made when it was reserved"
+            while context.num_resident:
+                given = self._give_up(context, context.num_resident)
+                assert given, "room for what is released was made when it was reserved"
         is_sampled = self._profile(sequence).is_sampled
         return Deposit(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
 
@@ -403,8 +406,12 @@ class Residence:
                     break
 
     def _give_up(self, context: HostContext, num_blocks: int) -> bool:
-        """Whether it gave up resident pages of some blocks: the device hears of it, and all that read them."""
-        given = self._host[1].give_up(context, num_blocks)
+        """Whether it gave up resident pages of some blocks: the device hears of it, and all that read them.
+
+        Of no more than a few lumps: the device holds the dense layers' rows of a release twice for a moment.
+        """
+        most = _RELEASED_LUMPS * self._blocks(self._host[0].lump_tokens)
+        given = self._host[1].give_up(context, min(num_blocks, most))
         if given is None:
             return False
         first = self._blocks(self._host[0].sink_tokens) + given.first

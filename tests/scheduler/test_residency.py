@@ -106,6 +106,20 @@ def test_a_fork_and_what_it_stands_on_give_up_shared_pages_together() -> None:
     check_idle(engine, runner)
 
 
+def test_a_release_is_of_a_few_lumps_at_most() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=100)
+    start(engine, ask("a", prompt_of(1200), max_tokens=60))
+    residence = engine.scheduler.residence
+    context = context_of(engine, "a")
+    residence._yield_pages(residence.pages.num_pages, [context])
+    assert context.num_resident == 0
+    drain(engine)
+    sizes = [len(release.page_ids) for release in releases_of(runner)]
+    assert max(sizes) == 8 * LUMP // PAGE
+    assert sum(sizes) >= context.num_blocks - LUMP // PAGE
+    check_idle(engine, runner)
+
+
 def test_a_prefill_keeps_the_pages_that_it_writes() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=100, chunk_tokens=64)
     request = ask("a", prompt_of(400), max_tokens=4)
