@@ -53,6 +53,7 @@ class Client:
         self.longest_tokens = longest_tokens
         self.longest_ready_s = 0.0  # that a step waited for copies to land and tables to stand; reset by who reads it
         self._number = 0
+        self._num_drawn = 0  # tokens that belong to the next step
 
     def prompt(self, num_tokens: int) -> list[int]:
         """Random tokens, other ones at each call."""
@@ -116,8 +117,9 @@ class Client:
 
         Steps that warm up come before, so all take `limit_s` and a step, or MIN_STEPS and as many, whichever is more.
         """
+        self._num_drawn = 0
         for _ in range(_WARMUP_STEPS):
-            self.advance()
+            self.step(batch)
         ready_ms, self.longest_ready_s = 1e3 * self.longest_ready_s, 0.0
         before = self.host_stats()
         times: list[float] = []
@@ -147,9 +149,14 @@ class Client:
             residence.is_adaptive = was
 
     def step(self, batch: int) -> None:
-        """One step. Raises GateError where it draws no token for each of `batch` requests."""
-        num_tokens = sum(len(delta.token_ids) for delta in self.advance())
-        require(num_tokens == batch, f"a step drew {num_tokens} tokens; wanted {batch}")
+        """As many tokens as a step of `batch` requests draws, one for each, wherever these step. Raises GateError where
+        one request is gone, and with it its tokens.
+        """
+        num_running = len(self.engine.scheduler._running)
+        require(num_running == batch, f"{num_running} requests run; wanted {batch}")
+        while self._num_drawn < batch:
+            self._num_drawn += sum(len(delta.token_ids) for delta in self.advance())
+        self._num_drawn -= batch
 
     def host_stats(self) -> HostStats:
         """With all that was launched so far."""

@@ -116,6 +116,38 @@ def long(
         raise typer.Exit(1) from None
 
 
+def beside(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `host` section")],
+    short: Annotated[int, typer.Option(min=1, help="short streams")] = 8,
+    short_tokens: Annotated[int, typer.Option(min=1, help="of each one's prompt")] = 1024,
+    long_streams: Annotated[int, typer.Option("--long", min=1, help="long streams")] = 4,
+    long_tokens: Annotated[int, typer.Option(min=64, help="of each one's prompt")] = 98_304,
+    profile: Annotated[str, typer.Option(help="of long streams")] = "sampled",
+    seconds: Annotated[float, typer.Option(min=0.1, help="of a window")] = 5.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time short streams, long streams and a long prefill, each alone and beside the others."""
+    from bench.beside import BesideBenchmark, run_beside_benchmark
+    from bench.rows import GateError, report
+    from gpu.profiles import ProfileError
+    from server.config import load_deployment
+
+    console = Console()
+    warn_if_busy(console)
+    deployment = load_deployment(config)
+    if deployment.host is None:
+        raise typer.BadParameter(f"{config} has no `host` section", param_hint="CONFIG")
+    running, most = short + long_streams, deployment.scheduler.max_running
+    if running > most:
+        raise typer.BadParameter(f"got {running} streams; {config} has scheduler.max_running {most}")
+    benchmark = BesideBenchmark(short, short_tokens, long_streams, long_tokens, profile, seconds)
+    try:
+        report(run_beside_benchmark(benchmark, deployment, console), json_file, console)
+    except (GateError, ProfileError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
 def parse_batches(text: str) -> tuple[int, ...]:
     """`1,8` to (1, 8). Raises BadParameter."""
     try:

@@ -37,6 +37,11 @@ class Timer:
             self._events[1].synchronize()
 
     @property
+    def is_over(self) -> bool:
+        """Whether the device has passed the end."""
+        return not self._events or self._events[1].query()
+
+    @property
     def seconds(self) -> float:
         """After `wait`."""
         if self._events:
@@ -70,6 +75,11 @@ class InFlight:
     failures: dict[int, str]
     all_failures: dict[int, str]
     behind: "InFlight | None" = field(default=None, init=False)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `collect` would not wait."""
+        return all(awaited.answers.is_over for awaited in self.awaited) and self.whole.is_over
 
     def collect(self) -> StepResult:
         """Wait for the step, and only for it, and read its tokens: finished prompts, decode groups, failed slots.

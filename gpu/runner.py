@@ -21,6 +21,7 @@ from gpu.host.slot_exchange import SlotExchange
 from gpu.in_flight import Awaited, InFlight, Timer
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.pool import KvPool
+from gpu.lanes import LaneStreams
 from gpu.methods.device_side import Site, make_device_sides
 from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
@@ -33,6 +34,7 @@ from gpu.step import (
     DecodeGroup,
     Deposit,
     HostAsk,
+    Lane,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
@@ -85,6 +87,7 @@ class Runner:
             device,
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
+        self._lanes = LaneStreams(device)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         site = Site(None if tier is None else tier.shape, dtype, device)
         methods = make_device_sides(parts, site)
@@ -94,9 +97,10 @@ class Runner:
         depositor = None if tier is None else Depositor(tier.shape, encode_keys, device, Streams(device))
         self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
-        workspace = workspace_for(
-            max_running, architecture.num_heads, architecture.num_kv_heads, architecture.dim, max_context_tokens, device
-        )
+        heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
+        workspaces = [
+            workspace_for(max_running, *heads, max_context_tokens, device) for _ in range(1 if tier is None else 2)
+        ]
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._last: InFlight | None = None
         self._offload: Offload | None = None
@@ -112,8 +116,10 @@ class Runner:
             halving = Halving(always=1 if device.type == "cpu" else None)  # the CPU computes both sides
             asking = Asking(tier, exchanges, halving, self.ask_times)
         asked_layers = () if tier is None else tuple(tier.shape.layers)
-        loop = LayerLoop(decoder, asked_layers, self._last_tokens, workspace, methods, checks_coverage)
-        self.decode_steps = DecodeSteps(loop, asking)
+        loop = LayerLoop(
+            decoder, asked_layers, self._last_tokens, workspaces[0], workspaces[-1], methods, checks_coverage
+        )
+        self.decode_steps = DecodeSteps(loop, asking, self._lanes.stream(Lane.HOST))
 
     @property
     def num_prefill_jobs(self) -> int:
@@ -183,13 +189,18 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
-        """Start a step, in the plan's field order; on the CPU it has run when this returns. On CUDA a thread gives what
-        it asks of the host; only a step that no graph was captured for is launched layer by layer, behind its answers.
+        """Start a step in its lane, in the plan's field order; on the CPU it has run when this returns. On CUDA a
+        thread gives what it asks of the host; only a step that no graph was captured for is launched layer by layer,
+        behind its answers.
         """
+        with self._lanes.enter(plan.lane, plan.is_fenced):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> InFlight:
         whole = Timer(self.device)
         whole.mark(0)
         for slot in plan.released_slots:
-            self._sampler.release(slot)
+            self._lanes.keep(self._sampler.release(slot))
             self._failures.pop(slot, None)
         for job_id in plan.dropped_jobs:
             self._prefill.drop(job_id)

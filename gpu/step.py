@@ -6,6 +6,7 @@ changed. All ranges are half-open, all positions 0-based.
 """
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
@@ -13,6 +14,17 @@ from gpu.sampling.params import SamplingParams
 
 NOT_FINITE = -1
 NOTHING_LEFT = -2
+
+
+class Lane(Enum):
+    """Steps of one lane are carried out in the order of their launches; those of two run side by side.
+
+    HOST: of rows that wait for the host's answers. DEVICE: of what needs the device alone: units, and other rows. All
+    of a plan goes in its one lane, and where there is but one that is DEVICE.
+    """
+
+    DEVICE = "device"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +199,10 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step, carried out in field order."""
+    """One engine step, carried out in field order. is_fenced: behind all that was launched before it in any lane."""
 
+    lane: Lane = Lane.DEVICE
+    is_fenced: bool = False
     released_slots: list[int] = field(default_factory=list)
     dropped_jobs: list[int] = field(default_factory=list)
     closed_contexts: list[int] = field(default_factory=list)
@@ -207,6 +221,7 @@ class StepPlan:
             or self.closed_contexts
             or self.deposits
             or self.releases
+            or self.page_writes
             or self.units
             or self.decode
         )

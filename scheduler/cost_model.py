@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from gpu.model.architecture import Architecture
-from gpu.step import LogitsUnit, PrefillUnit, Unit
+from gpu.step import Lane, LogitsUnit, PrefillUnit, Unit
 
 _FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
 _WINDOW_STEPS = 64
@@ -47,7 +47,7 @@ class CostModel:
         self._logits = _Fit([])
         self._largest_tokens = 0
         self._largest_rows = 0
-        self.decode_seconds = 0.0
+        self.decode_seconds = dict.fromkeys(Lane, 0.0)  # of a decode step in a lane; 0: none has run
 
     def knows(self, unit: Unit) -> bool:
         """Whether what it takes is more than a guess: of logits, once some have run."""
@@ -101,10 +101,10 @@ class CostModel:
         terms = [self._terms(unit.end - unit.begin, end) for unit, end in zip(units, contexts, strict=True)]
         self._layers.observe(np.sum(terms, axis=0), seconds)
 
-    def observe_decode(self, seconds: float) -> None:
+    def observe_decode(self, lane: Lane, seconds: float) -> None:
         if seconds > 0:
-            known = self.decode_seconds or seconds
-            self.decode_seconds = known + _SMOOTHING * (seconds - known)
+            known = self.decode_seconds[lane] or seconds
+            self.decode_seconds[lane] = known + _SMOOTHING * (seconds - known)
 
     def _terms(self, num_tokens: int, context: int) -> tuple[float, float, float]:
         """1, projection FLOPs, attention FLOPs over the mean context of the chunk."""

@@ -1,8 +1,9 @@
 """The engine: one loop that plans a step, launches it, and tells requests what came of the one before.
 
-Knows the scheduler and the devices, which `scheduler.load` makes and hands to it. On CUDA a step is planned and
-launched while the one before still runs (the device works in launch order) and perhaps awaits the CPU's answers, so it
-never waits for Python; on the CPU a launch computes.
+Knows the scheduler and the devices, which `scheduler.load` makes and hands to it. On CUDA a lane's step is planned and
+launched while the one before it still runs (the device works in launch order) and perhaps awaits the CPU's answers, so
+it never waits for Python; on the CPU a launch computes. Invariant: a lane has two steps in flight at most, and a fenced
+one is told of behind all that were launched before it.
 """
 
 import logging
@@ -12,12 +13,17 @@ from collections.abc import Callable
 from cpu.tier import CpuTier
 from gpu.in_flight import InFlight
 from gpu.runner import Runner
+from gpu.step import Lane, StepPlan
 from scheduler.decode_reads import DecodeReads
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+_MOST_IN_FLIGHT = 2  # steps of a lane
+_LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
+_LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwhile are looked at
 
 
 class Engine:
@@ -28,7 +34,7 @@ class Engine:
         self._runner = runner
         self._tier = tier
         self._is_pipelined = is_pipelined
-        self._in_flight: InFlight | None = None
+        self._in_flight: list[tuple[StepPlan, InFlight]] = []  # in the order of their launches
         self._num_steps = 0
         self._step_seconds = 0.0
         self._decode_context_tokens = 0
@@ -37,7 +43,7 @@ class Engine:
     def has_work(self) -> bool:
         """Also once all requests are gone: what they held on the device and the host is given back now."""
         scheduler = self.scheduler
-        return scheduler.num_unfinished > 0 or self._in_flight is not None or scheduler.has_changes
+        return scheduler.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes
 
     def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
         """What `queue` takes, its prompts hashed: the one thing that any thread may ask. `rest` is called every tenth
@@ -56,17 +62,13 @@ class Engine:
         self.scheduler.cancel(request_ids)
 
     def step(self) -> list[Delta]:
-        """Launch the next step if there is one, and report a finished one if there is one."""
+        """Launch each lane's next step if there is one, and report a finished one if there is one."""
         began = time.perf_counter()
-        plan = self.scheduler.schedule()
-        launched = None if plan.is_empty else self._runner.launch(plan)
-        waited, self._in_flight = self._in_flight, launched
-        deltas = self._collect(waited)
-        if not self._is_pipelined:
-            waited, self._in_flight = self._in_flight, None
-            deltas += self._collect(waited)
-        self._num_steps += launched is not None
-        self._decode_context_tokens += sum(place + 1 for group in plan.decode for place in group.positions)
+        plans = [plan for lane in self.scheduler.lanes if (plan := self._launch(lane)) is not None]
+        deltas = []
+        most = _MOST_IN_FLIGHT - 1 if self._is_pipelined else 0
+        if not plans or any(self._num_in_flight(plan.lane) > most for plan in plans):
+            deltas = self._collect(self._next_over())
         self._step_seconds += time.perf_counter() - began
         return deltas
 
@@ -94,8 +96,8 @@ class Engine:
         The engine steps no more.
         """
         if self._tier is not None:
-            if self._in_flight is not None:
-                self._in_flight.collect()
+            for _, step in self._in_flight:
+                step.collect()
             self._runner.shutdown()
             self._tier.shutdown()
 
@@ -120,5 +122,43 @@ class Engine:
             attend_seconds=tier.attention.attend_s,
         )
 
-    def _collect(self, step: InFlight | None) -> list[Delta]:
-        return [] if step is None else self.scheduler.postprocess(step.collect())
+    def _launch(self, lane: Lane) -> StepPlan | None:
+        """A lane's next step, if it may have one and there is one."""
+        if self._num_in_flight(lane) == _MOST_IN_FLIGHT:
+            return None
+        plan = self.scheduler.schedule(lane)
+        if plan.is_empty:
+            return None
+        self._in_flight.append((plan, self._runner.launch(plan)))
+        self._num_steps += 1
+        self._decode_context_tokens += sum(place + 1 for group in plan.decode for place in group.positions)
+        return plan
+
+    def _num_in_flight(self, lane: Lane) -> int:
+        return sum(plan.lane is lane for plan, _ in self._in_flight)
+
+    def _next_over(self) -> int | None:
+        """Which step in flight is told of next: the only one there may be, or the first that is over; None if that
+        takes long. It waits.
+        """
+        firsts = [index for index in range(len(self._in_flight)) if self._may_be_next(index)]
+        if len(self.scheduler.lanes) == 1:
+            return firsts[0] if firsts else None
+        until = time.perf_counter() + _LOOKING_SECONDS
+        while firsts and time.perf_counter() < until:
+            for index in firsts:
+                if self._in_flight[index][1].is_over:
+                    return index
+            time.sleep(_LOOK_SECONDS)
+        return None
+
+    def _may_be_next(self, index: int) -> bool:
+        """Whether it is its lane's first, and of all, if it is fenced."""
+        before, plan = self._in_flight[:index], self._in_flight[index][0]
+        return not before or not (plan.is_fenced or any(other.lane is plan.lane for other, _ in before))
+
+    def _collect(self, index: int | None) -> list[Delta]:
+        if index is None:
+            return []
+        plan, step = self._in_flight.pop(index)
+        return self.scheduler.postprocess(step.collect(), plan.lane)

@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
+from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.load import DTYPES, load_architecture, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
 from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
+from gpu.step import Lane
 from scheduler.capacity import plan_capacity
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
@@ -58,7 +60,9 @@ def load_engine(
         on_progress=on_progress,
     )
     capacity = plan_capacity(plan, shape)
-    scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), profiles)
+    has_lanes = tier is not None and plan.device == "cuda" and not LAUNCHES_BLOCK
+    lanes = (Lane.HOST, Lane.DEVICE) if has_lanes else (Lane.DEVICE,)
+    scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), profiles, lanes)
     if plan.device == "cuda":
         rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}

@@ -20,8 +20,11 @@ from gpu.step import (
     NOT_FINITE,
     DecodeGroup,
     Deposit,
+    Lane,
     PageWrite,
+    PrefillJob,
     PrefillUnit,
+    Release,
     SampledToken,
     StepPlan,
     StepResult,
@@ -33,6 +36,7 @@ from scheduler.capacity import Capacity
 from scheduler.config import SchedulerConfig
 from scheduler.cost_model import CostModel
 from scheduler.host_contexts import HostContext
+from scheduler.lanes import Lanes
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import finish_reason, make_delta, make_failure, make_progress
@@ -73,7 +77,7 @@ class _Changes:
 
 
 class Scheduler:
-    """`profiles`: the attention profiles that requests may name; `model_key` names the model."""
+    """`profiles`: the attention profiles that requests may name; `model_key` names the model; `lanes`: the device's."""
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class Scheduler:
         capacity: Capacity,
         model_key: bytes,
         profiles: Mapping[str, Profile],
+        lanes: Iterable[Lane] = (Lane.DEVICE,),
     ) -> None:
         self._config = config
         self._capacity = capacity
@@ -95,7 +100,8 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}  # not finished
         self._admission = Admission(config, capacity.max_hidden_tokens, self.residence, self._prefill)
         self._running: list[Sequence] = []
-        self._launched: deque[_Launched] = deque()
+        self._lanes = Lanes(lanes)
+        self._launched: dict[Lane, deque[_Launched]] = {lane: deque() for lane in self._lanes.all}
         self._changes = _Changes()
         self._seconds_since_decode = 0.0  # of prefill units, as estimated
         self.num_preemptions = 0
@@ -154,30 +160,41 @@ class Scheduler:
 
     # --- the next step ------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan:
-        """The next step; empty when there is nothing to launch until a result or a request comes in.
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return self._lanes.all
 
-        A plan that is not empty must be launched, and its result given to `postprocess` in the same order.
+    def schedule(self, lane: Lane = Lane.DEVICE) -> StepPlan:
+        """The next step of a lane; empty when there is nothing to launch until a result or a request comes in.
+
+        A plan that is not empty must be launched, and its result given to `postprocess`, a lane's in order.
         """
-        writes = self._grow_running()
-        deposits, runs = self._deposit()
-        new_jobs, new_writes = self._admission.admit(list(self._holding()))
-        drawing = [sequence for sequence in self._running if sequence.wants_draw]
+        stepping = self._stepping_in(lane)
+        if lane is Lane.HOST and not stepping:
+            return StepPlan(lane)
+        writes = self._grow_running(stepping)
+        deposits, runs = self._deposit(stepping)
+        new_jobs, new_writes = self._admit(lane)
+        still = set(self._stepping_in(lane))
+        drawing = [sequence for sequence in stepping if sequence in still and sequence.wants_draw]
         entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
         budget = self._prefill_seconds() - self._seconds_since_decode if drawing else None
-        units, finished = self._prefill.next_units(budget)
+        units, finished = self._prefill.next_units(budget) if lane is Lane.DEVICE else ([], [])
         contexts = [entries[unit.job_id].context_of(unit) for unit in units]
         if budget is not None and self._decode_can_wait(units, contexts, budget):
             drawing = []
         groups = self._group(drawing)
-        changes, self._changes = self._changes, _Changes()
+        changes = self._take_changes(lane)
+        releases, page_writes = self.residence.take_releases(), writes + new_writes
         plan = StepPlan(
+            lane=lane,
+            is_fenced=self._fence(lane, stepping, releases, takes=bool(page_writes or new_jobs)),
             released_slots=changes.released_slots,
             dropped_jobs=changes.dropped_jobs,
-            closed_contexts=self.residence.take_closed(),
+            closed_contexts=self.residence.take_closed() if lane is Lane.DEVICE else [],
             deposits=deposits,
-            releases=self.residence.take_releases(),
-            page_writes=writes + new_writes,
+            releases=releases,
+            page_writes=page_writes,
             new_jobs=new_jobs,
             units=units,
             decode=groups,
@@ -186,20 +203,22 @@ class Scheduler:
             return plan
         slots = {sequence.slot: sequence for sequence in self._holding()}
         drawn = {sequence.slot: sequence for sequence in drawing}
+        for sequence in stepping:
+            sequence.lane = lane if sequence.state is State.RUNNING else sequence.lane
         for sequence in drawing:
             sequence.num_in_flight += 1
         for entry in finished:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
             runs += [_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self._start_running(entry)
-        self._launched.append(_Launched(slots, drawn, units, contexts, runs))
+        self._launched[lane].append(_Launched(slots, drawn, units, contexts, runs))
         return plan
 
-    def postprocess(self, result: StepResult) -> list[Delta]:
-        """What the oldest launched plan's result means for its requests, in no particular order."""
-        launched = self._launched.popleft()
+    def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
+        """What the result of a lane's oldest launched plan means for its requests, in no particular order."""
+        launched = self._launched[lane].popleft()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
-        self._costs.observe_decode(result.decode_seconds)
+        self._costs.observe_decode(lane, result.decode_seconds)
         deltas = []
         for slot, why in result.failures.items():
             failed = launched.slots[slot]
@@ -232,11 +251,11 @@ class Scheduler:
             self._running.append(sequence)
         return {sequence.slot: sequence for sequence in entry.sequences}
 
-    def _grow_running(self) -> list[PageWrite]:
-        """What each sequence's next token needs, oldest first; the youngest give way if there is not enough."""
+    def _grow_running(self, stepping: list[Sequence]) -> list[PageWrite]:
+        """What the next token of each of these needs, oldest first; the youngest give way if there is not enough."""
         writes = []
         spared = self._spared_contexts()
-        for sequence in sorted(self._running, key=_arrival):
+        for sequence in sorted(stepping, key=_arrival):
             while sequence.wants_draw and (short := self.residence.reserve(sequence, spared)) is not None:
                 others = [other for other in self._holding() if short == "pages" or other.context is not None]
                 self._preempt_youngest([sequence, *others])
@@ -254,11 +273,11 @@ class Scheduler:
         is_alone = len(self._running) <= 1 and not self._prefill.jobs
         return [] if is_alone else self._admission.awaited()
 
-    def _deposit(self) -> tuple[list[Deposit], list[_Run]]:
-        """Old tokens of those that stayed go down."""
+    def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[_Run]]:
+        """Old tokens of those of these that stayed go down."""
         deposits: list[Deposit] = []
         runs: list[_Run] = []
-        for sequence in self._running:
+        for sequence in stepping:
             due = self.residence.deposit(sequence) if sequence.wants_draw else None
             if due is not None:
                 deposits.append(due)
@@ -298,6 +317,8 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Give back slot and pages. What a prefill has brought to the host is of no use before it ends."""
         self.residence.leave(sequence, is_kept=sequence.state is State.RUNNING and not sequence.has_failed)
+        self._lanes.give_back(sequence.lane)
+        sequence.lane = Lane.DEVICE
         self._changes.released_slots.append(sequence.slot)
         self._admission.free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -337,6 +358,31 @@ class Scheduler:
 
     # --- the shape of a step ------------------------------------------------------------------------------------------
 
+    def _stepping_in(self, lane: Lane) -> list[Sequence]:
+        """Those that run and step in this lane next, as things stand."""
+        if len(self._lanes.all) == 1:
+            return list(self._running)
+        asking = {sequence for sequence in self._running if self.residence.ask(sequence) is not None}
+        joins = bool(asking) and self._lanes.joins(self._costs.decode_seconds)
+        return [one for one in self._running if self._lanes.lane_of(one in asking, joins) is lane]
+
+    def _admit(self, lane: Lane) -> tuple[list[PrefillJob], list[PageWrite]]:
+        return self._admission.admit(list(self._holding())) if lane is Lane.DEVICE else ([], [])
+
+    def _take_changes(self, lane: Lane) -> _Changes:
+        """For the lane to hear of first that hands out slots."""
+        if lane is not Lane.DEVICE:
+            return _Changes()
+        changes, self._changes = self._changes, _Changes()
+        return changes
+
+    def _fence(self, lane: Lane, stepping: list[Sequence], releases: list[Release], takes: bool) -> bool:
+        if releases:
+            self._lanes.move()
+        is_other_busy = any(launched for other, launched in self._launched.items() if other is not lane)
+        comes = any(sequence.lane is not lane for sequence in stepping)
+        return self._lanes.fence(lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
+
     def _group(self, drawing: list[Sequence]) -> list[DecodeGroup]:
         """All in one group, so that they read the weights once, whatever their profiles and wherever their KV lies."""
         if not drawing:
@@ -354,7 +400,7 @@ class Scheduler:
     def _prefill_seconds(self) -> float:
         """Between two decode steps: prefill's share of the time, within the token gap target."""
         target, share = self._config.token_gap_target_ms / 1e3, self._config.prefill.share
-        decode = self._costs.decode_seconds
+        decode = self._costs.decode_seconds[Lane.DEVICE]
         return max(min(target - decode, decode * share / (1.0 - share)), _LEAST_PREFILL_SHARE * target)
 
     def _decode_can_wait(self, units: list[Unit], contexts: list[int], budget: float) -> bool:

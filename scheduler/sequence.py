@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from gpu.sampling.params import SamplingParams
+from gpu.step import Lane
 from scheduler.host_contexts import HostContext
 from scheduler.messages import EngineRequest
 
@@ -38,6 +39,7 @@ class Sequence:
     state: State = State.WAITING
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    lane: Lane = Lane.DEVICE  # that its last step was launched in
     context: HostContext | None = None  # in host memory, while it holds one
     left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
     num_in_flight: int = 0

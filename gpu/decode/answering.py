@@ -51,6 +51,11 @@ class Answers:
             return None if self._error is None else str(self._error)
         raise self._error
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last one is given, or none will be."""
+        return self._is_over.is_set()
+
     def end(self, error: BaseException | None) -> None:
         self._error = error
         self._is_over.set()

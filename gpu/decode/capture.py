@@ -14,17 +14,20 @@ WARMUP_RUNS = 2
 Result = TypeVar("Result")
 
 
-def capture(work: Callable[[], Result], pool: tuple[int, int] | None) -> tuple[torch.cuda.CUDAGraph, Result]:
+def capture(
+    work: Callable[[], Result], pool: tuple[int, int] | None, on: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, Result]:
     """The graph of `work`, and what it returned as it was captured: replays write there. pool: the memory that graphs
-    share of which one runs at a time, or None for its own.
+    share of which one runs at a time, or None for its own; on: the stream whose priority its kernels have, or None for
+    that of any.
     """
-    stream = torch.cuda.Stream()
+    stream = on or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARMUP_RUNS):
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=on):
         result = work()
     return graph, result

@@ -27,14 +27,16 @@ Step = Generator[None, None, Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerLoop:
     """asked_layers: those whose KV goes down, which a step with asks asks for; last_tokens: int64 `[max_slots + 1]`,
-    the last one for padding; methods: what they do on the device, in order; checks_coverage: in a debug run, every
-    layer counts what its partials cover.
+    the last one for padding; workspace, asking_workspace: of steps that ask nothing and of those that do, which may run
+    side by side; methods: what they do on the device, in order; checks_coverage: in a debug run, every layer counts
+    what its partials cover.
     """
 
     decoder: Decoder
     asked_layers: tuple[int, ...]
     last_tokens: Tensor
     workspace: Workspace
+    asking_workspace: Workspace
     methods: tuple[DeviceSide, ...]
     checks_coverage: bool
 
@@ -43,6 +45,7 @@ class LayerLoop:
         a hole. It stops once a layer that asks: what follows reads the answer, or awaits it on the device.
         """
         decoder = self.decoder
+        workspace = self.workspace if exchange is None else self.asking_workspace
         hidden = decoder.embed(self.last_tokens.index_select(0, rows.token_slots))
         for layer in range(decoder.architecture.num_layers):
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None)
@@ -53,7 +56,7 @@ class LayerLoop:
                 method.before(reads)
             if exchange is not None and reads.asks:  # first, so that the host reads while the device attends
                 exchange.ask(reads.query, reads.codes, reads.wanted, reads.excluded)
-            on_device = attend(reads, decoder.pool, decoder.scale, self.workspace, self.checks_coverage)
+            on_device = attend(reads, decoder.pool, decoder.scale, workspace, self.checks_coverage)
             filled: list[Partial] = []
             if exchange is not None and reads.asks:
                 yield

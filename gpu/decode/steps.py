@@ -101,11 +101,12 @@ class _Captured:
 
 
 class DecodeSteps:
-    """asking: None where nothing goes down to the host."""
+    """asking: None where nothing goes down to the host; asking_stream: of steps that ask, where they have their own."""
 
-    def __init__(self, loop: LayerLoop, asking: Asking | None) -> None:
+    def __init__(self, loop: LayerLoop, asking: Asking | None, asking_stream: torch.cuda.Stream | None = None) -> None:
         self.loop = loop
         self.asking = asking
+        self._asking_stream = asking_stream
         self._captured: dict[tuple[int, int], _Captured] = {}  # by parts that ask, 0 to 2, and size
         self._compiled = _compiled_step(loop)
         self._answering = None if asking is None else Answering(asking.exchanges, self._observe)
@@ -141,14 +142,16 @@ class DecodeSteps:
             self._answering.stop()
 
     def capture(self, batch_sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
-        """Capture steps for these batch sizes: all share one memory pool, since one runs at a time."""
+        """Capture steps for these batch sizes: those that ask share one memory pool, since one runs at a time, and so
+        do those that do not.
+        """
         if self.loop.checks_coverage:
             return  # it waits for the device in every layer
         max_running = len(self.loop.last_tokens) - 1
         steps = steps_to_capture(batch_sizes, max_running, self.asking is not None and not LAUNCHES_BLOCK)
-        pool = torch.cuda.graph_pool_handle()
+        pools = {asks: torch.cuda.graph_pool_handle() for asks in (False, True)}
         for done, (parts, size) in enumerate(steps):
-            self._captured[parts, size] = self._capture(parts, size, pool)
+            self._captured[parts, size] = self._capture(parts, size, pools[parts > 0])
             on_progress((done + 1) / len(steps))
 
     def _run_asking(self, batch: Batch) -> Launched:
@@ -248,7 +251,8 @@ class DecodeSteps:
         rows_of = [self._upload(empty, part.stop - part.start) for part in cut(size, max(num_parts, 1))]
         for exchange in asking:
             exchange.slot.release()
-        graph, logits = capture(lambda: self.compute(rows_of, exchanges), pool)
+        on = self._asking_stream if asking else None
+        graph, logits = capture(lambda: self.compute(rows_of, exchanges), pool, on)
         for exchange in asking:
             exchange.forget_asks()
         return _Captured(rows_of, graph, logits)

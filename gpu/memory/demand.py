@@ -23,7 +23,7 @@ CPU_PART_TOKENS = 1024  # ... which cuts a context into parts of so many tokens
 MAX_LOGITS_ROWS = 256  # rows of logits at once: decode, and blocks of prompt logprobs
 LOGPROB_BYTES = 30 * 2**23  # of logprobs: float32 and int64 copies of as many logits as are taken at once
 DRAW_ENTRY_BYTES = 44  # of a drawn row with all filters, a vocabulary entry: scores, distances, weights, digits
-PENALTY_ENTRY_BYTES = 8  # of a row of the penalty table, a vocabulary entry: count and flag, and its growth
+PENALTY_ENTRY_BYTES = 5  # of a row of the penalty table, a vocabulary entry: count and flag
 SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more than this ...
 SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
 HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
@@ -60,6 +60,11 @@ class Demand:
     @property
     def place(self) -> Place:
         return "gpu" if self.device == "cuda" else "host"
+
+    @property
+    def num_lanes(self) -> int:
+        """In which steps run side by side: those that ask the host have one of their own."""
+        return 2 if self.host is not None and self.device == "cuda" else 1
 
     @property
     def kv_token_bytes(self) -> int:
@@ -149,7 +154,7 @@ class Demand:
         narrow = self.dtype_bytes if self.device == "cpu" and self.dtype_bytes < 4 else 0  # before it is widened
         logits = rows * shape.vocab_size * (4 + narrow)
         drawing = max(min(LOGPROB_BYTES, 30 * rows * shape.vocab_size), running * shape.vocab_size * DRAW_ENTRY_BYTES)
-        penalty_rows = 1 << (running - 1).bit_length()
+        steps = self.activation_bytes(running) + self._decode_partials()
         return (
             self.item(
                 "prefill activations",
@@ -158,13 +163,15 @@ class Demand:
             ),
             self.item(
                 "decode workspace",
-                self.activation_bytes(running) + self._decode_partials(),
+                self.num_lanes * steps,
                 f"activations of {running} sequences, partials of split contexts",
             ),
-            self.item("logits", logits + drawing, f"{rows} rows of {shape.vocab_size:,} in float32, and drawing"),
             self.item(
-                "penalties", penalty_rows * shape.vocab_size * PENALTY_ENTRY_BYTES, f"tokens counted for {running}"
+                "logits",
+                logits + drawing,
+                f"{rows} rows of {shape.vocab_size:,} in float32, and drawing",
             ),
+            self.item("penalties", running * shape.vocab_size * PENALTY_ENTRY_BYTES, f"tokens counted for {running}"),
         )
 
     def _method_states(self) -> tuple[MemoryItem, ...]:

@@ -1,8 +1,8 @@
 """Repetition, presence and frequency penalties: which tokens a sequence holds, counted on the device.
 
-Knows sequences by the number of a row that it hands out, and keeps memory (5 bytes a vocabulary entry) only for as many
-as ever used penalties at once. Invariant: after `count`, the table equals a recount of prompt and output; it is updated
-from tokens on the device, so the host may run ahead.
+Knows sequences by the number of a row that it hands out, and keeps memory (5 bytes a vocabulary entry) for all of them
+from the start: steps in flight read it. Invariant: after `count`, the table equals a recount of prompt and output; it
+is updated from tokens on the device, so the host may run ahead.
 """
 
 import numpy as np
@@ -14,17 +14,15 @@ from gpu.upload import upload
 class PenaltyTable:
     """`in_prompt` bool and `counts` int32 (of the output), both `[rows, vocab]`."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
-        self._free: list[int] = []
+        self.counts = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros((num_rows, vocab_size), dtype=torch.bool, device=device)
+        self._free = list(range(num_rows))
 
     def add(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> int:
-        """A row for a sequence; int32 `[tokens]` each. The table doubles if none is free."""
-        if not self._free:
-            self._grow()
+        """A row for a sequence; int32 `[tokens]` each."""
         row = self._free.pop()
         self.in_prompt[row].zero_().index_fill_(0, upload(prompt_ids.astype(np.int64), self.device), True)
         ids = upload(output_ids.astype(np.int64), self.device)
@@ -52,10 +50,3 @@ class PenaltyTable:
         """Add one drawn token to each of `rows`; both int64 `[rows]`, rows all different."""
         ones = torch.ones_like(token_ids, dtype=torch.int32)
         self.counts.view(-1).scatter_add_(0, rows * self.vocab_size + token_ids, ones)
-
-    def _grow(self) -> None:
-        old = len(self.counts)
-        added = max(old, 1)
-        self._free.extend(range(old + added - 1, old - 1, -1))
-        self.counts = torch.cat([self.counts, self.counts.new_zeros((added, self.vocab_size))])
-        self.in_prompt = torch.cat([self.in_prompt, self.in_prompt.new_zeros((added, self.vocab_size))])

@@ -102,7 +102,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._slots: list[_Slot | None] = [None] * num_slots
-        self._penalties = PenaltyTable(vocab_size, self.device)
+        self._penalties = PenaltyTable(num_slots, vocab_size, self.device)
 
     def assign(self, slot: int, params: SamplingParams, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
         """Give `slot` to a sequence; int32 `[tokens]` each, `output_ids` what it drew before a preemption.
@@ -123,12 +123,14 @@ class Sampler:
         row = self._penalties.add(prompt_ids, output_ids) if params.has_penalties else None
         self._slots[slot] = _Slot(params, KeyStream(params.seed), row, bias, late)
 
-    def release(self, slot: int) -> None:
-        """Forget the sequence in `slot`; nothing happens if there is none."""
-        state = self._slots[slot]
-        if state is not None and state.penalty_row is not None:
+    def release(self, slot: int) -> list[torch.Tensor]:
+        """Forget the sequence in `slot`; nothing happens if there is none. Returns what it had on the device alone."""
+        state, self._slots[slot] = self._slots[slot], None
+        if state is None:
+            return []
+        if state.penalty_row is not None:
             self._penalties.remove(state.penalty_row)
-        self._slots[slot] = None
+        return [*(state.bias or ()), *([] if state.late is None else [state.late])]
 
     def sample(self, logits: torch.Tensor, slots: list[int], samples: list[int]) -> Sampled:
         """Draw a token for each row of `logits` (bf16 or float32 `[rows, vocab]`, on the device, left as it is).

@@ -42,7 +42,7 @@ def captured_twins(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (2,
     return twins
 
 
-def launch_next(twins: Twins, slots: list[int], **changes: list) -> InFlight:
+def launch_next(twins: Twins, slots: list[int], **changes: object) -> InFlight:
     """The next step of the runner that deposits, launched and not collected; the oracle takes none."""
     twins.deposits._last_tokens.copy_(twins.exact._last_tokens)
     step = twins.deposits.launch(replace(twins.plan(slots, []), **changes))
@@ -222,18 +222,12 @@ def step_ahead(twins: Twins, slots: list[int], num_steps: int) -> None:
     for _ in range(num_steps):
         due = [deposit for slot in slots for deposit in twins._due(twins.sequences[slot])]
         plan = twins.plan(slots, due)
-        writes = [
-            PageWrite(write.slot, write.first_page,
-                      list(range(*twins._exact_pages(write.slot, write.first_page * twins.page_tokens,
-                                                     (write.first_page + 1) * twins.page_tokens))))
-            for write in plan.page_writes
-        ]  # fmt: skip
         step = twins.deposits.launch(plan)
         for deposit in due:
             twins.sequences[deposit.slot].run_end = deposit.end
         for release in plan.releases:
             twins._settle(release)
-        exact = twins.exact.launch(StepPlan(page_writes=writes, decode=[replace(plan.decode[0], asks=None)]))
+        exact = twins.exact.launch(twins.exact_plan(plan))
         if before is not None:
             collect_both(*before)
         before = step, exact

@@ -42,7 +42,7 @@ class Recorded:
 
 
 @contextmanager
-def recorded(graph: Recorded, pool: object) -> Iterator[None]:
+def recorded(graph: Recorded, pool: object, stream: object) -> Iterator[None]:
     Recorded.recording = graph
     yield
     Recorded.recording = None

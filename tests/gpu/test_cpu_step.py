@@ -149,7 +149,7 @@ def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go
     for methods, checks_coverage, is_compiled in (
         [(codes,), False, True], [(codes,), True, False], [(codes, other), False, False],
     ):  # fmt: skip
-        loop = LayerLoop(decoder, (), torch.zeros(3, dtype=torch.int64), workspace, methods, checks_coverage)
+        loop = LayerLoop(decoder, (), torch.zeros(3, dtype=torch.int64), workspace, workspace, methods, checks_coverage)
         assert (DecodeSteps(loop, None)._compiled is not None) == is_compiled
     assert not serves(TINY, torch.float32, torch.device("cuda"))
     assert not serves(TINY, torch.float16, CPU)

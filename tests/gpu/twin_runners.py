@@ -176,15 +176,7 @@ class Twins:
         due = [deposit for slot in slots for deposit in self._due(self.sequences[slot])]
         plan = self.plan(slots, due)
         releases = plan.releases
-        exact_plan = StepPlan(
-            page_writes=[
-                PageWrite(write.slot, write.first_page,
-                          list(range(*self._exact_pages(write.slot, write.first_page * self.page_tokens,
-                                                        (write.first_page + 1) * self.page_tokens))))
-                for write in plan.page_writes
-            ],
-            decode=[replace(plan.decode[0], asks=None)],
-        )  # fmt: skip
+        exact_plan = self.exact_plan(plan)
         self.deposits._last_tokens.copy_(self.exact._last_tokens)
         result = self.deposits.launch(plan).collect()
         for deposit in due:
@@ -209,6 +201,15 @@ class Twins:
         releases = [release for slot in slots if (release := self._release(self.sequences[slot], deposits)) is not None]
         group = self.group(slots, releases)
         return StepPlan(page_writes=writes, deposits=deposits, releases=releases, decode=[group])
+
+    def exact_plan(self, plan: StepPlan) -> StepPlan:
+        """The oracle's, for the same rows."""
+        writes = []
+        for write in plan.page_writes:
+            begin = write.first_page * self.page_tokens
+            pages = range(*self._exact_pages(write.slot, begin, begin + self.page_tokens))
+            writes.append(PageWrite(write.slot, write.first_page, list(pages)))
+        return StepPlan(page_writes=writes, decode=[replace(plan.decode[0], asks=None)])
 
     def logits(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The last step's, float32 `[vocab]`: of the runner that deposits, and of the oracle."""

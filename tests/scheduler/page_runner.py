@@ -107,19 +107,17 @@ class PageRunner:
         self.prompt_logprobs = {}
         self.failures = {}
         for slot in plan.released_slots:
-            self.tables.pop(slot)
-            self.dense.pop(slot, None)
-            self.profiles.pop(slot, None)
-            self.failed.discard(slot)
+            self._vacate(slot)
         for job_id in plan.dropped_jobs:
             self.jobs.pop(job_id)
         for context_id in plan.closed_contexts:
-            del self.contexts[context_id]
+            self._close(context_id)
         for deposit in plan.deposits:
             self._deposit(deposit)
         for release in plan.releases:
             self._release(release)
         for write in plan.page_writes:
+            self._enter(write.slot)
             table = self.tables.setdefault(write.slot, [])
             assert len(table) == write.first_page, "pages are appended without gaps"
             table += write.page_ids
@@ -141,6 +139,18 @@ class PageRunner:
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
         return Done(StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures))
+
+    def _vacate(self, slot: int) -> None:
+        self.tables.pop(slot)
+        self.dense.pop(slot, None)
+        self.profiles.pop(slot, None)
+        self.failed.discard(slot)
+
+    def _enter(self, slot: int) -> None:
+        """Pages come to a slot."""
+
+    def _close(self, context_id: int) -> None:
+        del self.contexts[context_id]
 
     def _start(self, job: PrefillJob) -> None:
         self.jobs[job.job_id] = _Job(job)

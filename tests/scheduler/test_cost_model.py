@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
-from gpu.step import PrefillUnit
+from gpu.step import Lane, PrefillUnit
 from scheduler.cost_model import CostModel
 from tests.tolerances import COST_MODEL
 
@@ -59,14 +59,15 @@ def test_a_unit_has_the_least_tokens_where_nothing_fits_and_all_where_all_do(mod
 
 def test_a_decode_steps_time_follows_the_machine_without_jumping() -> None:
     model = CostModel(SHAPE)
-    model.observe_decode(0.010)
-    assert model.decode_seconds == 0.010
-    model.observe_decode(0.020)
-    assert 0.010 < model.decode_seconds < 0.015
-    model.observe_decode(0.0)  # a step without decode says nothing
+    device, host = Lane.DEVICE, Lane.HOST
+    model.observe_decode(device, 0.010)
+    assert model.decode_seconds == {device: 0.010, host: 0.0}
+    model.observe_decode(device, 0.020)
+    assert 0.010 < model.decode_seconds[device] < 0.015
+    model.observe_decode(device, 0.0)  # a step without decode says nothing
     for _ in range(20):
-        model.observe_decode(0.020)
-    assert model.decode_seconds == pytest.approx(0.020, rel=COST_MODEL)
+        model.observe_decode(device, 0.020)
+    assert model.decode_seconds[device] == pytest.approx(0.020, rel=COST_MODEL)
 
 
 def test_steps_without_units_or_time_teach_nothing() -> None:

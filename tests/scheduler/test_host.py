@@ -1,5 +1,7 @@
 """Long contexts whose middle goes down: texts come out as if each request ran alone, and nothing is left behind."""
 
+from random import Random
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -7,12 +9,13 @@ from hypothesis import strategies as st
 from gpu.config import Composition
 from gpu.kv.layout import PageLayout
 from gpu.profiles import resolve_profiles
-from gpu.step import HostAsk
+from gpu.step import HostAsk, Lane
 from scheduler.capacity import Capacity, HostCapacity, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.messages import EngineRequest
 from scheduler.scheduler import Scheduler
+from tests.scheduler.lane_runner import LaneRunner
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
 from transfer.config import HostConfig
@@ -41,7 +44,9 @@ def make_engine(
     chunk_tokens: int = 64,
     prefix_cache: bool = True,
     is_pipelined: bool = True,
+    order: Random | None = None,
 ) -> tuple[Engine, PageRunner]:
+    """order: of the steps of two lanes; None: there is one lane."""
     prefill = PrefillConfig(chunk_tokens=chunk_tokens, max_jobs=max_jobs)
     config = SchedulerConfig(max_running=max_running, prefix_cache=prefix_cache, prefill=prefill)
     layout = PageLayout(8, dense_layers, num_pages)
@@ -57,8 +62,12 @@ def make_engine(
         bytes_of_run=bytes_of_run,
     )
     capacity = Capacity(num_pages, PAGE, 4000, 5000, host)
-    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES)
-    runner = PageRunner(SHAPE.num_layers, PAGE, layout=layout)
+    lanes = (Lane.DEVICE,) if order is None else (Lane.HOST, Lane.DEVICE)
+    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, lanes)
+    if order is not None:
+        runner: PageRunner = LaneRunner(SHAPE.num_layers, PAGE, layout, order)
+    else:
+        runner = PageRunner(SHAPE.num_layers, PAGE, layout=layout)
     return Engine(scheduler, runner, None, is_pipelined), runner
 
 
@@ -445,6 +454,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
     chunk_tokens=st.sampled_from([48, 256]),
     is_pipelined=st.booleans(),
     prefix_cache=st.booleans(),
+    order=st.none() | st.randoms(use_true_random=False),
 )
 def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
     workload: list[tuple[EngineRequest, int, int | None]],
@@ -456,8 +466,11 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
     chunk_tokens: int,
     is_pipelined: bool,
     prefix_cache: bool,
+    order: Random | None,
 ) -> None:
-    """Whatever arrives, is cancelled or preempted: every other request gets the text of its lone run."""
+    """Whatever arrives, is cancelled or preempted, in one lane or two that run side by side: every other request gets
+    the text of its lone run.
+    """
     engine, runner = make_engine(
         num_pages=num_pages,
         is_adaptive=is_adaptive,
@@ -465,8 +478,9 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
         limit_blocks=limit_blocks,
         max_running=max_running,
         chunk_tokens=chunk_tokens,
-        is_pipelined=is_pipelined,
+        is_pipelined=is_pipelined or order is not None,
         prefix_cache=prefix_cache,
+        order=order,
     )
     contexts = engine.scheduler.residence.contexts
     assert contexts is not None

@@ -73,7 +73,7 @@ class Load:
         plan = self.scheduler.schedule()
         self.milliseconds.append(1e3 * (time.thread_time() - began))
         if not plan.is_empty:
-            slots = self.scheduler._launched[-1].drawing
+            slots = self.scheduler._launched[plan.lane][-1].drawing
             tokens = [SampledToken(slot, int(self.random.integers(0, 1000)), None) for slot in slots]
             self.scheduler.postprocess(StepResult(tokens, {}, 1e-3 * len(plan.units), 1e-3 if plan.decode else 0.0))
 

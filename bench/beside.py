@@ -1,0 +1,195 @@
+"""`tandem bench beside`: short streams, long streams and a long prefill through one engine, each alone and together.
+
+Each number's peer is the same thing alone, in the same run. Short streams are of the profile `exact`; prompts are of
+random tokens, every request its own. Nothing is timed before `bench.long_gate` has held the host path against full
+attention. A stream's time a token is of a window of seconds; a gap is the time between two of its tokens.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.long_client import GREEDY, Client
+from bench.long_floors import Floor, LongFloors, measure_floors
+from bench.long_gate import check_host_path
+from bench.rates import device_name
+from bench.rows import Row, announce, summarise
+from gpu.profiles import Profile, get_profile, resolve_profiles
+from scheduler.load import load_engine
+from server.config import Deployment
+
+_SHORT_PROFILE = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class BesideBenchmark:
+    """`short` streams over prompts of `short_tokens`, `long` ones over `long_tokens`; a window takes `seconds`."""
+
+    short: int
+    short_tokens: int
+    long: int
+    long_tokens: int
+    long_profile: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Of one window, milliseconds: from token to token of all streams, and a token of one stream on average."""
+
+    gaps_ms: list[float]
+    token_ms: float
+
+
+def run_beside_benchmark(benchmark: BesideBenchmark, deployment: Deployment, console: Console) -> list[Row]:
+    """Short streams, long ones, and the prefill of one more long prompt: first alone. Raises GateError."""
+    profiles = resolve_profiles(deployment.profiles, deployment.host)
+    profile = get_profile(benchmark.long_profile, profiles, "--profile")
+    floors = measure_floors(deployment)
+    engine, ready = load_engine(deployment, floors.plan, lambda *_: None)
+    try:
+        client = Client(engine, ready.vocab_size, ready.profiles)
+        assert deployment.host is not None, "beside: a deployment with a host section"
+        with client.fixed_residence():
+            check_host_path(client, floors.capacity, deployment.host.rows, [profile], 1, console)
+        return list(_measure(client, benchmark, floors, profiles[_SHORT_PROFILE], profile, deployment, console))
+    finally:
+        engine.shutdown()
+
+
+def _measure(
+    client: Client, benchmark: BesideBenchmark, floors: LongFloors, short: Profile, long: Profile,
+    deployment: Deployment, console: Console,
+) -> Iterator[Row]:  # fmt: skip
+    short_floor = floors.decode(short, benchmark.short_tokens, benchmark.short, None)
+    announce(console, f"a token of {benchmark.short} short streams", *short_floor)
+
+    shorts = _start(client, benchmark.short, benchmark.short_tokens, short)
+    short_alone = _watch(client, [shorts], benchmark.seconds)[0]
+    client.drain(shorts)
+    _first_token(client, benchmark.long_tokens, long)  # of the first, host memory is pinned
+    prefill_alone = _first_token(client, benchmark.long_tokens, long)
+    longs = _start(client, benchmark.long, benchmark.long_tokens, long)
+    before = client.host_stats().rows_read
+    long_alone = _watch(client, [longs], benchmark.seconds)[0]
+    num_steps = 1e3 * benchmark.seconds / long_alone.token_ms
+    rows_read = (client.host_stats().rows_read - before) / num_steps
+    long_floor = floors.decode(long, benchmark.long_tokens, benchmark.long, rows_read, client.kept_tokens())
+    console.print(f"alone: short {short_alone.token_ms:.2f} ms, long {long_alone.token_ms:.2f} ms a token, "
+                  f"prefill {prefill_alone:.2f} s", highlight=False)  # fmt: skip
+    shorts = _start(client, benchmark.short, benchmark.short_tokens, short)
+    short_beside, long_beside = _watch(client, [shorts, longs], benchmark.seconds)
+    client.drain(shorts)
+    gaps: list[list[float]] = [[]]
+    prefill_beside = _first_token(client, benchmark.long_tokens, long, [longs], gaps)
+    client.drain(longs)
+
+    common: dict[str, Any] = {
+        "device": device_name(torch.device(floors.plan.device)),
+        "rates": floors.rates,
+        "config": {"benchmark": asdict(benchmark),
+                   "engine": deployment.model_dump(mode="json", exclude={"server"})},
+    }  # fmt: skip
+    of_short = f"{benchmark.short} streams of {benchmark.short_tokens:,} tokens, {short.name}"
+    of_long = f"{benchmark.long} streams of {benchmark.long_tokens:,} tokens, {long.name}"
+    yield _row("a token beside long streams", of_short, short_beside, short_floor, short_alone, common)
+    yield _row("a token beside short streams", of_long, long_beside, long_floor, long_alone, common)
+    prefill_floor = floors.prefill(long, benchmark.long_tokens)
+    ms, alone_ms = 1e3 * prefill_beside, 1e3 * prefill_alone
+    extras = {"longest_gap_ms": max(gaps[0], default=0.0), "gap_target_ms": deployment.scheduler.token_gap_target_ms,
+              "beside_alone": ms / alone_ms}  # fmt: skip
+    yield Row(
+        name="prefill beside streams", shape=f"{benchmark.long_tokens:,} tokens beside {of_long}",
+        ms=ms, p10=ms, p90=ms,
+        floor=prefill_floor.text, floor_ms=prefill_floor.ms, peer="alone", peer_ms=alone_ms, extras=extras, **common,
+    )  # fmt: skip
+
+
+def _row(name: str, shape: str, beside: Streams, floor: Floor, alone: Streams, common: dict[str, Any]) -> Row:
+    timing = summarise(beside.gaps_ms)
+    extras = {
+        "tokens_per_s_of_alone": alone.token_ms / beside.token_ms,
+        "longest_gap_ms": max(beside.gaps_ms),
+        "alone_longest_gap_ms": max(alone.gaps_ms),
+    }
+    return Row(
+        name=name, shape=shape, ms=beside.token_ms, p10=timing.p10, p90=timing.p90, floor=floor.text,
+        floor_ms=floor.ms, peer="alone", peer_ms=alone.token_ms, extras=extras, **common,
+    )  # fmt: skip
+
+
+def _start(client: Client, num_streams: int, num_tokens: int, profile: Profile) -> list[str]:
+    """So many requests, each with its first token."""
+    request_ids = []
+    for _ in range(num_streams):
+        most = min(100_000, client.longest_tokens[profile.name] - num_tokens)
+        request_ids.append(client.submit(client.prompt(num_tokens), most, profile.name, GREEDY))
+        client.until_first_token(request_ids[-1])
+    return request_ids
+
+
+def _first_token(
+    client: Client, num_tokens: int, profile: Profile, groups: Sequence[Sequence[str]] = (),
+    gaps_ms: Sequence[list[float]] = (),
+) -> float:  # fmt: skip
+    """Seconds until one more prompt's first token; then it is let go. gaps_ms: of groups that go on meanwhile."""
+    request_id = client.submit(client.prompt(num_tokens), 2, profile.name, GREEDY)
+    began = time.perf_counter()
+    clock = _Clock(groups)
+    while not clock.advance(client, request_id):
+        pass
+    seconds = time.perf_counter() - began
+    for own, all_gaps in zip(gaps_ms, clock.gaps_ms(), strict=True):
+        own += all_gaps
+    client.drain([request_id])
+    return seconds
+
+
+def _watch(client: Client, groups: Sequence[Sequence[str]], seconds: float) -> list[Streams]:
+    """Each group's tokens in a window, behind a quarter of it that warms up."""
+    streams = []
+    for window in (seconds / 4, seconds):
+        clock, began = _Clock(groups), time.perf_counter()
+        while time.perf_counter() - began < window:
+            clock.advance(client, None)
+        taken = time.perf_counter() - began
+        counts = clock.num_tokens()
+        streams = [
+            Streams(gaps_ms, 1e3 * taken * len(group) / max(count, 1))
+            for gaps_ms, group, count in zip(clock.gaps_ms(), groups, counts, strict=True)
+        ]
+    return streams
+
+
+class _Clock:
+    """When tokens of requests, in groups, were told of."""
+
+    def __init__(self, groups: Sequence[Sequence[str]]) -> None:
+        self._groups = groups
+        self._times: dict[str, list[float]] = {one: [] for group in groups for one in group}
+
+    def advance(self, client: Client, awaited: str | None) -> bool:
+        """Whether a request that is awaited has a token."""
+        has_come = False
+        for delta in client.advance():
+            now = time.perf_counter()
+            has_come |= delta.request_id == awaited and bool(delta.token_ids)
+            if delta.request_id in self._times:
+                self._times[delta.request_id] += [now] * len(delta.token_ids)
+        return has_come
+
+    def num_tokens(self) -> list[int]:
+        """Of each group."""
+        return [sum(len(self._times[one]) for one in group) for group in self._groups]
+
+    def gaps_ms(self) -> list[list[float]]:
+        """Of each group."""
+        return [
+            [1e3 * (after - before) for one in group for before, after in pairwise(self._times[one])]
+            for group in self._groups
+        ]

@@ -1,0 +1,52 @@
+"""Which lane of the device a sequence steps in, and when a lane's step must wait for what the other one has in flight.
+
+Rows that wait for the host step in a lane of their own, so that the device has something else to do meanwhile: rows
+that ask nothing, which would wait with them, and units. It refuses to know plans: it is told what they take, give and
+move.
+Invariant: memory that steps in flight in one lane may use is taken by no step of the other that is not fenced.
+"""
+
+from collections.abc import Iterable
+
+from gpu.step import Lane
+
+JOINT_SECONDS = 1.3  # of a step with rows that ask nothing: at most so many times theirs alone
+
+
+class Lanes:
+    """lanes: those that there are, `Lane.DEVICE` among them; with one alone nothing is ever fenced."""
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        self.all = tuple(lanes)
+        assert Lane.DEVICE in self.all
+        self._stale: set[Lane] = set()  # memory that the other lane's steps may use has been given back
+        self._behind: set[Lane] = set()  # whose next step is fenced, whatever it takes
+
+    def lane_of(self, asks: bool, joins: bool) -> Lane:
+        """Of a sequence that asks the host, or one that asks nothing and joins those that do, or does not."""
+        return Lane.HOST if len(self.all) > 1 and (asks or joins) else Lane.DEVICE
+
+    def joins(self, decode_seconds: dict[Lane, float]) -> bool:
+        """Whether rows that ask nothing share the step of those that ask, which reads the weights once for all: only
+        where that makes them wait little. decode_seconds: of a step, learnt; 0: nothing is known.
+        """
+        alone, joint = decode_seconds[Lane.DEVICE], decode_seconds[Lane.HOST]
+        return 0 < joint <= JOINT_SECONDS * alone
+
+    def give_back(self, lane: Lane) -> None:
+        """Slots, pages or contexts that steps in this lane use belong to nobody any more."""
+        self._stale |= set(self.all) - {lane}
+
+    def move(self) -> None:
+        """A plan changes what steps of any lane read: it must be fenced, and so must the next one of the other lane."""
+        self._behind |= set(self.all)
+
+    def fence(self, lane: Lane, *, is_other_busy: bool, takes: bool, comes: bool) -> bool:
+        """Whether a step of this lane is fenced. is_other_busy: steps of the other lane are in flight; takes: it takes
+        slots or pages; comes: a row of it stepped in the other lane last.
+        """
+        is_fenced = is_other_busy and (comes or lane in self._behind or (takes and lane in self._stale))
+        if is_fenced or not is_other_busy:
+            self._stale.discard(lane)
+            self._behind.discard(lane)
+        return is_fenced

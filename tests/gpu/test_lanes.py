@@ -1,0 +1,118 @@
+"""Steps in two lanes: side by side on a device, each with the logits that it has alone, and a fence holds one back."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Event
+
+import pytest
+import torch
+
+from gpu.in_flight import InFlight
+from gpu.lanes import LaneStreams
+from gpu.step import Lane, PageWrite, PrefillJob, StepPlan
+from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
+from tests.gpu.test_asking_ahead import PATIENCE_S, PROMPTS, SHORT, keep_on_the_device, launch_next, tokens_of, warm_up
+from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
+from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps
+from tests.tolerances import HOP_LOGITS_FLOAT32
+
+NUM_STEPS = 24
+
+
+def test_on_the_cpu_a_lane_is_a_name() -> None:
+    lanes = LaneStreams(torch.device("cpu"))
+    for lane in Lane:
+        assert lanes.stream(lane) is None
+        with lanes.enter(lane, is_fenced=True):
+            lanes.keep([torch.zeros(1)])
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    patience = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > patience:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+def held_back(twins: Twins) -> Event:
+    """Answers are given once this is set."""
+    answer, may_answer = twins.tier.answer, Event()
+
+    def wait_and_answer(parts: list) -> object:
+        assert may_answer.wait(PATIENCE_S)
+        return answer(parts)
+
+    twins.tier.answer = wait_and_answer
+    return may_answer
+
+
+@pytest.mark.gpu
+def test_on_cuda_what_needs_the_device_alone_goes_on_while_rows_wait_for_the_host() -> None:
+    """A step and a prefill are told of while an answer is held back; a fenced step is not."""
+    twins = Twins(device="cuda", graph_batch_sizes=(1, 2))
+    twins.prefill([*PROMPTS[:2], SHORT])
+    check_steps(twins, [0, 1], 1)
+    keep_on_the_device(twins.deposits)
+    job = PrefillJob(9, [replace(*prefill_prompts([SHORT]), slot=3)])
+    prefill = StepPlan(new_jobs=[job], units=layer_units(job, 512, NUM_LAYERS))
+    pages = [PageWrite(3, 0, [twins._free.pop() for _ in range(2)])]
+    twins.deposits.launch(replace(prefill, page_writes=pages)).collect()
+    for _ in range(2):  # no launch below has to allocate
+        warm_up(twins, [0, 1])
+        warm_up(twins, [2])
+        for step in (launch_next(twins, [0, 1], lane=Lane.HOST), launch_next(twins, [2])):
+            step.collect()
+        twins.deposits.launch(prefill).collect()
+    may_answer = held_back(twins)
+    waiting = launch_next(twins, [0, 1], lane=Lane.HOST)
+    for _ in range(3):
+        failures, tokens = tokens_of(launch_next(twins, [2]))
+        assert failures == {}
+        assert tokens[2] >= 0
+    assert twins.deposits.launch(prefill).collect().tokens[0].token_id >= 0
+    fenced = launch_next(twins, [2], is_fenced=True)
+    time.sleep(0.3)
+    assert not waiting.is_over
+    assert not fenced.is_over
+    may_answer.set()
+    assert until(lambda: waiting.is_over and fenced.is_over)
+    for step in (waiting, fenced):
+        assert tokens_of(step)[0] == {}
+    twins.deposits.shutdown()
+
+
+@pytest.mark.gpu
+def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile() -> None:
+    """Prompts are prefilled meanwhile, and rows go from one lane to the other behind a fence."""
+    with twins_on_cpu_tier("cuda", False, ALL, (1, 2, 3)) as twins:
+        twins.prefill([document_prompt(length, length) for length in (2600, 2300, 300, 190)])
+        for slots in ([0, 1], [2, 3]):
+            check_steps(twins, slots, 2)
+        kept = [keep_on_the_device(runner) for runner in (twins.deposits, twins.exact)]
+        for number in range(NUM_STEPS):
+            is_joint = number % 6 == 5
+            launched = []
+            for lane, slots in ((Lane.HOST, [0, 1]), (Lane.DEVICE, [2, 3])):
+                if is_joint:
+                    slots = [0, 1, 2] if lane is Lane.HOST else [3]
+                is_fenced = number % 6 in (0, 5)
+                launched.append(both(twins, slots, lane=lane, is_fenced=is_fenced))
+            for got, wanted in launched:
+                result = got.collect()
+                assert result.failures == {}
+                assert [one.token_id for one in result.tokens] == [one.token_id for one in wanted.collect().tokens]
+        for got, wanted in zip(*kept, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=HOP_LOGITS_FLOAT32)
+        twins.deposits.shutdown()
+
+
+def both(twins: Twins, slots: list[int], **changes: object) -> tuple[InFlight, InFlight]:
+    """A step of both runners, which go on from their own draws; nothing more goes down."""
+    plan = twins.plan(slots, [])
+    launched = twins.deposits.launch(replace(plan, **changes)), twins.exact.launch(twins.exact_plan(plan))
+    for slot in slots:
+        twins.sequences[slot].num_tokens += 1
+    return launched

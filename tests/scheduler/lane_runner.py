@@ -1,0 +1,79 @@
+"""A `PageRunner` whose lanes run side by side, as a device's do: what is launched runs some time later.
+
+Each lane's plans run in order, and a fenced one behind all that were launched before it; else the order is drawn anew
+in each run. So a page, slot or row that one lane takes from the other too early changes a text, or fails an assertion.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from gpu.kv.layout import PageLayout
+from gpu.step import Lane, StepPlan, StepResult
+from tests.scheduler.page_runner import PageRunner
+
+
+@dataclass(eq=False)
+class Launched:
+    runner: "LaneRunner"
+    plan: StepPlan
+    number: int
+    result: StepResult | None = field(default=None)
+
+    @property
+    def is_over(self) -> bool:
+        self.runner.run_some()
+        return self.result is not None
+
+    def collect(self) -> StepResult:
+        while self.result is None:
+            self.runner.run_some()
+        return self.result
+
+
+class LaneRunner(PageRunner):
+    def __init__(self, num_layers: int, page_tokens: int, layout: PageLayout, random: Random) -> None:
+        super().__init__(num_layers, page_tokens, layout=layout)
+        self.random = random
+        self.waiting: dict[Lane, deque[Launched]] = {lane: deque() for lane in Lane}
+        self.num_launched = 0
+        self.decode_times = [0.0, 1e-3, 1e-2]  # of a decode step: one of these
+        self.num_ahead = 0  # plans that ran before one of the other lane that was launched before them
+        self.vacated: set[int] = set()
+        self.closing: list[tuple[int, int]] = []  # contexts, and how many plans were launched before
+
+    def launch(self, plan: StepPlan) -> Launched:
+        launched = Launched(self, plan, self.num_launched)
+        self.num_launched += 1
+        self.waiting[plan.lane].append(launched)
+        return launched
+
+    def run_some(self) -> None:
+        """The next plan of a lane that may run, perhaps."""
+        firsts = [waiting[0] for waiting in self.waiting.values() if waiting]
+        oldest = min((first.number for first in firsts), default=0)
+        able = [first for first in firsts if first.number == oldest or not first.plan.is_fenced]
+        if not able or self.random.random() < 0.2:
+            return
+        chosen = self.random.choice(able)
+        self.num_ahead += chosen.number != oldest
+        self.waiting[chosen.plan.lane].popleft()
+        self.decode_seconds = self.random.choice(self.decode_times)
+        chosen.result = super().launch(chosen.plan).collect()
+        oldest = min((one.number for waiting in self.waiting.values() for one in waiting), default=self.num_launched)
+        for context_id, _ in [one for one in self.closing if one[1] < oldest]:
+            super()._close(context_id)
+        self.closing = [one for one in self.closing if one[1] >= oldest]
+
+    def _vacate(self, slot: int) -> None:
+        """A step in flight of the other lane may still draw for whom it was, and nobody listens."""
+        self.vacated.add(slot)
+
+    def _enter(self, slot: int) -> None:
+        if slot in self.vacated:
+            self.vacated.remove(slot)
+            super()._vacate(slot)
+
+    def _close(self, context_id: int) -> None:
+        """What a step in flight reads is leased."""
+        self.closing.append((context_id, self.num_launched - 1))

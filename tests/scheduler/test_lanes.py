@@ -1,0 +1,114 @@
+"""Rows that wait for the host step in a lane of their own: who steps where, and what is fenced."""
+
+from random import Random
+
+import pytest
+
+from gpu.step import Lane, StepPlan
+from scheduler.engine import Engine
+from scheduler.lanes import JOINT_SECONDS, Lanes
+from tests.scheduler.page_runner import PageRunner
+from tests.scheduler.test_host import ask, check_idle, make_engine
+from tests.scheduler.test_scheduler import check_output, drain, prompt_of
+
+BOTH = (Lane.HOST, Lane.DEVICE)
+
+
+def two_lanes(**more: object) -> tuple[Engine, PageRunner]:
+    return make_engine(order=Random(1), **more)
+
+
+def rows_of(runner: PageRunner, lane: Lane) -> list[int]:
+    """How many rows each decode step in a lane had."""
+    return [len(group.slots) for plan in runner.plans if plan.lane is lane for group in plan.decode]
+
+
+def run(engine: Engine, requests: list) -> None:
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+
+
+def test_rows_that_ask_step_apart_from_the_others_and_from_prefills() -> None:
+    engine, runner = two_lanes()
+    runner.decode_times = [0.0]  # what it learns nothing from
+    run(engine, [ask("long", prompt_of(600), 60), ask("short", prompt_of(30), 60, "exact")])
+    asking = [plan for plan in runner.plans if plan.lane is Lane.HOST]
+    assert sum(rows_of(runner, Lane.HOST)) == 59
+    assert sum(rows_of(runner, Lane.DEVICE)) == 59
+    assert all(group.asks is not None for plan in asking for group in plan.decode)
+    assert not any(plan.units or plan.new_jobs or plan.released_slots for plan in asking)
+    assert runner.num_ahead > 0
+    check_idle(engine, runner)
+
+
+def test_one_lane_is_never_fenced() -> None:
+    engine, runner = make_engine()
+    run(engine, [ask("long", prompt_of(600), 60), ask("short", prompt_of(30), 60, "exact")])
+    assert not any(plan.is_fenced for plan in runner.plans)
+    assert {plan.lane for plan in runner.plans} == {Lane.DEVICE}
+
+
+@pytest.mark.parametrize(("joint", "num_joint"), [(JOINT_SECONDS, 2), (JOINT_SECONDS + 0.01, 1)])
+def test_rows_that_ask_nothing_join_where_they_wait_little(joint: float, num_joint: int) -> None:
+    engine, runner = two_lanes()
+    costs = engine.scheduler._costs
+    engine.submit([ask("long", prompt_of(600), 200), ask("short", prompt_of(30), 200, "exact")])
+    while len(engine.scheduler._running) < 2:
+        engine.step()
+    before = len(runner.plans)
+    for _ in range(80):
+        costs.decode_seconds = {Lane.DEVICE: 1.0, Lane.HOST: joint}
+        engine.step()
+    groups = [group for plan in runner.plans[before + 6 :] if plan.lane is Lane.HOST for group in plan.decode]
+    assert {len(group.slots) for group in groups} == {num_joint}
+
+
+def test_a_row_that_comes_from_the_other_lane_is_fenced_while_that_one_is_busy() -> None:
+    lanes = Lanes(BOTH)
+    assert not lanes.fence(Lane.HOST, is_other_busy=True, takes=True, comes=False)
+    assert lanes.fence(Lane.HOST, is_other_busy=True, takes=False, comes=True)
+    assert not lanes.fence(Lane.HOST, is_other_busy=False, takes=False, comes=True)
+
+
+def test_what_one_lane_gives_back_the_other_takes_behind_a_fence_once() -> None:
+    lanes = Lanes(BOTH)
+    lanes.give_back(Lane.HOST)
+    assert not lanes.fence(Lane.HOST, is_other_busy=True, takes=True, comes=False)
+    assert not lanes.fence(Lane.DEVICE, is_other_busy=True, takes=False, comes=False)
+    assert lanes.fence(Lane.DEVICE, is_other_busy=True, takes=True, comes=False)
+    assert not lanes.fence(Lane.DEVICE, is_other_busy=True, takes=True, comes=False)
+    lanes.give_back(Lane.HOST)
+    assert not lanes.fence(Lane.DEVICE, is_other_busy=False, takes=False, comes=False)
+    assert not lanes.fence(Lane.DEVICE, is_other_busy=True, takes=True, comes=False)  # all that used it is over
+
+
+def test_what_changes_the_tables_of_both_lanes_fences_both() -> None:
+    lanes = Lanes(BOTH)
+    lanes.move()
+    for lane in BOTH:
+        assert lanes.fence(lane, is_other_busy=True, takes=False, comes=False)
+        assert not lanes.fence(lane, is_other_busy=True, takes=False, comes=False)
+
+
+class Step:
+    """In flight; over when it is told to be."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+def test_a_fenced_step_is_told_of_behind_those_launched_before_it() -> None:
+    engine, _ = two_lanes()
+    plans = [StepPlan(Lane.HOST), StepPlan(Lane.DEVICE), StepPlan(Lane.DEVICE, is_fenced=True)]
+    engine._in_flight = [(plan, Step()) for plan in plans]
+    for _, step in engine._in_flight[1:]:
+        step.is_over = True
+    assert engine._next_over() == 1
+    engine._in_flight.pop(1)
+    assert engine._next_over() is None
+    engine._in_flight[0][1].is_over = True
+    assert engine._next_over() == 0
+    engine._in_flight.pop(0)
+    assert engine._next_over() == 0
