@@ -98,7 +98,7 @@ def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile() -> Non
             for lane, slots in ((Lane.HOST, [0, 1]), (Lane.DEVICE, [2, 3])):
                 if is_joint:
                     slots = [0, 1, 2] if lane is Lane.HOST else [3]
-                is_fenced = number % 6 in (0, 5)
+                is_fenced = number % 6 in (0, 5)  # where slot 2 comes and goes
                 launched.append(both(twins, slots, lane=lane, is_fenced=is_fenced))
             for got, wanted in launched:
                 result = got.collect()

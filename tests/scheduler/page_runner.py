@@ -117,7 +117,8 @@ class PageRunner:
         for release in plan.releases:
             self._release(release)
         for write in plan.page_writes:
-            self._enter(write.slot)
+            if write.first_page == 0:
+                self._enter(write.slot)
             table = self.tables.setdefault(write.slot, [])
             assert len(table) == write.first_page, "pages are appended without gaps"
             table += write.page_ids
@@ -147,7 +148,7 @@ class PageRunner:
         self.failed.discard(slot)
 
     def _enter(self, slot: int) -> None:
-        """Pages come to a slot."""
+        """Its first pages come to a slot."""
 
     def _close(self, context_id: int) -> None:
         del self.contexts[context_id]

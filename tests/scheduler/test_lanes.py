@@ -33,7 +33,13 @@ def run(engine: Engine, requests: list) -> None:
 def test_rows_that_ask_step_apart_from_the_others_and_from_prefills() -> None:
     engine, runner = two_lanes()
     runner.decode_times = [0.0]  # what it learns nothing from
-    run(engine, [ask("long", prompt_of(600), 60), ask("short", prompt_of(30), 60, "exact")])
+    long, short = ask("long", prompt_of(600), 60), ask("short", prompt_of(300), 60, "exact")
+    engine.submit([long])
+    while not engine.scheduler._running:
+        engine.step()
+    engine.submit([short])
+    deltas = drain(engine)
+    check_output(short, deltas["short"])
     asking = [plan for plan in runner.plans if plan.lane is Lane.HOST]
     assert sum(rows_of(runner, Lane.HOST)) == 59
     assert sum(rows_of(runner, Lane.DEVICE)) == 59
