@@ -5,6 +5,7 @@ torch. Every method of the slot `host` is a profile of its own name; `profiles:`
 Invariant: two profiles share KV (and cached prefixes) exactly if their `kv_key` is the same.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from gpu.config import Composition, MethodChoice
 from gpu.methods.method import Method, Slot
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
+from gpu.step import DENSE
 from transfer.config import HostConfig
 from transfer.settings import Settings
 
@@ -52,6 +54,16 @@ class Profile:
     def composition(self) -> str:
         """In words: slots, methods, settings."""
         return ", ".join(map(str, self.parts))
+
+    @property
+    def prefill_method(self) -> str:
+        """Names how its prompts are attended to, settings and all; profiles of one name share jobs and learnt times."""
+        return next((str(part) for part in self.parts if part.method.slot == "prefill"), DENSE)
+
+    @property
+    def align_tokens(self) -> int:
+        """Of the KV that it writes, see `Method`."""
+        return math.lcm(*(part.method.align_tokens(part.settings) for part in self.parts))
 
     @property
     def goes_down(self) -> bool:

@@ -23,14 +23,17 @@ from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.pool import KvPool
 from gpu.lanes import LaneStreams
 from gpu.methods.device_side import Site, make_device_sides
+from gpu.methods.prefill_side import make_prefill_sides
 from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Progress, Weights
+from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import FinishedJob, Prefill
 from gpu.profiles import Part
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampled, Sampler
 from gpu.step import (
+    DENSE,
     DecodeGroup,
     Deposit,
     HostAsk,
@@ -95,7 +98,8 @@ class Runner:
         assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"
         encode_keys = encoders[0] if encoders else None
         depositor = None if tier is None else Depositor(tier.shape, encode_keys, device, Streams(device))
-        self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, tier, depositor)
+        prefill_sides = {DENSE: Dense(), **make_prefill_sides(parts, site)}
+        self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, prefill_sides, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
         workspaces = [
@@ -140,24 +144,29 @@ class Runner:
         limits = self.limits
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
-        self._rehearse([tokens - 1], [], [], [DecodeGroup([0], [tokens - 1], [1])])
+        self._rehearse([tokens - 1], DENSE, [], [], [DecodeGroup([0], [tokens - 1], [1])])
         if self._offload is not None:
             kinds = (False,) if self._offload.tier.shape.num_tables == 0 else (False, True)
             for is_sampled in kinds:
                 self._warm_up_host(is_sampled)
 
     @torch.inference_mode()
-    def time_prefill(self, lengths: Sequence[int]) -> tuple[list[PrefillUnit], float]:
+    def time_prefill(self, lengths: Sequence[int], method: str) -> tuple[list[PrefillUnit], float]:
         """Prefill a job of prompts of these lengths, on pages nobody owns yet: its units, and their seconds together.
 
         The second of two runs counts; in the first, kernels of the shape may be compiled and chosen.
         """
         for _ in range(2):
-            units, seconds = self._rehearse(lengths, [], [], [])
+            units, seconds = self._rehearse(lengths, method, [], [], [])
         return units, seconds
 
     def _rehearse(
-        self, lengths: Sequence[int], deposits: list[Deposit], releases: list[Release], decode: list[DecodeGroup]
+        self,
+        lengths: Sequence[int],
+        method: str,
+        deposits: list[Deposit],
+        releases: list[Release],
+        decode: list[DecodeGroup],
     ) -> tuple[list[PrefillUnit], float]:
         """Prefill one job in slots from 0 on, layer by layer in one step; then deposit, release, decode, forget it."""
         greedy = SamplingParams(temperature=0.0)
@@ -167,7 +176,7 @@ class Runner:
             pages = range(num_pages, num_pages + length // self.limits.page_tokens + 1)
             writes.append(PageWrite(slot, 0, list(pages)))
             num_pages = pages.stop
-        units = [PrefillUnit(0, layer, 0, sum(lengths)) for layer in range(self.architecture.num_layers)]
+        units = [PrefillUnit(0, layer, 0, sum(lengths), method) for layer in range(self.architecture.num_layers)]
         contexts = [deposit.context_id for deposit in deposits]
         prefill = StepPlan(page_writes=writes, new_jobs=[PrefillJob(0, prompts)], units=units)
         after = StepPlan(released_slots=list(range(len(lengths))), closed_contexts=contexts)
@@ -185,7 +194,7 @@ class Runner:
         deposit = Deposit(0, 0, page, 2 * page, [1], opens=True, is_sampled=is_sampled)
         release = Release([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
         decode = [DecodeGroup([0], [3 * page - 1], [1], [HostAsk(0, page, 2 * page)])]
-        self._rehearse([3 * page - 1], [deposit], [release], decode)
+        self._rehearse([3 * page - 1], DENSE, [deposit], [release], decode)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:

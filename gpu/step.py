@@ -15,6 +15,9 @@ from gpu.sampling.params import SamplingParams
 NOT_FINITE = -1
 NOTHING_LEFT = -2
 
+DENSE = "dense"
+"""The prefill method of profiles that name none: all of a query's past is attended to, exactly."""
+
 
 class Lane(Enum):
     """Steps of one lane are carried out in the order of their launches; those of two run side by side.
@@ -92,7 +95,8 @@ class PrefillPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """Prompts that go through the layers together, packed one after another into one row of hidden states."""
+    """Prompts that go through the layers together, packed one after another into one row of hidden states; all of them
+    by one prefill method."""
 
     job_id: int
     prompts: list[PrefillPrompt]
@@ -110,14 +114,15 @@ class PrefillJob:
 class PrefillUnit:
     """One layer over packed tokens `[begin, end)` of a job. Units of a job come layer by layer, in token order.
 
-    The unit that ends the job also samples each prompt's next token: it ends the last layer, or, where prompts are
-    scored, the last of them.
+    method: by which all of the job is attended to (`gpu.profiles.Profile.prefill_method`). The unit that ends the job
+    also samples each prompt's next token: it ends the last layer, or, where prompts are scored, the last of them.
     """
 
     job_id: int
     layer: int
     begin: int
     end: int
+    method: str = DENSE
 
 
 @dataclass(frozen=True, slots=True)

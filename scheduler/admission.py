@@ -10,7 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from gpu.step import PageWrite, PrefillJob, PrefillPrompt
+from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt
 from scheduler.capacity import QueueFullError
 from scheduler.config import SchedulerConfig
 from scheduler.host_contexts import HostContext
@@ -25,20 +25,24 @@ _MOST_TRIED_DOWN = 4  # in a round, of those that go down: it is the host's room
 
 @dataclass(slots=True)
 class _Batches:
-    """Prompts that share a job: in order, up to one chunk of tokens together; one that goes down is alone."""
+    """Prompts that share a job: in order, up to one chunk of tokens together, of one prefill method; one that goes down
+    is alone.
+    """
 
     chunk_tokens: int
     jobs: list[list[tuple[Sequence, Start]]] = field(default_factory=list)
     room: int = 0
+    method: str = DENSE
 
-    def add(self, sequence: Sequence, start: Start) -> None:
+    def add(self, sequence: Sequence, start: Start, method: str) -> None:
         num_new = sequence.num_tokens - start.begin
-        if not start.end and num_new <= self.room:
+        if not start.end and num_new <= self.room and method == self.method:
             self.jobs[-1].append((sequence, start))
             self.room -= num_new
         else:
             self.jobs.append([(sequence, start)])
             self.room = 0 if start.end else self.chunk_tokens - num_new
+            self.method = method
 
 
 @dataclass(slots=True)
@@ -148,15 +152,16 @@ class Admission:
         being shorter by now, with the same work. Together they are done earlier by that, and later by the wait.
         """
         prefixes, page_tokens = self._residence.prefixes, self._residence.page_tokens
+        method = self._residence.profile_of(sequence).prefill_method  # the other one's, too: they share KV
         left = this.seconds_left.get(other)
         if left is None:
             left = self._prefill.seconds_left(other)
             if left is None:  # it is admitted in this round
-                left = self._prefill.prompt_seconds(other.num_published * page_tokens, other.num_tokens)
+                left = self._prefill.prompt_seconds(other.num_published * page_tokens, other.num_tokens, method)
             this.seconds_left[other] = left
         num_shared = prefixes.count_shared(sequence, other)
         begin, end = sequence.num_known_blocks * page_tokens, num_shared * page_tokens
-        return 2 * self._prefill.prompt_seconds(begin, end) > left
+        return 2 * self._prefill.prompt_seconds(begin, end, method) > left
 
     def _try(self, sequence: Sequence, this: _Round) -> Start | None:
         """Give it what its prompt needs, if there is room; its known blocks are counted.
@@ -203,7 +208,7 @@ class Admission:
             sequence.started_s = time.monotonic()
             sequence.num_cached_tokens = start.begin
             self._residence.prefixes.count(sequence.num_tokens, start.begin)
-        this.batches.add(sequence, start)
+        this.batches.add(sequence, start, self._residence.profile_of(sequence).prefill_method)
         this.num_hidden += sequence.num_tokens - start.begin
         this.num_coming_pages += self._residence.num_coming_pages(sequence)
         this.is_depositing |= start.end > 0
@@ -225,5 +230,8 @@ class Admission:
         ]
         job = PrefillJob(self._next_job_id, prompts)
         self._next_job_id += 1
-        self._prefill.jobs.append(JobInProgress(job, [sequence for sequence, _ in batch]))
+        profile = self._residence.profile_of(batch[0][0])
+        self._prefill.jobs.append(
+            JobInProgress(job, [sequence for sequence, _ in batch], profile.prefill_method, profile.align_tokens)
+        )
         return job

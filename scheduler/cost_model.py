@@ -2,8 +2,9 @@
 
 A unit's time is a sum of three terms: one for itself, one for its projections' FLOPs, one for its attention's FLOPs
 (machines run the two at different rates). Their costs are the non-negative least squares fit, in relative error, to the
-last steps that had units. Logits of scored tokens have a fit of their own, of a term for a unit and one for their
-FLOPs; until one has run, they are taken to cost what projections do. A step has units of one kind.
+last steps that had units, for each prefill method; one that has not run is taken to cost what dense does. Logits of
+scored tokens have a fit of their own, of a term for a unit and one for their FLOPs; until one has run, they are taken
+to cost what projections do. A step has units of one kind and method.
 """
 
 from collections import deque
@@ -13,7 +14,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from gpu.model.architecture import Architecture
-from gpu.step import Lane, LogitsUnit, PrefillUnit, Unit
+from gpu.step import DENSE, Lane, LogitsUnit, PrefillUnit, Unit
 
 _FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
 _WINDOW_STEPS = 64
@@ -43,9 +44,9 @@ class CostModel:
         self._weights = architecture.num_layer_weights
         self._attention_width = architecture.num_heads * architecture.dim
         self._logits_flops = 2.0 * architecture.hidden * architecture.vocab_size
-        self._layers = _Fit([0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE])
+        self._layers = {DENSE: _Fit([0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE])}
         self._logits = _Fit([])
-        self._largest_tokens = 0
+        self._largest_tokens: dict[str, int] = {}
         self._largest_rows = 0
         self.decode_seconds = dict.fromkeys(Lane, 0.0)  # of a decode step in a lane; 0: none has run
 
@@ -57,31 +58,30 @@ class CostModel:
         """Of a unit of either kind; one of a layer ends at position `context` of its prompt."""
         if isinstance(unit, LogitsUnit):
             return self.logits_seconds(unit.end - unit.begin)
-        return self.unit_seconds(unit.end - unit.begin, context)
+        return self.unit_seconds(unit.end - unit.begin, context, unit.method)
 
-    def unit_seconds(self, num_tokens: int, context: int) -> float:
+    def unit_seconds(self, num_tokens: int, context: int, method: str) -> float:
         """Of one layer over `num_tokens` tokens that end at position `context`."""
-        one, projections, attention = self._layers.costs
+        one, projections, attention = self._layers.get(method, self._layers[DENSE]).costs
         terms = self._terms(num_tokens, context)
         return one * terms[0] + projections * terms[1] + attention * terms[2]
 
     def logits_seconds(self, num_rows: int) -> float:
         """Of logprobs of so many scored tokens; none take none."""
-        one, flops = self._logits.costs if self._logits.has_seen else self._layers.costs[:2]
+        one, flops = self._logits.costs if self._logits.has_seen else self._layers[DENSE].costs[:2]
         return one + flops * self._logits_flops * num_rows if num_rows else 0.0
 
     def rows_within(self, seconds: float, most: int, least: int) -> int:
         """The most scored tokens, a power of two times `least` or `most`, whose logprobs fit `seconds`."""
         return _longest(most, least, lambda count: self.logits_seconds(count) <= seconds)
 
-    def tokens_within(self, seconds: float, begin: int, most: int, least: int) -> int:
+    def tokens_within(self, seconds: float, begin: int, most: int, least: int, method: str) -> int:
         """The most tokens, a power of two times `least` or `most`, whose unit from position `begin` fits `seconds`."""
-        return _longest(most, least, lambda count: self.unit_seconds(count, begin + count) <= seconds)
+        return _longest(most, least, lambda count: self.unit_seconds(count, begin + count, method) <= seconds)
 
-    @property
-    def familiar_tokens(self) -> int:
+    def familiar_tokens(self, method: str) -> int:
         """Twice the most tokens that a step has had in its units: what more would cost is not known yet."""
-        return 2 * self._largest_tokens
+        return 2 * self._largest_tokens.get(method, 0)
 
     @property
     def familiar_rows(self) -> int:
@@ -89,7 +89,7 @@ class CostModel:
         return 2 * self._largest_rows
 
     def observe_units(self, units: Sequence[Unit], contexts: list[int], seconds: float) -> None:
-        """Learn from units of one kind that ran together in `seconds`; `contexts[i]` is where unit i ended."""
+        """Learn from units of one kind and method that ran in `seconds`; `contexts[i]` is where unit i ended."""
         if not units or seconds <= 0:
             return
         count = sum(unit.end - unit.begin for unit in units)
@@ -97,9 +97,11 @@ class CostModel:
             self._largest_rows = max(self._largest_rows, count)
             self._logits.observe(np.array([len(units), self._logits_flops * count]), seconds)
             return
-        self._largest_tokens = max(self._largest_tokens, count)
+        method = units[0].method
+        self._largest_tokens[method] = max(self._largest_tokens.get(method, 0), count)
         terms = [self._terms(unit.end - unit.begin, end) for unit, end in zip(units, contexts, strict=True)]
-        self._layers.observe(np.sum(terms, axis=0), seconds)
+        fit = self._layers.setdefault(method, _Fit([]))
+        fit.observe(np.sum(terms, axis=0), seconds)
 
     def observe_decode(self, lane: Lane, seconds: float) -> None:
         if seconds > 0:

@@ -80,14 +80,17 @@ def load_engine(
 
 
 def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
-    """Prefill what is common, so that its kernels are ready and the scheduler knows what units take from the start."""
+    """Prefill what is common by each method, so that its kernels are ready and the scheduler knows what units take from
+    the start.
+    """
     limits = runner.limits
     most = min(chunk_tokens, limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
     few = min(LEAST_UNIT_TOKENS, most)
     together = max(1, min(limits.max_running, _REHEARSED_PROMPTS, most // (few + limits.page_tokens)))
-    for lengths in ([few], [few] * together, [most]):
-        units, seconds = runner.time_prefill(lengths)
-        scheduler.learn_units(units, [lengths[-1]] * len(units), seconds)
+    for method in scheduler.prefill_methods:
+        for lengths in ([few], [few] * together, [most]):
+            units, seconds = runner.time_prefill(lengths, method)
+            scheduler.learn_units(units, [lengths[-1]] * len(units), seconds)
 
 
 def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:

@@ -4,10 +4,12 @@ What is printed of a deployment and what its engine allocates are one plan, whic
 configuration; nothing plans again. How memory is shared out is `gpu.memory`'s business.
 """
 
+from collections.abc import Iterable
+
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import Architecture
-from gpu.profiles import resolve_profiles, slot_bytes
+from gpu.profiles import Profile, ProfileError, resolve_profiles, slot_bytes
 from scheduler.config import EngineConfig
 from transfer.machine import MachineProfile
 from transfer.tier_shape import TierShape
@@ -15,17 +17,29 @@ from transfer.tier_shape import TierShape
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
     """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
+    profiles = resolve_profiles(config.profiles, config.host)
+    _check_units(profiles.values(), config.scheduler.prefill.chunk_tokens)
     return plan_memory(
         architecture,
         config.gpu,
         host=config.host,
-        slot_bytes=slot_bytes(resolve_profiles(config.profiles, config.host).values(), architecture),
+        slot_bytes=slot_bytes(profiles.values(), architecture),
         max_running=config.scheduler.max_running,
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_context_tokens=config.scheduler.max_context_tokens,
         max_hidden_tokens=config.scheduler.prefill.max_hidden_tokens,
         machine=machine,
     )
+
+
+def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
+    for profile in profiles:
+        if profile.align_tokens > chunk_tokens:
+            raise ProfileError(
+                f"profiles.{profile.name}: units of {profile.prefill_method!r} end at multiples of "
+                f"{profile.align_tokens} tokens, and one has {chunk_tokens} at most; raise "
+                "scheduler.prefill.chunk_tokens"
+            )
 
 
 def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:

@@ -1,7 +1,8 @@
 """Prefill jobs under way, and whose unit runs next: the shortest remaining job's, while the oldest gets its share.
 
 A job is layer-major: all its tokens go through layer l before any goes through l + 1. Chunk borders may differ from
-layer to layer, so a unit is as long as the time it may take allows. Where prompts are scored, units of their logits
+layer to layer, so a unit is as long as the time it may take allows, and as the job's prefill method: its units end
+where a prompt does, or at a multiple of so many tokens. Where prompts are scored, units of their logits
 come after the last layer, in steps of their own. Invariants: units of a job come in order; of the time that units take,
 as estimated, the job that came first gets `oldest_share`, but for one unit that it is yet to get.
 """
@@ -19,10 +20,15 @@ MOST_SCORED_TOKENS = 512  # of a unit: the logits of one may take what several l
 
 @dataclass(eq=False, slots=True)
 class JobInProgress:
-    """Where a job stands: the next unit begins at token `begin` of `layer`, after the last one at that scored token."""
+    """Where a job stands: the next unit begins at token `begin` of `layer`, after the last one at that scored token.
+
+    method: of all its prompts, and units of it end at multiples of `align_tokens` in a prompt, or where one ends.
+    """
 
     job: PrefillJob
     sequences: list[Sequence]
+    method: str
+    align_tokens: int
     layer: int = 0
     begin: int = 0
 
@@ -44,6 +50,17 @@ class JobInProgress:
                 return prompt.begin + token
             token -= prompt.num_computed_tokens
         raise AssertionError("token past the end of the job")
+
+    def aligned(self, length: int) -> int:
+        """Tokens of the longest unit that may come next, of no more than `length`; of the shortest, if it is longer."""
+        end = self.begin + length
+        last = 0
+        for prompt in self.job.prompts:
+            first, last = last, last + prompt.num_computed_tokens
+            if first < end < last:
+                down = end - (prompt.begin + end - first) % self.align_tokens
+                return (down if down > self.begin else min(down + self.align_tokens, last)) - self.begin
+        return length
 
 
 class PrefillQueue:
@@ -67,19 +84,22 @@ class PrefillQueue:
         units: list[Unit] = []
         finished: list[JobInProgress] = []
         left_tokens = self._config.chunk_tokens
-        if seconds is not None:
-            left_tokens = min(left_tokens, max(self._costs.familiar_tokens, LEAST_UNIT_TOKENS))
+        kind = None
         while self.jobs and left_tokens > 0:
             entry = self._shortest()
-            if not units and self._is_oldest_due(left_tokens, seconds):
-                entry = self.jobs[0]
-            if units and isinstance(units[0], LogitsUnit) != self._is_scoring(entry):
+            if not units:
+                if self._is_oldest_due(seconds):
+                    entry = self.jobs[0]
+                left_tokens, kind = self._most_tokens(entry, seconds), self._kind(entry)
+            if self._kind(entry) != kind:
                 break
             rest = self._left(entry)
             if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
                 break  # what fits of it would be a launch more
             whole = min(left_tokens, rest)
             length, cost = self._next_unit(entry, left_tokens, seconds)
+            if units and length > left_tokens:
+                break
             if seconds is not None:
                 if units and cost > seconds:
                     break
@@ -104,23 +124,34 @@ class PrefillQueue:
         """Of work until the sequence's job is done, whatever comes between; None if it has none."""
         for entry in self.jobs:
             if sequence in entry.sequences:
-                whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids)) for prompt in entry.job.prompts)
+                prompts, method = entry.job.prompts, entry.method
+                whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids), method) for prompt in prompts)
                 whole += self._costs.logits_seconds(entry.job.num_scored_tokens)
                 return whole * entry.remaining(self._num_layers) / entry.total(self._num_layers)
         return None
 
-    def prompt_seconds(self, begin: int, end: int) -> float:
+    def prompt_seconds(self, begin: int, end: int, method: str) -> float:
         """Of work for a prompt's tokens `[begin, end)` in all layers."""
-        return self._num_layers * self._costs.unit_seconds(end - begin, end)
+        return self._num_layers * self._costs.unit_seconds(end - begin, end, method)
 
     def _shortest(self) -> JobInProgress:
         return min(self.jobs, key=lambda entry: entry.remaining(self._num_layers))
 
-    def _is_oldest_due(self, left_tokens: int, seconds: float | None) -> bool:
+    def _is_oldest_due(self, seconds: float | None) -> bool:
         """Whether what the oldest is owed pays for its next unit. It is asked once a step, and a step of shorter jobs
         owes it less than a step: two whole units of it never come in a row while one that is shorter waits.
         """
-        return self._owed_seconds > 0 and self._owed_seconds >= self._next_unit(self.jobs[0], left_tokens, seconds)[1]
+        if self._owed_seconds <= 0:
+            return False
+        oldest = self.jobs[0]
+        return self._owed_seconds >= self._next_unit(oldest, self._most_tokens(oldest, seconds), seconds)[1]
+
+    def _most_tokens(self, entry: JobInProgress, seconds: float | None) -> int:
+        """Of a step of units like the job's next."""
+        most = self._config.chunk_tokens
+        if seconds is None:
+            return most
+        return min(most, max(self._costs.familiar_tokens(entry.method), LEAST_UNIT_TOKENS))
 
     def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
         """Tokens of a job's next unit, and what it takes, as estimated."""
@@ -133,8 +164,13 @@ class PrefillQueue:
             return length, self._costs.logits_seconds(length)
         begin = entry.context_at(entry.begin + 1) - 1
         if seconds is not None:
-            length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS)
-        return length, self._costs.unit_seconds(length, begin + length)
+            length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS, entry.method)
+        length = entry.aligned(length)
+        return length, self._costs.unit_seconds(length, begin + length, entry.method)
+
+    def _kind(self, entry: JobInProgress) -> str | None:
+        """What units of a step have in common: the method of their jobs, or None for logits."""
+        return None if self._is_scoring(entry) else entry.method
 
     def _is_scoring(self, entry: JobInProgress) -> bool:
         return entry.layer == self._num_layers
@@ -148,7 +184,7 @@ class PrefillQueue:
         begin, end = entry.begin, entry.begin + length
         if self._is_scoring(entry):
             return LogitsUnit(entry.job.job_id, begin, end)
-        return PrefillUnit(entry.job.job_id, entry.layer, begin, end)
+        return PrefillUnit(entry.job.job_id, entry.layer, begin, end, entry.method)
 
     def _settle(self, entry: JobInProgress, cost: float) -> None:
         if entry is self.jobs[0]:

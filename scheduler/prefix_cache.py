@@ -2,32 +2,38 @@
 
 A block's hash covers all tokens to its end and is seeded with the model and with what produced the KV (prefill method
 and decode profile), so approximate KV never serves a request that asked for another making. A sequence comes with its
-prompt's hashes; nothing here walks them to say how many are known. Invariant: a published block's page holds final keys
-and values once every plan launched so far is carried out.
+prompt's hashes; nothing here walks them to say how many are known. Where a profile's KV is made in aligned blocks of
+tokens, prefixes are found up to such a border, and a prompt's last block, which may be made otherwise, is never
+published. Invariant: a published block's page holds final keys and values once every plan launched so far is carried
+out, and these depend on its tokens and on those in front of them alone.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 
 import numpy as np
 
+from gpu.profiles import Profile
 from scheduler.pages import PagePool, extend_hashes
 from scheduler.sequence import Sequence
 
+_NO_END = 1 << 62
 _BLOCKS_AT_ONCE = 64  # hashed between two rests: a tenth of a millisecond
 
 
 class PrefixCache:
-    """`kv_keys` maps an attention profile to the name of what makes its KV; profiles of one name share blocks."""
+    """`profiles`: those that are served, by name; of one `kv_key` they share blocks."""
 
     def __init__(
-        self, pages: PagePool, page_tokens: int, enabled: bool, model_key: bytes, kv_keys: Mapping[str, str]
+        self, pages: PagePool, page_tokens: int, enabled: bool, model_key: bytes, profiles: Mapping[str, Profile]
     ) -> None:
         self._pages = pages
         self._page_tokens = page_tokens
         self.is_enabled = enabled
-        self._seeds = {profile: _seed(model_key, key) for profile, key in kv_keys.items()}
+        self._seeds = {name: _seed(model_key, profile.kv_key) for name, profile in profiles.items()}
+        self._align_tokens = {name: profile.align_tokens for name, profile in profiles.items()}
         self._computing: dict[bytes, Sequence] = {}
         self.queries_tokens = 0
         self.hits_tokens = 0
@@ -66,19 +72,29 @@ class PrefixCache:
         self.known_hashes(sequence)
         is_used = self.is_enabled and sequence.request.sampling.num_prompt_logprobs is None
         sequence.num_usable_blocks = (sequence.num_tokens - 1) // self._page_tokens if is_used else 0
+        align = self._align_tokens[sequence.request.attention_profile]
+        end = _NO_END if align == 1 else (sequence.num_tokens - 1) // align * align
+        sequence.num_final_blocks = end // self._page_tokens
         sequence.num_known_blocks = sequence.num_held_blocks = 0
         sequence.shares = None
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
     def look(self, sequence: Sequence) -> Sequence | None:
-        """Count the usable blocks in front that are published, from where they ended at the last look.
+        """Count the usable blocks in front that are published, from where they ended at the last look, up to a border.
 
         Returns the sequence whose prefill under way computes the next usable one, if any does.
         """
         hashes, end = sequence.hashes, sequence.num_usable_blocks
-        sequence.num_known_blocks = known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
+        known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
+        sequence.num_known_blocks = self.align_blocks(sequence, known)
         return self._computing.get(hashes[known]) if known < end and self._computing else None
+
+    def align_blocks(self, sequence: Sequence, num_blocks: int) -> int:
+        """The most of these blocks in front that end where a prefill of its profile may begin."""
+        align = self._align_tokens[sequence.request.attention_profile]
+        step = math.lcm(align, self._page_tokens) // self._page_tokens
+        return num_blocks // step * step
 
     def count_held(self, sequence: Sequence) -> int:
         """Of the blocks that `look` has counted, those in front whose pages somebody holds."""
@@ -108,7 +124,7 @@ class PrefixCache:
         sequence.num_published = num_cached_tokens // self._page_tokens
         if sequence.context is not None:
             return
-        for digest in sequence.hashes[sequence.num_published :]:
+        for digest in sequence.hashes[sequence.num_published : sequence.num_final_blocks]:
             self._computing.setdefault(digest, sequence)
 
     def stop(self, sequence: Sequence) -> None:
@@ -120,8 +136,8 @@ class PrefixCache:
     # --- what is published --------------------------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Make the sequence's full blocks among its first `num_computed_tokens` tokens findable."""
-        end = num_computed_tokens // self._page_tokens
+        """Make the sequence's final blocks among its first `num_computed_tokens` tokens findable."""
+        end = min(num_computed_tokens // self._page_tokens, sequence.num_final_blocks)
         if not self.is_enabled or not sequence.pages or end <= sequence.num_published:
             return
         self._pages.publish(self.known_hashes(sequence), sequence.pages, sequence.num_published, end)

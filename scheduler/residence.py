@@ -62,8 +62,7 @@ class Residence:
         self._capacity = capacity
         self._profiles = profiles
         self.pages = PagePool(0, capacity.num_pages, prefix_cache)
-        kv_keys = {name: profile.kv_key for name, profile in profiles.items()}
-        self.prefixes = PrefixCache(self.pages, page_tokens, prefix_cache, model_key, kv_keys)
+        self.prefixes = PrefixCache(self.pages, page_tokens, prefix_cache, model_key, profiles)
         self.contexts: HostContexts | None = None
         self._of_context: dict[HostContext, Sequence] = {}  # those that are held
         self._releases: list[Release] = []
@@ -84,6 +83,9 @@ class Residence:
     def page_tokens(self) -> int:
         return self._capacity.page_tokens
 
+    def profile_of(self, sequence: Sequence) -> Profile:
+        return self._profiles[sequence.request.attention_profile]
+
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def await_room(self, sequence: Sequence) -> None:
@@ -98,7 +100,10 @@ class Residence:
         host, contexts = self._host
         first, last = self._blocks(host.sink_tokens), self._blocks(end)
         source, num_shared = contexts.find(sequence.hashes, first, max(first, min(last, sequence.num_usable_blocks)))
+        num_shared = max(0, self.prefixes.align_blocks(sequence, first + num_shared) - first)
         size = self._admitted_size(sequence, num_shared, end)
+        if num_shared == 0:
+            source = None
         if source is not None and (
             (not contexts.num_held and not contexts.has_room(size, source))
             or not self._fits_beside(sequence, source, num_shared)
@@ -193,7 +198,7 @@ class Residence:
             sink=self._host[0].sink_tokens,
             released=self._released_end(context),
             end=start.end,
-            is_sampled=self._profile(sequence).is_sampled,
+            is_sampled=self.profile_of(sequence).is_sampled,
         )
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -237,7 +242,7 @@ class Residence:
             while context.num_resident:
                 given = self._give_up(context, context.num_resident)
                 assert given, "room for what is released was made when it was reserved"
-        is_sampled = self._profile(sequence).is_sampled
+        is_sampled = self.profile_of(sequence).is_sampled
         return Deposit(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
 
     def ask(self, sequence: Sequence) -> HostAsk | None:
@@ -262,8 +267,9 @@ class Residence:
             num_sink = self._blocks(self._host[0].sink_tokens)
             hashes = self.prefixes.known_hashes(sequence)
             assert len(hashes) >= num_sink + num_blocks, "what goes down is known: the window is longer than a flight"
-            self.pages.publish(hashes, context.sink_pages, 0, num_sink)
-            self._host[1].publish(context, hashes[num_sink : num_sink + num_blocks])
+            end = min(num_sink + num_blocks, sequence.num_final_blocks)
+            self.pages.publish(hashes, context.sink_pages, 0, min(num_sink, end))
+            self._host[1].publish(context, hashes[num_sink:end])
 
     def retract(self, sequence: Sequence) -> None:
         """Its context gave no finite logits: none of its blocks is found any more, wherever it is."""
@@ -325,14 +331,11 @@ class Residence:
         assert self.contexts is not None
         return self._capacity.host, self.contexts
 
-    def _profile(self, sequence: Sequence) -> Profile:
-        return self._profiles[sequence.request.attention_profile]
-
     def _blocks(self, num_tokens: int) -> int:
         return num_tokens // self._capacity.page_tokens
 
     def _prompt_end(self, sequence: Sequence) -> int:
-        if self._capacity.host is None or not self._profile(sequence).goes_down:
+        if self._capacity.host is None or not self.profile_of(sequence).goes_down:
             return 0
         return self._capacity.host.prompt_end(sequence.num_tokens)
 
@@ -342,10 +345,10 @@ class Residence:
         most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
         num_run = self._blocks(end - host.sink_tokens)
         num_blocks = self._blocks(host.most_run_tokens(most))
-        return RunSize(num_shared, num_run - num_shared, num_blocks, self._profile(sequence).is_sampled)
+        return RunSize(num_shared, num_run - num_shared, num_blocks, self.profile_of(sequence).is_sampled)
 
     def _deposit_end(self, sequence: Sequence) -> int:
-        if self._capacity.host is None or not self._profile(sequence).goes_down:
+        if self._capacity.host is None or not self.profile_of(sequence).goes_down:
             return 0
         run_end = None
         context = sequence.open_context
@@ -474,7 +477,7 @@ class Residence:
         contexts = self._host[1]
         if sequence.context is not None:
             return contexts.grow(sequence.context, num_blocks)
-        context = contexts.add(RunSize(0, num_blocks, num_blocks, self._profile(sequence).is_sampled), None)
+        context = contexts.add(RunSize(0, num_blocks, num_blocks, self.profile_of(sequence).is_sampled), None)
         if context is not None:
             sequence.context = context
             self._of_context[context] = sequence

@@ -106,6 +106,11 @@ class Scheduler:
         self._seconds_since_decode = 0.0  # of prefill units, as estimated
         self.num_preemptions = 0
 
+    @property
+    def prefill_methods(self) -> list[str]:
+        """Those of the profiles that are served, each once."""
+        return list(dict.fromkeys(profile.prefill_method for profile in self._profiles.values()))
+
     def learn_units(self, units: list[PrefillUnit], contexts: list[int], seconds: float) -> None:
         """What units took that no request asked for; `contexts[i]` is where unit i ended in its prompt."""
         self._costs.observe_units(units, contexts, seconds)

@@ -25,7 +25,8 @@ class Sequence:
 
     `prompt` is int32 `[tokens]`, shared with those of the same prompt; `hashes` are of the full blocks of prompt and
     output known so far. While it waits, `num_pages` is what its tokens take, `num_usable_blocks` need no computing
-    where they are known, and the run that goes down with it ends at `run_end`, or 0. At the last look
+    where they are known, the first `num_final_blocks` do not depend on where the tokens end (others may find these, and
+    what is drawn behind them), and the run that goes down with it ends at `run_end`, or 0. At the last look
     `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages that somebody held: there the next
     look begins. `shares`: a sequence that computes blocks of this one, and how many they have in common.
     `num_in_flight` counts draws launched and not collected, so the next draw is number `num_drawn` and the last token
@@ -45,6 +46,7 @@ class Sequence:
     num_in_flight: int = 0
     num_pages: int = 0
     num_usable_blocks: int = 0
+    num_final_blocks: int = 0
     run_end: int = 0
     num_known_blocks: int = 0
     num_held_blocks: int = 0

@@ -66,7 +66,7 @@ class LayerLoop:
             if self.checks_coverage:
                 check_coverage(reads, on_device, filled)
             far = [] if on_device.far is None else [on_device.far]
-            hidden = decoder.leave(layer, hidden, merge_all([on_device.near, *far, *filled]))
+            hidden = decoder.leave(layer, hidden, merge_all([on_device.near, *far, *filled]).out)
         return decoder.logits(hidden)
 
 

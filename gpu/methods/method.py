@@ -29,8 +29,12 @@ class Method:
     both empty: it writes what the model itself would. slot_bytes: device memory for one running sequence, by settings
     and model. reading: how the CPU reads what is in host memory, or None: nothing goes down there.
     device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
-    (`gpu.methods.device_side`), or None: nothing. scored: the settings at which the evals' set of serving profiles has
-    the profile of the method's name; where they are not shared, its defaults or none.
+    (`gpu.methods.device_side`), or None: nothing. prefill_side: likewise, with a `make_prefill_side(settings, site)` of
+    what attends to prompts (`gpu.methods.prefill_side`); every method of that slot has one, and no other. align_tokens:
+    of the KV that it writes, by settings: units end at multiples of it, and what others find of a prompt ends at one,
+    in front of the prompt's last block of so many tokens, which may be computed otherwise; 1: there are no such blocks.
+    scored: the settings at which the evals' set of serving profiles has the profile of the method's name; where they
+    are not shared, its defaults or none.
     """
 
     name: str
@@ -43,7 +47,14 @@ class Method:
     slot_bytes: Callable[[Any, Architecture], int]
     reading: HostReading | None
     device_side: str | None
+    prefill_side: str | None
+    align_tokens: Callable[[Any], int]
     scored: tuple[Settings, ...]
+
+
+def any_token(settings: Settings) -> int:
+    """Of a method whose KV does not depend on blocks of tokens."""
+    return 1
 
 
 def no_bytes(settings: Settings, architecture: Architecture) -> int:

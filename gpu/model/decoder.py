@@ -16,10 +16,9 @@ from gpu.model.architecture import Architecture
 from gpu.model.projections import Projections
 from gpu.model.rope import rope_tables
 from gpu.model.weights import Weights
-from transfer.partial import Partial
 
-# (query, pre_rope_query), both [tokens, heads, dim], to the partial over what the caller covers.
-Attend = Callable[[Tensor, Tensor], Partial]
+# (query, pre_rope_query), both [tokens, heads, dim], to attention's output, of that shape and any floating dtype.
+Attend = Callable[[Tensor, Tensor], Tensor]
 
 # Where a layer's keys and values are written: key_pages, value_pages `[num_pages, kv_heads, page_tokens, dim]`, and
 # page_table int32 `[max_slots, max_pages]`. A buffer `[kv_heads, tokens, dim]` is one page of `tokens` tokens.
@@ -71,9 +70,11 @@ class Decoder:
         )  # fmt: skip
         return query, qkv[:, : self.query_columns].view(query.shape)
 
-    def leave(self, index: int, hidden: Tensor, attended: Partial) -> Tensor:
-        """The part of a layer after attention: its output projected, added to `hidden`, and the MLP."""
-        rows = attended.out.view(-1, self.query_columns)
+    def leave(self, index: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, projected and
+        added to `hidden`, and the MLP.
+        """
+        rows = attended.view(-1, self.query_columns)
         return self.projections.mlp(index, self.projections.output(index, rows, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -9,11 +9,15 @@ those kernels align a causal mask to the upper left.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.prefill.query import Attended
 from transfer.partial import Partial, merge
 
 FLASH_DIM_MULTIPLE = 8
+MASKED_ENTRIES = 2**24  # of a mask of scattered queries at once
+MASK_MULTIPLE = 16
 
 
 def prefill_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
@@ -31,10 +35,11 @@ def prefill_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale
     return Partial(out, lse.transpose(0, 1))
 
 
-def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
     """query `[tokens, heads, dim]`; key, value `[kv_heads, context, dim]` (strided), context >= tokens, rotated.
 
-    The queries are the context's last `tokens`. out float32 `[tokens, heads, dim]`, lse float32 `[tokens, heads]`.
+    The queries are the context's last `tokens`. out `[tokens, heads, dim]` in the query's dtype, or float32 where it is
+    merged; lse float32 `[tokens, heads]`.
     """
     if has_flash(query):
         return _flash(query, key, value, scale)
@@ -42,7 +47,24 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     own = _two_sided(query, key[:, begin:], value[:, begin:], True, scale)
     if begin == 0:
         return own
-    return merge(_two_sided(query, key[:, :begin], value[:, :begin], False, scale), own)
+    whole = merge(_two_sided(query, key[:, :begin], value[:, :begin], False, scale).partial(), own.partial())
+    return Attended(whole.out, whole.lse)
+
+
+def scattered_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float) -> Attended:
+    """As `prefill_attention`, of queries at any ascending positions: int64 `[tokens]` on the device."""
+    context = key.shape[1]
+    most = max(1, MASKED_ENTRIES // context)
+    seen = torch.arange(context, device=query.device)
+    attended = []
+    for begin in range(0, len(query), most):
+        own = slice(begin, begin + most)
+        mask = torch.zeros(len(positions[own]), context, dtype=query.dtype, device=query.device)
+        mask.masked_fill_(seen > positions[own, None], float("-inf"))
+        attended.append(_masked(query[own], key, value, mask, scale))
+    if len(attended) == 1:
+        return attended[0]
+    return Attended(torch.cat([one.out for one in attended]), torch.cat([one.partial().lse for one in attended]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +77,16 @@ class Packing:
     most_keys: int
 
 
-def packed_prefill_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Partial:
-    """`prefill_attention` of each prompt, by one kernel; where `has_flash`.
+def packed_prefill_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    """What `prefill_attention` of each prompt puts out, by one kernel; where `has_flash`.
 
-    query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`.
+    query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`. As query.
     """
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, packing.query_begins, packing.key_begins, packing.most_queries, packing.most_keys,
         0.0, True, False, scale=scale,
     )  # fmt: skip
-    return Partial(out.float(), lse.transpose(0, 1))
+    return out
 
 
 def has_flash(query: Tensor) -> bool:
@@ -72,29 +94,42 @@ def has_flash(query: Tensor) -> bool:
     return query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % FLASH_DIM_MULTIPLE == 0
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
     """FlashAttention 2: its causal mask is aligned to the lower right, and it groups query heads itself."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), 0.0, True, False, scale=scale
     )
-    return Partial(out[0].transpose(0, 1).float(), lse[0].transpose(0, 1))
+    return Attended(out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
 
-def _two_sided(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Partial:
-    """All keys (or, causal, as many keys as queries); query heads of a group are a batch over the same keys."""
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Attended:
+    """mask: added to the scores of every head, `[tokens, context]`."""
+    return _grouped(query, key, value, mask, False, scale)
+
+
+def _two_sided(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
+    """All keys (or, causal, as many keys as queries)."""
+    return _grouped(query, key, value, None, causal, scale)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Attended:
+    """Query heads of a group are a batch over the same keys."""
     tokens, heads, dim = query.shape
     kv_heads = key.shape[0]
+    if mask is not None and query.is_cuda:  # its rows are read in aligned pieces
+        mask = F.pad(mask, (0, -mask.shape[1] % MASK_MULTIPLE))[:, : mask.shape[1]]
+        mask = mask.expand(heads // kv_heads, kv_heads, *mask.shape)
     grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).permute(2, 1, 0, 3)  # [group, kv_heads, tokens, dim]
     key = key.expand(heads // kv_heads, *key.shape)
     value = value.expand(heads // kv_heads, *value.shape)
     if query.is_cuda:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            grouped, key, value, None, True, 0.0, causal, scale=scale
+            grouped, key, value, mask, True, 0.0, causal, scale=scale
         )
         lse = lse[..., :tokens]
     else:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            grouped, key, value, 0.0, causal, scale=scale
+            grouped, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
     out = out.permute(2, 1, 0, 3).reshape(tokens, heads, dim)
-    return Partial(out.float(), lse.permute(2, 1, 0).reshape(tokens, heads).float())
+    return Attended(out, lse.permute(2, 1, 0).reshape(tokens, heads).float())

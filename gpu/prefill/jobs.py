@@ -6,6 +6,7 @@ is alone in its job, and the only one of its kind), so units of several jobs and
 where one layer's chunks begin need not be where another's do.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,15 +15,16 @@ from torch import Tensor
 
 from gpu.host.deposit import Depositor
 from gpu.kv.pool import KvPool
+from gpu.methods.prefill_side import PrefillSide
 from gpu.model.decoder import Decoder
-from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, prefill_attention
+from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention
+from gpu.prefill.query import PrefillQuery
 from gpu.prefill.scored_rows import cut_rows
 from gpu.prefill.staging import StagedPrompt, Staging
 from gpu.sampling.logprobs import Logprobs, join_logprobs
 from gpu.sampling.sampler import Sampled, Sampler, gather_logprobs
-from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob, Unit
+from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob, Unit
 from gpu.upload import upload
-from transfer.partial import Partial
 from transfer.tier import HostMemoryError, HostTier
 
 MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of more is worth a launch of its own
@@ -134,6 +136,7 @@ class _Job:
     staged: StagedPrompt | None
     has_failed: bool
     scored: dict[int, list[Logprobs]]  # by slot: pieces so far, in order
+    method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
     packed: _Packed | None = None
 
     def ends_with(self, unit: Unit, num_layers: int) -> bool:
@@ -156,12 +159,14 @@ class _Job:
 class Prefill:
     """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together.
 
-    tier, depositor: where prompts with a `host` go, and how; or None and None.
+    sides: what attends to prompts, by what units name it, `DENSE` among them. tier, depositor: where prompts with a
+    `host` go, and how; or None and None.
     """
 
-    def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, tier: HostTier | None,
-                 depositor: Depositor | None) -> None:  # fmt: skip
+    def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, sides: Mapping[str, PrefillSide],
+                 tier: HostTier | None, depositor: Depositor | None) -> None:  # fmt: skip
         self.max_hidden_tokens = max_hidden_tokens
+        self._sides = sides
         self.decoder = decoder
         self.sampler = sampler
         self.device = decoder.pool.device
@@ -203,7 +208,7 @@ class Prefill:
             packed[2, begin:end] = prompt.slot
         token_ids, positions, slots = upload(packed, self.device).unbind(0)
         scored: dict[int, list[Logprobs]] = {prompt.slot: [] for prompt in job.prompts if prompt.is_scored}
-        state = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False, scored)
+        state = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False, scored, {})
         self._jobs[job.job_id] = state
         if self.staging is not None and job.prompts[0].host is not None:
             try:
@@ -252,8 +257,8 @@ class Prefill:
             staged.begin_layer(place)
         chunk = slice(unit.begin, unit.end)
 
-        def attend(query: Tensor, pre_rope_query: Tensor) -> Partial:
-            return self._attend(state, unit, query)
+        def attend(query: Tensor, pre_rope_query: Tensor) -> Tensor:
+            return self._attend(state, unit, query, pre_rope_query)
 
         pages = staged.staging.pages(place) if staged is not None and place is not None else None
         state.hidden[chunk] = self.decoder.layer(
@@ -280,21 +285,45 @@ class Prefill:
                 logits = self.decoder.logits(hidden[rows.computed])[rows.wanted]
                 state.scored[prompt.slot].append(gather_logprobs(logits, token_ids[rows.told], num_top))
 
-    def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor) -> Partial:
-        """Attention of a packed chunk: all prompts at once, or prompt by prompt; query `[tokens, heads, dim]`."""
+    def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
+        """Attention of a packed chunk: all prompts at once, or prompt by prompt; all `[tokens, heads, dim]`."""
         parts = state.parts(unit)
-        if len(parts) > 1 and has_flash(query) and sum(part.context for part in parts) <= self._most_packed_tokens:
+        is_packed = unit.method == DENSE and len(parts) > 1 and has_flash(query)
+        if is_packed and sum(part.context for part in parts) <= self._most_packed_tokens:
             packed = self._pack(state, unit, parts)
             keys, values = self.gathered.pack(unit.layer, packed.rows)
             return packed_prefill_attention(query, keys, values, packed.packing, self.decoder.scale)
-        attended = []
-        for part in parts:
-            keys, values = self._keys_and_values(state, part.prompt, unit.layer, part.context)
-            own = query[part.begin - unit.begin : part.end - unit.begin]
-            attended.append(prefill_attention(own, keys, values, self.decoder.scale))
-        if len(attended) == 1:
-            return attended[0]
-        return Partial(torch.cat([part.out for part in attended]), torch.cat([part.lse for part in attended]))
+        attended = [self._attend_part(state, unit, part, query, pre_rope_query) for part in parts]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend_part(
+        self, state: _Job, unit: PrefillUnit, part: _Part, query: Tensor, pre_rope_query: Tensor
+    ) -> Tensor:
+        """Attention of one prompt's part by the unit's method; both queries are the unit's."""
+        side, prompt = self._sides[unit.method], part.prompt
+        num_prompt_tokens = len(prompt.token_ids)
+        begin = part.context - (part.end - part.begin)
+        if begin == prompt.begin:
+            state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
+        keys, values = self._keys_and_values(state, prompt, unit.layer, part.context)
+        own = slice(part.begin - unit.begin, part.end - unit.begin)
+        attended = side.attend(
+            PrefillQuery(
+                layer=unit.layer,
+                query=query[own],
+                pre_rope_query=pre_rope_query[own],
+                keys=keys,
+                values=values,
+                positions=state.positions[part.begin : part.end],
+                begin=begin,
+                num_prompt_tokens=num_prompt_tokens,
+                scale=self.decoder.scale,
+                state=state.method_states[prompt.slot],
+            )
+        )
+        if part.context == num_prompt_tokens:
+            del state.method_states[prompt.slot]
+        return attended.out
 
     def _pack(self, state: _Job, unit: PrefillUnit, parts: list[_Part]) -> _Packed:
         """What the last layer's unit had, if it was of the same tokens."""

@@ -18,10 +18,11 @@ from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import named_shape
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Weights, random_weights
+from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import FinishedJob, Prefill
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampled, Sampler
-from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, Unit
+from gpu.step import DENSE, HostPrompt, PageWrite, PrefillJob, PrefillPrompt, Unit
 from tests.gpu.reference_model import layer_units
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
@@ -82,7 +83,7 @@ class Stand:
         self.decoder = Decoder(SHAPE, sharp_weights(self.dtype, self.device), self.pool, MAX_CONTEXT)
         self.sampler = KeepsLogits(MAX_SLOTS, SHAPE.vocab_size, self.device)
         self.tier = self._tier()
-        self.prefill = Prefill(self.decoder, self.sampler, 4000, self.tier, self._depositor())
+        self.prefill = Prefill(self.decoder, self.sampler, 4000, {DENSE: Dense()}, self.tier, self._depositor())
         if self.prefill.staging is not None:
             self.prefill.staging.poison()
         order = np.random.default_rng(4).permutation(NUM_PAGES).tolist()

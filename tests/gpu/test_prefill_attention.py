@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.prefill.attention import prefill_attention, prefill_attention_reference
+import gpu.prefill.attention
+from gpu.prefill.attention import prefill_attention, prefill_attention_reference, scattered_attention
 from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
 
 SHAPES = [(1, 1), (5, 5), (64, 64), (1, 77), (33, 130), (200, 1031)]  # (tokens, context)
@@ -53,9 +54,29 @@ def test_prefill_attention_equals_the_definition(
         query.to(device), padded_key.to(device)[:, :context], padded_value.to(device)[:, :context], 0.125
     )
     atol = ATTENTION_F32_ATOL if dtype == torch.float32 else ATTENTION_BF16_ATOL
-    assert got.out.dtype == got.lse.dtype == torch.float32
-    np.testing.assert_allclose(got.out.cpu().numpy(), out, atol=atol, rtol=0)
+    assert got.lse is not None
+    assert got.lse.dtype == torch.float32
+    assert got.out.dtype in (dtype, torch.float32)
+    np.testing.assert_allclose(got.out.double().cpu().numpy(), out, atol=atol, rtol=0)
     np.testing.assert_allclose(got.lse.cpu().numpy(), lse, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize("most", [1, 64, 2**24])
+def test_queries_that_are_not_the_last_ones_see_what_is_in_front_of_them(
+    device: str, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.prefill.attention, "MASKED_ENTRIES", most)
+    query, key, value = (tensor.to(dtype).to(device) for tensor in inputs(9, 130, 8, 2, 64))
+    positions = torch.tensor([0, 1, 5, 6, 7, 63, 64, 100, 128], device=device)
+    got = scattered_attention(query, key, value, positions, 0.125)
+    atol = ATTENTION_F32_ATOL if dtype == torch.float32 else ATTENTION_BF16_ATOL
+    assert got.lse is not None
+    for row, position in enumerate(positions.tolist()):
+        seen = (one[:, : position + 1].double().cpu() for one in (key, value))
+        wanted = prefill_attention_reference(query[row : row + 1].double().cpu(), *seen, 0.125)
+        np.testing.assert_allclose(got.out[row].double().cpu(), wanted.out[0], atol=atol, rtol=0)
+        np.testing.assert_allclose(got.lse[row].cpu(), wanted.lse[0], atol=atol, rtol=0)
 
 
 def test_the_reference_equals_the_definition_in_float64() -> None:

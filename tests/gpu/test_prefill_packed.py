@@ -35,13 +35,11 @@ def test_each_of_many_prompts_is_attended_to_by_the_definition(heads: int, kv_he
     )
     packing = Packing(starts(counts, "cuda"), starts(contexts, "cuda"), max(counts), max(contexts))
     got = packed_prefill_attention(query.cuda(), key.cuda(), value.cuda(), packing, 0.125)
-    assert got.out.dtype == got.lse.dtype == torch.float32
-    of_queries = [tensor.cpu().double().split(counts) for tensor in (query, got.out, got.lse)]
+    of_queries = [tensor.cpu().double().split(counts) for tensor in (query, got)]
     of_keys = [tensor.double().split(contexts) for tensor in (key, value)]
-    for own, out, lse, keys, values in zip(*of_queries, *of_keys, strict=True):
+    for own, out, keys, values in zip(*of_queries, *of_keys, strict=True):
         wanted = prefill_attention_reference(own, keys.transpose(0, 1), values.transpose(0, 1), 0.125)
         np.testing.assert_allclose(out, wanted.out, atol=ATTENTION_BF16_ATOL, rtol=0)
-        np.testing.assert_allclose(lse, wanted.lse, atol=ATTENTION_BF16_ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -24,7 +24,7 @@ METHOD = Method(
     name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
     kv_settings={{"size": "size"}}, kv_host={{}},
     slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers, reading={reading},
-    device_side=None, scored=(ToySettings(),),
+    device_side=None, prefill_side=None, align_tokens=lambda settings: 1, scored=(ToySettings(),),
 )
 '''
 

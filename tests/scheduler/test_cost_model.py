@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
-from gpu.step import Lane, PrefillUnit
+from gpu.step import DENSE, Lane, PrefillUnit
 from scheduler.cost_model import CostModel
 from tests.tolerances import COST_MODEL
 
@@ -33,12 +33,12 @@ def model() -> CostModel:
 def test_units_of_any_length_and_context_take_what_the_machine_takes(
     model: CostModel, tokens: int, context: int
 ) -> None:
-    assert model.unit_seconds(tokens, context) == pytest.approx(machine_seconds(tokens, context), rel=COST_MODEL)
+    assert model.unit_seconds(tokens, context, DENSE) == pytest.approx(machine_seconds(tokens, context), rel=COST_MODEL)
 
 
 def test_the_comparison_sees_attention_over_the_end_of_the_context(model: CostModel) -> None:
     """Power of the test above: half a unit's length more or less of context is seen."""
-    off = model.unit_seconds(2048, 2048 + 1024)
+    off = model.unit_seconds(2048, 2048 + 1024, DENSE)
     assert off != pytest.approx(machine_seconds(2048, 2048), rel=10 * COST_MODEL)
 
 
@@ -48,13 +48,13 @@ def test_a_unit_is_the_longest_that_fits_the_time_from_where_it_begins(
 ) -> None:
     fits = [tokens for tokens in (64, 128, 256, 512, 1024, 2048) if machine_seconds(tokens, begin + tokens) <= seconds]
     assert 64 < fits[-1] < 2048, "the test means something"
-    assert model.tokens_within(seconds, begin, 2048, 64) == fits[-1]
+    assert model.tokens_within(seconds, begin, 2048, 64, DENSE) == fits[-1]
 
 
 def test_a_unit_has_the_least_tokens_where_nothing_fits_and_all_where_all_do(model: CostModel) -> None:
-    assert model.tokens_within(0.0, 0, 2048, 64) == 64
-    assert model.tokens_within(1e9, 0, 2000, 64) == 2000
-    assert model.tokens_within(1e9, 0, 40, 64) == 40
+    assert model.tokens_within(0.0, 0, 2048, 64, DENSE) == 64
+    assert model.tokens_within(1e9, 0, 2000, 64, DENSE) == 2000
+    assert model.tokens_within(1e9, 0, 40, 64, DENSE) == 40
 
 
 def test_a_decode_steps_time_follows_the_machine_without_jumping() -> None:
@@ -72,15 +72,15 @@ def test_a_decode_steps_time_follows_the_machine_without_jumping() -> None:
 
 def test_steps_without_units_or_time_teach_nothing() -> None:
     model = CostModel(SHAPE)
-    before = model.unit_seconds(512, 512)
+    before = model.unit_seconds(512, 512, DENSE)
     model.observe_units([], [], 1.0)
     model.observe_units([PrefillUnit(0, 0, 0, 512)], [512], 0.0)
-    assert model.unit_seconds(512, 512) == before
-    assert model.familiar_tokens == 0
+    assert model.unit_seconds(512, 512, DENSE) == before
+    assert model.familiar_tokens(DENSE) == 0
 
 
 def test_what_is_familiar_is_twice_the_most_that_a_step_had() -> None:
     model = CostModel(SHAPE)
     model.observe_units([PrefillUnit(0, 0, 0, 100), PrefillUnit(1, 0, 0, 50)], [100, 50], 0.01)
     model.observe_units([PrefillUnit(0, 0, 0, 20)], [20], 0.01)
-    assert model.familiar_tokens == 300
+    assert model.familiar_tokens(DENSE) == 300

@@ -8,9 +8,11 @@ import pytest
 import gpu.memory.plan
 import scheduler.load
 from gpu.memory.plan import MemoryPlan, PlanError
+from gpu.profiles import ProfileError
 from scheduler.load import load_engine
 from server.config import Deployment
 from server.plan import resolve_plan
+from tests.scheduler.test_prefill_methods import make_profile
 from transfer.machine import GpuProfile, load_machine
 
 MACHINES = Path(__file__).parents[2] / "deploy" / "machines"
@@ -65,3 +67,11 @@ def test_the_gpu_that_was_planned_for_is_not_refused(monkeypatch: pytest.MonkeyP
     machine = load_machine(MACHINES / "rtx4090.json")
     gpu.memory.plan.require_device(plan_on("rtx4090"), machine.gpu, machine.name)
     gpu.memory.plan.require_device(plan_on("laptop"), None, "a machine without one")
+
+
+def test_a_method_whose_blocks_are_longer_than_a_unit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles = {"blocky": make_profile("blocky", 4096)}
+    monkeypatch.setattr("scheduler.memory.resolve_profiles", lambda named, host: profiles)
+    words = r"profiles\.blocky: units of 'prefill: blocky' end at multiples of 4096 tokens, and one has 2048 at most"
+    with pytest.raises(ProfileError, match=words):
+        plan_on("laptop")

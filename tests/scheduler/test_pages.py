@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.profiles import Profile
 from scheduler.load import model_key
 from scheduler.pages import PagePool
 from scheduler.prefix_cache import PrefixCache
@@ -63,7 +64,7 @@ def test_what_is_retracted_is_not_found_and_its_page_is_blank() -> None:
 
 
 def hashes(model: bytes, kv_key: str, salt: str = "") -> list[bytes]:
-    cache = PrefixCache(PagePool(0, 4, True), 16, True, model, {"exact": kv_key})
+    cache = PrefixCache(PagePool(0, 4, True), 16, True, model, {"exact": Profile("exact", kv_key, ())})
     prompt = np.array(prompt_of(40), np.int32)
     listed = cache.hash_prompt(prompt, "exact", salt, lambda: None)
     request = msgspec.structs.replace(make_request("a", prompt_of(40)), cache_salt=salt)

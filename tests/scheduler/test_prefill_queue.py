@@ -7,7 +7,7 @@ import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.sampling.params import SamplingParams
-from gpu.step import PrefillJob, PrefillPrompt
+from gpu.step import DENSE, PrefillJob, PrefillPrompt
 from scheduler.config import PrefillConfig
 from scheduler.cost_model import CostModel
 from scheduler.prefill_queue import LEAST_UNIT_TOKENS, JobInProgress, PrefillQueue
@@ -28,7 +28,7 @@ def make_job(job_id: int, *prompts: tuple[int, int]) -> JobInProgress:
         PrefillPrompt(slot, np.zeros(tokens, np.int32), begin, tokens, SamplingParams(), "exact")
         for slot, (begin, tokens) in enumerate(prompts)
     ]
-    return JobInProgress(PrefillJob(job_id, listed), [])
+    return JobInProgress(PrefillJob(job_id, listed), [], DENSE, 1)
 
 
 def run_steps(queue: PrefillQueue, num_steps: int) -> list[tuple[bool, float]]:
@@ -38,7 +38,7 @@ def run_steps(queue: PrefillQueue, num_steps: int) -> list[tuple[bool, float]]:
         queue.jobs.append(make_job(1 + step, (0, CHUNK // LAYERS)))
         entries = {entry.job.job_id: entry for entry in queue.jobs}
         for unit in queue.next_units(None)[0]:
-            cost = costs.unit_seconds(unit.end - unit.begin, entries[unit.job_id].context_at(unit.end))
+            cost = costs.unit_seconds(unit.end - unit.begin, entries[unit.job_id].context_at(unit.end), DENSE)
             ran.append((unit.job_id == 0, cost))
     return ran
 
@@ -47,7 +47,7 @@ def run_steps(queue: PrefillQueue, num_steps: int) -> list[tuple[bool, float]]:
 def test_the_oldest_job_gets_its_share_of_the_time_and_never_before_it_is_due(share: float) -> None:
     queue = make_queue(oldest_share=share)
     queue.jobs.append(make_job(0, (0, 100 * CHUNK)))
-    whole = CostModel(SHAPE).unit_seconds(CHUNK, 50 * CHUNK)
+    whole = CostModel(SHAPE).unit_seconds(CHUNK, 50 * CHUNK, DENSE)
     total = own = 0.0
     ran = run_steps(queue, 100)
     for is_oldest, cost in ran:

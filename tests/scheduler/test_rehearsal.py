@@ -7,7 +7,7 @@ import pytest
 
 from gpu.model.architecture import named_shape
 from gpu.profiles import resolve_profiles
-from gpu.step import PrefillUnit
+from gpu.step import DENSE, PrefillUnit
 from scheduler.capacity import Capacity
 from scheduler.config import SchedulerConfig
 from scheduler.load import rehearse
@@ -25,9 +25,9 @@ class Rehearsed:
         self.limits = SimpleNamespace(**limits)
         self.lengths: list[list[int]] = []
 
-    def time_prefill(self, lengths: list[int]) -> tuple[list[PrefillUnit], float]:
+    def time_prefill(self, lengths: list[int], method: str) -> tuple[list[PrefillUnit], float]:
         self.lengths.append(lengths)
-        units = [PrefillUnit(0, layer, 0, sum(lengths)) for layer in range(SHAPE.num_layers)]
+        units = [PrefillUnit(0, layer, 0, sum(lengths), method) for layer in range(SHAPE.num_layers)]
         return units, SECONDS_A_TOKEN * sum(lengths) * len(units)
 
 
@@ -42,8 +42,8 @@ def test_what_units_take_is_known_from_the_start() -> None:
     runner: Any = Rehearsed(max_context_tokens=4096, num_pages=500, page_tokens=16, max_running=24)
     rehearse(runner, scheduler, 2048)
     assert runner.lengths == [[64], [64] * 8, [2047]]
-    assert scheduler._costs.unit_seconds(300, 300) == pytest.approx(300 * SECONDS_A_TOKEN, rel=0.1)
-    assert scheduler._costs.familiar_tokens >= 2048
+    assert scheduler._costs.unit_seconds(300, 300, DENSE) == pytest.approx(300 * SECONDS_A_TOKEN, rel=0.1)
+    assert scheduler._costs.familiar_tokens(DENSE) >= 2048
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_it_keeps_to_the_pages_and_slots_that_there_are(limits: dict[str, int]) 
 def test_a_rehearsal_changes_nothing_of_what_is_said_after_it() -> None:
     prompts = [document_prompt(50, 1), document_prompt(30, 2)]
     fresh, used = (reference_runner(max_running=4, num_pages=40, max_context_tokens=256) for _ in range(2))
-    units, seconds = used.time_prefill([60, 20, 35])
+    units, seconds = used.time_prefill([60, 20, 35], DENSE)
     assert [(unit.layer, unit.begin, unit.end) for unit in units] == [(layer, 0, 115) for layer in range(NUM_LAYERS)]
     assert seconds > 0
     assert used.num_prefill_jobs == 0

@@ -5,7 +5,7 @@ import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.sampling.params import SamplingParams
-from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit
+from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit
 from scheduler.config import PrefillConfig
 from scheduler.cost_model import CostModel
 from scheduler.prefill_queue import LEAST_UNIT_TOKENS, MOST_SCORED_TOKENS, JobInProgress, PrefillQueue
@@ -31,7 +31,7 @@ def make_queue(*prompts: tuple[int, int | None]) -> PrefillQueue:
         for slot, (tokens, top) in enumerate(prompts)
     ]
     queue = PrefillQueue(PrefillConfig(chunk_tokens=2048), TINY.num_layers, CostModel(TINY))
-    queue.jobs.append(JobInProgress(PrefillJob(0, listed), []))
+    queue.jobs.append(JobInProgress(PrefillJob(0, listed), [], DENSE, 1))
     return queue
 
 
@@ -142,14 +142,14 @@ def test_logits_are_learnt_apart_from_layers() -> None:
     per_layer = 2.0 * TINY.num_layer_weights
     for tokens in (100, 400, 1600):
         model.observe_units([PrefillUnit(0, 0, 0, tokens)], [tokens], 2e-6 * tokens)
-    layers = model.unit_seconds(400, 400)
+    layers = model.unit_seconds(400, 400, DENSE)
     assert model.logits_seconds(100) == pytest.approx(2e-4 * flops / per_layer, rel=COST_MODEL)
     assert model.logits_seconds(0) == 0.0
     assert model.knows(PrefillUnit(0, 0, 0, 1)) > model.knows(LogitsUnit(0, 0, 1))
     for rows in (64, 128, 256):
         model.observe_units([LogitsUnit(0, 0, rows)], [0], 1e-3 + 5e-4 * rows)
-    assert model.unit_seconds(400, 400) == layers
+    assert model.unit_seconds(400, 400, DENSE) == layers
     assert model.seconds_of(LogitsUnit(0, 30, 530), 0) == pytest.approx(1e-3 + 5e-4 * 500, rel=COST_MODEL)
     assert model.familiar_rows == 512
-    assert model.familiar_tokens == 3200
+    assert model.familiar_tokens(DENSE) == 3200
     assert model.rows_within(0.07, 2000, LEAST_UNIT_TOKENS) == 128

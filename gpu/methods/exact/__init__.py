@@ -1,6 +1,6 @@
 """Full attention over a context that stays on the device: what an empty slot `host` means."""
 
-from gpu.methods.method import Method, NoSettings, no_bytes
+from gpu.methods.method import Method, NoSettings, any_token, no_bytes
 
 METHOD = Method(
     name="exact",
@@ -13,5 +13,7 @@ METHOD = Method(
     slot_bytes=no_bytes,
     reading=None,
     device_side=None,
+    prefill_side=None,
+    align_tokens=any_token,
     scored=(NoSettings(),),
 )

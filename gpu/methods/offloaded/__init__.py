@@ -1,7 +1,7 @@
 """Full attention over a context whose middle is in host memory: the CPU reads all that is there."""
 
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
-from gpu.methods.method import Method, NoSettings, no_bytes
+from gpu.methods.method import Method, NoSettings, any_token, no_bytes
 
 METHOD = Method(
     name="offloaded",
@@ -14,5 +14,7 @@ METHOD = Method(
     slot_bytes=no_bytes,
     reading="whole",
     device_side=None,
+    prefill_side=None,
+    align_tokens=any_token,
     scored=(),
 )

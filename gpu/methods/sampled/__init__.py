@@ -4,7 +4,7 @@ The host tier builds one kind of hash table, whoever asks: so the settings stand
 """
 
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
-from gpu.methods.method import Method, no_bytes
+from gpu.methods.method import Method, any_token, no_bytes
 from transfer.config import SampledConfig
 
 METHOD = Method(
@@ -18,5 +18,7 @@ METHOD = Method(
     slot_bytes=no_bytes,
     reading="sample",
     device_side="gpu.methods.sampled.codes",
+    prefill_side=None,
+    align_tokens=any_token,
     scored=(SampledConfig(bits_per_table=10, num_tables=150), SampledConfig(bits_per_table=10, num_tables=200)),
 )

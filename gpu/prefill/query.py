@@ -1,0 +1,49 @@
+"""What a prefill method is asked, and what it answers: one prompt's part of a unit, in one layer.
+
+It refuses to know pages, units and who else is computed beside. Invariant: keys and values of every token that a query
+sees are there, those of the queries' own tokens among them.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from transfer.partial import Partial
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillQuery:
+    """Queries of one prompt in `layer`: query i sees the keys of positions `[0, positions[i]]`.
+
+    query, pre_rope_query: `[tokens, heads, dim]`, rotated and not; keys, values: `[kv_heads, context, dim]` (strided),
+    rotated, of positions `[0, context)`; all in the pool's dtype. positions: int64 `[tokens]` on the device, ascending.
+    They need be neither consecutive nor the context's last ones; `begin` is the first one's where they are consecutive,
+    else None. num_prompt_tokens: of the whole prefill, computed before and to come, so its last position plus one.
+    state: what the method made for this job, prompt and layer, or None.
+    """
+
+    layer: int
+    query: Tensor
+    pre_rope_query: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    begin: int | None
+    num_prompt_tokens: int
+    scale: float
+    state: object | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """out: `[tokens, heads, dim]`, float32 or the model's dtype. lse: float32 `[tokens, heads]`, natural log; or None:
+    the method covers the whole past by no softmax over a set, and what it returns is merged with nothing.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+
+    def partial(self) -> Partial:
+        """For whoever merges it with another. It is a partial, or this is our own mistake."""
+        assert self.lse is not None, "attended: a method that has no lse covers the whole past"
+        return Partial(self.out.float(), self.lse)

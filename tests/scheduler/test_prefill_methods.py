@@ -1,0 +1,182 @@
+"""A prefill method that works in aligned blocks: where units end, what others find of its KV, what is learnt of it."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu.methods.method import Method, NoSettings, no_bytes
+from gpu.model.architecture import NAMED_SHAPES
+from gpu.profiles import Part, Profile, resolve_profiles
+from gpu.sampling.params import SamplingParams
+from gpu.step import DENSE, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
+from scheduler.capacity import Capacity
+from scheduler.config import PrefillConfig, SchedulerConfig
+from scheduler.cost_model import CostModel
+from scheduler.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.scheduler import Scheduler
+from tests.scheduler.page_runner import PageRunner
+from tests.scheduler.test_scheduler import make_request, prompt_of
+
+SHAPE = NAMED_SHAPES["tiny"]
+PAGE, ALIGN = 16, 32
+BLOCKY = "prefill: blocky"
+
+
+def make_profile(name: str, align_tokens: int) -> Profile:
+    """Dense in the slot `host`, and beside it a method whose KV is made in blocks."""
+    method = Method(
+        name="blocky",
+        summary="",
+        slot="prefill",
+        settings=NoSettings,
+        shared_key=None,
+        kv_settings={},
+        kv_host={},
+        slot_bytes=no_bytes,
+        reading=None,
+        device_side=None,
+        prefill_side="nowhere",
+        align_tokens=lambda settings: align_tokens,
+        scored=(),
+    )
+    return Profile(name, "blocky", (Part(method, NoSettings()),))
+
+
+class Served:
+    """A scheduler, and a runner that checks its plans."""
+
+    def __init__(self, align_tokens: int = ALIGN) -> None:
+        profiles = {**resolve_profiles({}, None), "blocky": make_profile("blocky", align_tokens)}
+        config = SchedulerConfig(prefill=PrefillConfig(chunk_tokens=64))
+        self.scheduler = Scheduler(config, SHAPE, Capacity(400, PAGE, 4000, 8000, None), b"model", profiles)
+        self._runner = PageRunner(SHAPE.num_layers, PAGE)
+
+    def submit(self, prompt: list[int], profile: str, max_tokens: int = 1) -> None:
+        name = f"{time.monotonic_ns()}"
+        request = make_request(name, prompt, max_tokens, profile=profile)
+        self.scheduler.queue(self.scheduler.prepare([request], lambda: None))
+
+    def run(self) -> list[StepPlan]:
+        """Plans until nothing is left to do."""
+        plans = []
+        while not (plan := self.scheduler.schedule()).is_empty:
+            plans.append(plan)
+            self.scheduler.postprocess(self._runner.launch(plan).collect())
+        return plans
+
+    def begins(self, prompt: list[int], profile: str, max_tokens: int = 1) -> int:
+        """Where the prefill of a prompt begins that runs alone."""
+        self.submit(prompt, profile, max_tokens)
+        (prefill,) = [one for plan in self.run() for job in plan.new_jobs for one in job.prompts]
+        return prefill.begin
+
+
+def units_of(plans: list[StepPlan]) -> list[PrefillUnit]:
+    return [unit for plan in plans for unit in plan.units if isinstance(unit, PrefillUnit)]
+
+
+# --- where units end --------------------------------------------------------------------------------------------------
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 200)), min_size=1, max_size=4),
+    chunk_tokens=st.integers(16, 150),
+    align_tokens=st.sampled_from([1, 16, 48, 128]),
+    seconds=st.sampled_from([None, 1e-9, 3e-4]),
+)
+def test_units_cover_a_job_and_end_at_multiples_or_with_a_prompt(
+    prompts: list[tuple[int, int]], chunk_tokens: int, align_tokens: int, seconds: float | None
+) -> None:
+    listed = [
+        PrefillPrompt(
+            slot, np.zeros(begin * align_tokens + tokens, np.int32), begin * align_tokens, 0, SamplingParams(), "blocky"
+        )
+        for slot, (begin, tokens) in enumerate(prompts)
+    ]
+    ends, first = {0}, 0
+    for prompt in listed:
+        ends |= {first + token - prompt.begin for token in range(prompt.begin, len(prompt.token_ids), align_tokens)}
+        first += prompt.num_computed_tokens
+        ends.add(first)
+    queue = PrefillQueue(PrefillConfig(chunk_tokens=chunk_tokens), SHAPE.num_layers, CostModel(SHAPE))
+    queue.jobs.append(JobInProgress(PrefillJob(0, listed), [], BLOCKY, align_tokens))
+    at = (0, 0)
+    while queue.jobs:
+        for unit in queue.next_units(seconds)[0]:
+            assert isinstance(unit, PrefillUnit)
+            assert (unit.layer, unit.begin) == at
+            assert unit.method == BLOCKY
+            assert unit.end in ends
+            assert unit.end - unit.begin <= max(chunk_tokens, align_tokens)
+            at = (unit.layer, unit.end) if unit.end < first else (unit.layer + 1, 0)
+    assert at == (SHAPE.num_layers, 0)
+
+
+def test_prompts_of_two_methods_share_neither_a_job_nor_a_step() -> None:
+    served = Served()
+    for number, profile in enumerate(["exact", "exact", "blocky", "blocky", "exact"]):
+        served.submit(prompt_of(10, number), profile)
+    plans = served.run()
+    jobs = [job for plan in plans for job in plan.new_jobs]
+    assert [[prompt.profile for prompt in job.prompts] for job in jobs] == [["exact"] * 2, ["blocky"] * 2, ["exact"]]
+    for plan in plans:
+        assert len({unit.method for unit in plan.units if isinstance(unit, PrefillUnit)}) <= 1
+    assert {unit.method for unit in units_of(plans)} == {DENSE, BLOCKY}
+
+
+# --- what others find -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [ALIGN - 1, ALIGN, ALIGN + 1, 5 * ALIGN, 5 * ALIGN + PAGE, 5 * ALIGN + PAGE + 3])
+@pytest.mark.parametrize("more", [0, 1, PAGE, 3 * ALIGN])
+def test_a_prompt_begins_at_a_border_in_front_of_the_last_block_of_the_one_before(num_tokens: int, more: int) -> None:
+    served = Served()
+    assert served.begins(prompt_of(num_tokens), "blocky", max_tokens=40) == 0
+    longer = prompt_of(num_tokens) + prompt_of(more, 1)
+    assert served.begins(longer, "blocky") == (num_tokens - 1) // ALIGN * ALIGN
+    assert served.begins(longer, "exact") == 0, "dense KV is another kind"
+
+
+def test_a_prompt_that_shares_less_begins_at_the_border_before() -> None:
+    served = Served()
+    served.begins(prompt_of(10 * ALIGN), "blocky")
+    assert served.begins(prompt_of(3 * ALIGN + PAGE) + prompt_of(100, 1), "blocky") == 3 * ALIGN
+
+
+def test_without_blocks_all_full_pages_are_found_the_last_one_too() -> None:
+    served = Served(align_tokens=1)
+    served.begins(prompt_of(5 * PAGE), "blocky")
+    assert served.begins([*prompt_of(5 * PAGE), 1], "blocky") == 5 * PAGE
+
+
+def test_nobody_waits_for_the_last_block_of_a_prompt_under_way() -> None:
+    """It will not be found: whoever has the same tokens computes it, and what comes behind."""
+    served = Served()
+    served.submit(prompt_of(6 * ALIGN), "blocky")
+    served.scheduler.schedule()
+    (sequence,) = served.scheduler._sequences.values()
+    assert set(served.scheduler.prefixes._computing) == set(sequence.hashes[: 5 * ALIGN // PAGE])
+
+
+# --- what is learnt ---------------------------------------------------------------------------------------------------
+
+
+def test_a_method_that_has_not_run_costs_what_dense_does_and_then_what_it_did() -> None:
+    model = CostModel(SHAPE)
+    for tokens in (64, 256, 1024):
+        model.observe_units([PrefillUnit(0, 0, 0, tokens)], [tokens], 1e-5 * tokens)
+    dense = model.unit_seconds(512, 512, DENSE)
+    assert dense == pytest.approx(512e-5, rel=0.05)
+    assert model.unit_seconds(512, 512, BLOCKY) == dense
+    assert model.familiar_tokens(BLOCKY) == 0
+    for tokens in (64, 256):
+        unit = replace(PrefillUnit(0, 0, 0, tokens), method=BLOCKY)
+        model.observe_units([unit], [tokens], 4e-5 * tokens)
+        assert model.seconds_of(unit, tokens) == model.unit_seconds(tokens, tokens, BLOCKY)
+    assert model.unit_seconds(512, 512, BLOCKY) == pytest.approx(4 * dense, rel=0.05)
+    assert model.unit_seconds(512, 512, DENSE) == dense
+    assert (model.familiar_tokens(BLOCKY), model.familiar_tokens(DENSE)) == (512, 2048)
