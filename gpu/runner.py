@@ -98,7 +98,8 @@ class Runner:
         assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"
         encode_keys = encoders[0] if encoders else None
         depositor = None if tier is None else Depositor(tier.shape, encode_keys, device, Streams(device))
-        prefill_sides = {DENSE: Dense(), **make_prefill_sides(parts, site)}
+        self.dense = Dense()
+        prefill_sides = {DENSE: self.dense, **make_prefill_sides(parts, site)}
         self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, prefill_sides, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
@@ -137,13 +138,18 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, chunk_tokens: int) -> None:
-        """Run one prefill chunk and one decode step on pages nobody owns yet: kernels compile now, not in a request.
+        """Choose prefill's kernel, then run one prefill chunk and one decode step on pages nobody owns yet: kernels
+        compile now, not in a request.
 
         With a tier, a small context of each kind goes down, is decoded and closed.
         """
         limits = self.limits
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
+        gathered = self._prefill.gathered
+        self.dense.choose(
+            gathered.keys.flatten(1, 2), gathered.values.flatten(1, 2), self.architecture.num_heads, chunk_tokens
+        )
         self._rehearse([tokens - 1], DENSE, [], [], [DecodeGroup([0], [tokens - 1], [1])])
         if self._offload is not None:
             kinds = (False,) if self._offload.tier.shape.num_tables == 0 else (False, True)

@@ -26,6 +26,7 @@ DRAW_ENTRY_BYTES = 44  # of a drawn row with all filters, a vocabulary entry: sc
 PENALTY_ENTRY_BYTES = 5  # of a row of the penalty table, a vocabulary entry: count and flag
 SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more than this ...
 SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
+PIECE_TOKENS = 2048  # the shortest piece of a past that is attended to in pieces, each twice as long as the next
 HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
 
 
@@ -128,12 +129,13 @@ class Demand:
 
     def activation_bytes(self, num_tokens: int) -> int:
         """One layer over `num_tokens`: input, norms and outputs, QKV, the rotated query, attention's output in both
-        precisions and its merge, gate and up, their product.
+        precisions and its merge, on CUDA its outputs over pieces of the past, gate and up, their product.
         """
         shape = self.shape
         query = shape.num_heads * shape.dim
         qkv = query + 2 * shape.num_kv_heads * shape.dim
-        width = 4 * shape.hidden + qkv + 6 * query + 3 * shape.intermediate
+        num_pieces = (shape.max_context_tokens // PIECE_TOKENS).bit_length() if self.device == "cuda" else 0
+        width = 4 * shape.hidden + qkv + (6 + num_pieces) * query + 3 * shape.intermediate
         return num_tokens * width * self.dtype_bytes
 
     def _weights(self) -> tuple[MemoryItem, ...]:

@@ -74,7 +74,7 @@ class Decoder:
         """The part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, projected and
         added to `hidden`, and the MLP.
         """
-        rows = attended.view(-1, self.query_columns)
+        rows = attended.reshape(-1, self.query_columns)
         return self.projections.mlp(index, self.projections.output(index, rows, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:

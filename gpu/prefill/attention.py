@@ -7,6 +7,7 @@ those kernels align a causal mask to the upper left.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,19 +36,23 @@ def prefill_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale
     return Partial(out, lse.transpose(0, 1))
 
 
-def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+Whole = Literal["flash", "efficient"]
+
+
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
     """query `[tokens, heads, dim]`; key, value `[kv_heads, context, dim]` (strided), context >= tokens, rotated.
 
-    The queries are the context's last `tokens`. out `[tokens, heads, dim]` in the query's dtype, or float32 where it is
-    merged; lse float32 `[tokens, heads]`.
+    The queries are the context's last `tokens`. kernel: `flash` where `has_flash`; on the CPU there is one, by either
+    name. out `[tokens, heads, dim]` in the query's dtype, or float32 where it is merged; lse float32 `[tokens, heads]`.
     """
-    if has_flash(query):
+    if kernel == "flash" and query.is_cuda:
         return _flash(query, key, value, scale)
     begin = key.shape[1] - query.shape[0]
     own = _two_sided(query, key[:, begin:], value[:, begin:], True, scale)
     if begin == 0:
         return own
-    whole = merge(_two_sided(query, key[:, :begin], value[:, :begin], False, scale).partial(), own.partial())
+    past = _two_sided(query, key[:, :begin], value[:, :begin], False, scale)
+    whole = merge(past.partial(), own.partial())
     return Attended(whole.out, whole.lse)
 
 
@@ -64,7 +69,7 @@ def scattered_attention(query: Tensor, key: Tensor, value: Tensor, positions: Te
         attended.append(_masked(query[own], key, value, mask, scale))
     if len(attended) == 1:
         return attended[0]
-    return Attended(torch.cat([one.out for one in attended]), torch.cat([one.partial().lse for one in attended]))
+    return Attended(torch.cat([one.out for one in attended]), torch.cat([one.partial_lse for one in attended]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,11 @@ def packed_prefill_attention(query: Tensor, key: Tensor, value: Tensor, packing:
         0.0, True, False, scale=scale,
     )  # fmt: skip
     return out
+
+
+def default_kernel(query: Tensor) -> Whole:
+    """Where nothing is measured."""
+    return "flash" if has_flash(query) else "efficient"
 
 
 def has_flash(query: Tensor) -> bool:

@@ -1,19 +1,56 @@
 """Dense prefill: what a profile whose slot `prefill` is empty means. Each query attends to its whole past, exactly.
 
-It refuses to know which kernel does so. It stands beside the methods, not among them: short prompts of it are packed
+It refuses to know how kernels are timed. It stands beside the methods, not among them: short prompts of it are packed
 into one launch (`gpu.prefill.jobs`), other methods fall back on it, and it is there where nothing is configured.
+Invariant: which kernel computes depends on the numbers of queries and keys and on what was chosen at start.
 """
 
+import logging
+
+import torch
+from torch import Tensor
+
 from gpu.methods.prefill_side import PrefillSide
-from gpu.prefill.attention import prefill_attention, scattered_attention
+from gpu.prefill.attention import default_kernel, has_flash, prefill_attention, scattered_attention
+from gpu.prefill.choice import Choice, choose_kernel
+from gpu.prefill.pieces import attend_in_pieces, padded_queries
 from gpu.prefill.query import Attended, PrefillQuery
+from transfer.measured import keep_measured, measured_path
+
+log = logging.getLogger(__name__)
 
 
 class Dense(PrefillSide):
-    """No state, and any unit ends."""
+    """No state, and any unit ends. choice: what is fastest here, or None: nothing is measured."""
+
+    def __init__(self) -> None:
+        self.choice: Choice | None = None
+
+    def choose(self, keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int) -> None:
+        """Measure what is fastest, where there is a choice, and keep it for `tandem doctor`; see `choose_kernel`."""
+        if not has_flash(keys):
+            return
+        self.choice = choice = choose_kernel(keys, values, num_heads, chunk_tokens)
+        of = {
+            "gpu": torch.cuda.get_device_name(keys.device),
+            "torch": str(torch.__version__),
+            "heads": num_heads,
+            "kv_heads": keys.shape[0],
+            "dim": keys.shape[2],
+            "dtype": str(keys.dtype).removeprefix("torch."),
+        }
+        log.info("prefill_attention choice=%s of=%s", choice.as_row(), of)
+        keep_measured(measured_path(), "prefill_attention", of, choice.as_row())
 
     def attend(self, query: PrefillQuery) -> Attended:
         if query.begin is None:
             return scattered_attention(query.query, query.keys, query.values, query.positions, query.scale)
-        end = query.begin + query.query.shape[0]
-        return prefill_attention(query.query, query.keys[:, :end], query.values[:, :end], query.scale)
+        tokens = query.query.shape[0]
+        end = query.begin + tokens
+        keys, values = query.keys[:, :end], query.values[:, :end]
+        if self.choice is None:
+            return prefill_attention(query.query, keys, values, query.scale, default_kernel(query.query))
+        least = self.choice.least_past.get(padded_queries(tokens))
+        if least is None or query.begin < least:
+            return prefill_attention(query.query, keys, values, query.scale, self.choice.whole)
+        return attend_in_pieces(query.query, keys, values, query.scale, self.choice.whole)

@@ -43,7 +43,11 @@ class Attended:
     out: Tensor
     lse: Tensor | None
 
-    def partial(self) -> Partial:
-        """For whoever merges it with another. It is a partial, or this is our own mistake."""
+    @property
+    def partial_lse(self) -> Tensor:
+        """For whoever merges it with another: it has one, or this is our own mistake."""
         assert self.lse is not None, "attended: a method that has no lse covers the whole past"
-        return Partial(self.out.float(), self.lse)
+        return self.lse
+
+    def partial(self) -> Partial:
+        return Partial(self.out.float(), self.partial_lse)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from transfer.machine import GIB, MachineProfile
+from transfer.measured import measured_path, read_measured
 
 Verdict = Literal["good", "note", "bad"]
 LIBRARIES = ("torch", "triton", "numba", "numpy", "transformers", "tokenizers", "safetensors")
@@ -43,7 +44,12 @@ class Finding:
 
 
 def examine(machine: MachineProfile) -> list[Finding]:
-    return [*examine_machine(machine), *examine_system(Path("/")), *examine_libraries(installed_versions())]
+    return [
+        *examine_machine(machine),
+        *examine_system(Path("/")),
+        *examine_libraries(installed_versions()),
+        *examine_measured(machine, read_measured(measured_path())),
+    ]
 
 
 def examine_machine(machine: MachineProfile) -> list[Finding]:
@@ -161,6 +167,27 @@ def examine_fbgemm(versions: dict[str, str]) -> Finding:
         if (torch.major, fbgemm.major) == (2, 1) and fbgemm.minor != minor:
             return Finding("fbgemm", text, "bad", f"torch {torch} goes with fbgemm 1.{minor}; install that version")
     return Finding("fbgemm", text, "good")
+
+
+def examine_measured(machine: MachineProfile, entries: list[dict[str, Any]]) -> list[Finding]:
+    """Kernels that engines chose on a GPU like this one, the last choice for each kind of model."""
+    if machine.gpu is None:
+        return []
+    found = [
+        (entry["of"], entry["result"])
+        for entry in entries
+        if entry["what"] == "prefill_attention" and entry["of"].get("gpu") == machine.gpu.name
+    ]
+    if not found:
+        return [Finding("prefill attention", "not measured yet", "note", "an engine measures it when it starts")]
+    findings = []
+    for of, result in found:
+        rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in result["tflop_s"].items())
+        chosen = "cudnn" if result["least_past"] else result["whole"]
+        model = f"{of['heads']}/{of['kv_heads']} heads of {of['dim']}, {of['dtype']}, torch {of['torch']}"
+        out = "; ".join(f"{name} is out: {why}" for name, why in result["out"].items())
+        findings.append(Finding("prefill attention", f"{chosen} ({rates} TFLOP/s): {model}", "good", out))
+    return findings
 
 
 def measure_rates() -> dict[str, float]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gpu.prefill.attention
-from gpu.prefill.attention import prefill_attention, prefill_attention_reference, scattered_attention
+from gpu.prefill.attention import Whole, prefill_attention, prefill_attention_reference, scattered_attention
 from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
 
 SHAPES = [(1, 1), (5, 5), (64, 64), (1, 77), (33, 130), (200, 1031)]  # (tokens, context)
@@ -16,6 +16,13 @@ CASES = [
     pytest.param("cpu", torch.bfloat16),
     pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+KERNELS = [
+    pytest.param("cpu", torch.float32, "efficient"),
+    pytest.param("cpu", torch.bfloat16, "efficient"),
+    pytest.param("cuda", torch.float32, "efficient", marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, "efficient", marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, "flash", marks=pytest.mark.gpu),
 ]
 
 
@@ -40,18 +47,18 @@ def oracle(query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float) 
     return out, lse
 
 
-@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize(("device", "dtype", "kernel"), KERNELS)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize(("tokens", "context"), SHAPES)
 def test_prefill_attention_equals_the_definition(
-    tokens: int, context: int, heads: int, kv_heads: int, device: str, dtype: torch.dtype
+    tokens: int, context: int, heads: int, kv_heads: int, device: str, dtype: torch.dtype, kernel: Whole
 ) -> None:
     query, key, value = (tensor.to(dtype) for tensor in inputs(tokens, context, heads, kv_heads, 64))
     out, lse = oracle(*(tensor.double().numpy() for tensor in (query, key, value)), 0.125)
     padded_key, padded_value = (torch.full((kv_heads, context + 9, 64), torch.nan, dtype=dtype) for _ in range(2))
     padded_key[:, :context], padded_value[:, :context] = key, value
     got = prefill_attention(
-        query.to(device), padded_key.to(device)[:, :context], padded_value.to(device)[:, :context], 0.125
+        query.to(device), padded_key.to(device)[:, :context], padded_value.to(device)[:, :context], 0.125, kernel
     )
     atol = ATTENTION_F32_ATOL if dtype == torch.float32 else ATTENTION_BF16_ATOL
     assert got.lse is not None

@@ -15,6 +15,7 @@ from server.commands.doctor import (
     examine_fbgemm,
     examine_libraries,
     examine_machine,
+    examine_measured,
     examine_system,
     installed_versions,
     measure_rates,
@@ -119,3 +120,25 @@ def test_a_failed_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(DoctorError, match=r"^doctor: measuring failed: No memory left$"):
         measure_rates()
+
+
+def test_kernels_that_engines_chose_on_a_gpu_like_this_one_are_told() -> None:
+    machine = load_machine(MACHINES / "rtx4090.json")
+    assert machine.gpu is not None
+    of = {"gpu": machine.gpu.name, "heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16", "torch": "2.13.0"}
+    rates = {"flash": 359.4, "cudnn": 671.6}
+    result = {"whole": "flash", "least_past": {"2048": 2048}, "tflop_s": rates, "out": {"efficient": "no kernel"}}
+    entries = [
+        {"what": "prefill_attention", "of": of, "result": result},
+        {"what": "prefill_attention", "of": {**of, "dim": 64}, "result": {**result, "least_past": {}}},
+        {"what": "prefill_attention", "of": {**of, "gpu": "another"}, "result": result},
+        {"what": "something else", "of": of, "result": {}},
+    ]
+    found = examine_measured(machine, entries)
+    assert [finding.value for finding in found] == [
+        "cudnn (flash 359, cudnn 672 TFLOP/s): 32/8 heads of 128, bfloat16, torch 2.13.0",
+        "flash (flash 359, cudnn 672 TFLOP/s): 32/8 heads of 64, bfloat16, torch 2.13.0",
+    ]
+    assert found[0].advice == "efficient is out: no kernel"
+    assert [finding.verdict for finding in examine_measured(machine, [])] == ["note"]
+    assert examine_measured(load_machine(MACHINES / "laptop.json"), entries) == []

@@ -1,0 +1,164 @@
+"""Which kernel attends to a chunk's past on this machine: measured when an engine starts, and never guessed by a name.
+
+Candidates are cuDNN over pieces of the past, FlashAttention and efficient attention. One that raises here, or whose
+result is not the reference's but for rounding, is out, and says so in the log. Invariant: whatever cuDNN may be asked
+for later has been asked for here, in the thread that asks: plans are kept by thread.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from gpu.memory.demand import PIECE_TOKENS
+from gpu.prefill.attention import Whole, prefill_attention, prefill_attention_reference
+from gpu.prefill.pieces import LEAST_QUERIES, attend_in_pieces, cudnn_attention, padded_queries
+from gpu.prefill.query import Attended
+
+log = logging.getLogger(__name__)
+
+MEASURED_PASTS = (PIECE_TOKENS, 4 * PIECE_TOKENS, 16 * PIECE_TOKENS)
+CHECKED_ROWS = 8
+ROUNDING = 2.0**-6  # of a query's largest output, and of its logsumexp: probabilities and outputs in bf16, 4 times over
+REPEATS = 3
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Attended]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """whole: the faster kernel that takes any past at once. least_past: by padded number of queries, the shortest past
+    from which cuDNN over pieces is faster; none: never. tflop_s: of each candidate, at the most queries and the longest
+    past that were measured; out: why a candidate is none.
+    """
+
+    whole: Whole
+    least_past: Mapping[int, int]
+    tflop_s: Mapping[str, float]
+    out: Mapping[str, str]
+
+    def as_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int) -> Choice:
+    """Measure and decide, and make cuDNN's plans; takes seconds. On CUDA in half precision, where `has_flash`.
+
+    keys, values: `[kv_heads, context, dim]`, strided as prefill's own buffers are, which they may be: they are
+    overwritten. num_heads: of queries; chunk_tokens: the most queries of a unit.
+    """
+    context, dim = keys.shape[1:]
+    most = min(chunk_tokens, context)
+    query = torch.randn(padded_queries(most), num_heads, dim, dtype=keys.dtype, device=keys.device)
+    keys.normal_()
+    values.normal_()
+    scale = dim**-0.5
+    kernels: dict[str, Attend] = {name: _whole(name) for name in get_args(Whole)}
+    if most + PIECE_TOKENS <= context:
+        kernels["cudnn"] = _in_pieces
+    out = {}
+    for name, attend in kernels.items():
+        tokens = most if name != "cudnn" else min(most, LEAST_QUERIES)
+        own = slice(0, min(context, tokens + PIECE_TOKENS))
+        why = why_out(attend, query[:tokens], keys[:, own], values[:, own], scale)
+        if why is not None:
+            out[name] = why
+            log.warning("prefill_attention candidate=%s is out: %s", name, why)
+    left = [name for name in kernels if name not in out]
+    if "cudnn" in left:
+        _make_plans(query, keys, values, scale)
+
+    def seconds(name: str, tokens: int, past: int) -> float:
+        own = slice(0, past + tokens)
+        return _seconds(lambda: kernels[name](query[:tokens], keys[:, own], values[:, own], scale))
+
+    whole, least_past = decide(left, seconds, most, context)
+    past = max((past for past in MEASURED_PASTS if past + most <= context), default=0)
+    flops = 4.0 * num_heads * dim * most * (past + most / 2)
+    return Choice(whole, least_past, {name: flops / seconds(name, most, past) / 1e12 for name in left}, out)
+
+
+def decide(
+    candidates: Sequence[str], seconds: Callable[[str, int, int], float], most: int, context: int
+) -> tuple[Whole, dict[int, int]]:
+    """`whole` and `least_past` of a Choice, from what candidates take over so many queries behind such a past.
+
+    most: queries of a unit; context: of queries and past together. Raises RuntimeError where nothing takes any past.
+    """
+    wholes: list[Whole] = [name for name in get_args(Whole) if name in candidates]
+    if not wholes:
+        raise RuntimeError("prefill: no attention kernel works on this device; see the log for what each one said")
+    pasts = [past for past in MEASURED_PASTS if past + most <= context]
+    longest = pasts[-1] if pasts else context - most
+    whole = min(wholes, key=lambda name: seconds(name, most, longest))
+    least_past: dict[int, int] = {}
+    for size in _sizes(most) if "cudnn" in candidates else []:
+        tokens = most if size >= most else size * 3 // 4  # a padded chunk is between a half and full, the longest full
+        for past in reversed(pasts):
+            if seconds("cudnn", tokens, past) >= seconds(whole, tokens, past):
+                break
+            least_past[size] = past
+    return whole, least_past
+
+
+def _sizes(most: int) -> list[int]:
+    """Padded numbers of queries of chunks up to `most`."""
+    return [LEAST_QUERIES << place for place in range((padded_queries(most) // LEAST_QUERIES).bit_length())]
+
+
+def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+    """For every number of queries and piece that there can be."""
+    for size in _sizes(len(query)):
+        for piece in range((keys.shape[1] // PIECE_TOKENS).bit_length()):
+            own = slice(0, PIECE_TOKENS << piece)
+            cudnn_attention(query[:size], keys[:, own], values[:, own], scale)
+
+
+def _in_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+    return attend_in_pieces(query, keys, values, scale, "flash")
+
+
+def _whole(name: Whole) -> Attend:
+    return lambda query, keys, values, scale: prefill_attention(query, keys, values, scale, name)
+
+
+def why_out(attend: Attend, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> str | None:
+    """What is wrong with a kernel's attention of a context's last queries, or None."""
+    try:
+        got = attend(query, keys, values, scale)
+        if keys.is_cuda:
+            torch.cuda.synchronize(keys.device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0][:200]
+    begin = keys.shape[1] - len(query)
+    for row in torch.linspace(0, len(query) - 1, CHECKED_ROWS).long().tolist():
+        seen = slice(0, begin + row + 1)
+        wanted = prefill_attention_reference(
+            query[row : row + 1].float(), keys[:, seen].float(), values[:, seen].float(), scale
+        )
+        off = (got.out[row].float() - wanted.out[0]).abs().max() / wanted.out.abs().max()
+        lse_off = (got.partial_lse[row] - wanted.lse[0]).abs().max()
+        if not (off <= ROUNDING and lse_off <= ROUNDING):  # NaN is neither
+            return (
+                f"query {row} is off by {float(off):.2g} of its largest output, its logsumexp by {float(lse_off):.2g}"
+            )
+    return None
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Of a call, launches and all: the better of REPEATS behind one that is not timed."""
+    best = float("inf")
+    for repeat in range(REPEATS + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if repeat:
+            best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,204 @@
+"""A past in pieces is the past: sizes, padding, what is left over; the choice of kernels follows what is measured."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gpu.prefill.pieces
+from gpu.memory.demand import PIECE_TOKENS
+from gpu.prefill.attention import prefill_attention_reference
+from gpu.prefill.choice import Choice, decide, why_out
+from gpu.prefill.dense import Dense
+from gpu.prefill.pieces import LEAST_QUERIES, attend_in_pieces, cut_past, padded_queries
+from gpu.prefill.query import Attended, PrefillQuery
+from tests.gpu.test_prefill_attention import inputs
+from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
+from transfer.measured import measured_path, read_measured
+
+SCALE = 0.125
+
+
+@given(st.integers(0, 2**21))
+def test_pieces_are_powers_of_two_and_leave_less_than_the_shortest(past: int) -> None:
+    pieces = cut_past(past)
+    ends = [0, *(piece.stop for piece in pieces)]
+    assert [piece.start for piece in pieces] == ends[:-1]
+    assert 0 <= past - ends[-1] < PIECE_TOKENS
+    lengths = [len(piece) for piece in pieces]
+    assert lengths == sorted(set(lengths), reverse=True)
+    assert all(length.bit_count() == 1 and length >= PIECE_TOKENS for length in lengths)
+
+
+@given(st.integers(1, 2**14))
+def test_queries_are_padded_to_a_power_of_two_at_most_twice_as_many(count: int) -> None:
+    padded = padded_queries(count)
+    assert padded.bit_count() == 1
+    assert count <= padded < max(2 * count, LEAST_QUERIES + 1)
+
+
+def stub_cudnn(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, int]]) -> None:
+    """All queries to all keys by definition, in float64; padding must not matter, so its outputs are NaN."""
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        calls.append((query.shape[0], keys.shape[1]))
+        group = query.shape[1] // keys.shape[0]
+        keys, values = (one.double().repeat_interleave(group, 0) for one in (keys, values))
+        scores = torch.einsum("thd,hcd->thc", query.double(), keys) * scale
+        out = torch.einsum("thc,hcd->thd", scores.softmax(-1), values).to(query.dtype)
+        padding = (query == 0).all(-1).all(-1)
+        out[padding] = torch.nan
+        return Attended(out, scores.logsumexp(-1).float())
+
+    monkeypatch.setattr(gpu.prefill.pieces, "cudnn_attention", attend)
+
+
+@pytest.mark.parametrize(("tokens", "past"), [(3, 2048), (300, 2047 + 4096), (256, 6144), (40, 2048 + 9)])
+def test_attention_in_pieces_equals_the_definition(tokens: int, past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    stub_cudnn(monkeypatch, calls)
+    query, keys, values = (one.float() for one in inputs(tokens, past + tokens, 4, 2, 16))
+    got = attend_in_pieces(query, keys, values, SCALE, "flash")
+    wanted = prefill_attention_reference(query.double(), keys.double(), values.double(), SCALE)
+    np.testing.assert_allclose(got.out, wanted.out, atol=ATTENTION_F32_ATOL, rtol=0)
+    np.testing.assert_allclose(got.partial_lse, wanted.lse, atol=ATTENTION_F32_ATOL, rtol=0)
+    assert {queries for queries, _ in calls} == {padded_queries(tokens)}
+    assert [length for _, length in calls] == [len(piece) for piece in cut_past(past)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (4, 4, 64), (8, 1, 128)])
+@pytest.mark.parametrize(("tokens", "past"), [(2048, 6144), (300, 2047 + 4096), (1500, 14336)])
+def test_cudnn_in_pieces_equals_the_definition(tokens: int, past: int, heads: int, kv_heads: int, dim: int) -> None:
+    query, keys, values = (
+        one.to("cuda", torch.bfloat16) for one in inputs(tokens, past + tokens, heads, kv_heads, dim)
+    )
+    padded = [
+        torch.full((kv_heads, past + 4096, dim), torch.nan, dtype=one.dtype, device="cuda") for one in (keys, values)
+    ]
+    for whole, one in zip(padded, (keys, values), strict=True):
+        whole[:, : past + tokens] = one
+    got = attend_in_pieces(query, *(one[:, : past + tokens] for one in padded), SCALE, "flash")
+    assert got.out.dtype == torch.bfloat16
+    for row in (0, 1, tokens // 2, tokens - 1):
+        seen = (one[:, : past + row + 1].double().cpu() for one in (keys, values))
+        wanted = prefill_attention_reference(query[row : row + 1].double().cpu(), *seen, SCALE)
+        np.testing.assert_allclose(got.out[row].double().cpu(), wanted.out[0], atol=ATTENTION_BF16_ATOL, rtol=0)
+        np.testing.assert_allclose(got.partial_lse[row].cpu(), wanted.lse[0], atol=ATTENTION_BF16_ATOL, rtol=0)
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def decided(
+    cudnn: float, flash: float, efficient: float, launch: float = 0.0, **given: int
+) -> tuple[str, dict[int, int]]:
+    """Of kernels at these rates, where cuDNN takes `launch` seconds beside, in multiples of what a piece takes it."""
+    rates = {"cudnn": cudnn, "flash": flash, "efficient": efficient}
+
+    def seconds(name: str, tokens: int, past: int) -> float:
+        beside = launch * PIECE_TOKENS * LEAST_QUERIES / cudnn if name == "cudnn" else 0.0
+        computed = padded_queries(tokens) if name == "cudnn" else tokens
+        return computed * past / rates[name] + beside
+
+    candidates = [name for name, rate in rates.items() if rate]
+    return decide(candidates, seconds, given.get("most", 2048), given.get("context", 100_000))
+
+
+def test_what_is_faster_is_chosen_for_each_number_of_queries() -> None:
+    sizes = [256, 512, 1024, 2048]
+    assert decided(600, 350, 300) == ("flash", dict.fromkeys(sizes, PIECE_TOKENS))
+    assert decided(600, 300, 350) == ("efficient", dict.fromkeys(sizes, PIECE_TOKENS))
+    assert decided(400, 350, 300) == ("flash", {2048: PIECE_TOKENS}), "padding costs more than cuDNN gives"
+    assert decided(300, 350, 200) == ("flash", {})
+    waits = {256: 16 * PIECE_TOKENS, 512: 4 * PIECE_TOKENS, 1024: 4 * PIECE_TOKENS, 2048: PIECE_TOKENS}
+    assert decided(600, 350, 300, launch=2.0) == ("flash", waits), "the fewer the queries, the longer the past it takes"
+    assert decided(600, 350, 300, launch=1e9) == ("flash", {})
+
+
+def test_what_is_not_there_is_not_chosen() -> None:
+    assert decided(0, 0, 300) == ("efficient", {})
+    assert decided(600, 350, 300, context=3000) == ("flash", {}), "no room for queries behind a piece"
+    with pytest.raises(RuntimeError, match="no attention kernel works on this device"):
+        decided(600, 0, 0)
+
+
+def by_reference(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+    partial = prefill_attention_reference(query.float(), keys.float(), values.float(), scale)
+    return Attended(partial.out.bfloat16(), partial.lse)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_a_kernel_that_rounds_is_in_and_one_that_is_wrong_or_raises_is_out(heads: int, kv_heads: int) -> None:
+    given = [one.bfloat16() for one in inputs(40, 130, heads, kv_heads, 16)]
+
+    def raises(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        raise RuntimeError("No available kernel.\nMore words")
+
+    def forgets(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        return by_reference(query, keys[:, 8:], values[:, 8:], scale)
+
+    def counts_wrongly(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        return replace(
+            by_reference(query, keys, values, scale), lse=by_reference(query, keys, values, scale).lse + 0.05
+        )
+
+    def leaves_out(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        attended = by_reference(query, keys, values, scale)
+        attended.out[-1] = torch.nan
+        return attended
+
+    assert why_out(by_reference, *given, SCALE) is None
+    assert why_out(raises, *given, SCALE) == "No available kernel."
+    for wrong in (forgets, counts_wrongly, leaves_out):
+        assert "is off by" in (why_out(wrong, *given, SCALE) or "")
+
+
+def ask(tokens: int, past: int) -> PrefillQuery:
+    query, keys, values = (one.float() for one in inputs(tokens, past + tokens, 2, 1, 8))
+    return PrefillQuery(
+        0, query, query, keys, values, torch.arange(past, past + tokens), past, past + tokens, SCALE, None
+    )
+
+
+def test_dense_goes_by_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    stub_cudnn(monkeypatch, calls)
+    dense = Dense()
+    dense.choice = Choice("efficient", {256: 4096}, {}, {})
+    told = []
+    for tokens, past in ((9, 2048), (9, 4095), (300, 4096), (9, 0)):
+        told.append(dense.attend(ask(tokens, past)))
+        assert calls == []
+    told.append(dense.attend(ask(9, 4097)))
+    assert calls == [(256, 4096)]
+    dense.choice = None
+    for attended, (tokens, past) in zip(told, ((9, 2048), (9, 4095), (300, 4096), (9, 0), (9, 4097)), strict=True):
+        wanted = dense.attend(ask(tokens, past))
+        np.testing.assert_allclose(attended.out, wanted.out, atol=ATTENTION_F32_ATOL, rtol=0)
+
+
+@pytest.mark.gpu
+def test_a_machine_chooses_and_what_it_chose_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    dense = Dense()
+    keys, values = torch.empty(2, 8, 20_000, 128, dtype=torch.bfloat16, device="cuda")
+    dense.choose(keys, values, 32, 2048)
+    assert dense.choice is not None
+    assert dense.choice.tflop_s.keys() | dense.choice.out.keys() == {"flash", "efficient", "cudnn"}
+    (entry,) = read_measured(measured_path())
+    assert entry["of"]["gpu"] == torch.cuda.get_device_name()
+    assert entry["result"]["whole"] == dense.choice.whole
+
+
+def test_on_the_cpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    dense = Dense()
+    dense.choose(*torch.zeros(2, 1, 100, 8), 2, 2048)
+    assert dense.choice is None
+    assert not measured_path().exists()

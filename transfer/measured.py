@@ -1,0 +1,47 @@
+"""What engines measured of the machine when they started, kept for who asks later: `tandem doctor` prints it.
+
+A file of the user's cache folder, one entry for each thing and what it depends on. Engines measure again at every
+start and never read it, so it may be deleted, and where it cannot be written the log says so and nothing else changes.
+No torch.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MOST_ENTRIES = 64
+
+
+def measured_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "measured.json"
+
+
+def read_measured(path: Path) -> list[dict[str, Any]]:
+    """Entries, the last kept last; none where there is no file, or one that nobody here has written."""
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    return [entry for entry in entries if _is_entry(entry)] if isinstance(entries, list) else []
+
+
+def keep_measured(path: Path, what: str, of: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    """Keep `what` was measured `of` such a machine, in the place of what was known of it."""
+    entry = json.loads(json.dumps({"what": what, "of": of, "result": result}))
+    others = [one for one in read_measured(path) if (one["what"], one["of"]) != (entry["what"], entry["of"])]
+    written = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps([*others, entry][-MOST_ENTRIES:], indent=1) + "\n")
+        written.replace(path)
+    except OSError as error:
+        log.warning("measured is not kept: path=%s reason=%s", path, error)
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.keys() == {"what", "of", "result"} and isinstance(entry["of"], dict)
