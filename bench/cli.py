@@ -4,7 +4,7 @@ import typer
 
 from bench.kernel_commands import app as kernel
 from bench.load.command import serve
-from bench.machine_commands import beside, engine, long, rates
+from bench.machine_commands import beside, engine, long, prefill, rates
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
 
@@ -12,5 +12,6 @@ app.command("serve")(serve)
 app.command("engine")(engine)
 app.command("long")(long)
 app.command("beside")(beside)
+app.command("prefill")(prefill)
 app.command("rates")(rates)
 app.add_typer(kernel, name="kernel")

@@ -148,6 +148,36 @@ def beside(
         raise typer.Exit(1) from None
 
 
+def prefill(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `host` section")],
+    lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "16384,98304",
+    profiles: Annotated[str, typer.Option(help="with commas")] = "exact,sampled",
+    turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the next one; 0: none")] = 32_768,
+    question: Annotated[int, typer.Option(min=1, help="new tokens of the next turn")] = 256,
+    trace: Annotated[bool, typer.Option(help="trace a prompt of each length")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Time the first token of long prompts against their floor, and say where the rest of the time goes."""
+    from bench.prefill import PrefillBenchmark, run_prefill_benchmark
+    from bench.rows import GateError, report
+    from gpu.profiles import ProfileError
+    from server.config import load_deployment
+
+    console = Console()
+    warn_if_busy(console)
+    deployment = load_deployment(config)
+    if deployment.host is None:
+        raise typer.BadParameter(f"{config} has no `host` section", param_hint="CONFIG")
+    asked = tuple(sorted(set(parse_batches(lengths))))
+    benchmark = PrefillBenchmark(asked, tuple(profiles.split(",")), turn, question, trace)
+    try:
+        for rows in run_prefill_benchmark(benchmark, deployment, console):
+            report(rows, json_file, console)  # a run that is cut keeps the profiles before
+    except (GateError, ProfileError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
 def parse_batches(text: str) -> tuple[int, ...]:
     """`1,8` to (1, 8). Raises BadParameter."""
     try:

@@ -40,10 +40,10 @@ def device_parts(events: Sequence[DeviceEvent], span_us: float, steps: int) -> d
     copies = [event for event in events if any(part in event.name for part in _COPIES)]
     others = set(events).difference(waits, copies)
     times = {
-        "device_busy_ms": _covered_us(others),
-        "wait_for_cpu_ms": _covered_us(waits),
-        "copies_ms": _covered_us(copies),
-        "idle_ms": max(0.0, span_us - _covered_us(events)),
+        "device_busy_ms": covered_us(others),
+        "wait_for_cpu_ms": covered_us(waits),
+        "copies_ms": covered_us(copies),
+        "idle_ms": max(0.0, span_us - covered_us(events)),
     }
     return {name: us / 1e3 / steps for name, us in times.items()}
 
@@ -74,7 +74,7 @@ def trace_steps(
     parts = {"step_ms": span_us / 1e3 / STEPS}
     if tracer is not None:
         tracer.stop_trace()
-        events = _device_events(tracer)
+        events = device_events(tracer)
         if events:
             parts |= device_parts(events, span_us, STEPS)
         if path is not None:
@@ -93,7 +93,8 @@ def tabulate_parts(parts: dict[str, float]) -> Table:
     return table
 
 
-def _device_events(tracer: profile) -> list[DeviceEvent]:
+def device_events(tracer: profile) -> list[DeviceEvent]:
+    """Kernels and copies of a trace that has ended."""
     events: Iterable[FunctionEvent] = tracer.events() or ()  # type: ignore[no-untyped-call]
     return [
         DeviceEvent(event.name, event.time_range.start, event.time_range.end - event.time_range.start)
@@ -102,7 +103,7 @@ def _device_events(tracer: profile) -> list[DeviceEvent]:
     ]
 
 
-def _covered_us(events: Iterable[DeviceEvent]) -> float:
+def covered_us(events: Iterable[DeviceEvent]) -> float:
     """Length of the union of the events' intervals."""
     covered, end = 0.0, float("-inf")
     for _, start, duration in sorted(events, key=lambda event: event.start_us):

@@ -1,0 +1,173 @@
+"""`tandem bench prefill`: the first token of long prompts, through the engine, and of a conversation's next turn.
+
+For each profile and length two prompts of other tokens, one behind the other: the first one pins the host memory that
+it needs, the second finds it. The floor is the prompt's products (or its rows on their way down) over what this machine
+was measured at; the peer is a second prompt again with FlashAttention alone. Then one more is traced. The gate is that
+of `tandem bench long`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from rich.console import Console
+
+from bench.long_client import GREEDY, Client
+from bench.long_floors import Floor, LongFloors, measure_floors
+from bench.long_gate import check_host_path
+from bench.prefill_trace import tabulate_groups, trace_prefill
+from bench.rates import device_name
+from bench.rows import Row, announce
+from gpu.profiles import Profile, get_profile, resolve_profiles
+from scheduler.load import load_engine
+from server.config import Deployment
+
+_ANSWER_TOKENS = 16  # of a first turn
+_LAUNCHED_TOKENS = 64  # of a prompt whose time is that of its launches
+_PEER = "FlashAttention alone, in the same engine"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBenchmark:
+    """`lengths` of prompts in tokens, ascending; `turn`: tokens of a conversation's first prompt, or 0, and `question`
+    those of its next one; `traces`: whether prefills are traced."""
+
+    lengths: tuple[int, ...]
+    profiles: tuple[str, ...]
+    turn: int
+    question: int
+    traces: bool
+
+
+def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, console: Console) -> Iterator[list[Row]]:
+    """The rows so far, after each profile. Raises GateError before anything is timed where the host path is wrong."""
+    served = resolve_profiles(deployment.profiles, deployment.host)
+    profiles = [get_profile(name, served, "--profiles") for name in benchmark.profiles]
+    floors = measure_floors(deployment)
+    for profile in profiles:
+        for length in benchmark.lengths:
+            announce(console, f"prefill, {profile.name}, {length:,} tokens", *floors.prefill(profile, length))
+    engine, ready = load_engine(deployment, floors.plan, lambda *_: None)
+    try:
+        client = Client(engine, ready.vocab_size, ready.profiles)
+        assert deployment.host is not None, "prefill: a deployment with a host section"
+        going_down = [profile for profile in profiles if profile.goes_down]
+        if going_down:
+            with client.fixed_residence():
+                check_host_path(client, floors.capacity, deployment.host.rows, going_down, 1, console)
+        rows: list[Row] = []
+        for profile in profiles:
+            rows += _Bench(benchmark, deployment, client, profile, floors, console).rows()
+            yield rows
+    finally:
+        engine.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """One profile's."""
+
+    benchmark: PrefillBenchmark
+    deployment: Deployment
+    client: Client
+    profile: Profile
+    floors: LongFloors
+    console: Console
+
+    def rows(self) -> list[Row]:
+        rows = []
+        if self.benchmark.lengths[0] > _LAUNCHED_TOKENS:
+            rows.append(self._short_row())
+        longest = self.client.longest_tokens[self.profile.name] - _ANSWER_TOKENS
+        for length in self.benchmark.lengths:
+            if length > longest:
+                self.console.print(f"{self.profile.name}: {length:,} tokens do not fit", highlight=False)
+                continue
+            rows.append(self._row_of(length))
+            if self.benchmark.traces and self.floors.plan.device == "cuda":
+                self._trace(length)
+        return [*rows, self._turn_row()] if self.benchmark.turn else rows
+
+    def _short_row(self) -> Row:
+        seconds = [self._first_token(self.client.prompt(_LAUNCHED_TOKENS)) for _ in range(5)]
+        floor = self.floors.prefill(self.profile, _LAUNCHED_TOKENS)
+        return self._row("prefill, launches", f"{_LAUNCHED_TOKENS} tokens", floor, sorted(seconds)[2], None, {})
+
+    def _row_of(self, length: int) -> Row:
+        first, second = (self._first_token(self.client.prompt(length)) for _ in range(2))
+        peer = self._peer_seconds(length)
+        floor = self.floors.prefill(self.profile, length)
+        text = "" if peer is None else f", FlashAttention alone {peer:.3f} s"
+        self.console.print(
+            f"{self.profile.name}, {length:,} tokens: first {first:.3f} s, second {second:.3f} s "
+            f"({1e3 * second / floor.ms:.2f} of the floor){text}",
+            highlight=False,
+        )
+        return self._row("prefill", f"{length:,} tokens", floor, second, peer, {"first_prompt_ms": 1e3 * first})
+
+    def _turn_row(self) -> Row:
+        """Of two conversations, the second one's next turn."""
+        benchmark, seconds = self.benchmark, 0.0
+        for _ in range(2):
+            prompt = self.client.prompt(benchmark.turn)
+            answer = self.client.finish(
+                self.client.submit(prompt, _ANSWER_TOKENS, self.profile.name, GREEDY)
+            )  # fmt: skip
+            seconds = self._first_token([*prompt, *answer, *self.client.prompt(benchmark.question)], forgets=False)
+            self._forget()
+        begin = benchmark.turn + _ANSWER_TOKENS
+        floor = self.floors.next_turn(self.profile, benchmark.turn, begin, begin + benchmark.question)
+        shape = f"{benchmark.question} tokens over {benchmark.turn:,}"
+        self.console.print(f"{self.profile.name}, next turn of {shape}: {seconds:.3f} s", highlight=False)
+        return self._row("next turn", shape, floor, seconds, None, {})
+
+    def _peer_seconds(self, length: int) -> float | None:
+        """Of a prompt like the second one; None where nothing was chosen, or nothing but FlashAttention."""
+        dense = self.client.engine._runner.dense
+        choice = dense.choice
+        if choice is None or not choice.least_past:
+            return None
+        dense.choice = replace(choice, least_past={})
+        try:
+            return self._first_token(self.client.prompt(length))
+        finally:
+            dense.choice = choice
+
+    def _trace(self, length: int) -> None:
+        prompt = self.client.prompt(length)
+        groups, kernels = trace_prefill(lambda: self._first_token(prompt))
+        if groups:
+            self.console.print(f"{self.profile.name}, {length:,} tokens, traced:", highlight=False)
+            self.console.print(tabulate_groups(groups, kernels))
+
+    def _first_token(self, prompt: list[int], forgets: bool = True) -> float:
+        request_id = self.client.submit(prompt, 2, self.profile.name, GREEDY)
+        seconds = self.client.until_first_token(request_id)
+        self.client.drain([request_id])
+        if forgets:
+            self._forget()
+        return seconds
+
+    def _forget(self) -> None:
+        """What is down goes, so that the next prompt finds its room as this one did."""
+        self.client.forget_contexts()
+
+    def _row(
+        self, name: str, shape: str, floor: Floor, seconds: float, peer: float | None, extras: dict[str, float]
+    ) -> Row:
+        choice = self.client.engine._runner.dense.choice
+        return Row(
+            name=f"{name}, {self.profile.name}",
+            shape=shape,
+            device=device_name(torch.device(self.floors.plan.device)),
+            ms=1e3 * seconds,
+            p10=1e3 * seconds,
+            p90=1e3 * seconds,
+            floor=floor.text,
+            floor_ms=floor.ms,
+            peer=None if peer is None else _PEER,
+            peer_ms=None if peer is None else 1e3 * peer,
+            rates=self.floors.rates,
+            extras={**extras, "attention": None if choice is None else choice.as_row()},
+            config=self.deployment.model_dump(mode="json") | {"benchmark": asdict(self.benchmark)},
+        )
