@@ -14,12 +14,41 @@ from gpu.kernels.arguments import check, check_dtype, runs_on_triton
 
 INT8_STEPS = 127
 BLOCK_TOKENS = 32
+PART_TOKENS = 256  # summed by one program
 SMALLEST_SCALE = 1e-30  # of rows that are all zero
 
 
+@triton.jit
+def _sum_kernel(
+    keys, sums, num_tokens, key_head, key_token,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PART_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    part, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    element = tl.arange(0, BLOCK_DIM)
+    is_element = (element < DIM)[None, :]
+    total = tl.zeros([BLOCK_TOKENS, BLOCK_DIM], tl.float32)
+    for begin in range(0, PART_TOKENS, BLOCK_TOKENS):
+        token = part * PART_TOKENS + begin + tl.arange(0, BLOCK_TOKENS)[:, None]
+        address = keys + head * key_head + token * key_token + element[None, :]
+        total += tl.load(address, mask=(token < num_tokens) & is_element, other=0.0).to(tl.float32)
+    to = sums + (head * tl.num_programs(0) + part) * DIM + element
+    tl.store(to, tl.sum(total, 0), mask=element < DIM)
+
+
 def centre_of(keys: Tensor) -> Tensor:
-    """Mean over the tokens of keys `[kv_heads, tokens, dim]`: float32 `[kv_heads, dim]`, summed in float32 by parts."""
-    return keys.mean(1, dtype=torch.float32)
+    """Mean over the tokens of keys `[kv_heads, tokens, dim]` (heads and tokens strided): float32 `[kv_heads, dim]`,
+    summed in float32 by parts of PART_TOKENS tokens, wherever they lie.
+    """
+    heads, tokens, dim = keys.shape
+    if not runs_on_triton(keys) or keys.numel() == 0 or keys.stride(2) != 1:
+        return keys.mean(1, dtype=torch.float32)
+    num_parts = triton.cdiv(tokens, PART_TOKENS)
+    sums = torch.empty(heads, num_parts, dim, dtype=torch.float32, device=keys.device)
+    _sum_kernel[(num_parts, heads)](
+        keys, sums, tokens, keys.stride(0), keys.stride(1), DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim),
+        PART_TOKENS=PART_TOKENS, BLOCK_TOKENS=BLOCK_TOKENS, num_warps=4,
+    )  # fmt: skip
+    return sums.sum(1).div_(tokens)
 
 
 def key_scale_of(keys: Tensor, centre: Tensor) -> Tensor:
