@@ -81,8 +81,9 @@ class Demand:
 
     @property
     def gathered_token_bytes(self) -> int:
-        """One layer's keys and values, and a copy of one of the two while it is gathered."""
-        return self.kv_token_bytes // self.shape.num_layers * 3 // 2
+        """One layer's keys and values; on the CPU also a copy of one of the two while it is gathered."""
+        layer = self.kv_token_bytes // self.shape.num_layers
+        return layer if self.device == "cuda" else layer * 3 // 2
 
     @property
     def rope_token_bytes(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu.host.deposit import Depositor
+from gpu.kernels.gather_pages import gather_pages
 from gpu.kv.pool import KvPool
 from gpu.methods.prefill_side import PrefillSide
 from gpu.model.decoder import Decoder
@@ -51,11 +52,10 @@ class GatheredKv:
             self._holds, self._tokens = (job_id, slot, layer), 0
         begin_page, end_page = self._tokens // page_tokens, -(-end // page_tokens)
         page_ids = self.pool.page_table[slot, begin_page:end_page]
-        for pages, gathered in (
-            (self.pool.key_pages[layer], self.keys),
-            (self.pool.value_pages[layer], self.values),
-        ):
-            gathered[:, begin_page:end_page] = pages.index_select(0, page_ids).transpose(0, 1)
+        new = slice(begin_page, end_page)
+        gather_pages(
+            self.pool.key_pages[layer], self.pool.value_pages[layer], page_ids, self.keys[:, new], self.values[:, new]
+        )
         self._tokens = end
         return self.keys.flatten(1, 2)[:, :end], self.values.flatten(1, 2)[:, :end]
 

@@ -13,7 +13,7 @@ import pytest
 from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge")
+KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather")
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -27,6 +27,7 @@ SELECTED = " or ".join(
         "(test_kernels_deposit and cpu and float32 and not shape3 and not shape4)",
         "(test_kernels_exchange and cpu and float32 and not another_ask and not 32-128-150)",
         "(test_partial and cpu and not partition)",
+        "(test_kernels_gather and cpu and float32)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
     )
 )
