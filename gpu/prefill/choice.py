@@ -62,9 +62,8 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
         kernels["cudnn"] = _in_pieces
     out = {}
     for name, attend in kernels.items():
-        tokens = most if name != "cudnn" else min(most, LEAST_QUERIES)
-        own = slice(0, min(context, tokens + PIECE_TOKENS))
-        why = why_out(attend, query[:tokens], keys[:, own], values[:, own], scale)
+        own = slice(0, min(context, most + PIECE_TOKENS))
+        why = why_out(attend, query[:most], keys[:, own], values[:, own], scale)
         if why is not None:
             out[name] = why
             log.warning("prefill_attention candidate=%s is out: %s", name, why)
@@ -115,7 +114,9 @@ def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> No
     for size in _sizes(len(query)):
         for piece in range((keys.shape[1] // PIECE_TOKENS).bit_length()):
             own = slice(0, PIECE_TOKENS << piece)
-            cudnn_attention(query[:size], keys[:, own], values[:, own], scale)
+            cudnn_attention(query[:size], keys[:, own], values[:, own], False, scale)
+        if size <= keys.shape[1]:
+            cudnn_attention(query[:size], keys[:, :size], values[:, :size], True, scale)
 
 
 def _in_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:

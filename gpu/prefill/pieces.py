@@ -3,7 +3,8 @@
 cuDNN makes a plan for every shape, which takes as long as attending to thousands of tokens, and a past grows with each
 chunk. So a past is cut into pieces of powers of two, the longest in front, and queries are padded to such a number:
 the plans that a deployment can ever need are a few dozen, and all are made while it loads. What the pieces leave, and
-the chunk's own causal part, is one launch of a kernel that makes no plans. It refuses to know which is faster where.
+the chunk's own causal part, is one launch of a kernel that makes no plans, but for a chunk that is itself such a number
+and has nothing left in front of it. It refuses to know which is faster where.
 """
 
 import torch
@@ -41,22 +42,25 @@ def attend_in_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
     pieces = cut_past(keys.shape[1] - tokens)
     padded = F.pad(query, (0, 0, 0, 0, 0, padded_queries(tokens) - tokens))
     sides = [
-        cudnn_attention(padded, keys[:, piece.start : piece.stop], values[:, piece.start : piece.stop], scale)
+        cudnn_attention(padded, keys[:, piece.start : piece.stop], values[:, piece.start : piece.stop], False, scale)
         for piece in pieces
     ]
     end = pieces[-1].stop
-    own = prefill_attention(query, keys[:, end:], values[:, end:], scale, kernel)
+    if len(padded) == tokens == keys.shape[1] - end:
+        own = cudnn_attention(query, keys[:, end:], values[:, end:], True, scale)
+    else:
+        own = prefill_attention(query, keys[:, end:], values[:, end:], scale, kernel)
     outs = [*(side.out[:tokens] for side in sides), own.out]
     lses = [*(side.partial_lse[:tokens] for side in sides), own.partial_lse]
     return Attended(*merge_attended(outs, lses, query.dtype))
 
 
-def cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-    """All queries `[tokens, heads, dim]` to all keys `[kv_heads, context, dim]`, by cuDNN: one plan a shape, kept by a
-    thread for itself. Raises RuntimeError where cuDNN has none.
+def cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scale: float) -> Attended:
+    """Queries `[tokens, heads, dim]` to all keys `[kv_heads, context, dim]`, or causal to as many, by cuDNN, which
+    has a plan for each shape in each thread. Raises RuntimeError where it has none.
     """
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), None, True, 0.0, False, False,
+        query.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), None, True, 0.0, is_causal, False,
         scale=scale,
     )  # fmt: skip
     return Attended(out[0].transpose(0, 1), lse[0].view(lse.shape[1:3]).transpose(0, 1))

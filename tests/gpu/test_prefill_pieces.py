@@ -45,8 +45,11 @@ def test_queries_are_padded_to_a_power_of_two_at_most_twice_as_many(count: int) 
 def stub_cudnn(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, int]]) -> None:
     """All queries to all keys by definition, in float64; padding must not matter, so its outputs are NaN."""
 
-    def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+    def attend(query: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scale: float) -> Attended:
         calls.append((query.shape[0], keys.shape[1]))
+        if is_causal:
+            partial = prefill_attention_reference(query.double(), keys.double(), values.double(), scale)
+            return Attended(partial.out.to(query.dtype), partial.lse.float())
         group = query.shape[1] // keys.shape[0]
         keys, values = (one.double().repeat_interleave(group, 0) for one in (keys, values))
         scores = torch.einsum("thd,hcd->thc", query.double(), keys) * scale
@@ -58,7 +61,7 @@ def stub_cudnn(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, int]]) ->
     monkeypatch.setattr(gpu.prefill.pieces, "cudnn_attention", attend)
 
 
-@pytest.mark.parametrize(("tokens", "past"), [(3, 2048), (300, 2047 + 4096), (256, 6144), (40, 2048 + 9)])
+@pytest.mark.parametrize(("tokens", "past"), [(3, 2048), (300, 2047 + 4096), (256, 6144), (256, 2049), (40, 2048 + 9)])
 def test_attention_in_pieces_equals_the_definition(tokens: int, past: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     stub_cudnn(monkeypatch, calls)
@@ -68,7 +71,8 @@ def test_attention_in_pieces_equals_the_definition(tokens: int, past: int, monke
     np.testing.assert_allclose(got.out, wanted.out, atol=ATTENTION_F32_ATOL, rtol=0)
     np.testing.assert_allclose(got.partial_lse, wanted.lse, atol=ATTENTION_F32_ATOL, rtol=0)
     assert {queries for queries, _ in calls} == {padded_queries(tokens)}
-    assert [length for _, length in calls] == [len(piece) for piece in cut_past(past)]
+    own = [tokens] if tokens == padded_queries(tokens) and past % PIECE_TOKENS == 0 else []
+    assert [length for _, length in calls] == [len(piece) for piece in cut_past(past)] + own
 
 
 @pytest.mark.gpu

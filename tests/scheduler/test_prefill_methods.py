@@ -1,5 +1,6 @@
 """A prefill method that works in aligned blocks: where units end, what others find of its KV, what is learnt of it."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -16,10 +17,12 @@ from gpu.step import DENSE, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
 from scheduler.capacity import Capacity
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.cost_model import CostModel
+from scheduler.engine import Engine
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.scheduler import Scheduler
+from tests.scheduler import test_host
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_scheduler import make_request, prompt_of
+from tests.scheduler.test_scheduler import check_output, drain, make_request, prompt_of
 
 SHAPE = NAMED_SHAPES["tiny"]
 PAGE, ALIGN = 16, 32
@@ -160,6 +163,45 @@ def test_nobody_waits_for_the_last_block_of_a_prompt_under_way() -> None:
     served.scheduler.schedule()
     (sequence,) = served.scheduler._sequences.values()
     assert set(served.scheduler.prefixes._computing) == set(sequence.hashes[: 5 * ALIGN // PAGE])
+
+
+def make_engine_down(align_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, PageRunner]:
+    """Of a profile of both: its contexts go down."""
+    offloaded = test_host.PROFILES["offloaded"]
+    blocky = replace(offloaded, parts=(*offloaded.parts, *make_profile("", align_tokens).parts), kv_key="blocky, down")
+    monkeypatch.setattr(test_host, "PROFILES", {**test_host.PROFILES, "blocky": blocky})
+    return test_host.make_engine()
+
+
+@pytest.mark.parametrize(("align_tokens", "begin"), [(1, 464), (16, 288), (48, 288), (64, 256)])
+def test_what_was_drawn_behind_a_prompts_last_block_is_computed_again(
+    align_tokens: int, begin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, runner = make_engine_down(align_tokens, monkeypatch)
+    first = test_host.ask("a", prompt_of(304), max_tokens=240, profile="blocky")
+    engine.submit([first])
+    answer = test_host.text(drain(engine)["a"])
+    engine.submit([test_host.ask("b", [*prompt_of(304), *answer, 1, 2], profile="blocky")])
+    drain(engine)
+    assert [prompt.begin for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts] == [0, begin]
+
+
+@pytest.mark.parametrize("align_tokens", [1, 16, 32, 48, 64])
+@pytest.mark.parametrize("num_shared", [20, 200, 288, 305])
+def test_a_context_that_went_down_is_gone_on_with_at_a_border(
+    align_tokens: int, num_shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, runner = make_engine_down(align_tokens, monkeypatch)
+    first = prompt_of(304)
+    for number, prompt in enumerate([first, first[:num_shared] + prompt_of(250, 1), [*first, *prompt_of(40, 2)]]):
+        request = test_host.ask(str(number), prompt, profile="blocky")
+        engine.submit([request])
+        check_output(request, drain(engine)[str(number)])
+    begins = [prompt.begin for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
+    border = math.lcm(align_tokens, PAGE)
+    down = 304 - test_host.WINDOW  # of the first; the second has down all that it shares with it
+    ends = [min(num_shared, down) // border * border, max(min(num_shared, 304), down) // border * border]
+    assert begins == [0, *(end if end > test_host.SINK else 0 for end in ends)]
 
 
 # --- what is learnt ---------------------------------------------------------------------------------------------------
