@@ -13,4 +13,6 @@ def list_methods() -> dict[str, Method]:
     methods = {name: import_module(f"gpu.methods.{name}").METHOD for name in names}
     misnamed = [name for name, method in methods.items() if method.name != name]
     assert not misnamed, f"methods: {misnamed[0]!r} is not the name of its folder"
+    sideless = [name for name, method in methods.items() if (method.slot == "prefill") != bool(method.prefill_side)]
+    assert not sideless, f"methods: {sideless[0]!r}: methods of the slot `prefill` have a prefill side, and no other"
     return methods

@@ -40,13 +40,14 @@ def attend_in_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
     """
     tokens = query.shape[0]
     pieces = cut_past(keys.shape[1] - tokens)
-    padded = F.pad(query, (0, 0, 0, 0, 0, padded_queries(tokens) - tokens))
+    more = padded_queries(tokens) - tokens
+    padded = F.pad(query, (0, 0, 0, 0, 0, more)) if more else query
     sides = [
         cudnn_attention(padded, keys[:, piece.start : piece.stop], values[:, piece.start : piece.stop], False, scale)
         for piece in pieces
     ]
     end = pieces[-1].stop
-    if len(padded) == tokens == keys.shape[1] - end:
+    if not more and keys.shape[1] - end == tokens:
         own = cudnn_attention(query, keys[:, end:], values[:, end:], True, scale)
     else:
         own = prefill_attention(query, keys[:, end:], values[:, end:], scale, kernel)

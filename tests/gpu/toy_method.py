@@ -24,13 +24,14 @@ METHOD = Method(
     name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
     kv_settings={{"size": "size"}}, kv_host={{}},
     slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers, reading={reading},
-    device_side=None, prefill_side=None, align_tokens=lambda settings: 1, scored=(ToySettings(),),
+    device_side=None, prefill_side={side}, align_tokens=lambda settings: 1, scored=(ToySettings(),),
 )
 '''
 
 
 def add_toy(folder: Path, monkeypatch: pytest.MonkeyPatch, slot: str, reading: str | None) -> None:
+    side = "gpu.methods.toy" if slot == "prefill" else None
     (folder / "toy").mkdir()
-    (folder / "toy" / "__init__.py").write_text(TOY.format(slot=slot, reading=repr(reading)))
+    (folder / "toy" / "__init__.py").write_text(TOY.format(slot=slot, reading=repr(reading), side=repr(side)))
     monkeypatch.setattr(gpu.methods, "__path__", [*gpu.methods.__path__, str(folder)])
     monkeypatch.delitem(sys.modules, "gpu.methods.toy", raising=False)
