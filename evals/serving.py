@@ -19,7 +19,7 @@ from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import SMALLEST_CONTEXT_TOKENS
 from gpu.model.architecture import Architecture, read_architecture
-from gpu.profiles import Profile, resolve_profiles
+from gpu.profiles import Profile, find_kept, resolve_profiles
 from gpu.sampling.params import SamplingParams
 from scheduler.capacity import QueueFullError, TooLargeError, bytes_of_run
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
@@ -196,5 +196,6 @@ def _prompts_that_fit(host: HostConfig, shape: Architecture, longest_tokens: int
 
 def context_bytes(host: HostConfig, shape: Architecture, longest_tokens: int) -> int:
     """What admission charges for a context of this length, with hash tables."""
-    demand = resolve_host(host, shape, GpuConfig().page_tokens, BFLOAT16_BYTES, 1)
+    kept = find_kept(resolve_profiles({}, host).values(), host, shape)
+    demand = resolve_host(host, kept, shape, GpuConfig().page_tokens, BFLOAT16_BYTES, 1)
     return bytes_of_run(demand.tier_shape, max(longest_tokens, SMALLEST_CONTEXT_TOKENS), LUMP_TOKENS, True, False)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from rapidfuzz import process
 
 from gpu.config import Composition, MethodChoice
+from gpu.methods.kept import Kept, join_kept
 from gpu.methods.method import Method, Slot
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
@@ -129,6 +130,16 @@ def slot_bytes(profiles: Iterable[Profile], architecture: Architecture) -> dict[
         num_bytes = part.method.slot_bytes(part.settings, architecture)
         totals[part.method.name] = totals.get(part.method.name, 0) + num_bytes
     return {name: num_bytes for name, num_bytes in totals.items() if num_bytes}
+
+
+def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture) -> Kept:
+    """What stays on the device of every context that goes down: there is one kind, whichever of these profiles it has,
+    so it is what all of their methods need together.
+    """
+    parts = served_parts(profiles)
+    return join_kept(
+        part.method.keeps(part.settings, host, architecture) for part in parts if part.method.keeps is not None
+    )
 
 
 def _compose(name: str, composition: Composition, methods: Mapping[str, Method], host: HostConfig | None) -> Profile:

@@ -6,10 +6,12 @@ configuration; nothing plans again. How memory is shared out is `gpu.memory`'s b
 
 from collections.abc import Iterable
 
+from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
-from gpu.profiles import Profile, ProfileError, resolve_profiles, slot_bytes
+from gpu.profiles import Profile, ProfileError, find_kept, resolve_profiles, slot_bytes
 from scheduler.config import EngineConfig
 from transfer.machine import MachineProfile
 from transfer.tier_shape import TierShape
@@ -17,13 +19,14 @@ from transfer.tier_shape import TierShape
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
     """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
-    profiles = resolve_profiles(config.profiles, config.host)
-    _check_units(profiles.values(), config.scheduler.prefill.chunk_tokens)
+    profiles = resolve_profiles(config.profiles, config.host).values()
+    _check_units(profiles, config.scheduler.prefill.chunk_tokens)
     return plan_memory(
         architecture,
         config.gpu,
         host=config.host,
-        slot_bytes=slot_bytes(profiles.values(), architecture),
+        kept=None if config.host is None else find_kept(profiles, config.host, architecture),
+        slot_bytes=slot_bytes(profiles, architecture),
         max_running=config.scheduler.max_running,
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_context_tokens=config.scheduler.max_context_tokens,
@@ -42,8 +45,14 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
             )
 
 
-def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:
-    """What of the model goes down. Raises PlanError."""
+def find_host_demand(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> HostDemand:
+    """What the planned deployment's host tier asks for."""
     assert config.host is not None
+    kept = Kept(plan.sink_tokens, plan.window_tokens, plan.dense_layers)
     max_running = config.scheduler.max_running
-    return resolve_host(config.host, architecture, plan.page_tokens, plan.dtype_bytes, max_running).tier_shape
+    return resolve_host(config.host, kept, architecture, plan.page_tokens, plan.dtype_bytes, max_running)
+
+
+def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:
+    """What of the model goes down."""
+    return find_host_demand(config, architecture, plan).tier_shape

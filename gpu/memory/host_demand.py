@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from gpu.decode.halving import most_rows_of_parts
 from gpu.kv.layout import PageLayout
 from gpu.memory.deposit_memory import deposit_bytes
+from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.host_memory import bytes_of_context, bytes_per_token, without_tables
@@ -24,22 +25,26 @@ ROW_BYTES = {"bfloat16": 2, "int8": 1}
 
 @dataclass(frozen=True, slots=True)
 class HostDemand:
-    """One model's host tier. `dense_layers` are resolved, sorted and not all of the model's."""
+    """One model's host tier. `kept`: what stays on the device, of which the layers are not all of the model's."""
 
     shape: Architecture
     config: HostConfig
-    dense_layers: tuple[int, ...]
+    kept: Kept
     page_tokens: int
     dtype_bytes: int
     max_running: int
 
     @property
+    def dense_layers(self) -> tuple[int, ...]:
+        return self.kept.dense_layers
+
+    @property
     def sink_tokens(self) -> int:
-        return self._whole_pages(self.config.sink_tokens)
+        return self._whole_pages(self.kept.sink_tokens)
 
     @property
     def window_tokens(self) -> int:
-        return self._whole_pages(self.config.window_tokens)
+        return self._whole_pages(self.kept.window_tokens)
 
     @property
     def resident_tokens(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gpu.memory.demand import Demand, PlanError
 from gpu.memory.host_demand import HostDemand
+from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.machine import GIB
@@ -42,21 +43,22 @@ class Budget:
 
 
 def resolve_host(
-    host: HostConfig, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int
+    host: HostConfig, kept: Kept, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int
 ) -> HostDemand:
-    """With the layers that stay on the device. Raises PlanError for one that the model has not, and for all of them."""
-    layers = (0, shape.num_layers // 2) if host.dense_layers is None else host.dense_layers
-    outside = [layer for layer in layers if not 0 <= layer < shape.num_layers]
+    """kept: what stays on the device of contexts that go down (`gpu.profiles.find_kept`). Raises PlanError for a layer
+    that the model has not, and for all of them.
+    """
+    outside = [layer for layer in kept.dense_layers if not 0 <= layer < shape.num_layers]
     if outside:
         raise PlanError(
             f"host.dense_layers: asked {outside[0]}, the model has layers 0 to {shape.num_layers - 1}; correct it"
         )
-    dense = tuple(sorted(set(layers)))
-    if len(dense) == shape.num_layers:
+    num_dense = len(kept.dense_layers)
+    if num_dense == shape.num_layers:
         raise PlanError(
-            f"host.dense_layers: asked all {len(dense)} layers, nothing would go down; name fewer, or leave out `host`"
+            f"host.dense_layers: asked all {num_dense} layers, nothing would go down; name fewer, or leave out `host`"
         )
-    return HostDemand(shape, host, dense, page_tokens, dtype_bytes, max_running)
+    return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running)
 
 
 def share_memory(demand: Demand, budget: Budget, context: int | None, longest: int, smallest: int) -> HostShares:

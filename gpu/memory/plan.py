@@ -13,6 +13,7 @@ from gpu.config import GpuConfig
 from gpu.memory.demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanError
 from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
 from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
+from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
@@ -68,6 +69,7 @@ def plan_memory(
     gpu: GpuConfig,
     *,
     host: HostConfig | None,
+    kept: Kept | None,
     slot_bytes: Mapping[str, int],
     max_running: int,
     chunk_tokens: int,
@@ -77,12 +79,15 @@ def plan_memory(
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
+    kept: what of contexts that go down stays on the device (`gpu.profiles.find_kept`), None without `host`;
     slot_bytes: what attention methods ask for one running sequence, by method (`gpu.profiles.slot_bytes`). A context
     that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
     """
     device = _resolve_device(gpu, machine)
     dtype = _resolve_dtype(gpu, device)
-    tier = None if host is None else resolve_host(host, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running)
+    tier = None
+    if host is not None and kept is not None:
+        tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running)
     demand = Demand(
         architecture,
         device,

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
+from transfer.config import HostConfig
 from transfer.settings import Settings
 
 Slot = Literal["prefill", "reuse", "host"]
@@ -27,7 +29,8 @@ class Method:
     these settings for all profiles of a deployment, or None: then each profile has its own. kv_settings, kv_host: what
     changes the KV that it writes, of its settings and of the `host` section, each under its short name in `kv_key`;
     both empty: it writes what the model itself would. slot_bytes: device memory for one running sequence, by settings
-    and model. reading: how the CPU reads what is in host memory, or None: nothing goes down there.
+    and model. reading: how the CPU reads what is in host memory, or None: nothing goes down there. keeps: what of a
+    context that goes down it needs on the device, by settings, `host` section and model, or None: it asks for nothing.
     device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
     (`gpu.methods.device_side`), or None: nothing. prefill_side: likewise, with a `make_prefill_side(settings, site)` of
     what attends to prompts (`gpu.methods.prefill_side`); every method of that slot has one, and no other. align_tokens:
@@ -46,6 +49,7 @@ class Method:
     kv_host: Mapping[str, str]
     slot_bytes: Callable[[Any, Architecture], int]
     reading: HostReading | None
+    keeps: Callable[[Any, HostConfig, Architecture], Kept] | None
     device_side: str | None
     prefill_side: str | None
     align_tokens: Callable[[Any], int]

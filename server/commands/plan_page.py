@@ -7,11 +7,10 @@ from rich.console import Console
 from rich.table import Table
 
 from gpu.memory.host_demand import HostDemand
-from gpu.memory.host_shares import resolve_host
 from scheduler.capacity import plan_capacity
+from scheduler.memory import find_host_demand
 from server.config import Deployment
 from server.plan import ResolvedPlan
-from transfer.config import HostConfig
 from transfer.host_memory import bytes_of_context, bytes_per_token, table_bytes_of_context, without_tables
 from transfer.machine import GIB
 
@@ -54,7 +53,7 @@ def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
     memory, host = plan.memory, plan.deployment.host
     if host is None:
         return None
-    demand = _demand(plan, host)
+    demand = _demand(plan)
     longest_down_tokens = demand.deposited_tokens(memory.max_context_tokens)
     return {
         "resident_tokens": memory.resident_tokens,
@@ -77,16 +76,15 @@ def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
 def describe_profiles(plan: ResolvedPlan) -> dict[str, dict[str, Any]]:
     """What each profile is made of, and its longest prompt and answer when nothing else runs."""
     host = plan.deployment.host
-    capacity = plan_capacity(plan.memory, None if host is None else _demand(plan, host).tier_shape)
+    capacity = plan_capacity(plan.memory, None if host is None else _demand(plan).tier_shape)
     return {
         name: {"composition": profile.composition, "longest_tokens": capacity.longest_tokens(profile)}
         for name, profile in plan.profiles.items()
     }
 
 
-def _demand(plan: ResolvedPlan, host: HostConfig) -> HostDemand:
-    memory, max_running = plan.memory, plan.deployment.scheduler.max_running
-    return resolve_host(host, plan.architecture, memory.page_tokens, memory.dtype_bytes, max_running)
+def _demand(plan: ResolvedPlan) -> HostDemand:
+    return find_host_demand(plan.deployment, plan.architecture, plan.memory)
 
 
 def _lengths(shortest: int, longest: int) -> list[int]:

@@ -22,6 +22,8 @@ from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
+from gpu.methods.kept import keep_as_set
+from gpu.methods.method import NoSettings
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape
@@ -56,6 +58,7 @@ def make_plan(
         shape,
         gpu,
         host=host,
+        kept=None if host is None else keep_as_set(NoSettings(), host, shape),
         slot_bytes={},
         max_running=max_running,
         chunk_tokens=chunk_tokens,
@@ -354,7 +357,7 @@ def test_on_the_cpu_a_context_goes_far_beyond_the_pages_that_were_asked_for() ->
 def test_the_longest_context_that_nobody_asked_for_leaves_a_share_of_the_pages_to_others() -> None:
     host = HostConfig(dense_layers=tuple(range(16)))
     plan = make_plan(SHAPE_8B, with_memory("a100-80g", 2048), GpuConfig(memory_limit_gib=24), None, host=host)
-    demand = resolve_host(host, SHAPE_8B, plan.page_tokens, 2, 16)
+    demand = host_demand(SHAPE_8B, plan.page_tokens, 16, host)
     blocks = demand.dense_blocks(demand.deposited_tokens(plan.max_context_tokens))
     assert 0 < blocks <= DENSE_SHARE * plan.num_pages
     longer = plan.max_context_tokens + 8192
@@ -364,12 +367,12 @@ def test_the_longest_context_that_nobody_asked_for_leaves_a_share_of_the_pages_t
 
 def test_how_many_tokens_stay_on_the_card_follows_from_its_pages() -> None:
     for config, kept in ((HostConfig(), 30_992), (HostConfig(residency="fixed"), 80)):
-        demand = resolve_host(config, SHAPE_8B, 16, 2, 4)
+        demand = host_demand(SHAPE_8B, 16, 4, config)
         assert demand.resident_tokens_of(8192, 2200) == 8192
         assert demand.resident_tokens_of(98_304, 2200) == kept
     released = (98_304 - 30_992) // 16
     assert 30_992 // 16 + -(-released // 16) == 2200, "what stays, and the dense layers of the rest"
-    assert resolve_host(HostConfig(), SHAPE_8B, 16, 2, 4).resident_tokens_of(98_304, 6144) == 98_304
+    assert host_demand(SHAPE_8B, 16, 4, HostConfig()).resident_tokens_of(98_304, 6144) == 98_304
 
 
 def test_resident_pages_hold_the_windows_of_all_that_may_run_or_a_note_says_of_how_many() -> None:
@@ -410,12 +413,13 @@ def test_without_host_memory_there_is_none_of_it_in_the_plan() -> None:
     assert not {"KV staging", "deposits", "exchange"} & {item.name for item in plan.items}
 
 
-def host_demand(page_tokens: int, max_running: int, config: HostConfig) -> HostDemand:
-    return resolve_host(config, SHAPE_TINY, page_tokens, 4, max_running)
+def host_demand(shape: Architecture, page_tokens: int, max_running: int, config: HostConfig) -> HostDemand:
+    kept = keep_as_set(NoSettings(), config, shape)
+    return resolve_host(config, kept, shape, page_tokens, 2 if shape is SHAPE_8B else 4, max_running)
 
 
 def test_staging_takes_what_is_planned() -> None:
-    demand = host_demand(16, 2, HostConfig())
+    demand = host_demand(SHAPE_TINY, 16, 2, HostConfig())
     shape, cpu = demand.tier_shape, torch.device("cpu")
     pool = KvPool(SHAPE_TINY, 4, demand.dense_layers, 16, 2, 160, torch.float32, cpu)
     depositor = Depositor(replace(shape, num_tables=0), None, cpu, Streams(cpu))
@@ -427,7 +431,7 @@ def test_staging_takes_what_is_planned() -> None:
 @pytest.mark.parametrize("running", [1, 5, 64])
 def test_exchange_slots_and_hyperplanes_take_what_is_planned(running: int) -> None:
     sampled = SampledConfig(bits_per_table=10, num_tables=75)
-    demand, cpu = host_demand(16, running, HostConfig(sampled=sampled)), torch.device("cpu")
+    demand, cpu = host_demand(SHAPE_TINY, 16, running, HostConfig(sampled=sampled)), torch.device("cpu")
     planes = arrange(draw_projections(SHAPE_TINY.dim, 10, 75, 0, torch.float32, cpu))
     assert planes.planes.nbytes == demand.hyperplane_bytes
     taken = 0

@@ -6,6 +6,7 @@ from torch import Tensor
 from gpu.host.deposit import Sent
 from gpu.host.offload import Offload
 from gpu.memory.host_demand import HostDemand
+from gpu.methods.kept import Kept
 from gpu.step import StepPlan
 from tests.gpu.logged_streams import LoggedStreams, Point
 from tests.gpu.reference_model import document_prompt
@@ -65,5 +66,6 @@ def test_a_context_is_closed_when_nothing_is_on_its_way_up() -> None:
 
 def test_the_buffer_of_lumps_is_what_the_memory_plan_counts() -> None:
     twins = Twins()
-    demand = HostDemand(twins.deposits.architecture, HostConfig(), DEFAULT_DENSE, PAGE, dtype_bytes=4, max_running=5)
+    kept = Kept(4, 64, DEFAULT_DENSE)
+    demand = HostDemand(twins.deposits.architecture, HostConfig(), kept, PAGE, dtype_bytes=4, max_running=5)
     assert offload_of(twins)._lump.nbytes == demand.deposit_bytes(is_cuda=False)

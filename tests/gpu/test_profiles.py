@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from gpu.config import Composition, GpuConfig
 from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.methods.kept import Kept
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import named_shape
-from gpu.profiles import Profile, ProfileError, get_profile, resolve_profiles, slot_bytes
+from gpu.profiles import Profile, ProfileError, find_kept, get_profile, resolve_profiles, slot_bytes
 from tests.gpu.toy_method import add_toy
 from transfer.config import HostConfig, SampledConfig
 from transfer.machine import load_machine
@@ -235,8 +236,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_with(profiles: dict[str, Profile]) -> MemoryPlan:
     shape = named_shape("tiny")
     return plan_memory(
-        shape, GpuConfig(device="cpu", memory_limit_gib=4), host=None, slot_bytes=slot_bytes(profiles.values(), shape),
-        max_running=5, chunk_tokens=256, max_context_tokens=None, max_hidden_tokens=None, machine=load_machine(LAPTOP),
+        shape, GpuConfig(device="cpu", memory_limit_gib=4), host=None, kept=None,
+        slot_bytes=slot_bytes(profiles.values(), shape), max_running=5, chunk_tokens=256, max_context_tokens=None,
+        max_hidden_tokens=None, machine=load_machine(LAPTOP),
     )  # fmt: skip
 
 
@@ -295,3 +297,21 @@ def test_the_plan_charges_what_methods_say_that_a_running_sequence_needs() -> No
     (state,) = [item for item in charged.items if item.name.startswith("state of")]
     assert (state.name, state.bytes) == ("state of toy", 5 * (7 + 1000) * layers), "one state for two profiles alike"
     assert charged.used_bytes("host") <= charged.limit_bytes["host"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_what_stays_on_the_device_is_what_all_methods_need_together() -> None:
+    shape = named_shape("tiny")
+    alone = resolve({}).values()
+    assert find_kept(alone, HostConfig(), shape) == Kept(4, 64, (0, shape.num_layers // 2))
+    assert find_kept(alone, HostConfig(sink_tokens=9, window_tokens=70, dense_layers=(3, 0, 3)), shape) == (
+        Kept(9, 70, (0, 3))
+    )
+    both = resolve({"x": {"prefill": "toy", "host": "sampled"}}).values()
+    assert find_kept(both, HostConfig(dense_layers=(2,)), shape) == Kept(4, 93, (1, 2))
+    plan = plan_memory(
+        shape, GpuConfig(device="cpu", memory_limit_gib=4), host=HostConfig(),
+        kept=find_kept(both, HostConfig(dense_layers=(2,)), shape), slot_bytes={}, max_running=5, chunk_tokens=256,
+        max_context_tokens=None, max_hidden_tokens=None, machine=load_machine(LAPTOP),
+    )  # fmt: skip
+    assert (plan.sink_tokens, plan.window_tokens, plan.dense_layers) == (16, 96, (1, 2))

@@ -12,6 +12,7 @@ METHOD = Method(
     kv_host={},
     slot_bytes=no_bytes,
     reading=None,
+    keeps=None,
     device_side=None,
     prefill_side=None,
     align_tokens=any_token,

@@ -1,6 +1,7 @@
 """Full attention over a context whose middle is in host memory: the CPU reads all that is there."""
 
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
+from gpu.methods.kept import keep_as_set
 from gpu.methods.method import Method, NoSettings, any_token, no_bytes
 
 METHOD = Method(
@@ -13,6 +14,7 @@ METHOD = Method(
     kv_host=DEPOSIT_KEYS,
     slot_bytes=no_bytes,
     reading="whole",
+    keeps=keep_as_set,
     device_side=None,
     prefill_side=None,
     align_tokens=any_token,

@@ -4,6 +4,7 @@ The host tier builds one kind of hash table, whoever asks: so the settings stand
 """
 
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
+from gpu.methods.kept import keep_as_set
 from gpu.methods.method import Method, any_token, no_bytes
 from transfer.config import SampledConfig
 
@@ -17,6 +18,7 @@ METHOD = Method(
     kv_host=DEPOSIT_KEYS,
     slot_bytes=no_bytes,
     reading="sample",
+    keeps=keep_as_set,
     device_side="gpu.methods.sampled.codes",
     prefill_side=None,
     align_tokens=any_token,
