@@ -21,6 +21,8 @@ from transfer.tier import Filled, TierShape
 
 POLL_S = 0.05  # a copy that waits for rows to land lets its thread do other work this often
 
+_FINAL = (TableState.BUILT, TableState.FAILED)
+
 log = logging.getLogger(__name__)
 
 
@@ -128,12 +130,23 @@ class SegmentStore:
             if segment.error is not None:
                 raise segment.error
 
+    def is_ready(self, segment: Segment, tokens: int, with_tables: bool) -> bool:
+        """Whether the first `tokens` of all layers have landed and, if so asked, tables stand or have failed; also
+        where waiting for them would raise.
+        """
+        layers = range(len(segment.shape.layers))
+        with self.changed:
+            if segment.error is not None:
+                return True
+            is_there = all(announced >= tokens for announced in segment.announced)
+            is_there = is_there and _have_landed(segment, layers, tokens)
+            return is_there and (not with_tables or all(state in _FINAL for state in segment.tables))
+
     def wait_for_tables(self, segment: Segment) -> None:
         """Until every layer of a whole segment has its tables or has failed, or its rows cannot come."""
         assert segment.is_whole, "tables: of a segment whose fills were all announced"
-        final = (TableState.BUILT, TableState.FAILED)
         with self.changed:
-            self.changed.wait_for(lambda: segment.error is not None or all(state in final for state in segment.tables))
+            self.changed.wait_for(lambda: segment.error is not None or all(state in _FINAL for state in segment.tables))
 
     def shutdown(self) -> None:
         """Stop the thread after the fills that were announced."""

@@ -142,6 +142,18 @@ class CpuTier:
         """Of a context's tokens, in order: how many, and whether attention samples them or reads them all."""
         return [(piece.tokens, piece.is_sampled) for piece in self._contexts[context_id].pieces]
 
+    def is_ready(self, ask: Ask) -> bool:
+        """Whether `attention` would begin without a wait for it, or fail at once. Not if the context does not have so
+        many tokens yet.
+        """
+        context = None if ask.context_id is None else self._contexts.get(ask.context_id)
+        if ask.num_tokens == 0 or context is None:
+            return ask.num_tokens == 0
+        if context.tokens < ask.num_tokens or self._tables.knows(context, ask.num_tokens):
+            return context.tokens >= ask.num_tokens
+        pieces = context.first_pieces(ask.num_tokens)
+        return all(self._store.is_ready(piece.segment, piece.tokens, piece.is_sampled) for piece in pieces)
+
     def attention(self, asks: Sequence[Ask]) -> StepAttention:
         """For a decode step, an ask a row, which holds a lease on all that it reads. Waits for the rows that are asked
         for to land and their tables to stand; for what lies behind them it does not.

@@ -50,7 +50,7 @@ from gpu.step import (
 from gpu.upload import upload
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
-from transfer.tier import ContextLostError, HostMemoryError, HostTier
+from transfer.tier import Ask, ContextLostError, HostMemoryError, HostTier
 
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
 
@@ -129,6 +129,11 @@ class Runner:
     @property
     def num_prefill_jobs(self) -> int:
         return self._prefill.num_jobs
+
+    def is_ready(self, ask: HostAsk) -> bool:
+        """Whether the host would answer without a wait what is asked: as far as plans have been launched."""
+        assert self._offload is not None, "runner: a row asks, but there is no tier"
+        return self._offload.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:

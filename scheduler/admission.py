@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt
 from scheduler.capacity import QueueFullError
 from scheduler.config import SchedulerConfig
-from scheduler.host_contexts import HostContext
+from scheduler.host_context import HostContext
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.residence import Residence, Start
 from scheduler.sequence import Sequence, State

@@ -15,6 +15,8 @@ from scheduler.messages import EngineRequest
 from transfer.host_memory import TAIL_TOKENS, bytes_of_context, without_tables
 from transfer.tier_shape import TierShape
 
+SETTLING_TOKENS = 8  # of output behind a deposit, until its rows are taken to have landed: some 0.1 s at the least
+
 
 class QueueFullError(Exception):
     """More requests wait than `max_queue`; try again later."""
@@ -61,6 +63,27 @@ class HostCapacity:
         if num_tokens < self.most_resident_tokens:
             return 0
         return (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
+
+    def run_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Where the run ends of a sequence of so many tokens, prompt and output, or 0: by these counts alone, whether
+        it has given way meanwhile or not.
+        """
+        end = self.prompt_end(num_prompt_tokens) or self.deposit_end(min(num_tokens, self.most_resident_tokens), None)
+        return end + max(0, num_tokens - self.window_tokens - end) // self.lump_tokens * self.lump_tokens if end else 0
+
+    def settled_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Likewise, of what was sent down so long ago that its rows have landed: all but what has just been written of
+        a sequence that runs.
+        """
+        end = self.run_end(num_prompt_tokens, num_tokens)
+        if end == self.prompt_end(num_prompt_tokens) or self.is_settled(num_tokens, end):
+            return end
+        is_first = num_tokens - self.lump_tokens < self.most_resident_tokens and not self.prompt_end(num_prompt_tokens)
+        return self.sink_tokens if is_first else end - self.lump_tokens
+
+    def is_settled(self, num_tokens: int, run_end: int) -> bool:
+        """Whether the last rows of a run that ends there have landed, as far as is known without a look."""
+        return num_tokens - run_end >= self.window_tokens + SETTLING_TOKENS
 
     def most_run_tokens(self, num_tokens: int) -> int:
         """The longest run of a sequence of so many tokens, prompt and output."""

@@ -117,6 +117,7 @@ class Engine:
             tables_failed=tier.tables_failed,
             tokens_covered=tier.attention.tokens_covered,
             rows_read=tier.attention.rows_read,
+            rows_left_out=self.scheduler.num_rows_left_out,
             ready_seconds=times.ready_s,
             wait_seconds=tier.attention.wait_s,
             attend_seconds=tier.attention.attend_s,
@@ -126,7 +127,7 @@ class Engine:
         """A lane's next step, if it may have one and there is one."""
         if self._num_in_flight(lane) == _MOST_IN_FLIGHT:
             return None
-        plan = self.scheduler.schedule(lane)
+        plan = self.scheduler.schedule(self._runner.is_ready, lane)
         if plan.is_empty:
             return None
         self._in_flight.append((plan, self._runner.launch(plan)))

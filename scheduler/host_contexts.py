@@ -2,85 +2,20 @@
 
 Knows ids, blocks, pages and bytes; never sees a row. A context is a run of blocks (whole pages of tokens after the
 sink), all of them written to host memory; the first of them are released, with a dense page each on the device, and the
-others still have resident pages. A finished sequence's context stays, idle, for those that begin with the same tokens.
-Invariants: charges never exceed the limit; a context outlives its forks; what nobody holds, finds or forked is closed;
-a block is found only where the one before it is found; forks have the pages of what they share, whatever is released;
-dense pages lie in pages of the context whose own blocks they are of.
+others still have resident pages (`scheduler.frontier`). A finished sequence's context stays, idle, for those that begin
+with the same tokens. Invariants: charges never exceed the limit; a context outlives its forks; what nobody holds, finds
+or forked is closed; a block is found only where the one before it is found; forks have the pages of what they share,
+whatever is released; dense pages lie in pages of the context whose own blocks they are of.
 """
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 from gpu.kv.layout import PageLayout
+from scheduler.host_context import HostContext, RunSize, owner_of, root_of
 from scheduler.pages import PagePool
-
-
-@dataclass(frozen=True, slots=True)
-class RunSize:
-    """A run in blocks: `num_shared` in front are a parent's, `num_bulk` come next and at once, the rest later."""
-
-    num_shared: int
-    num_bulk: int
-    num_blocks: int
-    is_sampled: bool
-
-    @property
-    def num_own(self) -> int:
-        return self.num_blocks - self.num_shared
-
-
-@dataclass(eq=False, slots=True)
-class HostContext:
-    """`size`: what is paid for; `pages`: of what is written, the parent's in front; those of the first `num_released`
-    blocks are dense, in `storage` if they are this context's own.
-
-    `is_written`: whether all of it is in host memory once the plans so far are carried out; else a prefill is at it.
-    `hashes`: of the first blocks, those that others may find and those in front of them.
-    `is_open`: the device has been told of it. `used`: the time of its last use, counted in uses.
-    """
-
-    context_id: int
-    parent: "HostContext | None"
-    size: RunSize
-    pages: list[int]
-    num_released: int
-    hashes: list[bytes]
-    storage: list[int] = field(default_factory=list)
-    sink_pages: list[int] = field(default_factory=list)
-    num_forks: int = 0
-    charged_bytes: int = 0
-    used: int = 0
-    is_open: bool = False
-    is_written: bool = True
-    is_held: bool = True
-    is_findable: bool = True
-    is_closed: bool = False
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.pages)
-
-    @property
-    def num_own(self) -> int:
-        """Blocks that are down for this context and not for its parent."""
-        return len(self.pages) - self.size.num_shared
-
-    @property
-    def num_resident(self) -> int:
-        """Blocks that are down and have resident pages as well."""
-        return len(self.pages) - self.num_released
-
-
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    """Blocks `[first, first + len(page_ids))` of `contexts`: their pages, and the dense ones in their place."""
-
-    first: int
-    page_ids: list[int]
-    dense_page_ids: list[int]
-    contexts: list[HostContext]
 
 
 class HostContexts:
@@ -111,6 +46,9 @@ class HostContexts:
 
     def __len__(self) -> int:
         return len(self._contexts)
+
+    def __iter__(self) -> Iterator[HostContext]:
+        return iter(self._contexts.values())
 
     @property
     def num_held(self) -> int:
@@ -151,7 +89,9 @@ class HostContexts:
         shared = [] if parent is None else parent.pages[:num_shared]
         hashes = [] if parent is None else parent.hashes[:num_shared]
         num_released = 0 if parent is None else min(parent.num_released, num_shared)
-        context = HostContext(self._next_id, parent, replace(size, num_blocks=num_shared), shared, num_released, hashes)
+        context = HostContext(
+            self._next_id, parent, replace(size, num_blocks=num_shared), shared, num_released, num_shared, hashes
+        )
         self._next_id += 1
         self._contexts[context.context_id] = context
         self._pages.hold(shared[num_released:])
@@ -192,46 +132,11 @@ class HostContexts:
         context.pages += self._layout.dense_pages(context.storage, begin, end)
         context.num_released += num_blocks
 
-    def give_up(self, context: HostContext, num_blocks: int) -> GivenUp | None:
-        """Release up to so many blocks more, the first ones that are not, for all contexts that share them.
-
-        None, and nothing has changed, where all are released or a prefill still writes them, and where there is no room
-        for their dense pages.
-        """
-        first = context.num_released
-        owner = _owner_of(context, first)
-        page_ids = owner.pages[first : first + num_blocks]
-        if not page_ids or not owner.is_written:
-            return None
-        behind = [one for one in self._contexts.values() if first < one.num_blocks]
-        sharing = [one for one in behind if _owner_of(one, first) is owner]
-        page_ids = page_ids[: min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharing)]
-        last = first + len(page_ids)
-        begin, end = first - owner.size.num_shared, last - owner.size.num_shared
-        num_new = self._layout.blocks_for(end) - len(owner.storage)
-        num_freed = sum(self._pages.num_holders(page) == len(sharing) for page in page_ids)
-        if num_new > num_freed + self._pages.num_available:
-            return None
-        for _ in sharing:
-            self._pages.release(page_ids)
-        owner.storage += self._pages.allocate(num_new)
-        dense_page_ids = self._layout.dense_pages(owner.storage, begin, end)
-        for one in sharing:
-            one.pages[first:last] = dense_page_ids
-            one.num_released = last
-        return GivenUp(first, page_ids, dense_page_ids, sharing)
-
-    def yielding(self) -> list[HostContext]:
-        """Contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago first;
-        then those that run, sampled ones first, since a token of these costs the host least, and of these the one with
-        the most.
-        """
-        having = [one for one in self._contexts.values() if one.num_resident]
-        idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)
-        held = sorted(
-            (one for one in having if one.is_held), key=lambda one: (not one.size.is_sampled, -one.num_resident)
-        )
-        return idle + held
+    def sharing(self, context: HostContext, block: int) -> list[HostContext]:
+        """All that have this block of the context's run: whose own it is, and forks that stand on that one."""
+        owner = owner_of(context, block)
+        behind = [one for one in self._contexts.values() if block < one.num_blocks]
+        return [one for one in behind if owner_of(one, block) is owner]
 
     def publish(self, context: HostContext, hashes: list[bytes]) -> None:
         """The run's first blocks are final and known by these hashes, those published before among them."""
@@ -244,6 +149,7 @@ class HostContexts:
     def let_go(self, context: HostContext, is_kept: bool) -> None:
         """Its sequence is done with it; `is_kept`: what is down is good for others."""
         context.is_held = False
+        context.num_settled = context.num_blocks
         self._reserve(context, context.num_blocks)
         self._use(context)
         hidden = [context]
@@ -260,9 +166,9 @@ class HostContexts:
 
     def retract(self, hashes: list[bytes]) -> None:
         """Blocks of these hashes are wrong: no context that has one, or stands on one that has, is found any more."""
-        roots = {_root(context) for digest in hashes for context in self._owners.get(digest, [])}
+        roots = {root_of(context) for digest in hashes for context in self._owners.get(digest, [])}
         for context in list(self._contexts.values()):
-            if _root(context) in roots:
+            if root_of(context) in roots:
                 self._hide(context)
         for context in list(self._contexts.values()):
             self._close_unused(context)
@@ -386,13 +292,6 @@ class HostContexts:
             context = context.parent
 
 
-def _count_alike(first: list[int], second: list[int]) -> int:
-    """How many in front are the same."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-
-
 def _held(context: HostContext) -> list[int]:
     """Pages of the device that a context holds."""
     return [*context.sink_pages, *context.storage, *context.pages[context.num_released :]]
@@ -400,17 +299,3 @@ def _held(context: HostContext) -> list[int]:
 
 def _some(context: HostContext | None) -> list[HostContext]:
     return [] if context is None else [context]
-
-
-def _owner_of(context: HostContext, block: int) -> HostContext:
-    """Whose own block it is: the context's, or one's that it stands on."""
-    while block < context.size.num_shared:
-        assert context.parent is not None
-        context = context.parent
-    return context
-
-
-def _root(context: HostContext) -> HostContext:
-    while context.parent is not None:
-        context = context.parent
-    return context

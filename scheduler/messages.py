@@ -186,6 +186,7 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     tables_failed: int  # read exactly
     tokens_covered: int  # in decode, counted for each layer and head
     rows_read: int  # of those, to answer for all
+    rows_left_out: int  # of decode steps that did not wait for their contexts
     ready_seconds: float  # decode waited for deposits to land and tables to stand
     wait_seconds: float  # the CPU waited for queries
     attend_seconds: float  # the CPU attended

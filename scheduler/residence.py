@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpu.profiles import Profile
-from gpu.step import Deposit, HostAsk, HostPrompt, PageWrite, Release, TablePlace
-from scheduler.capacity import Capacity, HostCapacity
-from scheduler.host_contexts import HostContext, HostContexts, RunSize
+from gpu.step import Deposit, HostAsk, HostPrompt, PageWrite, Release
+from scheduler.capacity import SETTLING_TOKENS, Capacity, HostCapacity
+from scheduler.frontier import Frontier
+from scheduler.host_context import HostContext, RunSize
+from scheduler.host_contexts import HostContexts
 from scheduler.pages import PagePool
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
@@ -22,8 +24,6 @@ from scheduler.sequence import Sequence
 _AHEAD_TOKENS = (
     2048  # of a long context's output, paid for when it is admitted: it runs a while before it must give way
 )
-
-_RELEASED_LUMPS = 8  # at once, at most
 
 Shortage = Literal["pages", "host"]
 
@@ -43,13 +43,14 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class _Need:
     """What a prompt takes that goes down: its own blocks; pages of all layers at once, and those that it may take soon,
-    `num_spare`; and the context that it is admitted with.
+    `num_spare`; the context that it is admitted with; and where what is released of it ends at least, in blocks.
     """
 
     num_own: int
     num_new: int
     num_spare: int
     size: RunSize
+    num_released: int
 
 
 class Residence:
@@ -64,8 +65,7 @@ class Residence:
         self.pages = PagePool(0, capacity.num_pages, prefix_cache)
         self.prefixes = PrefixCache(self.pages, page_tokens, prefix_cache, model_key, profiles)
         self.contexts: HostContexts | None = None
-        self._of_context: dict[HostContext, Sequence] = {}  # those that are held
-        self._releases: list[Release] = []
+        self.frontier: Frontier | None = None
         self.is_adaptive = capacity.host is not None and capacity.host.is_adaptive
         if capacity.host is not None:
             bytes_of_run = capacity.host.bytes_of_run
@@ -78,6 +78,7 @@ class Residence:
                 capacity.host.layout,
                 prefix_cache,
             )
+            self.frontier = Frontier(capacity.host, self.contexts, self.pages)
 
     @property
     def page_tokens(self) -> int:
@@ -97,9 +98,11 @@ class Residence:
     def find(self, sequence: Sequence) -> Start:
         """The best start there is now of a prompt that goes down."""
         end = sequence.run_end
-        host, contexts = self._host
-        first, last = self._blocks(host.sink_tokens), self._blocks(end)
+        host, contexts, _ = self._host
+        first, last = self._blocks(host.sink_tokens), self._blocks(self._settled_end(sequence))
         source, num_shared = contexts.find(sequence.hashes, first, max(first, min(last, sequence.num_usable_blocks)))
+        if source is not None and not self.is_adaptive:
+            num_shared = min(num_shared, source.num_settled)
         num_shared = max(0, self.prefixes.align_blocks(sequence, first + num_shared) - first)
         size = self._admitted_size(sequence, num_shared, end)
         if num_shared == 0:
@@ -121,7 +124,8 @@ class Residence:
             return True
         if self.contexts is None:
             return False
-        return num_short <= self._num_yielding or num_short <= self._num_yielding + self.num_idle_pages(kept)
+        num_yielding = self._host[2].num_yielding
+        return num_short <= num_yielding or num_short <= num_yielding + self.num_idle_pages(kept)
 
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else change nothing.
@@ -146,18 +150,19 @@ class Residence:
 
     def _take_down(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Likewise, for a prompt of which a part goes down. What is not released of it takes what pages are left."""
-        host, contexts = self._host
+        host, contexts, frontier = self._host
         source = start.source
         num_shared = 0 if source is None else self._blocks(start.begin - host.sink_tokens)
         need = self._need(sequence, start.end, num_shared, with_sink=source is None)
         num_own, num_new, size = need.num_own, need.num_new, need.size
         num_spare += need.num_spare
         kept = kept if source is None else [*kept, source]
-        num_least = num_new + host.layout.blocks_for(num_own)
+        num_least = num_new + self._least_pages(need)
         if not self.has_pages(num_least + num_spare, kept) or not self._free_pages(num_least, kept):
             return False
-        num_released = self._num_to_release(num_own, num_new + num_spare, source)
-        if num_released and not self._release_shared(source, num_shared):
+        num_released = self._num_to_release(need, num_new + num_spare, source)
+        is_behind = num_released > 0 or not self.is_adaptive
+        if source is not None and is_behind and not frontier.release_to(source, num_shared):
             return False
         if num_new + num_own - num_released + host.layout.blocks_for(num_released) > self.pages.num_available:
             return False
@@ -176,16 +181,17 @@ class Residence:
             contexts.deposit_released(context, num_released)
         contexts.deposit(context, self.pages.allocate(num_own - num_released))
         context.is_open, context.is_written = True, False
-        sequence.context = context
-        self._of_context[context] = sequence
+        self._hold(sequence, context)
         sequence.pages = sink + context.pages
         sequence.pages += self.pages.allocate(sequence.num_pages - len(sequence.pages))
         return True
 
     def finish_prefill(self, sequence: Sequence) -> None:
         """The plan under way ends it: what went down is in host memory behind it."""
-        if sequence.context is not None:
-            sequence.context.is_written = True
+        context = sequence.context
+        if context is not None:
+            context.is_written = True
+            context.num_settled = self._blocks(self._settled_end(sequence) - self._host[0].sink_tokens)
 
     def host_prompt(self, sequence: Sequence, start: Start) -> HostPrompt | None:
         """What a prefill is told of the part that goes down, if any does."""
@@ -211,7 +217,7 @@ class Residence:
         end = self._deposit_end(sequence)
         if end and not self._reserve_run(sequence, self._blocks(end - self._host[0].sink_tokens)):
             return "host"
-        num_pages = int(self._needs_page(sequence)) + (self._num_dense_blocks(sequence, end) if end else 0)
+        num_pages = int(self._needs_page(sequence)) + self._num_dense_blocks(sequence)
         return "pages" if num_pages and not self._free_pages(num_pages, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
@@ -223,11 +229,12 @@ class Residence:
         return [write]
 
     def deposit(self, sequence: Sequence) -> Deposit | None:
-        """Old tokens are written to the host where the next draw makes it due."""
+        """Old tokens are written to the host where the next draw makes it due; those written before may settle."""
+        self._settle(sequence)
         end = self._deposit_end(sequence)
         if not end:
             return None
-        host, contexts = self._host
+        host, contexts, _ = self._host
         context = sequence.context
         assert context is not None, "a deposit is planned after its room is reserved"
         opens = not context.is_open
@@ -235,15 +242,20 @@ class Residence:
             contexts.keep_sink(context, sequence.pages[: self._blocks(host.sink_tokens)])
             context.is_open = True
         begin = host.sink_tokens + context.num_blocks * self._capacity.page_tokens
-        first, last = self._blocks(begin), self._blocks(end)
-        page_ids = sequence.pages[first:last]
+        page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
         contexts.deposit(context, page_ids)
-        if not self.is_adaptive:
-            while context.num_resident:
-                given = self._give_up(context, context.num_resident)
-                assert given, "room for what is released was made when it was reserved"
         is_sampled = self.profile_of(sequence).is_sampled
         return Deposit(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Fixed residence releases by token counts alone: what has settled."""
+        context = sequence.open_context
+        if context is None or not self._settles(sequence):
+            return
+        context.num_settled = context.num_blocks
+        if not self.is_adaptive:
+            given = self._host[2].release_to(context, context.num_settled)
+            assert given, "room for what is released was made when it was reserved"
 
     def ask(self, sequence: Sequence) -> HostAsk | None:
         """What a decode step reads of the sequence in host memory: what is released, by this plan as well."""
@@ -290,15 +302,14 @@ class Residence:
                 first = self._blocks(self._host[0].sink_tokens)
             last = first + context.num_blocks
             self.pages.release(sequence.pages[:first] + sequence.pages[last:])
-            del self._of_context[context]
+            del self._host[2].holders[context]
             self._host[1].let_go(context, is_kept)
         sequence.context = None
         sequence.pages = []
 
     def take_releases(self) -> list[Release]:
         """What was given up since the last call."""
-        releases, self._releases = self._releases, []
-        return releases
+        return [] if self.frontier is None else self.frontier.take_releases()
 
     def take_closed(self) -> list[int]:
         """Contexts closed since the last call."""
@@ -326,10 +337,11 @@ class Residence:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     @property
-    def _host(self) -> tuple[HostCapacity, HostContexts]:
+    def _host(self) -> tuple[HostCapacity, HostContexts, Frontier]:
         assert self._capacity.host is not None
         assert self.contexts is not None
-        return self._capacity.host, self.contexts
+        assert self.frontier is not None
+        return self._capacity.host, self.contexts, self.frontier
 
     def _blocks(self, num_tokens: int) -> int:
         return num_tokens // self._capacity.page_tokens
@@ -337,7 +349,17 @@ class Residence:
     def _prompt_end(self, sequence: Sequence) -> int:
         if self._capacity.host is None or not self.profile_of(sequence).goes_down:
             return 0
-        return self._capacity.host.prompt_end(sequence.num_tokens)
+        if self.is_adaptive:
+            return self._capacity.host.prompt_end(sequence.num_tokens)
+        return self._capacity.host.run_end(sequence.num_prompt_tokens, sequence.num_tokens)
+
+    def _settled_end(self, sequence: Sequence) -> int:
+        """Of a prompt's run, what is released when its prefill ends, where residence is fixed; and where what it may
+        share ends.
+        """
+        if self.is_adaptive:
+            return sequence.run_end
+        return self._host[0].settled_end(sequence.num_prompt_tokens, sequence.num_tokens)
 
     def _admitted_size(self, sequence: Sequence, num_shared: int, end: int) -> RunSize:
         """The run that a sequence is admitted with: its prompt's, to `end`, and that of some output."""
@@ -363,10 +385,18 @@ class Residence:
         context = sequence.open_context
         if context is None:
             return 1
+        num_there = context.num_blocks if self.is_adaptive else context.num_released
+        coming = self._num_coming_blocks(context.size, num_there - context.size.num_shared)
+        return self._most_window_pages - (len(sequence.pages) - num_there) + coming
+
+    @property
+    def _most_window_pages(self) -> int:
+        """What one keeps in resident pages that has written all it may: where residence is fixed, also while the last
+        of it settles.
+        """
         host = self._host[0]
-        most = self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens)
-        coming = self._num_coming_blocks(context.size, context.num_own)
-        return most - (len(sequence.pages) - context.num_blocks) + coming
+        settling = 0 if self.is_adaptive else self._capacity.pages_for(SETTLING_TOKENS)
+        return self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens) + settling
 
     def _released_end(self, context: HostContext) -> int:
         """Where what is released of it ends."""
@@ -380,98 +410,76 @@ class Residence:
         num_sink, num_run = self._blocks(host.sink_tokens), self._blocks(end - host.sink_tokens)
         num_window = sequence.num_pages - num_sink - num_run
         size = self._admitted_size(sequence, num_shared, end)
-        most = self._blocks(host.sink_tokens + host.window_tokens + host.lump_tokens)
-        coming = self._num_coming_blocks(size, num_run - num_shared)
+        num_released = 0
+        if not self.is_adaptive:
+            num_released = max(0, self._blocks(self._settled_end(sequence) - host.sink_tokens) - num_shared)
+        num_own = num_run - num_shared
+        num_there = num_own if self.is_adaptive else num_released
         num_new = num_window + num_sink * with_sink
-        return _Need(num_run - num_shared, num_new, most - num_sink - num_window + coming, size)
+        num_resident = num_sink + num_window + num_own - num_there
+        num_spare = self._most_window_pages - num_resident + self._num_coming_blocks(size, num_there)
+        return _Need(num_own, num_new, num_spare, size, num_released)
+
+    def _least_pages(self, need: _Need) -> int:
+        """For a prompt's own blocks, as many of them released as may be."""
+        num_released = need.num_own if self.is_adaptive else need.num_released
+        return need.num_own - num_released + self._host[0].layout.blocks_for(num_released)
 
     def _fits_beside(self, sequence: Sequence, source: HostContext, num_shared: int) -> bool:
         """Whether there are pages for a prompt beside what its source keeps, all others gone."""
-        host, contexts = self._host
+        contexts = self._host[1]
         need = self._need(sequence, sequence.run_end, num_shared, with_sink=False)
-        num_least = need.num_new + need.num_spare + host.layout.blocks_for(need.num_own)
+        num_least = need.num_new + need.num_spare + self._least_pages(need)
         return num_least + contexts.num_standing(source) <= self.pages.num_pages
 
     def _free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
         """Whether so many are free. What the host has gives way to that, and then idle contexts, but not `kept`."""
-        if self.contexts is None:
+        if self.contexts is None or self.frontier is None:
             return num_pages <= self.pages.num_available
-        if self._num_yielding:
-            self._yield_pages(num_pages, self.contexts.yielding())
+        if self.is_adaptive and self.frontier.num_yielding:
+            self.frontier.yield_pages(num_pages, self.frontier.yielding())
         return self.contexts.free_pages(num_pages, kept)
 
-    def _yield_pages(self, num_pages: int, contexts: Collection[HostContext]) -> None:
-        """These contexts give up pages in turn until so many are free, or they have no more."""
-        lump = self._blocks(self._host[0].lump_tokens)
-        for context in contexts:
-            while (num_short := num_pages - self.pages.num_available) > 0:
-                if not self._give_up(context, -(-2 * num_short // lump) * lump):
-                    break
-
-    def _give_up(self, context: HostContext, num_blocks: int) -> bool:
-        """Whether it gave up resident pages of some blocks: the device hears of it, and all that read them.
-
-        Of no more than a few lumps: the device holds the dense layers' rows of a release twice for a moment.
-        """
-        most = _RELEASED_LUMPS * self._blocks(self._host[0].lump_tokens)
-        given = self._host[1].give_up(context, min(num_blocks, most))
-        if given is None:
-            return False
-        first = self._blocks(self._host[0].sink_tokens) + given.first
-        places = []
-        for one in given.contexts:
-            sequence = self._of_context.get(one)
-            if sequence is not None:
-                sequence.pages[first : first + len(given.page_ids)] = given.dense_page_ids
-                places.append(TablePlace(sequence.slot, first))
-        self._releases.append(
-            Release(given.page_ids, given.dense_page_ids, [place for place in places if place.slot >= 0])
-        )
-        return True
-
-    @property
-    def _num_yielding(self) -> int:
-        """Pages that are free at most once all that the host has is released; 0 where that frees none."""
-        if self.contexts is None or self._host[0].layout.dense_per_block == 1:
-            return 0
-        return self.contexts.num_resident - self._host[0].layout.blocks_for(self.contexts.num_resident)
-
-    def _num_to_release(self, num_own: int, num_other: int, source: HostContext | None) -> int:
+    def _num_to_release(self, need: _Need, num_other: int, source: HostContext | None) -> int:
         """How many of a prompt's own blocks begin released, so that `num_other` pages are left: all that must.
 
         Idle contexts give up theirs first, the source's last.
         """
-        host, contexts = self._host
         if not self.is_adaptive:
-            return num_own
-        idle = [one for one in contexts.yielding() if not one.is_held]
-        self._yield_pages(num_own + num_other, [one for one in idle if one is not source])
+            return need.num_released
+        host, _, frontier = self._host
+        num_own = need.num_own
+        idle = [one for one in frontier.yielding() if not one.is_held]
+        frontier.yield_pages(num_own + num_other, [one for one in idle if one is not source])
         if source is not None and num_own + num_other > self.pages.num_available:
-            self._yield_pages(num_own + num_other, [source])
+            frontier.yield_pages(num_own + num_other, [source])
         num_free, lump = self.pages.num_available - num_other, self._blocks(host.lump_tokens)
         blocks_for = host.layout.blocks_for
         fewest = bisect_left(range(num_own), True, key=lambda num: num_own - num + blocks_for(num) <= num_free)
         return min(num_own, -(-fewest // lump) * lump)
-
-    def _release_shared(self, source: HostContext | None, num_shared: int) -> bool:
-        """Whether all of what is shared with a source is released: what comes behind it is."""
-        while source is not None and source.num_released < num_shared:
-            if not self._give_up(source, num_shared - source.num_released):
-                return False
-        return True
 
     def _num_coming_blocks(self, size: RunSize, num_own: int) -> int:
         """Pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""
         blocks_for = self._host[0].layout.blocks_for
         return max(0, blocks_for(size.num_own) - blocks_for(num_own))
 
-    def _num_dense_blocks(self, sequence: Sequence, end: int) -> int:
-        """Pages that its dense layers take where its next deposit, which ends at `end`, leaves the device at once."""
-        host, context = self._host[0], sequence.context
-        if self.is_adaptive or context is None:
+    def _settles(self, sequence: Sequence) -> bool:
+        """Whether all that its context has written is settled at the next draw."""
+        host, context = self._host[0], sequence.open_context
+        assert context is not None
+        run_end = host.sink_tokens + context.num_blocks * self._capacity.page_tokens
+        return host.is_settled(sequence.next_position + 1, run_end)
+
+    def _num_dense_blocks(self, sequence: Sequence) -> int:
+        """Pages that its dense layers take where what settles at the next draw leaves the device at once."""
+        context = sequence.open_context
+        if self.is_adaptive or context is None or not self._settles(sequence):
             return 0
-        num_own = self._blocks(end - host.sink_tokens) - context.size.num_shared
-        return host.layout.blocks_for(num_own) - len(context.storage)
+        return self._host[0].layout.blocks_for(context.num_own) - len(context.storage)
+
+    def _hold(self, sequence: Sequence, context: HostContext) -> None:
+        sequence.context = context
+        self._host[2].holders[context] = sequence
 
     def _reserve_run(self, sequence: Sequence, num_blocks: int) -> bool:
         contexts = self._host[1]
@@ -479,8 +487,7 @@ class Residence:
             return contexts.grow(sequence.context, num_blocks)
         context = contexts.add(RunSize(0, num_blocks, num_blocks, self.profile_of(sequence).is_sampled), None)
         if context is not None:
-            sequence.context = context
-            self._of_context[context] = sequence
+            self._hold(sequence, context)
         return context is not None
 
     def _needs_page(self, sequence: Sequence) -> bool:

@@ -35,8 +35,9 @@ from scheduler.admission import Admission
 from scheduler.capacity import Capacity
 from scheduler.config import SchedulerConfig
 from scheduler.cost_model import CostModel
-from scheduler.host_contexts import HostContext
+from scheduler.host_context import HostContext
 from scheduler.lanes import Lanes
+from scheduler.late_rows import IsReady, LateRows, Row
 from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import finish_reason, make_delta, make_failure, make_progress
@@ -104,6 +105,7 @@ class Scheduler:
         self._launched: dict[Lane, deque[_Launched]] = {lane: deque() for lane in self._lanes.all}
         self._changes = _Changes()
         self._seconds_since_decode = 0.0  # of prefill units, as estimated
+        self._late = LateRows()
         self.num_preemptions = 0
 
     @property
@@ -153,6 +155,11 @@ class Scheduler:
                 self._retire(sequence)
 
     @property
+    def num_rows_left_out(self) -> int:
+        """Of decode steps, since the host could not have answered for them without a wait."""
+        return self._late.num_left_out
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._sequences)
 
@@ -169,8 +176,10 @@ class Scheduler:
     def lanes(self) -> tuple[Lane, ...]:
         return self._lanes.all
 
-    def schedule(self, lane: Lane = Lane.DEVICE) -> StepPlan:
+    def schedule(self, is_ready: IsReady, lane: Lane = Lane.DEVICE) -> StepPlan:
         """The next step of a lane; empty when there is nothing to launch until a result or a request comes in.
+        `is_ready`: whether what is asked of the host would be answered without a wait, as far as plans have been
+        launched.
 
         A plan that is not empty must be launched, and its result given to `postprocess`, a lane's in order.
         """
@@ -188,7 +197,9 @@ class Scheduler:
         contexts = [entries[unit.job_id].context_of(unit) for unit in units]
         if budget is not None and self._decode_can_wait(units, contexts, budget):
             drawing = []
-        groups = self._group(drawing)
+        rows = [(sequence, self.residence.ask(sequence)) for sequence in drawing]
+        rows = self._late.take_out(rows, is_ready, is_busy=bool(units or any(self._launched.values())))
+        drawing = [sequence for sequence, _ in rows]
         changes = self._take_changes(lane)
         releases, page_writes = self.residence.take_releases(), writes + new_writes
         plan = StepPlan(
@@ -202,7 +213,7 @@ class Scheduler:
             page_writes=page_writes,
             new_jobs=new_jobs,
             units=units,
-            decode=groups,
+            decode=_group(rows),
         )
         if plan.is_empty:
             return plan
@@ -388,20 +399,6 @@ class Scheduler:
         comes = any(sequence.lane is not lane for sequence in stepping)
         return self._lanes.fence(lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
 
-    def _group(self, drawing: list[Sequence]) -> list[DecodeGroup]:
-        """All in one group, so that they read the weights once, whatever their profiles and wherever their KV lies."""
-        if not drawing:
-            return []
-        asks = [self.residence.ask(sequence) for sequence in drawing]
-        return [
-            DecodeGroup(
-                [sequence.slot for sequence in drawing],
-                [sequence.next_position for sequence in drawing],
-                [sequence.num_drawn for sequence in drawing],
-                asks if any(ask is not None for ask in asks) else None,
-            )
-        ]
-
     def _prefill_seconds(self) -> float:
         """Between two decode steps: prefill's share of the time, within the token gap target."""
         target, share = self._config.token_gap_target_ms / 1e3, self._config.prefill.share
@@ -440,6 +437,21 @@ class Scheduler:
             step_seconds=step_seconds,
             host=host,
         )
+
+
+def _group(rows: list[Row]) -> list[DecodeGroup]:
+    """All in one group, so that they read the weights once, whatever their profiles and wherever their KV lies."""
+    if not rows:
+        return []
+    asks = [ask for _, ask in rows]
+    return [
+        DecodeGroup(
+            [sequence.slot for sequence, _ in rows],
+            [sequence.next_position for sequence, _ in rows],
+            [sequence.num_drawn for sequence, _ in rows],
+            asks if any(ask is not None for ask in asks) else None,
+        )
+    ]
 
 
 def _run(sequence: Sequence) -> _Run:

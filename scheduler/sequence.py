@@ -8,7 +8,7 @@ import numpy as np
 
 from gpu.sampling.params import SamplingParams
 from gpu.step import Lane
-from scheduler.host_contexts import HostContext
+from scheduler.host_context import HostContext
 from scheduler.messages import EngineRequest
 
 
@@ -30,7 +30,8 @@ class Sequence:
     `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages that somebody held: there the next
     look begins. `shares`: a sequence that computes blocks of this one, and how many they have in common.
     `num_in_flight` counts draws launched and not collected, so the next draw is number `num_drawn` and the last token
-    (known or not) stands at `next_position`.
+    (known or not) stands at `next_position`. `num_left_out`: of the steps before this one, running, those that went
+    without it.
     """
 
     request: EngineRequest
@@ -44,6 +45,7 @@ class Sequence:
     context: HostContext | None = None  # in host memory, while it holds one
     left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
     num_in_flight: int = 0
+    num_left_out: int = 0
     num_pages: int = 0
     num_usable_blocks: int = 0
     num_final_blocks: int = 0

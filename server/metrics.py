@@ -51,6 +51,9 @@ class Metrics:
             "tandem_host_tokens_covered", "deposited tokens that decode attended to, in each layer and head"
         )
         self.host_rows_read = self._counter("tandem_host_rows_read", "keys that the CPU read for them")
+        self.host_rows_left_out = self._counter(
+            "tandem_host_rows_left_out", "rows that a decode step went without, since rows or tables were on their way"
+        )
         self.host_ready_s = self._counter(
             "tandem_host_ready_seconds", "decode waited for deposits to land and tables to stand"
         )
@@ -102,6 +105,7 @@ class Metrics:
         self.host_tables_failed.inc(host.tables_failed - (last.tables_failed if last else 0))
         self.host_tokens_covered.inc(host.tokens_covered - (last.tokens_covered if last else 0))
         self.host_rows_read.inc(host.rows_read - (last.rows_read if last else 0))
+        self.host_rows_left_out.inc(host.rows_left_out - (last.rows_left_out if last else 0))
         self.host_ready_s.inc(host.ready_seconds - (last.ready_seconds if last else 0.0))
         self.host_wait_s.inc(host.wait_seconds - (last.wait_seconds if last else 0.0))
         self.host_attend_s.inc(host.attend_seconds - (last.attend_seconds if last else 0.0))

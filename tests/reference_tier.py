@@ -132,6 +132,10 @@ class ReferenceTier:
     def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
         return [_cut_piece(piece, layer) for piece in _first(self.contexts[context_id], num_tokens)]
 
+    def is_ready(self, ask: Ask) -> bool:
+        has = 0 if ask.context_id not in self.contexts else self.num_tokens(ask.context_id)
+        return ask.num_tokens <= has
+
     def attention(self, asks: Sequence[Ask]) -> "ReferenceAttention":
         for ask in asks:
             if ask.num_tokens > 0:

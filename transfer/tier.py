@@ -147,6 +147,11 @@ class HostTier(Protocol):
         Raises HostMemoryError where rows cannot come.
         """
 
+    def is_ready(self, ask: Ask) -> bool:
+        """Whether `attention` would begin without a wait for it, or fail at once. Not if the context does not have so
+        many tokens yet.
+        """
+
     def attention(self, asks: Sequence[Ask]) -> Attention:
         """For a decode step, an ask a row. Waits for the rows that are asked for to land and their tables to stand; for
         what lies behind them it does not.

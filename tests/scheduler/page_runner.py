@@ -97,10 +97,18 @@ class PageRunner:
         self.broken: set[int] = set()
         self.exhausted: set[int] = set()
         self.contexts: dict[int, list[int]] = {}
+        self.late_steps: dict[tuple[int, int], int] = {}  # by context and end: how often it is not ready
         self.refuses_memory = False
         self.failures: dict[int, str] = {}
         self.failed: set[int] = set()
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+
+    def is_ready(self, ask: HostAsk) -> bool:
+        """As `late_steps` says; a context is asked for behind the plan that writes it."""
+        has = len(self.contexts.get(ask.context_id, ()))
+        late = self.late_steps.get((ask.context_id, ask.end), 0)
+        self.late_steps[ask.context_id, ask.end] = late - 1
+        return ask.end - ask.begin <= has and late <= 0
 
     def launch(self, plan: StepPlan) -> "Done":
         self.plans.append(plan)

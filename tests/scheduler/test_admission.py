@@ -55,7 +55,7 @@ def test_no_more_jobs_are_under_way_than_are_allowed() -> None:
 def test_prompts_share_a_job_up_to_a_chunk_of_tokens() -> None:
     engine, _ = make_engine(chunk_tokens=64)
     engine.submit([make_request(f"r{i}", prompt_of(30, salt=i + 1), max_tokens=1) for i in range(5)])
-    plan = engine.scheduler.schedule()
+    plan = engine.scheduler.schedule(lambda _: True)
     assert [len(job.prompts) for job in plan.new_jobs] == [2, 2, 1]
 
 

@@ -85,7 +85,7 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert contexts.num_held == 0
     assert contexts.used_bytes == sum(context.charged_bytes for context in contexts._contexts.values())
     assert contexts.used_bytes <= contexts.limit_bytes
-    assert residence._of_context == {}
+    assert residence.frontier.holders == {}
     assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
     while contexts.evict_idle([]):
         pass
@@ -118,7 +118,7 @@ def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelin
 
 def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_a_lump() -> None:
     engine, runner = make_engine()
-    request = ask("a", prompt_of(RESIDENT), max_tokens=200)
+    request = ask("a", prompt_of(RESIDENT), max_tokens=210)
     engine.submit([request])
     check_output(request, drain(engine)["a"])
     deposits = [deposit for plan in runner.plans for deposit in plan.deposits]

@@ -70,7 +70,7 @@ class Load:
 
     def step(self) -> None:
         began = time.thread_time()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(lambda _: True)
         self.milliseconds.append(1e3 * (time.thread_time() - began))
         if not plan.is_empty:
             slots = self.scheduler._launched[plan.lane][-1].drawing
@@ -156,7 +156,7 @@ def test_requests_of_one_prompt_share_what_travels_its_tokens_and_its_hashing(mo
     assert num_hashed == 2 * (2000 // PAGE)
     assert len({id(sequence.prompt) for sequence in sequences}) == 2
     planner.queue(sequences)
-    plan = planner.schedule()
+    plan = planner.schedule(lambda _: True)
     assert num_hashed == 2 * (2000 // PAGE)
     assert [len(job.prompts) for job in plan.new_jobs] == [1, 1], "127 wait for what the first computes"
 

@@ -1,12 +1,19 @@
 """What the host has stays on the device while nobody needs its pages, and gives them up where somebody does."""
 
+import msgspec
 import pytest
 
 from gpu.step import Release
+from scheduler.capacity import SETTLING_TOKENS
 from scheduler.engine import Engine
+from scheduler.messages import EngineRequest
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_host import LUMP, PROFILES, SINK, ask, check_idle, make_engine
+from tests.scheduler.test_host import LUMP, PROFILES, RESIDENT, SINK, ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import PAGE, check_output, drain, prompt_of
+
+
+def replace_name(request: EngineRequest, name: str) -> EngineRequest:
+    return msgspec.structs.replace(request, request_id=name, arrival_s=request.arrival_s + 1000)
 
 
 def releases_of(runner: PageRunner) -> list[Release]:
@@ -70,11 +77,11 @@ def test_idle_contexts_give_up_theirs_first_then_sampled_ones() -> None:
     start(engine, ask("whole", prompt_of(300, salt=1), 90), ask("sample", prompt_of(200, salt=2), 90, "sampled"))
     whole, sample = context_of(engine, "whole"), context_of(engine, "sample")
     assert (idle.num_released, whole.num_released, sample.num_released) == (0, 0, 0)
-    order = residence.contexts.yielding()
+    order = residence.frontier.yielding()
     assert order == [idle, sample, whole]
     assert residence._free_pages(residence.pages.num_available + 2, [])
     assert idle.num_released > 0 == sample.num_released
-    residence._yield_pages(100, [idle])
+    residence.frontier.yield_pages(100, [idle])
     assert idle.num_resident == 0
     assert residence._free_pages(residence.pages.num_available + 2, [])
     assert sample.num_released > 0 == whole.num_released
@@ -96,7 +103,7 @@ def test_a_fork_and_what_it_stands_on_give_up_shared_pages_together() -> None:
     shared = parent.pages[: context.size.num_shared]
     assert shared == context.pages[: len(shared)]
     available = residence.pages.num_available
-    residence._give_up(parent, 8)
+    residence.frontier.give_up(parent, 8)
     assert residence.pages.num_available == available + 8 - residence._host[0].layout.blocks_for(8)
     assert parent.num_released == context.num_released == 8
     assert parent.pages[:8] == context.pages[:8] != shared[:8]
@@ -111,7 +118,7 @@ def test_a_release_is_of_a_few_lumps_at_most() -> None:
     start(engine, ask("a", prompt_of(1200), max_tokens=60))
     residence = engine.scheduler.residence
     context = context_of(engine, "a")
-    residence._yield_pages(residence.pages.num_pages, [context])
+    residence.frontier.yield_pages(residence.pages.num_pages, [context])
     assert context.num_resident == 0
     drain(engine)
     sizes = [len(release.page_ids) for release in releases_of(runner)]
@@ -130,7 +137,7 @@ def test_a_prefill_keeps_the_pages_that_it_writes() -> None:
     (context,) = residence.contexts._contexts.values()
     assert engine.stats().num_prefilling == 1
     assert residence.contexts.num_resident == 0
-    assert not residence._give_up(context, 8)
+    assert not residence.frontier.give_up(context, 8)
     check_output(request, drain(engine)["a"])
     check_idle(engine, runner)
 
@@ -140,9 +147,64 @@ def test_fixed_residence_releases_what_it_writes_and_nothing_else() -> None:
     request = ask("a", prompt_of(300), max_tokens=300)
     engine.submit([request])
     check_output(request, drain(engine)["a"])
-    for plan in runner.plans:
-        assert [deposit.page_ids for deposit in plan.deposits] == [release.page_ids for release in plan.releases]
-    assert releases_of(runner)
+    deposits = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.deposits]
+    releases = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.releases]
+    assert len(releases) > 2
+    assert releases == [(position + SETTLING_TOKENS, page_ids) for position, page_ids in deposits][: len(releases)]
+    assert len(deposits) - len(releases) <= 1
+    check_idle(engine, runner)
+
+
+def ends_of(engine: Engine, runner: PageRunner, *requests) -> dict[int, int]:
+    """Where what the host is asked for ends, at each position of the one request of the profile `whole`."""
+    engine.submit(list(requests))
+    ends: dict[int, int] = {}
+    while engine.has_work:
+        num_plans = len(runner.plans)
+        engine.step()
+        for plan in runner.plans[num_plans:]:
+            for group in plan.decode:
+                for row, slot in enumerate(group.slots):
+                    if runner.profiles.get(slot) == "whole":
+                        asked = group.asks[row] if group.asks else None
+                        ends[group.positions[row]] = 0 if asked is None else asked.end
+    return ends
+
+
+@pytest.mark.parametrize("length", [100, RESIDENT, 300])
+def test_what_fixed_residence_asks_for_depends_on_token_counts_alone(length: int) -> None:
+    request = ask("a", prompt_of(length), max_tokens=400, profile="whole")
+    engine, runner = make_engine(num_pages=200)
+    alone = ends_of(engine, runner, request)
+    others = [ask(f"r{salt}", prompt_of(120, salt=salt), max_tokens=300, profile="exact") for salt in (1, 2)]
+    engine, runner = make_engine(num_pages=46)
+    beside = ends_of(engine, runner, *others, replace_name(request, "b"))
+    assert engine.stats().preemptions > 0
+    assert len(set(alone.values())) > 4
+    differing = {position for position in beside if beside[position] != alone[position]}
+    assert not differing
+    check_idle(engine, runner)
+
+
+def test_rows_that_were_just_written_are_the_last_to_be_asked_for() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=120)
+    start(engine, ask("a", prompt_of(300, salt=1), 300), ask("b", prompt_of(300, salt=2), 300))
+    first, second = context_of(engine, "a"), context_of(engine, "b")
+    num_before = first.num_blocks
+    while first.num_blocks == num_before:
+        engine.step()
+    frontier = engine.scheduler.residence.frontier
+    assert (first.num_settled, first.num_released) == (num_before, 0)
+    free = engine.scheduler.pages.num_available
+    dense = engine.scheduler.residence._host[0].layout.blocks_for(num_before)
+    frontier.yield_pages(free + num_before - dense + 2, [first, second])
+    assert first.num_released == num_before
+    assert second.num_released > 0
+    frontier.yield_pages(1000, [first, second])
+    assert (first.num_resident, second.num_resident) == (0, 0)
+    while first.num_settled != first.num_blocks:
+        engine.step()
+    drain(engine)
     check_idle(engine, runner)
 
 

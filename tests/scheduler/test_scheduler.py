@@ -287,7 +287,7 @@ def test_cancelling_one_prompt_of_a_packed_job_keeps_the_others() -> None:
     engine, runner = make_engine()
     requests = [make_request(f"r{i}", prompt_of(12, salt=i)) for i in range(3)]
     engine.submit(requests)
-    plan = engine.scheduler.schedule()
+    plan = engine.scheduler.schedule(lambda _: True)
     assert len(plan.new_jobs) == 1
     assert len(plan.new_jobs[0].prompts) == 3
     engine.scheduler.postprocess(runner.launch(plan).collect())

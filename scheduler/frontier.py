@@ -1,0 +1,149 @@
+"""Where what is released of each context ends, and how that moves: up by lumps, where pages of the device are needed.
+
+Knows blocks and pages, and whose page tables have them; refuses to know what they are needed for. What moves is a
+context's and that of all which share the blocks. Invariants: what is released is in front of what is not, in every
+context; a block that is released has a dense page, and one that is not, a resident page.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from gpu.step import Release, TablePlace
+from scheduler.capacity import HostCapacity
+from scheduler.host_context import HostContext, owner_of
+from scheduler.host_contexts import HostContexts
+from scheduler.pages import PagePool
+from scheduler.sequence import Sequence
+
+_RELEASED_LUMPS = 8  # at once, at most
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Blocks `[first, last)` of the run of all that share them: whose own they are, and who has them."""
+
+    owner: HostContext
+    first: int
+    last: int
+    sharing: list[HostContext]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Where they are among the owner's own blocks."""
+        return self.first - self.owner.size.num_shared, self.last - self.owner.size.num_shared
+
+
+class Frontier:
+    """`holders`: the sequences that hold contexts."""
+
+    def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:
+        self._host = host
+        self._contexts = contexts
+        self._pages = pages
+        self._lump = host.lump_tokens // host.page_tokens
+        self._releases: list[Release] = []
+        self.holders: dict[HostContext, Sequence] = {}
+
+    # --- up -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_yielding(self) -> int:
+        """Pages that are free at most once all that the host has is released; 0 where that frees none."""
+        if self._host.layout.dense_per_block == 1:
+            return 0
+        return self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
+
+    def yielding(self) -> list[HostContext]:
+        """Contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago first;
+        then those that run, sampled ones first, since a token of these costs the host least, and of these the one with
+        the most.
+        """
+        having = [one for one in self._contexts if one.num_resident]
+        idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)
+        held = sorted(
+            (one for one in having if one.is_held), key=lambda one: (not one.size.is_sampled, -one.num_resident)
+        )
+        return idle + held
+
+    def yield_pages(self, num_pages: int, contexts: Collection[HostContext]) -> None:
+        """These contexts give up pages in turn until so many are free, or they have no more. Rows that may still be on
+        their way down are the last to be asked for.
+        """
+        for only_settled in (True, False):
+            for context in contexts:
+                while (num_short := num_pages - self._pages.num_available) > 0:
+                    end = context.num_settled if only_settled else context.num_blocks
+                    num_blocks = min(end - context.num_released, -(-2 * num_short // self._lump) * self._lump)
+                    if num_blocks <= 0 or not self.give_up(context, num_blocks):
+                        break
+
+    def release_to(self, context: HostContext, num_blocks: int) -> bool:
+        """Whether the first `num_blocks` of its run, at least, are released."""
+        while context.num_released < num_blocks:
+            if not self.give_up(context, num_blocks - context.num_released):
+                return False
+        return True
+
+    def give_up(self, context: HostContext, num_blocks: int) -> bool:
+        """Release up to so many blocks more, the first ones that are not, for all contexts that share them: the device
+        hears of it, and all that read them.
+
+        Of no more than a few lumps: the device holds the dense layers' rows of a release twice for a moment. False, and
+        nothing has changed, where all are released or a prefill still writes them, and where there is no room for their
+        dense pages.
+        """
+        first = context.num_released
+        if first == context.num_blocks:
+            return False
+        span = self._span_from(context, min(num_blocks, _RELEASED_LUMPS * self._lump))
+        owner, page_ids = span.owner, context.pages[first : span.last]
+        if not owner.is_written:
+            return False
+        num_new = self._host.layout.blocks_for(span.own[1]) - len(owner.storage)
+        num_freed = sum(self._pages.num_holders(page) == len(span.sharing) for page in page_ids)
+        if num_new > num_freed + self._pages.num_available:
+            return False
+        for _ in span.sharing:
+            self._pages.release(page_ids)
+        owner.storage += self._pages.allocate(num_new)
+        dense_page_ids = self._host.layout.dense_pages(owner.storage, *span.own)
+        places = self._exchange(span, dense_page_ids)
+        for one in span.sharing:
+            one.num_released = span.last
+        self._releases.append(Release(page_ids, dense_page_ids, places))
+        return True
+
+    def take_releases(self) -> list[Release]:
+        """What was given up since the last call."""
+        releases, self._releases = self._releases, []
+        return releases
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _span_from(self, context: HostContext, num_blocks: int) -> _Span:
+        """Blocks of one owner from where those end that are released, as many as all that share them have alike."""
+        first = context.num_released
+        owner, sharing = owner_of(context, first), self._contexts.sharing(context, first)
+        page_ids = owner.pages[first : first + num_blocks]
+        alike = min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharing)
+        return _Span(owner, first, first + alike, sharing)
+
+    def _exchange(self, span: _Span, page_ids: list[int]) -> list[TablePlace]:
+        """Other pages for the blocks of a span, in all that have them; where the page tables are told."""
+        places = []
+        before = self._host.sink_tokens // self._host.page_tokens
+        for one in span.sharing:
+            one.pages[span.first : span.last] = page_ids
+            sequence = self.holders.get(one)
+            if sequence is not None:
+                sequence.pages[before + span.first : before + span.last] = page_ids
+                if sequence.slot >= 0:
+                    places.append(TablePlace(sequence.slot, before + span.first))
+        return places
+
+
+def _count_alike(first: list[int], second: list[int]) -> int:
+    """How many in front are the same."""
+    return next(
+        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -1,0 +1,40 @@
+"""Rows that a decode step goes without, since the host could not answer for them yet: rows land, or tables are built.
+
+Knows sequences and what they ask; refuses to know why a context is late. Invariant: no row is left out more than
+`MOST_STEPS` steps running, nor where the step would have nothing else to do: then it is waited for.
+"""
+
+from collections.abc import Callable
+
+from gpu.step import HostAsk
+from scheduler.sequence import Sequence
+
+MOST_STEPS = 256  # of decode: some seconds, and tables of the longest contexts stand long before
+
+IsReady = Callable[[HostAsk], bool]
+Row = tuple[Sequence, HostAsk | None]
+
+
+class LateRows:
+    """`num_left_out`: rows of steps, since the start."""
+
+    def __init__(self) -> None:
+        self.num_left_out = 0
+
+    def take_out(self, rows: list[Row], is_ready: IsReady, is_busy: bool) -> list[Row]:
+        """The rows that are not late, in order. `is_busy`: there is something else to do meanwhile; if not, and all are
+        late, the one stays that has waited longest.
+        """
+        late = [row for row in rows if _is_late(row, is_ready)]
+        if late and not is_busy and len(late) == len(rows):
+            late.remove(max(late, key=lambda row: row[0].num_left_out))
+        left_out = {sequence for sequence, _ in late}
+        for sequence, _ in rows:
+            sequence.num_left_out = sequence.num_left_out + 1 if sequence in left_out else 0
+        self.num_left_out += len(late)
+        return [row for row in rows if row[0] not in left_out]
+
+
+def _is_late(row: Row, is_ready: IsReady) -> bool:
+    sequence, ask = row
+    return ask is not None and sequence.num_left_out < MOST_STEPS and not is_ready(ask)
