@@ -43,6 +43,7 @@ from gpu.step import (
     PrefillPrompt,
     PrefillUnit,
     Release,
+    Restore,
     StepPlan,
     TablePlace,
     Unit,
@@ -112,7 +113,8 @@ class Runner:
         self.ask_times = AskTimes()
         asking = None
         if tier is not None and depositor is not None:
-            self._offload = Offload(tier, depositor, self.pool, self._prefill.gathered)
+            assert self._prefill.staging is not None
+            self._offload = Offload(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
             exchanges = [
                 SlotExchange(rows, architecture.num_heads, architecture.dim, tier.shape.num_tables, dtype, device,
                              checks_coverage)
@@ -227,9 +229,12 @@ class Runner:
         if plan.closed_contexts or plan.deposits:
             assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
             self._offload.close(plan.closed_contexts)
-        failures = self._launch_deposits(plan.deposits)
+        failures = self._launch_deposits(plan.deposits) | self._launch_restores(plan.restores)
         for release in plan.releases:
             self.pool.release(release)
+        for fetch in plan.fetches:
+            assert self._offload is not None
+            self._offload.fetch(fetch)
         self.pool.write_pages(plan.page_writes)
         for job in plan.new_jobs:
             self._prefill.add(job)
@@ -267,6 +272,17 @@ class Runner:
                 self._offload.deposit(deposit)
             except HostMemoryError as error:
                 failures[deposit.slot] = str(error)
+        return failures
+
+    def _launch_restores(self, restores: Sequence[Restore]) -> dict[int, str]:
+        """Slots whose rows could not come back, and why."""
+        failures: dict[int, str] = {}
+        for restore in restores:
+            assert self._offload is not None
+            try:
+                self._offload.restore(restore)
+            except HostMemoryError as error:
+                failures |= {place.slot: str(error) for place in restore.places}
         return failures
 
     def _launch_units(self, units: Sequence[Unit]) -> tuple[list[FinishedJob], Timer | None]:

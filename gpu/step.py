@@ -175,6 +175,29 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Rows of released tokens are brought up beside the step: tokens `[begin, end)` of the run of `context_id`, whole
+    pages, in the layers that go down, to the resident pages `page_ids`, which nobody reads before a `Restore`.
+    """
+
+    context_id: int
+    begin: int
+    end: int
+    page_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """The inverse of a release, behind the fetch to `page_ids`, which it awaits on the device: the dense layers' rows
+    are copied there from `dense_page_ids`, whose place they take in the page tables of all that read them, at `places`.
+    """
+
+    page_ids: list[int]
+    dense_page_ids: list[int]
+    places: list[TablePlace]
+
+
+@dataclass(frozen=True, slots=True)
 class HostAsk:
     """What a row reads of its context in host memory: cells `[begin, end)`, in the layers that go down. They are the
     first `end - begin` tokens of the run of `context_id` there; all other cells are on the device.
@@ -212,7 +235,9 @@ class StepPlan:
     dropped_jobs: list[int] = field(default_factory=list)
     closed_contexts: list[int] = field(default_factory=list)
     deposits: list[Deposit] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
     new_jobs: list[PrefillJob] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
@@ -225,7 +250,9 @@ class StepPlan:
             or self.dropped_jobs
             or self.closed_contexts
             or self.deposits
+            or self.restores
             or self.releases
+            or self.fetches
             or self.page_writes
             or self.units
             or self.decode

@@ -1,16 +1,18 @@
-"""Where what is released of each context ends, and how that moves: up by lumps, where pages of the device are needed.
+"""Where what is released of each context ends, and how that moves: up by lumps, where pages of the device are needed,
+and down again, where they are free.
 
 Knows blocks and pages, and whose page tables have them; refuses to know what they are needed for. What moves is a
 context's and that of all which share the blocks. Invariants: what is released is in front of what is not, in every
-context; a block that is released has a dense page, and one that is not, a resident page.
+context; a block that is released has a dense page, and one that is not, a resident page. Rows come back in two plans:
+one fetches them to pages that nobody reads yet, and once it is carried out another gives these to who had them.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from gpu.step import Release, TablePlace
+from gpu.step import Fetch, HostAsk, Release, Restore, TablePlace
 from scheduler.capacity import HostCapacity
-from scheduler.host_context import HostContext, owner_of
+from scheduler.host_context import HostContext, end_of_shared, owner_of
 from scheduler.host_contexts import HostContexts
 from scheduler.pages import PagePool
 from scheduler.sequence import Sequence
@@ -42,16 +44,23 @@ class Frontier:
         self._pages = pages
         self._lump = host.lump_tokens // host.page_tokens
         self._releases: list[Release] = []
+        self._restores: list[Restore] = []
+        self._coming: tuple[_Span, list[int]] | None = None  # blocks that are brought back, and the pages to be theirs
+        self.num_releases = 0
+        self.num_restored = 0  # blocks, since the start
         self.holders: dict[HostContext, Sequence] = {}
 
     # --- up -----------------------------------------------------------------------------------------------------------
 
     @property
     def num_yielding(self) -> int:
-        """Pages that are free at most once all that the host has is released; 0 where that frees none."""
+        """Pages that are free at most once all that the host has is released, and what comes back is not; 0 where that
+        frees none.
+        """
         if self._host.layout.dense_per_block == 1:
             return 0
-        return self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
+        num_coming = 0 if self._coming is None else len(self._coming[1])
+        return num_coming + self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
 
     def yielding(self) -> list[HostContext]:
         """Contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago first;
@@ -92,6 +101,7 @@ class Frontier:
         nothing has changed, where all are released or a prefill still writes them, and where there is no room for their
         dense pages.
         """
+        self.end_restore()
         first = context.num_released
         if first == context.num_blocks:
             return False
@@ -111,12 +121,66 @@ class Frontier:
         for one in span.sharing:
             one.num_released = span.last
         self._releases.append(Release(page_ids, dense_page_ids, places))
+        self.num_releases += 1
         return True
 
     def take_releases(self) -> list[Release]:
         """What was given up since the last call."""
         releases, self._releases = self._releases, []
         return releases
+
+    # --- down ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_restoring(self) -> bool:
+        return self._coming is not None
+
+    def begin_restore(self, context: HostContext, num_blocks: int, is_ready: Callable[[HostAsk], bool]) -> Fetch | None:
+        """Bring back up to so many blocks of those that are released, the last ones, for all that share them; one that
+        shares them and has given up more gets its own back first. There are as many pages.
+
+        None, and nothing has changed, where rows are on their way down still, and beside a prefill that reads them.
+        """
+        span = self._span_before(context, num_blocks)
+        host, page_tokens = self._host, self._host.page_tokens
+        ask = HostAsk(span.owner.context_id, host.sink_tokens, host.sink_tokens + span.last * page_tokens)
+        if not all(one.is_written for one in (span.owner, *span.sharing)) or not is_ready(ask):
+            return None
+        page_ids = self._pages.allocate(span.last - span.first)
+        self._coming = span, page_ids
+        return Fetch(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, page_ids)
+
+    def end_restore(self) -> None:
+        """What is brought back goes to who has it, in the plan to come; the device awaits rows that are not there.
+
+        Nothing happens where nothing is. Where the context is gone, so are the pages.
+        """
+        if self._coming is None:
+            return
+        (span, page_ids), self._coming = self._coming, None
+        owner = span.owner
+        if owner.is_closed:
+            self._pages.release(page_ids)
+            return
+        sharing = self._contexts.sharing(owner, span.first)
+        assert all(one.num_released == span.last for one in sharing), "what comes back is still released, for all"
+        span = _Span(owner, span.first, span.last, sharing)
+        for _ in sharing[1:]:
+            self._pages.hold(page_ids)
+        dense_page_ids = owner.pages[span.first : span.last]
+        places = self._exchange(span, page_ids)
+        for one in sharing:
+            one.num_released = span.first
+        kept = self._host.layout.blocks_for(span.own[0])
+        self._pages.release(owner.storage[kept:])
+        del owner.storage[kept:]
+        self._restores.append(Restore(page_ids, dense_page_ids, places))
+        self.num_restored += len(page_ids)
+
+    def take_restores(self) -> list[Restore]:
+        """What came back since the last call."""
+        restores, self._restores = self._restores, []
+        return restores
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -127,6 +191,20 @@ class Frontier:
         page_ids = owner.pages[first : first + num_blocks]
         alike = min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharing)
         return _Span(owner, first, first + alike, sharing)
+
+    def _span_before(self, context: HostContext, num_blocks: int) -> _Span:
+        """Blocks of one owner up to where those end that are released, all of them had by the same contexts, and by
+        none that has given up more.
+        """
+        while True:
+            last = context.num_released
+            owner, sharing = owner_of(context, last - 1), self._contexts.sharing(context, last - 1)
+            further = max(sharing, key=lambda one: one.num_released)
+            if further.num_released == last:
+                break
+            context = further
+        ends = [end_of_shared(one, owner) for one in self._contexts if one not in sharing]
+        return _Span(owner, max(owner.size.num_shared, last - num_blocks, *ends, 0), last, sharing)
 
     def _exchange(self, span: _Span, page_ids: list[int]) -> list[TablePlace]:
         """Other pages for the blocks of a span, in all that have them; where the page tables are told."""

@@ -72,6 +72,16 @@ def owner_of(context: HostContext, block: int) -> HostContext:
     return context
 
 
+def end_of_shared(context: HostContext, owner: HostContext) -> int:
+    """Where the owner's blocks end in the context's run; 0: it does not stand on it."""
+    end = context.num_blocks
+    while context is not owner:
+        if context.parent is None:
+            return 0
+        end, context = min(end, context.size.num_shared), context.parent
+    return end
+
+
 def root_of(context: HostContext) -> HostContext:
     """What it stands on in the end, maybe itself."""
     while context.parent is not None:

@@ -181,6 +181,7 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     contexts: int  # held by requests and idle
     tokens: int  # that are down, shared ones once
     tokens_released: int  # of these, without pages of all layers on the device
+    tokens_restored: int  # that came back there
     segments: int
     tables_built: int  # layers of segments
     tables_failed: int  # read exactly

@@ -7,14 +7,15 @@ in order; those of its context's run are the context's, dense ones in front, and
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpu.profiles import Profile
-from gpu.step import Deposit, HostAsk, HostPrompt, PageWrite, Release
+from gpu.step import Deposit, Fetch, HostAsk, HostPrompt, PageWrite, Release, Restore
 from scheduler.capacity import SETTLING_TOKENS, Capacity, HostCapacity
 from scheduler.frontier import Frontier
+from scheduler.growing_back import GrowingBack
 from scheduler.host_context import HostContext, RunSize
 from scheduler.host_contexts import HostContexts
 from scheduler.pages import PagePool
@@ -79,6 +80,7 @@ class Residence:
                 prefix_cache,
             )
             self.frontier = Frontier(capacity.host, self.contexts, self.pages)
+            self._growing_back = GrowingBack(capacity.host, self.frontier, self.pages)
 
     @property
     def page_tokens(self) -> int:
@@ -166,6 +168,7 @@ class Residence:
             return False
         if num_new + num_own - num_released + host.layout.blocks_for(num_released) > self.pages.num_available:
             return False
+        frontier.end_restore()  # before its contexts have another to share with
         context = contexts.add(size, source)
         if context is None and not contexts.num_held:  # it has the host to itself: no room to grow, but it fits
             context = contexts.add(replace(size, num_blocks=num_shared + num_own), source)
@@ -307,6 +310,32 @@ class Residence:
         sequence.context = None
         sequence.pages = []
 
+    def grow_back(
+        self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostAsk], bool]
+    ) -> list[Fetch]:
+        """What is brought up beside the next step, of what those that run have given up. `is_quiet`: nobody waits for
+        pages or begins. `end_fetches` is to be called once the plan is carried out.
+        """
+        if not self.is_adaptive:
+            return []
+        num_coming_pages = sum(map(self.num_coming_pages, running)) if is_quiet else 0
+        fetch = self._growing_back.next_fetch(is_quiet, num_coming_pages, is_ready)
+        return [] if fetch is None else [fetch]
+
+    def end_fetches(self) -> None:
+        """Rows that were on their way up are there, or will be before the next step reads them."""
+        if self.frontier is not None:
+            self.frontier.end_restore()
+
+    def take_restores(self) -> list[Restore]:
+        """What came back since the last call."""
+        return [] if self.frontier is None else self.frontier.take_restores()
+
+    @property
+    def num_restored_tokens(self) -> int:
+        """That came back to the device, since the start; what contexts share counted once."""
+        return 0 if self.frontier is None else self.frontier.num_restored * self._capacity.page_tokens
+
     def take_releases(self) -> list[Release]:
         """What was given up since the last call."""
         return [] if self.frontier is None else self.frontier.take_releases()
@@ -436,7 +465,8 @@ class Residence:
         """Whether so many are free. What the host has gives way to that, and then idle contexts, but not `kept`."""
         if self.contexts is None or self.frontier is None:
             return num_pages <= self.pages.num_available
-        if self.is_adaptive and self.frontier.num_yielding:
+        if self.is_adaptive and num_pages > self.pages.num_available and self.frontier.num_yielding:
+            self.frontier.end_restore()
             self.frontier.yield_pages(num_pages, self.frontier.yielding())
         return self.contexts.free_pages(num_pages, kept)
 

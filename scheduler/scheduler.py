@@ -20,11 +20,11 @@ from gpu.step import (
     NOT_FINITE,
     DecodeGroup,
     Deposit,
+    Fetch,
     Lane,
     PageWrite,
     PrefillJob,
     PrefillUnit,
-    Release,
     SampledToken,
     StepPlan,
     StepResult,
@@ -51,13 +51,16 @@ _LEAST_PREFILL_SHARE = 0.1  # of the token gap target, however long decode takes
 
 @dataclass(slots=True)
 class _Launched:
-    """A plan whose result is not in yet: who was in which slot, who drew, where its units ended, what went down."""
+    """A plan whose result is not in yet: who was in which slot, who drew, where its units ended, what went down, and
+    whether rows came up.
+    """
 
     slots: dict[int, Sequence]
     drawing: dict[int, Sequence]
     units: list[Unit]
     unit_contexts: list[int]
     runs: list["_Run"]
+    fetches: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +203,22 @@ class Scheduler:
         rows = [(sequence, self.residence.ask(sequence)) for sequence in drawing]
         rows = self._late.take_out(rows, is_ready, is_busy=bool(units or any(self._launched.values())))
         drawing = [sequence for sequence, _ in rows]
+        fetches = self._grow_back(lane, is_ready)
         changes = self._take_changes(lane)
-        releases, page_writes = self.residence.take_releases(), writes + new_writes
+        restores, releases = self.residence.take_restores(), self.residence.take_releases()
+        page_writes = writes + new_writes
         plan = StepPlan(
             lane=lane,
-            is_fenced=self._fence(lane, stepping, releases, takes=bool(page_writes or new_jobs)),
+            is_fenced=self._fence(
+                lane, stepping, moves=bool(restores or releases), takes=bool(page_writes or new_jobs or fetches)
+            ),
             released_slots=changes.released_slots,
             dropped_jobs=changes.dropped_jobs,
             closed_contexts=self.residence.take_closed() if lane is Lane.DEVICE else [],
             deposits=deposits,
+            restores=restores,
             releases=releases,
+            fetches=fetches,
             page_writes=page_writes,
             new_jobs=new_jobs,
             units=units,
@@ -227,12 +236,14 @@ class Scheduler:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
             runs += [_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self._start_running(entry)
-        self._launched[lane].append(_Launched(slots, drawn, units, contexts, runs))
+        self._launched[lane].append(_Launched(slots, drawn, units, contexts, runs, bool(fetches)))
         return plan
 
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
         """What the result of a lane's oldest launched plan means for its requests, in no particular order."""
         launched = self._launched[lane].popleft()
+        if launched.fetches:
+            self.residence.end_fetches()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
         self._costs.observe_decode(lane, result.decode_seconds)
         deltas = []
@@ -392,8 +403,16 @@ class Scheduler:
         changes, self._changes = self._changes, _Changes()
         return changes
 
-    def _fence(self, lane: Lane, stepping: list[Sequence], releases: list[Release], takes: bool) -> bool:
-        if releases:
+    def _grow_back(self, lane: Lane, is_ready: IsReady) -> list[Fetch]:
+        """What comes back up to the device beside this step; it is those that ask whose tokens may."""
+        if lane is not self._lanes.all[0]:
+            return []
+        is_quiet = not (self._admission.waiting or self._prefill.jobs)
+        return self.residence.grow_back(self._running, is_quiet, is_ready)
+
+    def _fence(self, lane: Lane, stepping: list[Sequence], *, moves: bool, takes: bool) -> bool:
+        """moves: page tables change; takes: slots or pages are taken."""
+        if moves:
             self._lanes.move()
         is_other_busy = any(launched for other, launched in self._launched.items() if other is not lane)
         comes = any(sequence.lane is not lane for sequence in stepping)

@@ -42,6 +42,10 @@ class Metrics:
         self.host_tokens_released = self._gauge(
             "tandem_host_tokens_released", "tokens in host memory that have no KV pages on the device any more"
         )
+        self.host_tokens_restored = self._counter(
+            "tandem_host_tokens_restored",
+            "tokens that were brought back to KV pages of the device, where these were free",
+        )
         self.host_segments = self._gauge("tandem_host_segments", "segments of tokens with tables of their own")
         self.host_tables_built = self._counter("tandem_host_tables_built", "hash tables of a layer of a segment built")
         self.host_tables_failed = self._counter(
@@ -100,6 +104,7 @@ class Metrics:
         self.host_contexts.set(host.contexts)
         self.host_tokens.set(host.tokens)
         self.host_tokens_released.set(host.tokens_released)
+        self.host_tokens_restored.inc(host.tokens_restored - (last.tokens_restored if last else 0))
         self.host_segments.set(host.segments)
         self.host_tables_built.inc(host.tables_built - (last.tables_built if last else 0))
         self.host_tables_failed.inc(host.tables_failed - (last.tables_failed if last else 0))

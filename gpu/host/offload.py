@@ -1,22 +1,28 @@
 """The device's dealings with the host tier for running sequences: their deposits, and their end.
 
 It refuses to know which contexts go down and when: plans say. Invariants: a deposit's rows are copied from their pages
-before the pages are given up, in stream order; a context is closed when nothing is on its way up. Lumps pass through
+before the pages are given up, in stream order; rows that come back stand in their pages before a page table has these,
+in stream order; a context is closed when nothing is on its way up. Lumps pass through
 one buffer, however many are due in a step, and rows of more than a lump a layer at a time through another, so that a
-context that grows past the resident limit takes no memory beside it; then the device waits for the link.
+context that grows past the resident limit takes no memory beside it; then the device waits for the link. What comes
+back does so through the staging of prompts, and none that goes down is under way then.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from gpu.host.deposit import Depositor
 from gpu.kv.pool import KvPool
 from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.prefill.jobs import GatheredKv
-from gpu.step import Deposit
+from gpu.prefill.staging import Staging
+from gpu.step import Deposit, Fetch, Restore
+from gpu.upload import upload
 from transfer.copies import PASSED, Event
-from transfer.tier import HostTier, LayerRows, Reservation
+from transfer.tier import HostMemoryError, HostTier, LayerRows, Reservation
 
 NO_JOB = -1  # gathers rows for no prefill
 
@@ -26,11 +32,16 @@ Room = tuple[Reservation, list[LayerRows]]  # and its rows, a layer each
 class Offload:
     """One tier's device side. At least one layer goes down."""
 
-    def __init__(self, tier: HostTier, depositor: Depositor, pool: KvPool, gathered: GatheredKv) -> None:
+    def __init__(
+        self, tier: HostTier, depositor: Depositor, pool: KvPool, gathered: GatheredKv, staging: Staging
+    ) -> None:
         self.tier = tier
         self._depositor = depositor
         self._pool = pool
         self._gathered = gathered
+        self._staging = staging
+        self._fetched: Event = PASSED
+        self._lost: HostMemoryError | None = None  # why the last fetch brought nothing
         kv_heads, _, dim = pool.key_pages[0].shape[1:]
         lump = (2, len(tier.shape.layers), kv_heads, LUMP_TOKENS, dim)  # keys and values
         self._lump = torch.empty(lump, dtype=pool.key_pages[0].dtype, device=pool.device)
@@ -40,6 +51,7 @@ class Offload:
         """Their memory may go at once, so a prefix that a dropped prompt still brings up is waited for."""
         if context_ids:
             self._depositor.wait_for_brought()
+            self._fetched.synchronize()
         for context_id in context_ids:
             self.tier.close(context_id)
 
@@ -55,6 +67,36 @@ class Offload:
             self._send_lump(deposit, rooms)
         else:
             self._send_layers(deposit, rooms)
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Start to bring rows up to their pages, on a stream of their own, a layer at a time."""
+        self._lost = None
+        layers = self.tier.shape.layers
+        try:
+            brought = [self.tier.rows(fetch.context_id, place, fetch.end) for place in range(len(layers))]
+        except HostMemoryError as error:
+            self._lost = error
+            return
+        streams, staging, own = self._depositor.streams, self._staging, slice(0, fetch.end - fetch.begin)
+        page_ids = upload(np.array(fetch.page_ids, dtype=np.int64), self._pool.device)
+        streams.keep((page_ids,), streams.up)
+        for place, (layer, rows) in enumerate(zip(layers, brought, strict=True)):
+            keys, values = staging.buffer(place)
+            with streams.aside(streams.up):
+                streams.wait_for(staging.read[place % len(staging.read)])
+            self._depositor.bring(_cut(rows, fetch.begin), keys[:, own], values[:, own])
+            with streams.aside(streams.up):
+                self._pool.scatter_rows(layer, page_ids, keys[:, own], values[:, own])
+                self._fetched = staging.brought[place % len(staging.brought)] = streams.record()
+
+    def restore(self, restore: Restore) -> None:
+        """What was fetched takes its place, behind the rows; asynchronous. Raises HostMemoryError where they could not
+        come: what stands at `restore.places` means nothing then.
+        """
+        self._depositor.streams.wait_for(self._fetched)
+        self._pool.restore(restore)
+        if self._lost is not None:
+            raise self._lost
 
     def _send_lump(self, deposit: Deposit, rooms: Sequence[Room]) -> None:
         self._depositor.streams.wait_for(self._lump_read)
@@ -78,3 +120,14 @@ class Offload:
                 self.tier.fill(reservation, [place], sent.done)
                 self._depositor.streams.wait_for(sent.read)
         self._gathered.forget()
+
+
+def _cut(rows: Sequence[LayerRows], begin: int) -> list[LayerRows]:
+    """Without the first `begin` tokens."""
+    left = []
+    for one in rows:
+        num_tokens = one.keys.shape[1]
+        if begin < num_tokens:
+            left.append(replace(one, keys=one.keys[:, begin:], values=one.values[:, begin:], codes=None))
+        begin = max(0, begin - num_tokens)
+    return left

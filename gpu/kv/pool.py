@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu.kv.layout import PageLayout
 from gpu.model.architecture import Architecture
-from gpu.step import PageWrite, Release, TablePlace
+from gpu.step import PageWrite, Release, Restore, TablePlace
 from gpu.upload import upload
 
 
@@ -67,20 +67,30 @@ class KvPool:
 
         Dense pages may lie in the pages that are given up. Raises ValueError for a slot or page that does not exist.
         """
-        count = len(release.page_ids)
-        if count != len(release.dense_page_ids):
-            raise ValueError(f"release: {count} pages, {len(release.dense_page_ids)} dense; wanted as many of both")
-        self._check_ids(release.page_ids, self.num_pages)
-        self._check_ids(release.dense_page_ids, self.layout.num_ids)
-        source, target = upload(
-            np.array([release.page_ids, release.dense_page_ids], dtype=np.int64), self.device
-        ).unbind(0)
-        self._check_places(release.places, count)
+        self._check(release)
+        self._move(release.page_ids, release.dense_page_ids, release.places)
+
+    def restore(self, restore: Restore) -> None:
+        """Dense pages become resident ones again, in which the other layers' rows are; asynchronous. Raises ValueError
+        for a slot or page that does not exist.
+        """
+        self._check(restore)
+        self._move(restore.dense_page_ids, restore.page_ids, restore.places)
+
+    def scatter_rows(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keys and values `[kv_heads, tokens, dim]` of a layer, tokens of whole pages, to pages, int64 `[pages]`."""
+        for rows, pages in ((keys, self.key_pages), (values, self.value_pages)):
+            pages[layer].index_copy_(0, page_ids, rows.unflatten(1, (-1, self.page_tokens)).transpose(0, 1))
+
+    def _move(self, source_ids: Sequence[int], target_ids: Sequence[int], places: Sequence[TablePlace]) -> None:
+        """Rows of dense layers, and what page tables have."""
+        count = len(source_ids)
+        source, target = upload(np.array([source_ids, target_ids], dtype=np.int64), self.device).unbind(0)
         rows = [pages[layer] for layer in self.dense_layers for pages in (self.key_pages, self.value_pages)]
         read = [pages.index_select(0, source) for pages in rows]  # all of them, before any is written
         for pages, own in zip(rows, read, strict=True):
             pages.index_copy_(0, target, own)
-        for place in release.places:
+        for place in places:
             self.page_table[place.slot, place.first_page : place.first_page + count] = target.to(torch.int32)
 
     def gather_rows(self, page_ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
@@ -106,6 +116,14 @@ class KvPool:
             count = self.layout.num_ids if layer in self.dense_layers else self.num_pages
             views[layer] = arena[place * self.num_pages :][:count]
         return [views[layer] for layer in range(len(views))]
+
+    def _check(self, change: Release | Restore) -> None:
+        count = len(change.page_ids)
+        if count != len(change.dense_page_ids):
+            raise ValueError(f"release: {count} pages, {len(change.dense_page_ids)} dense; wanted as many of both")
+        self._check_ids(change.page_ids, self.num_pages)
+        self._check_ids(change.dense_page_ids, self.layout.num_ids)
+        self._check_places(change.places, count)
 
     def _check_places(self, places: Sequence[TablePlace], count: int) -> None:
         for place in places:

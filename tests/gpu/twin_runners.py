@@ -20,12 +20,14 @@ from gpu.runner import Runner
 from gpu.step import (
     DecodeGroup,
     Deposit,
+    Fetch,
     HostAsk,
     HostPrompt,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
     Release,
+    Restore,
     StepPlan,
     StepResult,
     TablePlace,
@@ -227,6 +229,29 @@ class Twins:
         release = self._release_to(sequence, end)
         self.deposits.launch(StepPlan(releases=[release])).collect()
         self._settle(release)
+
+    def fetch(self, sequence: Sequence, begin: int) -> Restore:
+        """Start to bring back what is released behind `begin`; what is to follow."""
+        first, last = begin // self.page_tokens, sequence.released // self.page_tokens
+        page_ids = [self._free.pop() for _ in range(first, last)]
+        run_begin = begin - self.page_tokens
+        fetch = Fetch(sequence.context_id, run_begin, sequence.released - self.page_tokens, page_ids)
+        self.deposits.launch(StepPlan(fetches=[fetch])).collect()
+        return Restore(page_ids, sequence.pages[first:last], [TablePlace(sequence.slot, first)])
+
+    def restore(self, restore: Restore) -> StepResult:
+        """What was fetched takes its place; the dense pages are free (and NaN again)."""
+        (place,) = restore.places
+        sequence, pool = self.sequences[place.slot], self.deposits.pool
+        last = place.first_page + len(restore.page_ids)
+        sequence.pages[place.first_page : last] = restore.page_ids
+        sequence.released = place.first_page * self.page_tokens
+        result = self.deposits.launch(StepPlan(restores=[restore])).collect()
+        for layer in pool.dense_layers:
+            for pages in (pool.key_pages[layer], pool.value_pages[layer]):
+                pages[restore.dense_page_ids] = torch.nan
+        self._dense = list(restore.dense_page_ids) + self._dense
+        return result
 
     def group(self, slots: list[int], releases: Many[Release] = ()) -> DecodeGroup:
         """What these slots read, after `releases`."""

@@ -14,11 +14,13 @@ from gpu.step import (
     NOT_FINITE,
     NOTHING_LEFT,
     Deposit,
+    Fetch,
     HostAsk,
     LogitsUnit,
     PrefillJob,
     PrefillPrompt,
     Release,
+    Restore,
     SampledToken,
     StepPlan,
     StepResult,
@@ -97,16 +99,18 @@ class PageRunner:
         self.broken: set[int] = set()
         self.exhausted: set[int] = set()
         self.contexts: dict[int, list[int]] = {}
-        self.late_steps: dict[tuple[int, int], int] = {}  # by context and end: how often it is not ready
+        self.num_late = 0  # how often what is asked is not ready
+        self.late_steps: dict[tuple[int, int], int] = {}  # likewise, by context and end
+        self.fetched: dict[int, list[int]] = {}  # by page, until it is restored
         self.refuses_memory = False
         self.failures: dict[int, str] = {}
         self.failed: set[int] = set()
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
 
     def is_ready(self, ask: HostAsk) -> bool:
-        """As `late_steps` says; a context is asked for behind the plan that writes it."""
+        """As `num_late` or `late_steps` says; a context is asked for behind the plan that writes it."""
         has = len(self.contexts.get(ask.context_id, ()))
-        late = self.late_steps.get((ask.context_id, ask.end), 0)
+        late = self.late_steps.get((ask.context_id, ask.end), self.num_late)
         self.late_steps[ask.context_id, ask.end] = late - 1
         return ask.end - ask.begin <= has and late <= 0
 
@@ -122,8 +126,12 @@ class PageRunner:
             self._close(context_id)
         for deposit in plan.deposits:
             self._deposit(deposit)
+        for restore in plan.restores:
+            self._restore(restore)
         for release in plan.releases:
             self._release(release)
+        for fetch in plan.fetches:
+            self._fetch(fetch)
         for write in plan.page_writes:
             if write.first_page == 0:
                 self._enter(write.slot)
@@ -226,6 +234,33 @@ class PageRunner:
                 break
             self._claim(page, is_dense=True)
             self.pages[page] = rows
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """The other layers' rows: nobody reads the pages before a restore, which finds them as they were left."""
+        tokens = self.contexts[fetch.context_id][: fetch.end]
+        assert len(tokens) == fetch.end, "what is fetched is down"
+        assert not any(set(fetch.page_ids) & set(table) for table in self.tables.values()), "the pages are nobody's"
+        for index, page in enumerate(fetch.page_ids):
+            begin = fetch.begin + index * self.page_tokens
+            self._claim(page, is_dense=False)
+            self.pages[page] = list(tokens[begin : begin + self.page_tokens])
+            self.fetched[page] = list(self.pages[page])
+
+    def _restore(self, restore: Restore) -> None:
+        """The fetched rows are still there, and the dense layers' are the same tokens."""
+        for page, dense_page in zip(restore.page_ids, restore.dense_page_ids, strict=True):
+            rows = self.fetched.pop(page)
+            assert self.pages[page] == rows, "a page was written between its fetch and its restore"
+            assert self._keeps_nothing or self.pages[dense_page] == rows
+        for place in restore.places:
+            if place.slot not in self.tables:
+                continue  # it has given way in this plan
+            table, last = self.tables[place.slot], place.first_page + len(restore.page_ids)
+            assert table[place.first_page : last] == restore.dense_page_ids
+            table[place.first_page : last] = restore.page_ids
+            dense = self.dense[place.slot]
+            assert dense.stop == last, "what comes back is the last that is released"
+            self.dense[place.slot] = range(dense.start, place.first_page)
 
     def _claim(self, page: int, is_dense: bool) -> None:
         """A page is written: what its block held of the other kind is gone."""

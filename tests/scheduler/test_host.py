@@ -1,5 +1,6 @@
 """Long contexts whose middle goes down: texts come out as if each request ran alone, and nothing is left behind."""
 
+from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ from gpu.config import Composition
 from gpu.kv.layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.step import HostAsk, Lane
+from scheduler import growing_back
 from scheduler.capacity import Capacity, HostCapacity, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
@@ -443,6 +445,16 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
     return entries
 
 
+@pytest.fixture(scope="module")
+def soon() -> Iterator[None]:
+    """What was given up comes back after a few steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growing_back, "QUIET_STEPS", 2)
+        patch.setattr(growing_back, "FETCHED_TOKENS", 2 * LUMP)
+        yield
+
+
+@pytest.mark.usefixtures("soon")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     workload=workloads(),
@@ -454,6 +466,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
     chunk_tokens=st.sampled_from([48, 256]),
     is_pipelined=st.booleans(),
     prefix_cache=st.booleans(),
+    num_late=st.integers(0, 3),
     order=st.none() | st.randoms(use_true_random=False),
 )
 def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
@@ -466,6 +479,7 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
     chunk_tokens: int,
     is_pipelined: bool,
     prefix_cache: bool,
+    num_late: int,
     order: Random | None,
 ) -> None:
     """Whatever arrives, is cancelled or preempted, in one lane or two that run side by side: every other request gets
@@ -482,6 +496,7 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
         prefix_cache=prefix_cache,
         order=order,
     )
+    runner.num_late = num_late
     contexts = engine.scheduler.residence.contexts
     assert contexts is not None
     deltas: dict[str, list] = {request.request_id: [] for request, _, _ in workload}

@@ -20,10 +20,13 @@ def releases_of(runner: PageRunner) -> list[Release]:
     return [release for plan in runner.plans for release in plan.releases]
 
 
-def start(engine: Engine, *requests) -> None:
+def start(engine: Engine, *requests) -> list:
+    """Until all of these run; what was said meanwhile."""
     engine.submit(list(requests))
-    while len(engine.scheduler._running) < len(requests):
-        engine.step()
+    deltas, names = [], {request.request_id for request in requests}
+    while not names <= {sequence.request_id for sequence in engine.scheduler._running}:
+        deltas += engine.step()
+    return deltas
 
 
 def context_of(engine: Engine, name: str):

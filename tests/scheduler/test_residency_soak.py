@@ -1,8 +1,9 @@
-"""Contexts that grow, give pages up, fork, give way and leave, over a real model and a real host tier in little memory:
-in every step each token of each row is read once, and nothing is left behind.
+"""Contexts that grow, give pages up and get them back, fork, give way and leave, over a real model and a real host tier
+in little memory: in every step each token of each row is read once, and nothing is left behind.
 """
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kv.pool import KvPool
+from scheduler import growing_back
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.load import load_engine
@@ -17,7 +19,8 @@ from tests.gpu.reference_model import shallow_model
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run
 from transfer.config import HostConfig, SampledConfig
 
-NUM_REQUESTS = 14
+NUM_REQUESTS = 12
+AT_ONCE = 4  # so that sometimes nobody waits, and pages come back
 LONGEST = 800
 
 
@@ -53,19 +56,31 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
     released: list[int] = []
     release = KvPool.release
     monkeypatch.setattr(KvPool, "release", lambda pool, one: (released.append(len(one.page_ids)), release(pool, one)))
+    restored: list[int] = []
+    restore = KvPool.restore
+    monkeypatch.setattr(KvPool, "restore", lambda pool, one: (restored.append(len(one.page_ids)), restore(pool, one)))
+    monkeypatch.setattr(growing_back, "QUIET_STEPS", 2)
     left = [f"r{index}" for index in (2, 5, 9)]
 
+    residence = engine.scheduler.residence
+    steps = count()
+
     def leave() -> None:
+        if next(steps) % 5 == 0:  # somebody needs pages, for a moment
+            residence._free_pages(residence.pages.num_available + 12, [])
         running = {sequence.request_id: sequence for sequence in engine.scheduler._running}
         for name in list(left):
             if name in running and running[name].num_drawn > 5:
                 engine.cancel([name])
                 left.remove(name)
 
-    deltas = run(engine, requests, leave)
+    deltas: dict[str, list] = {}
+    for begin in range(0, NUM_REQUESTS, AT_ONCE):
+        deltas |= run(engine, requests[begin : begin + AT_ONCE], leave)
     ended = [request.request_id for request in requests if request.request_id not in ("r2", "r5", "r9")]
     assert not left
     assert {deltas[name][-1].finish_reason for name in ended} == {"length"}
     assert not [delta.error for name in ended for delta in deltas[name] if delta.error]
-    assert sum(released) > (100 if engine.scheduler.residence.is_adaptive else 0)
+    assert sum(released) > (150 if residence.is_adaptive else 0)
+    assert (sum(restored) > 100) == residence.is_adaptive
     check_idle(engine)

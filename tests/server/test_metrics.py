@@ -4,7 +4,7 @@ from scheduler.messages import HostStats, Stats
 from server.metrics import Metrics
 
 HOST = HostStats(
-    bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_released=20,
+    bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_released=20, tokens_restored=35,
     segments=26, tables_built=27,
     tables_failed=28, tokens_covered=29, rows_read=30, rows_left_out=34,
     ready_seconds=31.5, wait_seconds=32.5, attend_seconds=33.5,
@@ -21,7 +21,7 @@ CAPACITIES = {"pages_capacity": 6, "host_bytes_capacity": 23}
 COUNTERS = {
     "prefix_cache_query_tokens": 7, "prefix_cache_hit_tokens": 8, "preemptions": 9, "engine_steps": 10,
     "engine_step_seconds": 11.5, "host_tables_built": 27, "host_tables_failed": 28, "host_tokens_covered": 29,
-    "host_rows_read": 30, "host_rows_left_out": 34,
+    "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_restored": 35,
     "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5,
 }  # fmt: skip
 

@@ -1,0 +1,180 @@
+"""What was given up comes back where pages are free: in pieces, for all that share it, and not at once."""
+
+import pytest
+
+from gpu.step import Fetch, Restore
+from scheduler import growing_back
+from scheduler.engine import Engine
+from tests.scheduler.page_runner import PageRunner
+from tests.scheduler.test_host import LUMP, ask, check_idle, make_engine
+from tests.scheduler.test_residency import context_of, releases_of, start
+from tests.scheduler.test_scheduler import PAGE, check_output, drain, prompt_of, text
+
+QUIET = 4
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing_back, "QUIET_STEPS", QUIET)
+
+
+def fetches_of(runner: PageRunner) -> list[Fetch]:
+    return [fetch for plan in runner.plans for fetch in plan.fetches]
+
+
+def restores_of(runner: PageRunner) -> list[Restore]:
+    return [restore for plan in runner.plans for restore in plan.restores]
+
+
+def press(engine: Engine, *names: str) -> None:
+    """All that these have written is given up."""
+    for name in names:
+        context = context_of(engine, name)
+        assert engine.scheduler.residence.frontier.release_to(context, context.num_blocks)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("dense_layers", [0, 2])
+def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_nothing(
+    is_pipelined: bool, dense_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growing_back, "FETCHED_TOKENS", 2 * LUMP)
+    engine, runner = make_engine(is_adaptive=True, num_pages=120, is_pipelined=is_pipelined, dense_layers=dense_layers)
+    request = ask("a", prompt_of(600), max_tokens=120)
+    deltas = start(engine, request)
+    press(engine, "a")
+    num_blocks = context_of(engine, "a").num_released
+    num_before = len(runner.plans)
+    deltas += drain(engine)["a"]
+    check_output(request, deltas)
+    ends = [group.asks[0].end if group.asks else 0 for plan in runner.plans[num_before:] for group in plan.decode]
+    assert ends[0] > 500
+    assert sorted(ends, reverse=True) == ends
+    assert ends[-1] == 0
+    assert len(set(ends)) > 4, "a few lumps at a time"
+    assert max(len(fetch.page_ids) for fetch in fetches_of(runner)) == 2 * LUMP // PAGE
+    assert sum(len(restore.page_ids) for restore in restores_of(runner)) == num_blocks
+    assert engine.scheduler.residence.num_restored_tokens == num_blocks * PAGE
+    assert engine.scheduler.residence.num_released_tokens == 0
+    check_idle(engine, runner)
+
+
+def test_nothing_comes_back_while_anybody_waits_or_pages_are_short() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=60, max_running=1)
+    first = ask("a", prompt_of(600), max_tokens=60)
+    start(engine, first)
+    press(engine, "a")
+    engine.submit([ask("b", prompt_of(30, salt=2), max_tokens=3, profile="exact")])
+    while any(one.request_id == "a" for one in engine.scheduler._running):
+        engine.step()
+    assert not fetches_of(runner), "b waits for its slot"
+    drain(engine)
+    check_idle(engine, runner)
+
+
+def test_it_comes_back_only_some_steps_after_pages_were_given_up_last() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=120)
+    start(engine, ask("a", prompt_of(600), max_tokens=120))
+    press(engine, "a")
+    num_before = len(runner.plans)
+    drain(engine)
+    first = next(index for index, plan in enumerate(runner.plans[num_before:]) if plan.fetches)
+    assert first == QUIET
+    check_idle(engine, runner)
+
+
+def test_pages_that_others_may_take_soon_and_some_more_stay_free() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=64)
+    request = ask("a", prompt_of(600), max_tokens=150)
+    start(engine, request, ask("b", prompt_of(200, salt=2), max_tokens=200, profile="exact"))
+    press(engine, "a")
+    free = []
+    while engine.has_work:
+        engine.step()
+        if runner.plans[-1].fetches:
+            coming = sum(map(engine.scheduler.residence.num_coming_pages, engine.scheduler._running))
+            free.append(engine.scheduler.pages.num_available - coming)
+    assert free
+    assert min(free) >= 64 // 16
+    assert len(releases_of(runner)) <= 5 * len(restores_of(runner)), "what comes back is not given up at once"
+    assert engine.stats().preemptions == 0
+    check_idle(engine, runner)
+
+
+def test_forks_get_back_what_they_share_together() -> None:
+    engine, _ = make_engine(is_adaptive=True, num_pages=200, limit_blocks=900)
+    first = ask("first", prompt_of(400), max_tokens=60)
+    start(engine, first)
+    engine.step()
+    document = first.prompt_token_ids
+    forks = [ask(name, document + prompt_of(120, salt=salt), max_tokens=60) for salt, name in ((3, "b"), (4, "c"))]
+    start(engine, *forks)
+    contexts = [context_of(engine, name) for name in ("first", "b", "c")]
+    assert contexts[0] is contexts[1].parent is contexts[2].parent
+    press(engine, "b", "first")
+    frontier = engine.scheduler.residence.frontier
+    assert [one.num_released for one in contexts][2] == contexts[2].size.num_shared
+    num_free = engine.scheduler.pages.num_available
+    fetched = frontier.begin_restore(contexts[0], 1000, lambda _: True)
+    assert fetched.context_id == contexts[1].context_id, "what a fork has behind what they share comes first"
+    assert fetched.begin == contexts[1].size.num_shared * PAGE
+    assert fetched.end == contexts[1].num_blocks * PAGE
+    frontier.end_restore()
+    fetched = frontier.begin_restore(contexts[2], 1000, lambda _: True)
+    assert (fetched.context_id, fetched.begin) == (contexts[0].context_id, 0)
+    frontier.end_restore()
+    assert [one.num_released for one in contexts] == [0, 0, 0]
+    assert contexts[0].pages[:10] == contexts[1].pages[:10] == contexts[2].pages[:10]
+    assert engine.scheduler.pages.num_available < num_free
+    assert [len(one.storage) for one in contexts] == [0, 0, 0]
+    frontier._restores.clear()
+    frontier._releases.clear()
+
+
+def test_a_next_turn_gets_its_prefix_back() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=120)
+    first = ask("a", prompt_of(500), max_tokens=40)
+    start(engine, first)
+    engine.step()
+    press(engine, "a")
+    engine.cancel(["a"])
+    second = ask("b", first.prompt_token_ids + prompt_of(40, salt=2), max_tokens=60)
+    engine.submit([second])
+    deltas = drain(engine)["b"]
+    check_output(second, deltas)
+    assert deltas[0].num_cached_tokens > 400
+    assert len(text(deltas)) == 60
+    assert fetches_of(runner)
+    assert runner.plans[-1].decode == [] or runner.plans[-1].decode[0].asks is None
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize("how", ["cancel", "need", "preempt"])
+def test_what_is_on_its_way_back_is_settled_whatever_becomes_of_its_context(how: str) -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=120)
+    start(engine, ask("a", prompt_of(600), max_tokens=120))
+    press(engine, "a")
+    frontier = engine.scheduler.residence.frontier
+    while not frontier.is_restoring:
+        engine.step()
+    if how == "cancel":
+        engine.cancel(["a"])
+        contexts = engine.scheduler.residence.contexts
+        while contexts.evict_idle([]):
+            pass
+    elif how == "need":
+        assert engine.scheduler.residence._free_pages(engine.scheduler.pages.num_available + 30, [])
+        assert not frontier.is_restoring
+    else:
+        engine.scheduler._preempt_youngest(engine.scheduler._running)
+    drain(engine)
+    assert not frontier.is_restoring
+    check_idle(engine, runner)
+
+
+def test_fixed_residence_brings_nothing_back() -> None:
+    engine, runner = make_engine(num_pages=120)
+    start(engine, ask("a", prompt_of(600), max_tokens=120))
+    drain(engine)
+    assert not fetches_of(runner)
+    check_idle(engine, runner)
