@@ -50,6 +50,11 @@ class Frontier:
         self.num_restored = 0  # blocks, since the start
         self.holders: dict[HostContext, Sequence] = {}
 
+    def hold(self, sequence: Sequence, context: HostContext) -> None:
+        """The context is the sequence's from now on."""
+        sequence.context = context
+        self.holders[context] = sequence
+
     # --- up -----------------------------------------------------------------------------------------------------------
 
     @property

@@ -14,6 +14,7 @@ from typing import Literal
 from gpu.profiles import Profile
 from gpu.step import Deposit, Fetch, HostAsk, HostPrompt, PageWrite, Release, Restore
 from scheduler.capacity import SETTLING_TOKENS, Capacity, HostCapacity
+from scheduler.deposits import Deposits
 from scheduler.frontier import Frontier
 from scheduler.growing_back import GrowingBack
 from scheduler.host_context import HostContext, RunSize
@@ -80,6 +81,7 @@ class Residence:
                 prefix_cache,
             )
             self.frontier = Frontier(capacity.host, self.contexts, self.pages)
+            self._deposits = Deposits(capacity.host, self.contexts, self.frontier, self.pages, profiles)
             self._growing_back = GrowingBack(capacity.host, self.frontier, self.pages)
 
     @property
@@ -184,7 +186,7 @@ class Residence:
             contexts.deposit_released(context, num_released)
         contexts.deposit(context, self.pages.allocate(num_own - num_released))
         context.is_open, context.is_written = True, False
-        self._hold(sequence, context)
+        frontier.hold(sequence, context)
         sequence.pages = sink + context.pages
         sequence.pages += self.pages.allocate(sequence.num_pages - len(sequence.pages))
         return True
@@ -217,10 +219,11 @@ class Residence:
 
         Idle contexts give way, but `kept` no page.
         """
-        end = self._deposit_end(sequence)
-        if end and not self._reserve_run(sequence, self._blocks(end - self._host[0].sink_tokens)):
-            return "host"
-        num_pages = int(self._needs_page(sequence)) + self._num_dense_blocks(sequence)
+        num_pages = int(self._needs_page(sequence))
+        if self.frontier is not None:
+            if not self._deposits.reserve(sequence):
+                return "host"
+            num_pages += self._deposits.num_dense_pages(sequence)
         return "pages" if num_pages and not self._free_pages(num_pages, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
@@ -232,33 +235,16 @@ class Residence:
         return [write]
 
     def deposit(self, sequence: Sequence) -> Deposit | None:
-        """Old tokens are written to the host where the next draw makes it due; those written before may settle."""
-        self._settle(sequence)
-        end = self._deposit_end(sequence)
-        if not end:
-            return None
-        host, contexts, _ = self._host
-        context = sequence.context
-        assert context is not None, "a deposit is planned after its room is reserved"
-        opens = not context.is_open
-        if opens:
-            contexts.keep_sink(context, sequence.pages[: self._blocks(host.sink_tokens)])
-            context.is_open = True
-        begin = host.sink_tokens + context.num_blocks * self._capacity.page_tokens
-        page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
-        contexts.deposit(context, page_ids)
-        is_sampled = self.profile_of(sequence).is_sampled
-        return Deposit(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
+        """Old tokens are written to the host where the next draw makes it due."""
+        return None if self.frontier is None else self._deposits.next_deposit(sequence)
 
-    def _settle(self, sequence: Sequence) -> None:
-        """Fixed residence releases by token counts alone: what has settled."""
-        context = sequence.open_context
-        if context is None or not self._settles(sequence):
-            return
-        context.num_settled = context.num_blocks
-        if not self.is_adaptive:
-            given = self._host[2].release_to(context, context.num_settled)
-            assert given, "room for what is released was made when it was reserved"
+    def write_down(self, running: Iterable[Sequence]) -> bool:
+        """Whether one of these that is on the device whole is written to the host, and can give up pages then."""
+        return self.is_adaptive and self._deposits.write_down(running)
+
+    def take_written_down(self) -> list[tuple[Sequence, Deposit]]:
+        """Deposits of these since the last call, and whose they are."""
+        return [] if self.frontier is None else self._deposits.take_written_down()
 
     def ask(self, sequence: Sequence) -> HostAsk | None:
         """What a decode step reads of the sequence in host memory: what is released, by this plan as well."""
@@ -305,6 +291,7 @@ class Residence:
                 first = self._blocks(self._host[0].sink_tokens)
             last = first + context.num_blocks
             self.pages.release(sequence.pages[:first] + sequence.pages[last:])
+            self._deposits.forget(sequence)
             del self._host[2].holders[context]
             self._host[1].let_go(context, is_kept)
         sequence.context = None
@@ -398,15 +385,6 @@ class Residence:
         num_blocks = self._blocks(host.most_run_tokens(most))
         return RunSize(num_shared, num_run - num_shared, num_blocks, self.profile_of(sequence).is_sampled)
 
-    def _deposit_end(self, sequence: Sequence) -> int:
-        if self._capacity.host is None or not self.profile_of(sequence).goes_down:
-            return 0
-        run_end = None
-        context = sequence.open_context
-        if context is not None:
-            run_end = self._capacity.host.sink_tokens + context.num_blocks * self._capacity.page_tokens
-        return self._capacity.host.deposit_end(sequence.next_position + 1, run_end)
-
     def num_coming_pages(self, sequence: Sequence) -> int:
         """What one that holds pages may take soon: as much as a window holds and the dense layers of what it will send
         down, or one page where all of it stays.
@@ -492,33 +470,6 @@ class Residence:
         """Pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""
         blocks_for = self._host[0].layout.blocks_for
         return max(0, blocks_for(size.num_own) - blocks_for(num_own))
-
-    def _settles(self, sequence: Sequence) -> bool:
-        """Whether all that its context has written is settled at the next draw."""
-        host, context = self._host[0], sequence.open_context
-        assert context is not None
-        run_end = host.sink_tokens + context.num_blocks * self._capacity.page_tokens
-        return host.is_settled(sequence.next_position + 1, run_end)
-
-    def _num_dense_blocks(self, sequence: Sequence) -> int:
-        """Pages that its dense layers take where what settles at the next draw leaves the device at once."""
-        context = sequence.open_context
-        if self.is_adaptive or context is None or not self._settles(sequence):
-            return 0
-        return self._host[0].layout.blocks_for(context.num_own) - len(context.storage)
-
-    def _hold(self, sequence: Sequence, context: HostContext) -> None:
-        sequence.context = context
-        self._host[2].holders[context] = sequence
-
-    def _reserve_run(self, sequence: Sequence, num_blocks: int) -> bool:
-        contexts = self._host[1]
-        if sequence.context is not None:
-            return contexts.grow(sequence.context, num_blocks)
-        context = contexts.add(RunSize(0, num_blocks, num_blocks, self.profile_of(sequence).is_sampled), None)
-        if context is not None:
-            self._hold(sequence, context)
-        return context is not None
 
     def _needs_page(self, sequence: Sequence) -> bool:
         return sequence.next_position // self._capacity.page_tokens >= len(sequence.pages)

@@ -210,7 +210,10 @@ class Scheduler:
         plan = StepPlan(
             lane=lane,
             is_fenced=self._fence(
-                lane, stepping, moves=bool(restores or releases), takes=bool(page_writes or new_jobs or fetches)
+                lane,
+                stepping,
+                moves=bool(restores or releases or any(deposit.opens for deposit in deposits)),
+                takes=bool(page_writes or new_jobs or fetches),
             ),
             released_slots=changes.released_slots,
             dropped_jobs=changes.dropped_jobs,
@@ -279,11 +282,15 @@ class Scheduler:
         return {sequence.slot: sequence for sequence in entry.sequences}
 
     def _grow_running(self, stepping: list[Sequence]) -> list[PageWrite]:
-        """What the next token of each of these needs, oldest first; the youngest give way if there is not enough."""
+        """What the next token of each of these needs, oldest first. If there is not enough, short ones are written to
+        the host and give up pages; after that the youngest give way.
+        """
         writes = []
         spared = self._spared_contexts()
         for sequence in sorted(stepping, key=_arrival):
             while sequence.wants_draw and (short := self.residence.reserve(sequence, spared)) is not None:
+                if short == "pages" and self.residence.write_down(self._running):
+                    continue
                 others = [other for other in self._holding() if short == "pages" or other.context is not None]
                 self._preempt_youngest([sequence, *others])
                 spared = self._spared_contexts()
@@ -301,9 +308,10 @@ class Scheduler:
         return [] if is_alone else self._admission.awaited()
 
     def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[_Run]]:
-        """Old tokens of those of these that stayed go down."""
-        deposits: list[Deposit] = []
-        runs: list[_Run] = []
+        """Old tokens of those of these that stayed go down, and short ones that were written down to make room."""
+        written_down = self.residence.take_written_down()
+        deposits = [deposit for _, deposit in written_down]
+        runs = [_run(sequence) for sequence, _ in written_down]
         for sequence in stepping:
             due = self.residence.deposit(sequence) if sequence.wants_draw else None
             if due is not None:
@@ -411,7 +419,7 @@ class Scheduler:
         return self.residence.grow_back(self._running, is_quiet, is_ready)
 
     def _fence(self, lane: Lane, stepping: list[Sequence], *, moves: bool, takes: bool) -> bool:
-        """moves: page tables change; takes: slots or pages are taken."""
+        """moves: page tables of either lane change, or pages of either go down whole; takes: slots or pages."""
         if moves:
             self._lanes.move()
         is_other_busy = any(launched for other, launched in self._launched.items() if other is not lane)

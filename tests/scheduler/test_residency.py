@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from gpu.step import Release
+from gpu.step import Deposit, Release
 from scheduler.capacity import SETTLING_TOKENS
 from scheduler.engine import Engine
 from scheduler.messages import EngineRequest
@@ -231,3 +231,94 @@ def test_a_source_whose_dense_pages_leave_no_room_for_the_rest_of_a_prompt_goes(
 def test_profiles_of_the_two_ways_share_no_prefix() -> None:
     assert "residency=adaptive" in PROFILES["offloaded"].kv_key
     assert "residency" not in PROFILES["exact"].kv_key
+
+
+# --- short contexts ---------------------------------------------------------------------------------------------------
+
+
+def short(name: str, salt: int, profile: str = "offloaded", max_tokens: int = 90) -> EngineRequest:
+    return ask(name, prompt_of(100, salt=salt), max_tokens=max_tokens, profile=profile)
+
+
+def deposits_of(runner: PageRunner) -> list[Deposit]:
+    return [deposit for plan in runner.plans for deposit in plan.deposits]
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("profile", ["offloaded", "sampled"])
+def test_short_contexts_are_written_down_before_anybody_gives_way(profile: str, is_pipelined: bool) -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=20, is_pipelined=is_pipelined)
+    requests = [short(f"r{salt}", salt, profile) for salt in (1, 2)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert engine.stats().preemptions == 0
+    assert [deposit.opens for deposit in deposits_of(runner)][:1] == [True]
+    assert all((one.end - one.begin) % LUMP == 0 for one in deposits_of(runner))
+    assert releases_of(runner)
+    check_idle(engine, runner)
+
+
+def test_a_chat_that_meets_no_pressure_takes_no_host_memory() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=40)
+    engine.submit([short("a", 1), short("b", 2)])
+    drain(engine)
+    assert not deposits_of(runner)
+    check_idle(engine, runner)
+
+
+def test_with_fixed_residence_the_youngest_gives_way_as_ever() -> None:
+    engine, runner = make_engine(num_pages=20)
+    requests = [short(f"r{salt}", salt) for salt in (1, 2)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert engine.stats().preemptions > 0
+    assert not deposits_of(runner)
+    check_idle(engine, runner)
+
+
+def test_where_the_host_has_no_room_for_short_ones_the_youngest_gives_way() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=14, limit_blocks=2)
+    requests = [ask(f"r{salt}", prompt_of(60, salt=salt), max_tokens=68) for salt in (1, 2)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert engine.stats().preemptions > 0
+    assert not deposits_of(runner)
+    check_idle(engine, runner)
+
+
+def test_sampled_ones_are_written_down_first_and_then_the_longest() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=60)
+    start(engine, short("whole", 1, max_tokens=60), short("sample", 2, "sampled", 60))
+    start(engine, ask("long", prompt_of(125, salt=3), max_tokens=60))
+    for _ in range(20):
+        engine.step()
+    order = []
+    while engine.scheduler.residence.write_down(engine.scheduler._running):
+        order.append(engine.scheduler.residence._deposits._written_down[-1][0].request_id)
+    assert order == ["sample", "long", "whole"]
+    drain(engine)
+    check_idle(engine, runner)
+
+
+def test_one_that_gives_way_in_the_plan_that_writes_it_down_leaves_nothing() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=60)
+    request = short("a", 1)
+    deltas = start(engine, request)
+    for _ in range(20):
+        deltas += engine.step()
+    scheduler = engine.scheduler
+    assert scheduler.residence.write_down(scheduler._running)
+    assert scheduler.residence._free_pages(scheduler.pages.num_available + 2, [])
+    scheduler._preempt_youngest(scheduler._running)
+    assert len(scheduler.residence.contexts) == 0
+    deltas += drain(engine)["a"]
+    check_output(request, deltas)
+    assert not deposits_of(runner)
+    assert not runner.contexts
+    check_idle(engine, runner)

@@ -1,0 +1,151 @@
+"""What running sequences write to host memory, and when: lumps of the window's old end; and, where pages are needed,
+the middle of short ones, which stay on the device else.
+
+Refuses to know who needs pages, and what becomes of those that are written (`scheduler.frontier`). Invariant: with
+fixed residence all of it follows from token counts.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from gpu.profiles import Profile
+from gpu.step import Deposit
+from scheduler.capacity import HostCapacity
+from scheduler.frontier import Frontier
+from scheduler.host_context import HostContext, RunSize
+from scheduler.host_contexts import HostContexts
+from scheduler.pages import PagePool
+from scheduler.sequence import Sequence
+
+
+class Deposits:
+    """`profiles`: those that are served, by name."""
+
+    def __init__(
+        self,
+        host: HostCapacity,
+        contexts: HostContexts,
+        frontier: Frontier,
+        pages: PagePool,
+        profiles: Mapping[str, Profile],
+    ) -> None:
+        self._host = host
+        self._contexts = contexts
+        self._frontier = frontier
+        self._pages = pages
+        self._profiles = profiles
+        self._written_down: list[tuple[Sequence, Deposit]] = []  # by the plan under way
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Whether there is room in host memory for the deposit that the next draw makes due, if it does."""
+        end = self._end(sequence)
+        if not end:
+            return True
+        num_blocks = self._blocks(end - self._host.sink_tokens)
+        if sequence.context is not None:
+            return self._contexts.grow(sequence.context, num_blocks)
+        return self._open(sequence, num_blocks)
+
+    def num_dense_pages(self, sequence: Sequence) -> int:
+        """Pages that its dense layers take where what settles at the next draw leaves the device at once."""
+        context = sequence.open_context
+        if self._host.is_adaptive or context is None or not self._settles(sequence, context):
+            return 0
+        return self._host.layout.blocks_for(context.num_own) - len(context.storage)
+
+    def next_deposit(self, sequence: Sequence) -> Deposit | None:
+        """Old tokens are written to the host where the next draw makes it due; those written before may settle."""
+        context = sequence.open_context
+        if context is not None and self._settles(sequence, context):
+            self._settle(context)
+        end = self._end(sequence)
+        return self._write(sequence, end) if end else None
+
+    def write_down(self, running: Iterable[Sequence]) -> bool:
+        """Whether one that stays on the device whole, being short, is written to host memory, so that it can give up
+        pages: one that is sampled first, and of these the longest. What it writes is whole lumps of its middle.
+        """
+        for sequence in sorted(filter(self._stays, running), key=self._turn):
+            end = self._middle_end(sequence)
+            num_blocks = self._blocks(end - self._host.sink_tokens)
+            own = sequence.pages[self._blocks(self._host.sink_tokens) :][:num_blocks]
+            num_freed = sum(self._pages.num_holders(page) == 1 for page in own)
+            if num_freed > self._host.layout.blocks_for(num_blocks) and self._open(sequence, num_blocks):
+                self._written_down.append((sequence, self._write(sequence, end)))
+                return True
+        return False
+
+    def take_written_down(self) -> list[tuple[Sequence, Deposit]]:
+        """Deposits of short ones since the last call, and whose they are."""
+        written_down, self._written_down = self._written_down, []
+        return written_down
+
+    def forget(self, sequence: Sequence) -> None:
+        """It gives way in the plan that writes it down: the device hears nothing of its context."""
+        left = [entry for entry in self._written_down if entry[0] is not sequence]
+        if len(left) < len(self._written_down) and sequence.context is not None:
+            sequence.context.is_open = False
+        self._written_down = left
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._host.page_tokens
+
+    def _profile(self, sequence: Sequence) -> Profile:
+        return self._profiles[sequence.request.attention_profile]
+
+    def _run_end(self, context: HostContext) -> int:
+        return self._host.sink_tokens + context.num_blocks * self._host.page_tokens
+
+    def _end(self, sequence: Sequence) -> int:
+        """Where the run ends after the deposit that the next draw makes due; 0: it makes none."""
+        if not self._profile(sequence).goes_down:
+            return 0
+        context = sequence.open_context
+        return self._host.deposit_end(sequence.next_position + 1, None if context is None else self._run_end(context))
+
+    def _settles(self, sequence: Sequence, context: HostContext) -> bool:
+        """Whether all that its context has written is settled at the next draw."""
+        return self._host.is_settled(sequence.next_position + 1, self._run_end(context))
+
+    def _settle(self, context: HostContext) -> None:
+        """Fixed residence releases by token counts alone: what has settled."""
+        context.num_settled = context.num_blocks
+        if not self._host.is_adaptive:
+            given = self._frontier.release_to(context, context.num_settled)
+            assert given, "room for what is released was made when it was reserved"
+
+    def _open(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether there is room for a context of so many blocks, which the sequence holds then."""
+        is_sampled = self._profile(sequence).is_sampled
+        context = self._contexts.add(RunSize(0, num_blocks, num_blocks, is_sampled), None)
+        if context is not None:
+            self._frontier.hold(sequence, context)
+        return context is not None
+
+    def _write(self, sequence: Sequence, end: int) -> Deposit:
+        """The run goes on to `end`, which is paid for."""
+        context, host = sequence.context, self._host
+        assert context is not None, "a deposit is planned after its room is reserved"
+        opens = not context.is_open
+        if opens:
+            self._contexts.keep_sink(context, sequence.pages[: self._blocks(host.sink_tokens)])
+            context.is_open = True
+        begin = self._run_end(context)
+        page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
+        self._contexts.deposit(context, page_ids)
+        is_sampled = self._profile(sequence).is_sampled
+        return Deposit(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
+
+    def _stays(self, sequence: Sequence) -> bool:
+        """Whether it is on the device whole, and long enough to have a middle."""
+        goes_down = self._profile(sequence).goes_down and sequence.context is None
+        return goes_down and self._middle_end(sequence) > self._host.sink_tokens
+
+    def _middle_end(self, sequence: Sequence) -> int:
+        host = self._host
+        num_tokens = sequence.next_position - host.window_tokens - host.sink_tokens
+        return host.sink_tokens + num_tokens // host.lump_tokens * host.lump_tokens
+
+    def _turn(self, sequence: Sequence) -> tuple[bool, int]:
+        return not self._profile(sequence).is_sampled, -sequence.next_position
