@@ -166,6 +166,9 @@ class PageRunner:
     def _enter(self, slot: int) -> None:
         """Its first pages come to a slot."""
 
+    def _held_pages(self) -> set[int]:
+        return {page for table in self.tables.values() for page in table}
+
     def _close(self, context_id: int) -> None:
         del self.contexts[context_id]
 
@@ -239,7 +242,7 @@ class PageRunner:
         """The other layers' rows: nobody reads the pages before a restore, which finds them as they were left."""
         tokens = self.contexts[fetch.context_id][: fetch.end]
         assert len(tokens) == fetch.end, "what is fetched is down"
-        assert not any(set(fetch.page_ids) & set(table) for table in self.tables.values()), "the pages are nobody's"
+        assert self._held_pages().isdisjoint(fetch.page_ids), "the pages are nobody's"
         for index, page in enumerate(fetch.page_ids):
             begin = fetch.begin + index * self.page_tokens
             self._claim(page, is_dense=False)
