@@ -270,3 +270,8 @@ COST_MODEL = 0.01  # of a unit's time, learnt from noise-free times of three ter
 PREFILL_SHARE = 0.03
 # CPU time of a plan while 200 prompts of 60,000 tokens wait, at the 99th percentile: the target, on an idle core.
 PLANNING_MS = 1.0
+# --- MOMO's prefill ---
+# Outputs of order one and lse and scores below 30 in float32, queries of twice unit length: sums in another order.
+MOMO_FLOAT32 = 3e-5
+# Outputs where softmax weights are rounded to bf16 (2**-9 relative), against the float64 of the same bf16 numbers.
+MOMO_BFLOAT16 = 2e-2

@@ -1,0 +1,215 @@
+"""Attention of every gamma-th query over its whole causal past, and the key blocks that hold most of it.
+
+MOMO, section 3 and Algorithm 1, step 1; a block's score (eq. 3) is the logsumexp of its scaled logits, the partial
+block at the diagonal among them. It refuses to know what blocks are chosen for. Invariants: a row's output, lse, scores
+and blocks do not depend on which other rows are computed with it, bit for bit in the kernel; what stands behind the
+last query is never read. On a GPU one program holds a tile of rows, sparse queries times the heads of a group, and
+passes once over their keys. Floor: 4 * dim operations for each (row, key at or before it), 1 / gamma of dense ones.
+A block whose largest logit is 126 octaves below its row's largest so far counts as 126 octaves below it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import check, check_dtype, runs_on_triton
+from gpu.methods.momo.selection import KINDS, TREE, begin_selection, empty_tree, offer_block, select_reference
+from gpu.methods.momo.settings import Selection
+
+LEAST_ROWS = 16  # of a tile, for tensor cores
+OCTAVES = 126  # float32 exponents below one
+
+# (itemsize, dim): rows, num_warps, num_stages
+CONFIGS = {
+    (2, 64): (64, 4, 3),
+    (2, 128): (64, 4, 2),
+    (4, 64): (32, 4, 1),
+    (4, 128): (32, 4, 1),
+}
+
+_OCTAVES = tl.constexpr(OCTAVES)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Of sparse queries: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`; blocks int32 and scores float32
+    `[rows, heads, k]`, both logarithms natural, in no order, block -1 where a slot is free.
+    """
+
+    out: Tensor
+    lse: Tensor
+    blocks: Tensor
+    scores: Tensor
+
+
+def count_rows(tokens: int, gamma: int) -> int:
+    """Sparse queries among `tokens` whose first is one."""
+    return -(-tokens // gamma)
+
+
+def query_sparse_reference(
+    query: Tensor, keys: Tensor, values: Tensor, begin: int, gamma: int, key_block: int, selection: Selection,
+    scale: float,
+) -> SparseRows:  # fmt: skip
+    """Plain torch, in float32, or float64 for such: see `query_sparse_attention`."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    chosen, keys, values = query[::gamma].to(wide), keys.to(wide), values.to(wide)
+    (rows, heads, dim), kv_heads = chosen.shape, keys.shape[0]
+    position = begin + gamma * torch.arange(rows, device=query.device)
+    context = begin + gamma * (rows - 1) + 1
+    grouped = chosen.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+    logits = (grouped @ keys[:, :context].transpose(1, 2) * scale).view(heads, rows, context)
+    logits.masked_fill_(torch.arange(context, device=query.device) > position[:, None], -torch.inf)
+    lse = logits.logsumexp(-1)  # [heads, rows]
+    padded = torch.nn.functional.pad(logits, (0, -context % key_block), value=-torch.inf)
+    scores = padded.unflatten(-1, (-1, key_block)).logsumexp(-1).transpose(0, 1)  # [rows, heads, blocks]
+    blocks = select_reference(scores, position // key_block + 1, selection)
+    weights = logits.sub_(lse[..., None]).exp_().view(kv_heads, -1, context)
+    out = (weights @ values[:, :context]).view(heads, rows, dim).transpose(0, 1)
+    kept = scores.gather(-1, blocks.clamp(min=0).long()).masked_fill_(blocks < 0, -torch.inf)
+    return SparseRows(out, lse.transpose(0, 1), blocks, kept)
+
+
+@triton.jit
+def _pass_block(
+    rows, top, mass, out, best, held, lowest, slot, count, mean, squares,
+    keys, values, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
+    to_blocks, to_scores, to_leaves, scale_log2,
+    DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr, LOG_K: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One key block: softmax goes on, and its score is offered. MASKED: not all rows see all of it."""
+    LN2: tl.constexpr = 0.6931471805599453
+    token = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
+    column = tl.arange(0, DIM)
+    key_at = keys + token.to(tl.int64)[:, None] * key_token_stride + column[None, :]
+    value_at = values + token.to(tl.int64)[:, None] * value_token_stride + column[None, :]
+    if MASKED:
+        inside = (token < context)[:, None]
+        key = tl.load(key_at, mask=inside, other=0.0)
+        value = tl.load(value_at, mask=inside, other=0.0)
+    else:
+        key = tl.load(key_at)
+        value = tl.load(value_at)
+    logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
+    sees = is_row
+    if MASKED:
+        logits = tl.where(token[None, :] <= position[:, None], logits, float("-inf"))
+        sees = is_row & (block < num_blocks)
+    higher = tl.maximum(top, tl.max(logits, 1))
+    weights = tl.exp2(logits - higher[:, None])
+    rescale = tl.exp2(top - higher)
+    block_mass = tl.sum(weights, 1)
+    mass = mass * rescale + block_mass
+    out = out * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    score = (higher + tl.maximum(tl.log2(block_mass), -_OCTAVES)) * LN2
+    best, held, lowest, slot, count, mean, squares = offer_block(
+        best, held, lowest, slot, count, mean, squares, score, block, sees, num_blocks, to_blocks, to_scores,
+        to_leaves, K, K_CHIP, LOG_K, KIND,
+    )  # fmt: skip
+    return higher, mass, out, best, held, lowest, slot, count, mean, squares
+
+
+@triton.jit
+def _query_sparse_kernel(
+    query, keys, values, out, lse, blocks, scores, leaves, begin, num_rows, context, scale_log2,
+    query_stride, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_GROUP: tl.constexpr, ROWS: tl.constexpr,
+    GAMMA: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr, LOG_K: tl.constexpr,
+    NODES: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    QUERIES: tl.constexpr = ROWS // BLOCK_GROUP
+    LN2: tl.constexpr = 0.6931471805599453
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    kv_head = tl.program_id(1)
+    member = tl.arange(0, ROWS) % BLOCK_GROUP
+    which = tile * QUERIES + tl.arange(0, ROWS) // BLOCK_GROUP
+    is_row = (which < num_rows) & (member < GROUP)
+    which = tl.minimum(which, num_rows - 1)
+    head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
+    position = begin + which * GAMMA
+    num_blocks = position // KEY_BLOCK + 1
+    column = tl.arange(0, DIM)
+    rows = tl.load(query + which.to(tl.int64)[:, None] * GAMMA * query_stride + head[:, None] * DIM + column[None, :])
+    row = which.to(tl.int64) * (KV_HEADS * GROUP) + head
+    to_blocks, to_scores, to_leaves = blocks + row * K, scores + row * NODES, leaves + row * NODES
+    key_head = keys + kv_head.to(tl.int64) * key_head_stride
+    value_head = values + kv_head.to(tl.int64) * value_head_stride
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    best, held, lowest, slot, count, mean, squares = begin_selection(ROWS, K, K_CHIP, KIND)
+    first = begin + tile * QUERIES * GAMMA
+    last = begin + tl.minimum(tile * QUERIES + QUERIES - 1, num_rows - 1) * GAMMA
+    num_whole = (first + 1) // KEY_BLOCK
+    for block in range(num_whole):
+        top, mass, total, best, held, lowest, slot, count, mean, squares = _pass_block(
+            rows, top, mass, total, best, held, lowest, slot, count, mean, squares,
+            key_head, value_head, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
+            to_blocks, to_scores, to_leaves, scale_log2, DIM, KEY_BLOCK, K, K_CHIP, LOG_K, KIND, False,
+        )  # fmt: skip
+    for block in range(num_whole, last // KEY_BLOCK + 1):
+        top, mass, total, best, held, lowest, slot, count, mean, squares = _pass_block(
+            rows, top, mass, total, best, held, lowest, slot, count, mean, squares,
+            key_head, value_head, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
+            to_blocks, to_scores, to_leaves, scale_log2, DIM, KEY_BLOCK, K, K_CHIP, LOG_K, KIND, True,
+        )  # fmt: skip
+    tl.store(out + row[:, None] * DIM + column[None, :], total / mass[:, None], mask=is_row[:, None])
+    tl.store(lse + row, (top + tl.log2(mass)) * LN2, mask=is_row)
+    if KIND != TREE:
+        at = tl.arange(0, K_CHIP)[None, :]
+        tl.store(to_blocks[:, None] + at, held, mask=is_row[:, None])
+        tl.store(to_scores[:, None] + at, best, mask=is_row[:, None])
+
+
+def query_sparse_attention(
+    query: Tensor, keys: Tensor, values: Tensor, begin: int, gamma: int, key_block: int, selection: Selection,
+    scale: float,
+) -> SparseRows:  # fmt: skip
+    """Queries 0, gamma, 2 gamma, ... of `query [tokens, heads, dim]`, at positions `begin`, `begin + gamma`, ...
+
+    keys, values: `[kv_heads, context, dim]` (heads and tokens strided), of tokens from 0 on, at least to the last
+    sparse query; all bf16 or all float32. Raises ValueError for another shape, dtype or device.
+    """
+    op, (tokens, heads, dim), device = "query_sparse_attention", query.shape, query.device
+    kv_heads, context, _ = keys.shape
+    rows = count_rows(tokens, gamma)
+    last = begin + (rows - 1) * gamma
+    check(op, "keys", keys, (kv_heads, context, dim), query.dtype, device)
+    check(op, "values", values, (kv_heads, context, dim), query.dtype, device)
+    if heads % kv_heads:
+        raise ValueError(f"{op}: {heads} query heads over {kv_heads} KV heads; wanted a multiple")
+    if rows == 0 or last >= context:
+        raise ValueError(f"{op}: queries to position {last} over {context} keys; wanted one query or more, and its key")
+    if not runs_on_triton(query):
+        return query_sparse_reference(query, keys, values, begin, gamma, key_block, selection, scale)
+    check_dtype(op, query)
+    if query.stride()[1:] != (dim, 1):
+        raise ValueError(f"{op}: query has strides {query.stride()}; wanted heads and dim contiguous")
+    if (query.element_size(), dim) not in CONFIGS:
+        raise ValueError(f"{op}: dim is {dim}; wanted one of {sorted({dim for _, dim in CONFIGS})}")
+    tile_rows, num_warps, num_stages = CONFIGS[query.element_size(), dim]
+    group, kind, k = heads // kv_heads, KINDS[selection.name], selection.k
+    block_group = triton.next_power_of_2(group)
+    tile_rows = max(LEAST_ROWS, tile_rows, block_group)
+    out = torch.empty(rows, heads, dim, dtype=torch.float32, device=device)
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
+    blocks = torch.full((rows, heads, k), -1, dtype=torch.int32, device=device)
+    if selection.name == "tree":
+        scores, leaves = empty_tree(rows, heads, k, device)
+    else:
+        scores = torch.full((rows, heads, k), -torch.inf, dtype=torch.float32, device=device)
+        leaves = blocks  # not looked at
+    chip = {"exact": k, "tree": 1, "estimated": selection.k_exact}[selection.name]
+    _query_sparse_kernel[(triton.cdiv(rows, tile_rows // block_group), kv_heads)](
+        query, keys, values, out, lse, blocks, scores, leaves, begin, rows, last + 1, scale * 1.4426950408889634,
+        query.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_GROUP=block_group, ROWS=tile_rows, GAMMA=gamma,
+        KEY_BLOCK=key_block, K=k, K_CHIP=chip, LOG_K=k.bit_length() - 1, NODES=scores.shape[-1], KIND=kind,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return SparseRows(out, lse, blocks, scores[..., scores.shape[-1] - k :])

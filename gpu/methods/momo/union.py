@@ -1,0 +1,119 @@
+"""Which key blocks a query block reads: the union of what its sparse queries chose, trimmed to the heaviest.
+
+MOMO, section 3 (Block Mask Union and Top-k Trimming) and Algorithm 1, step 2. It refuses to know attention. A block's
+weight is its mean mass over the query block's sparse rows, exp(score - row lse), a row that did not choose it adding
+nothing; the first key block is always read, and a query block's own are read apart. Invariant: the list depends on its
+query block's rows alone, its blocks are different, below the query block, and the heavier come first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import runs_on_triton
+from gpu.methods.momo.query_sparse import SparseRows
+
+PART = 16  # candidates that all others are compared with at once
+WARP_CANDIDATES = 128  # candidates to a warp, at most
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLists:
+    """blocks: int32 `[query blocks, heads, most]`, of which the first `counts`, int32 `[query blocks, heads]`, are."""
+
+    blocks: Tensor
+    counts: Tensor
+
+
+def unite_reference(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_trim: int) -> KeyLists:
+    """Plain torch: see `unite`."""
+    num_rows, heads, _ = rows.blocks.shape
+    most, count = k_trim - own_blocks, num_rows // rows_per_block
+    below = (begin + own_blocks * torch.arange(count, device=rows.lse.device))[:, None]  # a query block's own first
+    blocks = rows.blocks.unflatten(0, (count, rows_per_block)).transpose(1, 2).flatten(2).long()
+    mass = (rows.scores - rows.lse[..., None]).exp().unflatten(0, (count, rows_per_block)).transpose(1, 2).flatten(2)
+    is_other = (blocks > 0) & (blocks < below[..., None])  # [query blocks, heads, candidates]
+    all_blocks = max(most, int(below.max()))
+    weight = torch.zeros(count, heads, all_blocks + 1, dtype=mass.dtype, device=mass.device)
+    place = torch.where(is_other, blocks, all_blocks)
+    weight.scatter_add_(2, place, mass)
+    chosen = torch.zeros_like(weight, dtype=torch.bool).scatter_(2, place, True)[..., :-1]
+    weight = weight[..., :-1].masked_fill(~chosen, -1.0)
+    order = weight.sort(dim=-1, descending=True, stable=True).indices[..., : most - 1]
+    first = torch.zeros(count, heads, 1, dtype=order.dtype, device=order.device)
+    has_past = (below > 0).int()
+    counts = chosen.sum(-1).clamp(max=most - 1).int() + has_past
+    return KeyLists(torch.cat([first, order], -1).int(), counts)
+
+
+@triton.jit
+def _unite_kernel(
+    blocks, scores, lse, weights, lists, counts, begin, row_stride, head_stride,
+    HEADS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    CANDIDATES: tl.constexpr = ROWS * K
+    program = tl.program_id(0).to(tl.int64)
+    query_block, head = program // HEADS, program % HEADS
+    below = begin + query_block.to(tl.int32) * OWN
+    candidate = tl.arange(0, CANDIDATES)
+    row = (query_block * ROWS + candidate // K) * HEADS + head
+    block = tl.load(blocks + row * K + candidate % K)
+    is_other = (block > 0) & (block < below)
+    block = tl.where(is_other, block, -1)
+    weight = tl.zeros([CANDIDATES], tl.float32)
+    earlier = tl.zeros([CANDIDATES], tl.int32)
+    for part in range(0, CANDIDATES, PART):
+        other = part + tl.arange(0, PART)
+        other_row = (query_block * ROWS + other // K) * HEADS + head
+        other_block = tl.load(blocks + other_row * K + other % K)
+        score = tl.load(scores + (query_block * ROWS + other // K) * row_stride + head * head_stride + other % K)
+        mass = tl.exp(score - tl.load(lse + other_row))
+        same = (block[:, None] == other_block[None, :]) & is_other[:, None]
+        weight += tl.sum(tl.where(same, mass[None, :], 0.0), 1)
+        earlier += tl.sum((same & (other[None, :] < candidate[:, None])).to(tl.int32), 1)
+    is_first = is_other & (earlier == 0)
+    weight = tl.where(is_first, weight, -1.0)
+    tl.store(weights + program * CANDIDATES + candidate, weight)
+    tl.debug_barrier()  # other threads' weights are read
+    rank = tl.zeros([CANDIDATES], tl.int32)
+    for part in range(0, CANDIDATES, PART):
+        other = part + tl.arange(0, PART)
+        other_row = (query_block * ROWS + other // K) * HEADS + head
+        other_block = tl.load(blocks + other_row * K + other % K)
+        other_weight = tl.load(weights + program * CANDIDATES + other)
+        is_ahead = (other_weight[None, :] > weight[:, None]) | (
+            (other_weight[None, :] == weight[:, None]) & (other_block[None, :] < block[:, None])
+        )
+        rank += tl.sum(is_ahead.to(tl.int32), 1)
+    tl.store(lists + program * MOST + 1 + rank, block, mask=is_first & (rank < MOST - 1))
+    tl.store(lists + program * MOST, 0)
+    num_others = tl.minimum(tl.sum(is_first.to(tl.int32), 0), MOST - 1)
+    tl.store(counts + program, num_others + (below > 0).to(tl.int32))
+
+
+def unite(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_trim: int) -> KeyLists:
+    """Lists for query blocks of `rows_per_block` sparse rows each, as many as there are rows.
+
+    begin: the key block where the first query block begins; own_blocks: key blocks of a query block, which are read
+    besides the list and count in `k_trim`. Raises ValueError where rows are not whole query blocks.
+    """
+    num_rows, heads, k = rows.blocks.shape
+    if num_rows % rows_per_block:
+        raise ValueError(f"unite: {num_rows} sparse rows; wanted a multiple of {rows_per_block}")
+    if not runs_on_triton(rows.blocks):
+        return unite_reference(rows, begin, rows_per_block, own_blocks, k_trim)
+    count, most, candidates = num_rows // rows_per_block, k_trim - own_blocks, rows_per_block * k
+    device = rows.blocks.device
+    lists = torch.empty(count, heads, most, dtype=torch.int32, device=device)
+    counts = torch.empty(count, heads, dtype=torch.int32, device=device)
+    weights = torch.empty(count * heads, candidates, dtype=torch.float32, device=device)
+    _unite_kernel[(count * heads,)](
+        rows.blocks, rows.scores, rows.lse, weights, lists, counts, begin, rows.scores.stride(0), rows.scores.stride(1),
+        HEADS=heads, K=k, ROWS=rows_per_block, OWN=own_blocks, MOST=most, PART=min(PART, candidates),
+        num_warps=min(8, max(1, candidates // WARP_CANDIDATES)),
+    )  # fmt: skip
+    return KeyLists(lists, counts)
