@@ -9,6 +9,7 @@ from evals.methods.h2o import H2O
 from evals.methods.loki import Loki
 from evals.methods.mean_pool import MeanPool
 from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
+from evals.methods.momo import Momo
 from evals.methods.oracle import Oracle
 from evals.methods.quest import Quest
 from evals.methods.sampled import Sampled
@@ -21,6 +22,7 @@ METHODS: dict[str, type[DecodeMethod] | type[PrefillMethod]] = {
     method.name: method
     for method in (
         Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, Sampled, Loki, MeanPool, VerticalSlash, MeanPoolPrefill,
+        Momo,
     )
 }  # fmt: skip
 

@@ -1,0 +1,55 @@
+"""MOMO's side of prefill: which queries of a unit are dense and which are sparse.
+
+It refuses to know pages, units and jobs. Query blocks that begin below `dense_until_tokens`, and the prompt's last one,
+attend to everything, as dense prefill does; all between go through `gpu.methods.momo.attend`. Invariant: to which of
+them a query block belongs depends on its position and on where the prompt ends. Results do not depend, bit for bit on
+a GPU, on where units end for sparse query blocks; for dense ones, as much as dense prefill's.
+"""
+
+import torch
+
+from gpu.methods.device_side import Site
+from gpu.methods.momo.attend import sparse_attention
+from gpu.methods.momo.settings import MomoSettings
+from gpu.methods.prefill_side import PrefillSide
+from gpu.prefill.attention import prefill_attention
+from gpu.prefill.query import Attended, PrefillQuery
+
+
+def make_prefill_side(settings: MomoSettings, site: Site) -> PrefillSide:
+    return Momo(settings)
+
+
+class Momo(PrefillSide):
+    """No state: what a unit needs of those before it is in their keys and values."""
+
+    def __init__(self, settings: MomoSettings) -> None:
+        self.settings = settings
+
+    def attend(self, query: PrefillQuery) -> Attended:
+        """No lse: the whole past is covered, and by no softmax over a set (eq. 2). Raises ValueError where positions
+        are not consecutive: windows and query blocks are of consecutive queries.
+        """
+        size, begin = self.settings.query_block, query.begin
+        if begin is None:
+            raise ValueError("momo: positions that are not consecutive; wanted a run of them, or dense prefill")
+        end = begin + len(query.query)
+        last_block = (query.num_prompt_tokens - 1) // size * size
+        assert begin % size == 0, f"momo: a unit begins at {begin}; wanted a multiple of {size}"
+        assert end % size == 0 or end == query.num_prompt_tokens, f"momo: a unit ends at {end} of a prompt"
+        sparse_begin = min(max(begin, -(-self.settings.dense_until_tokens // size) * size), end)
+        sparse_end = max(sparse_begin, min(end, last_block))
+        outs = []
+        for first, last, is_sparse in (
+            (begin, sparse_begin, False),
+            (sparse_begin, sparse_end, True),
+            (sparse_end, end, False),
+        ):
+            if first == last:
+                continue
+            rows, keys, values = query.query[first - begin : last - begin], query.keys[:, :last], query.values[:, :last]
+            if is_sparse:
+                outs.append(sparse_attention(rows, keys, values, first, self.settings, query.scale))
+            else:
+                outs.append(prefill_attention(rows, keys, values, query.scale).out)
+        return Attended(outs[0] if len(outs) == 1 else torch.cat(outs), None)

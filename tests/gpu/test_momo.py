@@ -1,0 +1,140 @@
+"""MOMO's prefill as a whole: Algorithm 1 in float64, what makes it dense, and what it may not depend on."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from gpu.methods.momo.attend import sparse_attention
+from gpu.methods.momo.query_sparse import query_sparse_attention
+from gpu.methods.momo.settings import MomoSettings
+from gpu.prefill.attention import prefill_attention_reference
+from tests.gpu import momo_oracles as oracle
+from tests.gpu.kernel_oracles import DEVICES, random, wide
+from tests.tolerances import MOMO_BFLOAT16, MOMO_FLOAT32
+
+SMALL = MomoSettings(gamma=4, key_block=16, query_block=32, k=2, k_trim=6, dense_until_tokens=0)
+WHOLE = MomoSettings(gamma=4, key_block=16, query_block=32, k=16, k_trim=20, dense_until_tokens=0)
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+def tensors(context: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of all tokens, keys and values."""
+    generator = np.random.default_rng(7)
+    query = random(generator, (context, HEADS, DIM), dtype, device) * 2
+    keys, values = random(generator, (2, KV_HEADS, context, DIM), dtype, device)
+    return query, keys, values
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, begin: int, end: int, settings: MomoSettings) -> Tensor:
+    """Positions `[begin, end)`; what stands behind them is NaN."""
+    keys, values = keys.clone(), values.clone()
+    keys[:, end:], values[:, end:] = torch.nan, torch.nan
+    return sparse_attention(query[begin:end], keys, values, begin, settings, DIM**-0.5)
+
+
+def oracle_head(query: np.ndarray, keys: np.ndarray, values: np.ndarray, s: MomoSettings) -> np.ndarray:
+    """Algorithm 1 of one head; query, keys, values `[context, dim]`."""
+    scale, out = DIM**-0.5, np.empty_like(query)
+    for begin in range(0, len(query), s.query_block):
+        sparse = range(begin, begin + s.query_block, s.gamma)
+        dense = [oracle.attend_row(query[i], keys[: i + 1], values[: i + 1], s.key_block, scale) for i in sparse]
+        chosen = [{block: row.scores[block] for block in oracle.top(row.scores, s.k)} for row in dense]
+        most = s.k_trim - s.query_block // s.key_block
+        blocks = oracle.unite(chosen, [row.lse for row in dense], begin // s.key_block, most)
+        own = [
+            oracle.attend_listed(query[i], keys, values, i, blocks, s.query_block, s.key_block, scale)[0]
+            for i in range(begin, begin + s.query_block)
+        ]
+        for i in range(s.query_block):
+            window = i // s.gamma
+            out[begin + i] = own[i] + dense[window].out - own[window * s.gamma]
+    return out
+
+
+@pytest.mark.parametrize("selection", ["exact", "tree"])
+def test_it_is_algorithm_1_in_float64(selection):
+    query, keys, values = tensors(160, torch.float64, "cpu")
+    settings = SMALL.model_copy(update={"selection": selection})
+    got = wide(attend(query, keys, values, 0, 160, settings))
+    for head in range(HEADS):
+        wanted = oracle_head(query[:, head].numpy(), keys[head // 2].numpy(), values[head // 2].numpy(), settings)
+        np.testing.assert_allclose(got[:, head], wanted, atol=1e-12, rtol=0)
+    dense = prefill_attention_reference(query, keys, values, DIM**-0.5).out
+    assert np.abs(got - wide(dense)).max() > MOMO_BFLOAT16
+
+
+@pytest.mark.parametrize("selection", ["exact", "tree", "estimated"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_every_block_it_is_dense(selection, dtype, device):
+    query, keys, values = tensors(160, dtype, device)
+    settings = WHOLE.model_copy(update={"selection": selection, "k_exact": 4})
+    got = attend(query, keys, values, 64, 160, settings)
+    wanted = prefill_attention_reference(query[64:].double(), keys.double(), values.double(), DIM**-0.5).out
+    atol = MOMO_FLOAT32 if dtype == torch.float32 else 2 * MOMO_BFLOAT16  # three outputs are added
+    np.testing.assert_allclose(wide(got), wide(wanted), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_first_query_of_a_window_is_dense(device):
+    query, keys, values = tensors(160, torch.float32, device)
+    got = attend(query, keys, values, 64, 160, SMALL)
+    wanted = prefill_attention_reference(query[64:].double(), keys.double(), values.double(), DIM**-0.5).out
+    error = np.abs(wide(got) - wide(wanted)).max((1, 2))
+    assert error[:: SMALL.gamma].max() < MOMO_FLOAT32
+    assert np.delete(error[32:], np.s_[:: SMALL.gamma]).min() > MOMO_FLOAT32  # the first 32 have all blocks in reach
+
+
+@pytest.mark.parametrize("selection", ["exact", "tree", "estimated"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_units_nor_what_comes_behind_change_it(selection, dtype, device):
+    query, keys, values = tensors(256, dtype, device)
+    settings = SMALL.model_copy(update={"selection": selection, "k_exact": 1})
+    whole = attend(query, keys, values, 64, 256, settings)
+    for cuts in ([64, 96, 256], [64, 128, 160, 256], [128, 256], [192, 224]):
+        pieces = [attend(query, keys, values, *cut, settings) for cut in pairwise(cuts)]
+        wanted, got = whole[cuts[0] - 64 : cuts[-1] - 64], torch.cat(pieces)
+        if device == "cuda":
+            assert torch.equal(got, wanted)
+        else:  # torch's products of few rows may add in another order than those of many
+            np.testing.assert_allclose(got, wanted, atol=MOMO_FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_exact_and_tree_choose_alike_and_estimated_among_more(device):
+    query, keys, values = tensors(2048, torch.float32, device)
+    found = {}
+    for name in ("exact", "tree", "estimated"):
+        how = MomoSettings(selection=name, k=8, k_exact=4).how
+        rows = query_sparse_attention(query, keys, values, 0, 64, 16, how, DIM**-0.5)
+        found[name] = [set(one.tolist()) - {-1} for one in rows.blocks.flatten(0, 1)]
+        assert max(map(len, found[name])) == 8
+    assert found["exact"] == found["tree"]
+    both = sum(len(a & b) for a, b in zip(found["exact"], found["estimated"], strict=True))
+    assert both > 0.7 * sum(map(len, found["exact"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gamma": 12}, "gamma is 12; wanted a power of two"),
+        ({"query_block": 32}, r"query_block is 32; wanted at least key_block \(64\) and gamma \(16\)"),
+        ({"k": 256}, "k is 256; exact selection keeps at most 128 on chip: write `selection: tree`"),
+        ({"selection": "estimated", "k": 8}, r"k_exact is 8; wanted less than k \(8\)"),
+        ({"k_trim": 2}, "k_trim is 2; wanted more than a query block's own 2"),
+        ({"k_trims": 2}, "Extra inputs"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(given, words):
+    with pytest.raises(ValidationError, match=words):
+        MomoSettings(**given)
+
+
+def test_estimated_selection_keeps_twice_as_many_unless_told():
+    assert (MomoSettings().k, MomoSettings(selection="estimated").k) == (64, 128)
+    assert MomoSettings(selection="estimated", k=64).k == 64
