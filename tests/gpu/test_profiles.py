@@ -107,8 +107,8 @@ REFUSED = [
     ),
     (
         "x",
-        {"prefill": "momo"},
-        "profiles.x.prefill: asked 'momo', but no method fills the slot `prefill` yet; leave it out",
+        {"reuse": "mac"},
+        "profiles.x.reuse: asked 'mac', but no method fills the slot `reuse` yet; leave it out",
     ),
     (
         "x",
@@ -244,7 +244,7 @@ def plan_with(profiles: dict[str, Profile]) -> MemoryPlan:
 
 @pytest.mark.usefixtures("toy")
 def test_a_folder_is_all_that_a_method_takes() -> None:
-    assert list(list_methods()) == ["exact", "offloaded", "sampled", "toy"]
+    assert list(list_methods()) == ["exact", "momo", "offloaded", "sampled", "toy"]
     profiles = resolve(
         {"fast": {"prefill": {"method": "toy", "size": 7}, "host": "sampled"}, "small": {"prefill": "toy"}}
     )

@@ -7,6 +7,12 @@ MOMO ("Measure Once, Mask Once: Delta Refined Block Sparse Attention"). Its outp
 from gpu.methods.method import Method, no_bytes
 from gpu.methods.momo.settings import MomoSettings
 
+
+def align_tokens(settings: MomoSettings) -> int:
+    """Windows and query blocks are of absolute positions."""
+    return settings.query_block
+
+
 METHOD = Method(
     name="momo",
     summary="Prefill reads everything for one query of 16, and for the others the key blocks that these found.",
@@ -27,5 +33,7 @@ METHOD = Method(
     slot_bytes=no_bytes,
     reading=None,
     device_side=None,
+    prefill_side="gpu.methods.momo.prefill",
+    align_tokens=align_tokens,
     scored=(),
 )
