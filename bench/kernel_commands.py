@@ -69,6 +69,36 @@ def lsh(
     run_kernel("cpu", json_file, lambda _, console: lsh_rows(benchmark, console))
 
 
+@app.command()
+def momo(
+    lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "32768,65536,131072,262144",
+    unit_tokens: Annotated[int, typer.Option(min=128, help="queries of a unit")] = 8192,
+    selections: Annotated[str, typer.Option(help="k of the selections that are compared on the longest prompt, with "
+                                            "commas; empty: none")] = "16,64,128,256",
+    settings: Annotated[list[str], typer.Option("--set", help="SETTING=VALUE of the method; repeatable")] = [],  # noqa: B006
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:  # fmt: skip
+    """Time MOMO's prefill of a layer, part by part, beside dense attention, and what its selections take."""
+    from bench.momo_prefill import momo_rows, selection_rows
+    from gpu.methods.momo.settings import MomoSettings
+
+    tokens = parse_batches(lengths)
+    given = dict(setting.split("=", 1) for setting in settings)
+    try:
+        method = MomoSettings.model_validate(given)
+    except ValueError as error:
+        print(f"error: --set: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+    def rows(resolved: "torch.device", console: Console) -> "list[Row]":
+        found = momo_rows(tokens, unit_tokens, method, resolved, console)
+        ks = parse_batches(selections) if selections else ()
+        return found + selection_rows(max(tokens), unit_tokens, ks, method, resolved, console)
+
+    run_kernel(device, json_file, rows)
+
+
 def run_kernel(
     device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
 ) -> None:

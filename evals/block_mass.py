@@ -168,3 +168,16 @@ def measure_prompt(
     lengths = torch.tensor([length], device=decoder.device)
     decoder.prefill(tokens, lengths, length, length, look)
     return rows
+
+
+def pool_layers(rows: Sequence[Row], grid: Sequence[MomoSettings]) -> list[Row]:
+    """A row a setting: means over layers, and by how much the layer that is furthest off the best choice is off it."""
+    pooled = []
+    for number, settings in enumerate(grid):
+        own = [row for row in rows if row["setting"] == number]
+        names = [name for name in own[0] if name not in ("layer", "setting", "query_blocks")]
+        means = {name: sum(row[name] for row in own) / len(own) for name in names}
+        furthest = max(row["oracle"] - row["momo"] for row in own)
+        pooled.append({"selection": settings.selection, "k": settings.k, "k_trim": settings.k_trim, **means,
+                       "furthest": furthest, "query_blocks": own[0]["query_blocks"]})  # fmt: skip
+    return pooled
