@@ -28,7 +28,7 @@ from transfer.partial import Partial, merge
 HEADS, KV_HEADS, DIM = 32, 8, 128
 MOST_LOOKS = 9  # units of a prompt that are timed
 WARMUPS, REPEATS = 1, 3
-GATE_TOKENS, GATE_BEGIN = 512, 1536
+GATE_TOKENS, GATE_BEGIN = 256, 512
 MOST_ERROR = 2e-2  # of outputs of order one, against float64: three bf16 outputs are added
 PARTS = ("query-sparse", "union", "block-sparse", "delta")
 
@@ -210,7 +210,7 @@ def count_flops(tokens: int, settings: MomoSettings) -> dict[str, float]:
     size, one = settings.query_block, 4.0 * HEADS * DIM
     last = (tokens - 1) // size * size
     first = min(last, -(-settings.dense_until_tokens // size) * size)
-    most = settings.k_trim * settings.key_block
+    most = settings.k_trim * settings.key_block - size
     listed = sum(min(begin, most) + size / 2 for begin in range(first, last, size))
     return {
         "dense rows": one * (first**2 + tokens**2 - last**2) / 2,

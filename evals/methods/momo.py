@@ -68,6 +68,6 @@ def count_pairs(length: int, first: int, last: int, settings: MomoSettings) -> f
     """(query, key) pairs computed at most: dense before `first` and from `last` on, sparse between."""
     dense = first * (first + 1) / 2 + (length * (length + 1) - last * (last + 1)) / 2
     sparse_rows = sum(range(first + 1, last + 1, settings.gamma))
-    most = settings.k_trim * settings.key_block
+    most = settings.k_trim * settings.key_block - settings.query_block
     listed = sum(min(begin, most) + settings.query_block / 2 for begin in range(first, last, settings.query_block))
     return dense + sparse_rows + listed * settings.query_block

@@ -102,3 +102,65 @@ def print_choice(row: Row, budget: float) -> None:
     print(f"least error within {budget:.2%} of the keys: {pair}, reads {row['read']:.2%}, error {row['error']:.1%}, "
           f"tables {row['memory_bytes'] / 2**30:.3f} GiB a context")  # fmt: skip
     print(f"host:\n  sampled: {{bits_per_table: {row['bits_per_table']}, num_tables: {row['num_tables']}}}")
+
+
+@app.command()
+def prefill(
+    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder, its name in deploy/models, or a named "
+                                        "shape")],
+    depths: Annotated[str, typer.Option("--depths", help="positions where units begin, commas between")] =
+        "2048,4096,8192,12288,16384,24576,32768,65536",
+    unit_tokens: Annotated[int, typer.Option("--unit-tokens", min=16, help="as prefill.chunk_tokens has it")] = 2048,
+    settings: Annotated[list[str], typer.Option("--set", help="SETTING=VALUE of MOMO; repeatable")] = [],  # noqa: B006
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:  # fmt: skip
+    """Choose dense_until_tokens of MOMO's prefill: from where on it is faster than dense prefill on this machine.
+
+    Prints what a unit of one layer takes both ways at each depth, and the lines of the configuration.
+    """
+    with one_line_errors():
+        import torch
+
+        from evals.report.document import finite, write_document
+        from evals.report.table import open_console
+        from evals.session import progress_bar, resolve_device
+        from evals.tuning.prefill import choose_dense_until, measure_depths
+        from gpu.methods.momo.settings import MomoSettings
+        from gpu.model.architecture import NAMED_SHAPES, read_architecture
+
+        given = dict(setting.split("=", 1) for setting in settings)
+        momo = MomoSettings.model_validate(given)
+        places = parse_numbers("--depths", depths)
+        for name, number in (("--unit-tokens", unit_tokens), *(("--depths", place) for place in places)):
+            if number % momo.query_block:
+                raise ValueError(f"{name}: got {number}; wanted multiples of query_block ({momo.query_block})")
+        if str(model) in NAMED_SHAPES:
+            shape = NAMED_SHAPES[str(model)]
+        else:
+            shape = read_architecture(model if model.exists() else MODELS / model)
+        on = resolve_device(device)
+        with progress_bar(len(places), "depths") as advance:
+            rows = measure_depths(shape, momo, places, unit_tokens, torch.device(on), advance)
+        print_depths(rows, open_console())
+        until = choose_dense_until(rows)
+        configuration = {"model": str(model), "unit_tokens": unit_tokens, "set": given, "device": on}
+        if json_path is not None:
+            write_document(
+                json_path, finite({"configuration": configuration, "rows": rows, "dense_until_tokens": until})
+            )
+        if until is None:
+            print("momo: slower than dense at the deepest of these; leave `prefill` out, or measure deeper")
+            return
+        words = ", ".join(f"{key}: {value}" for key, value in (given | {"dense_until_tokens": until}).items())
+        print(f"profiles:\n  fast:\n    prefill: {{method: momo, {words}}}")
+
+
+def print_depths(rows: list[Row], console: "Console") -> None:
+    from rich.table import Table
+
+    table = Table("unit begins at", "dense, ms", "momo, ms", "times faster")
+    for row in rows:
+        table.add_row(f"{row['depth']:,}", f"{row['dense_ms']:.3f}", f"{row['momo_ms']:.3f}",
+                      f"{row['dense_ms'] / row['momo_ms']:.2f}")  # fmt: skip
+    console.print(table)

@@ -15,6 +15,7 @@ from evals.tuning import grid as grids
 from evals.tuning.command import app
 from evals.tuning.grid import LayerSamples, Resident, Setting, table_memory_bytes
 from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
+from evals.tuning.prefill import choose_dense_until
 from tests.tolerances import METHOD_FLOAT32
 
 MODEL = Path("deploy/models/reference")
@@ -114,6 +115,33 @@ def test_the_command_prints_the_table_and_the_lines_to_paste(tmp_path: Path) -> 
     pair = f"bits_per_table: {chosen['bits_per_table']}, num_tables: {chosen['num_tables']}"
     assert f"host:\n  sampled: {{{pair}}}" in result.output
     assert "by equation 21" in result.output
+
+
+def test_dense_prefill_goes_on_to_where_momo_is_faster_from_then_on() -> None:
+    def rows(**faster: bool) -> list[dict]:
+        return [{"depth": int(depth[1:]), "dense_ms": 2.0, "momo_ms": 1.0 if is_faster else 2.0}
+                for depth, is_faster in faster.items()]  # fmt: skip
+
+    assert choose_dense_until(rows(d4=False, d8=True, d16=True)) == 8
+    assert choose_dense_until(rows(d16=True, d4=True, d8=False)) == 16
+    assert choose_dense_until(rows(d4=True, d8=True)) == 4
+    assert choose_dense_until(rows(d4=True, d8=False)) is None
+
+
+def test_prefill_is_timed_at_every_depth(tmp_path: Path) -> None:
+    out = tmp_path / "prefill.json"
+    small = ["--depths", "256,512", "--unit-tokens", "128", "--set", "k_trim=4", "--device", "cpu", "--json", str(out)]
+    result = CliRunner().invoke(app, ["prefill", "--model", "tiny", *small])
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    assert [row["depth"] for row in document["rows"]] == [256, 512]
+    assert all(row["dense_ms"] > 0 and row["momo_ms"] > 0 for row in document["rows"])
+    until = document["dense_until_tokens"]
+    wanted = "momo: slower than dense" if until is None else f"k_trim: 4, dense_until_tokens: {until}}}"
+    assert wanted in result.output
+    refused = CliRunner().invoke(app, ["prefill", "--model", "tiny", "--depths", "100"])
+    assert refused.exit_code == 1
+    assert "--depths: got 100; wanted multiples of query_block (128)" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ from gpu.kernels.rms_norm import add_rms_norm, rms_norm
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.scatter_runs import launch as scatter
 from gpu.kernels.swiglu import swiglu
+from gpu.methods.momo.block_sparse import block_sparse_attention
+from gpu.methods.momo.query_sparse import query_sparse_attention
+from gpu.methods.momo.settings import MomoSettings
+from gpu.methods.momo.union import unite
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from transfer.exchange import new_slot
@@ -166,6 +170,16 @@ def _scatter(shape: Architecture, dtype: torch.dtype) -> None:
         scatter(source, addresses, (2048 * 150, 2048, 1), True)
 
 
+def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
+    query = torch.empty(256, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
+    keys = torch.empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype, device="cuda")
+    for name in ("exact", "tree", "estimated"):
+        how = MomoSettings(selection=name).how
+        rows = query_sparse_attention(query, keys, keys, 768, 16, 64, how, 1.0)
+        lists = unite(rows, 12, 8, 2, 64)
+        block_sparse_attention(query, keys, keys, 768, 128, 64, lists, 1.0)
+
+
 # Every kernel, and the launches of it that a step makes. A kernel that is not here fails the last test.
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rms_norm_kernel": _norms,
@@ -179,6 +193,9 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_deposit_kernel": _rows,
     "_restore_kernel": _rows,
     "_encode_kernel": _codes,
+    "_query_sparse_kernel": _prefill,
+    "_unite_kernel": _prefill,
+    "_block_sparse_kernel": _prefill,
     "_pack_kernel": _pack,
     "_await_answer_kernel": _pack,
     "_scatter_kernel": _scatter,

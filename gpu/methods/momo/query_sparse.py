@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, check_dtype, runs_on_triton
-from gpu.methods.momo.selection import KINDS, TREE, begin_selection, empty_tree, offer_block, select_reference
+from gpu.methods.momo.selection import KINDS, TREE, begin_selection, offer_block, plant_trees, select_reference
 from gpu.methods.momo.settings import Selection
 
 LEAST_ROWS = 16  # of a tile, for tensor cores
@@ -143,6 +143,8 @@ def _query_sparse_kernel(
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, DIM], tl.float32)
     best, held, lowest, slot, count, mean, squares = begin_selection(ROWS, K, K_CHIP, KIND)
+    if KIND == TREE:
+        plant_trees(to_scores, to_leaves, is_row, K, LOG_K)
     first = begin + tile * QUERIES * GAMMA
     last = begin + tl.minimum(tile * QUERIES + QUERIES - 1, num_rows - 1) * GAMMA
     num_whole = (first + 1) // KEY_BLOCK
@@ -200,7 +202,8 @@ def query_sparse_attention(
     lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     blocks = torch.full((rows, heads, k), -1, dtype=torch.int32, device=device)
     if selection.name == "tree":
-        scores, leaves = empty_tree(rows, heads, k, device)
+        scores = torch.empty(rows, heads, 2 * k, dtype=torch.float32, device=device)
+        leaves = torch.empty(rows, heads, 2 * k, dtype=torch.int32, device=device)
     else:
         scores = torch.full((rows, heads, k), -torch.inf, dtype=torch.float32, device=device)
         leaves = blocks  # not looked at
@@ -212,4 +215,4 @@ def query_sparse_attention(
         KEY_BLOCK=key_block, K=k, K_CHIP=chip, LOG_K=k.bit_length() - 1, NODES=scores.shape[-1], KIND=kind,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    return SparseRows(out, lse, blocks, scores[..., scores.shape[-1] - k :])
+    return SparseRows(out, lse, blocks, scores.narrow(2, scores.shape[2] - k, k))

@@ -4,8 +4,9 @@ MOMO, section 3. It refuses to know attention: a tile of rows is given one score
 Invariant: scores go in once, in ascending blocks, so of equal scores the earlier block stays; a row that meets no more
 blocks than it may keep keeps all of them. Exact: k scores and blocks a row in registers, and their minimum. Tree: 2k
 nodes a row in device memory, leaves last; a node holds the least score below it and the leaf where it stands, and the
-root is in registers. Estimated: k_exact exactly; what these do not keep is taken where it exceeds a threshold (eq. 6)
-of the running mean and variance of all scores so far, remaining slots over remaining blocks being the share to take.
+root is in registers; what one thread writes of it another reads at the next block, whose keys all threads wait for.
+Estimated: k_exact exactly; what these do not keep is taken where it exceeds a threshold (eq. 6) of the running mean and
+variance of all scores so far, remaining slots over remaining blocks being the share to take.
 """
 
 import torch
@@ -58,14 +59,16 @@ def select_reference(scores: Tensor, num_blocks: Tensor, selection: Selection) -
     return kept
 
 
-def empty_tree(rows: int, heads: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scores float32 and leaves int32, `[rows, heads, 2 * k]`: node 1 is the root, nodes from k on are the leaves."""
-    leaf = list(range(2 * k))
-    for node in range(k - 1, 0, -1):
-        leaf[node] = leaf[2 * node]
-    scores = torch.full((rows, heads, 2 * k), -torch.inf, dtype=torch.float32, device=device)
-    one = torch.tensor(leaf, dtype=torch.int32).to(device, non_blocking=True)
-    return scores, one.expand(rows, heads, -1).contiguous()
+@triton.jit
+def plant_trees(to_scores, to_leaves, is_row, K: tl.constexpr, LOG_K: tl.constexpr):
+    """Rows' trees without a score: node 1 is the root, nodes from K on are the leaves, and every node names one."""
+    node = tl.arange(0, 2 * K)
+    leaf = node
+    for _ in tl.static_range(LOG_K):
+        leaf = tl.where(leaf < K, 2 * leaf, leaf)
+    tl.store(to_scores[:, None] + node[None, :], float("-inf"), mask=is_row[:, None])
+    tl.store(to_leaves[:, None] + node[None, :], leaf[None, :], mask=is_row[:, None])
+    tl.debug_barrier()  # other threads read them
 
 
 @triton.jit
@@ -138,7 +141,6 @@ def offer_block(
                 tl.store(to_leaves + node, leaf, mask=wins)
             lowest = tl.where(wins, least, lowest)
             slot = tl.where(wins, leaf, slot)
-            tl.debug_barrier()  # the next update's threads read what this one's wrote
     else:
         left = score
         left_block = tl.zeros(slot.shape, tl.int32) + block

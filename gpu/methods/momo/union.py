@@ -17,7 +17,7 @@ from gpu.kernels.arguments import runs_on_triton
 from gpu.methods.momo.query_sparse import SparseRows
 
 PART = 16  # candidates that all others are compared with at once
-WARP_CANDIDATES = 128  # candidates to a warp, at most
+WARP_CANDIDATES = 64  # more to a warp do not fit its registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,6 @@ def unite(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_
     _unite_kernel[(count * heads,)](
         rows.blocks, rows.scores, rows.lse, weights, lists, counts, begin, rows.scores.stride(0), rows.scores.stride(1),
         HEADS=heads, K=k, ROWS=rows_per_block, OWN=own_blocks, MOST=most, PART=min(PART, candidates),
-        num_warps=min(8, max(1, candidates // WARP_CANDIDATES)),
+        num_warps=min(16, max(1, candidates // WARP_CANDIDATES)),
     )  # fmt: skip
     return KeyLists(lists, counts)

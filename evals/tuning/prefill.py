@@ -1,0 +1,67 @@
+"""From which position on MOMO's prefill is faster than dense on this machine: one layer's units at several depths.
+
+It refuses to know quality, and which kernels there are: both are asked as a unit of prefill asks them. Keys and queries
+are random: what is chosen costs what any choice does.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from evals.rows import Row
+from gpu.methods.momo.prefill import Momo
+from gpu.methods.momo.settings import MomoSettings
+from gpu.model.architecture import Architecture
+from gpu.prefill.dense import Dense
+from gpu.prefill.query import PrefillQuery
+
+REPEATS = 5
+
+
+def measure_depths(
+    shape: Architecture, settings: MomoSettings, depths: Sequence[int], unit_tokens: int, device: torch.device,
+    advance: Callable[[], None],
+) -> list[Row]:  # fmt: skip
+    """A row a depth: milliseconds of a unit of `unit_tokens` queries behind `depth` keys, `dense_ms` and `momo_ms`."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    longest = max(depths) + unit_tokens
+    query = torch.randn(unit_tokens, shape.num_heads, shape.dim, device=device, dtype=dtype)
+    keys, values = (torch.randn(shape.num_kv_heads, longest, shape.dim, device=device, dtype=dtype) for _ in range(2))
+    sides = {"dense_ms": Dense(), "momo_ms": Momo(settings.model_copy(update={"dense_until_tokens": 0}))}
+    rows = []
+    for depth in depths:
+        end = depth + unit_tokens
+        unit = PrefillQuery(
+            0, query, query, keys[:, :end], values[:, :end], torch.arange(depth, end, device=device), depth,
+            end + settings.query_block, shape.dim**-0.5, None,
+        )  # fmt: skip
+        rows.append({"depth": depth} | {
+            name: time_ms(lambda side=side, unit=unit: side.attend(unit), device) for name, side in sides.items()
+        })  # fmt: skip
+        advance()
+    return rows
+
+
+def time_ms(call: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs, after one that does not count."""
+    times = []
+    for _ in range(REPEATS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - began))
+    return sorted(times[1:])[REPEATS // 2]
+
+
+def choose_dense_until(rows: Sequence[Row]) -> int | None:
+    """The least depth from which on MOMO was faster at every one; None where it was not at the deepest."""
+    faster: int | None = None
+    for row in sorted(rows, key=lambda row: -row["depth"]):
+        if row["momo_ms"] >= row["dense_ms"]:
+            break
+        faster = row["depth"]
+    return faster
