@@ -13,7 +13,7 @@ from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.prefill.attention import prefill_attention_reference
 from tests.gpu import momo_oracles as oracle
-from tests.gpu.kernel_oracles import DEVICES, random, wide
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, random, wide
 from tests.tolerances import MOMO_BFLOAT16, MOMO_FLOAT32
 
 SMALL = MomoSettings(gamma=4, key_block=16, query_block=32, k=2, k_trim=6, dense_until_tokens=0)
@@ -69,7 +69,7 @@ def test_it_is_algorithm_1_in_float64(selection):
 
 @pytest.mark.parametrize("selection", ["exact", "tree", "estimated"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_with_every_block_it_is_dense(selection, dtype, device):
     query, keys, values = tensors(160, dtype, device)
     settings = WHOLE.model_copy(update={"selection": selection, "k_exact": 4})
@@ -91,7 +91,7 @@ def test_the_first_query_of_a_window_is_dense(device):
 
 @pytest.mark.parametrize("selection", ["exact", "tree", "estimated"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_neither_units_nor_what_comes_behind_change_it(selection, dtype, device):
     query, keys, values = tensors(256, dtype, device)
     settings = SMALL.model_copy(update={"selection": selection, "k_exact": 1})

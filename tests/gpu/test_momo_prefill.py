@@ -21,7 +21,7 @@ from tests.gpu.test_prefill_host import units_of
 from tests.gpu.test_prefill_methods import SPY, by_spy, draw_tokens
 from tests.tolerances import CHUNKING_LOGPROB_ATOL, HOST_LOGIT_BFLOAT16_ATOL, MOMO_FLOAT32
 
-SETTINGS = MomoSettings(gamma=4, key_block=16, query_block=32, k=2, k_trim=4, dense_until_tokens=40)
+SETTINGS = MomoSettings(gamma=4, key_block=16, query_block=32, k=2, k_trim=4, dense_until_tokens=72)
 DENSE_SETTINGS = SETTINGS.model_copy(update={"dense_until_tokens": 10**6})
 
 
@@ -64,9 +64,10 @@ def make_prompt(tokens: int) -> Prompt:
         (1, [True]),
         (33, [True, True]),
         (96, [True] * 3),
-        (97, [True, True, False, True]),
-        (128, [True, True, False, True]),
-        (200, [True, True, False, False, False, False, True]),
+        (128, [True] * 4),
+        (129, [True, True, True, False, True]),
+        (160, [True, True, True, False, True]),
+        (200, [True, True, True, False, False, False, True]),
     ],
 )
 def test_the_first_and_the_last_query_blocks_are_dense(tokens: int, dense: list[bool]) -> None:
