@@ -16,6 +16,11 @@ def runs_on_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or INTERPRETED
 
 
+def multiplies_on_tensor_cores(tensor: Tensor) -> bool:
+    """Whether a kernel of large products is for this: bf16 on CUDA, and all that the interpreter is given."""
+    return (tensor.is_cuda and tensor.dtype == torch.bfloat16) or INTERPRETED
+
+
 def check(op: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError unless `tensor` has this shape, dtype and device and its last axis is contiguous."""
     if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.stride(-1) == 1:

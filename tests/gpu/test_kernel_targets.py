@@ -171,9 +171,11 @@ def _scatter(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
+    if dtype != torch.bfloat16:  # plain torch
+        return
     query = torch.empty(256, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
     keys = torch.empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype, device="cuda")
-    for name in ("exact", "tree", "estimated"):
+    for name in ("exact", "tree", "estimated") if shape.dim == 128 else ("exact",):
         how = MomoSettings(selection=name).how
         rows = query_sparse_attention(query, keys, keys, 768, 16, 64, how, 1.0)
         lists = unite(rows, 12, 8, 2, 64)
@@ -259,9 +261,12 @@ def launches() -> list[Launch]:
     return recorded
 
 
+SLOW = "_query_sparse_kernel"  # three selections, each with a loop without masks and one with: half a minute
 QUICK = ("_swiglu_kernel", "_reduce_kernel", "_merge_kernel")  # of the card with more shared memory, a sample
 TARGETS = [
-    pytest.param(name, capability, marks=[] if capability == 89 or name in QUICK else pytest.mark.long)
+    pytest.param(
+        name, capability, marks=[] if (capability == 89 and name != SLOW) or name in QUICK else pytest.mark.long
+    )
     for name in LAUNCHES
     for capability in SHARED_KIB
 ]

@@ -11,17 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, check_dtype, runs_on_triton
+from gpu.kernels.arguments import check, multiplies_on_tensor_cores
 from gpu.methods.momo.union import KeyLists
 from transfer.partial import Partial
 
-# (itemsize, dim): num_warps, num_stages
-CONFIGS = {
-    (2, 64): (4, 3),
-    (2, 128): (8, 3),
-    (4, 64): (4, 1),
-    (4, 128): (8, 1),
-}
+CONFIGS = {64: (4, 3), 128: (8, 2)}  # dim: num_warps, num_stages
 
 
 def block_sparse_reference(
@@ -120,8 +114,8 @@ def block_sparse_attention(
 ) -> Partial:  # fmt: skip
     """Whole query blocks: `query [tokens, heads, dim]` at positions from `begin`, a multiple of `query_block`, on.
 
-    keys, values: `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens; all bf16 or
-    all float32. lists: of `gpu.methods.momo.union`. out float32 `[tokens, heads, dim]`, lse float32 `[tokens, heads]`.
+    keys, values: `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens; of one
+    dtype. lists: of `gpu.methods.momo.union`. out float32 `[tokens, heads, dim]`, lse float32 `[tokens, heads]`.
     Raises ValueError for another shape, dtype or device; the lists' blocks are trusted.
     """
     op, (tokens, heads, dim), device = "block_sparse_attention", query.shape, query.device
@@ -138,14 +132,13 @@ def block_sparse_attention(
     num_query_blocks, _, most = lists.blocks.shape
     check(op, "lists.blocks", lists.blocks, (tokens // query_block, heads, most), torch.int32, device)
     check(op, "lists.counts", lists.counts, (num_query_blocks, heads), torch.int32, device)
-    if not runs_on_triton(query):
+    if not multiplies_on_tensor_cores(query):
         return block_sparse_reference(query, keys, values, begin, query_block, key_block, lists, scale)
-    check_dtype(op, query)
     if query.stride()[1:] != (dim, 1):
         raise ValueError(f"{op}: query has strides {query.stride()}; wanted heads and dim contiguous")
-    if (query.element_size(), dim) not in CONFIGS:
-        raise ValueError(f"{op}: dim is {dim}; wanted one of {sorted({dim for _, dim in CONFIGS})}")
-    num_warps, num_stages = CONFIGS[query.element_size(), dim]
+    if dim not in CONFIGS:
+        raise ValueError(f"{op}: dim is {dim}; on {device} wanted one of {sorted(CONFIGS)}")
+    num_warps, num_stages = CONFIGS[dim]
     out = torch.empty(tokens, heads, dim, dtype=torch.float32, device=device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
     _block_sparse_kernel[(num_query_blocks, heads)](

@@ -15,20 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, check_dtype, runs_on_triton
+from gpu.kernels.arguments import check, multiplies_on_tensor_cores
 from gpu.methods.momo.selection import KINDS, TREE, begin_selection, offer_block, plant_trees, select_reference
 from gpu.methods.momo.settings import Selection
 
 LEAST_ROWS = 16  # of a tile, for tensor cores
 OCTAVES = 126  # float32 exponents below one
 
-# (itemsize, dim): rows, num_warps, num_stages
-CONFIGS = {
-    (2, 64): (64, 4, 3),
-    (2, 128): (64, 4, 2),
-    (4, 64): (32, 4, 1),
-    (4, 128): (32, 4, 1),
-}
+CONFIGS = {64: (64, 4, 3), 128: (64, 4, 2)}  # dim: rows, num_warps, num_stages
 
 _OCTAVES = tl.constexpr(OCTAVES)
 
@@ -175,7 +169,7 @@ def query_sparse_attention(
     """Queries 0, gamma, 2 gamma, ... of `query [tokens, heads, dim]`, at positions `begin`, `begin + gamma`, ...
 
     keys, values: `[kv_heads, context, dim]` (heads and tokens strided), of tokens from 0 on, at least to the last
-    sparse query; all bf16 or all float32. Raises ValueError for another shape, dtype or device.
+    sparse query; of one dtype. Raises ValueError for another shape, dtype or device.
     """
     op, (tokens, heads, dim), device = "query_sparse_attention", query.shape, query.device
     kv_heads, context, _ = keys.shape
@@ -187,14 +181,13 @@ def query_sparse_attention(
         raise ValueError(f"{op}: {heads} query heads over {kv_heads} KV heads; wanted a multiple")
     if rows == 0 or last >= context:
         raise ValueError(f"{op}: queries to position {last} over {context} keys; wanted one query or more, and its key")
-    if not runs_on_triton(query):
+    if not multiplies_on_tensor_cores(query):
         return query_sparse_reference(query, keys, values, begin, gamma, key_block, selection, scale)
-    check_dtype(op, query)
     if query.stride()[1:] != (dim, 1):
         raise ValueError(f"{op}: query has strides {query.stride()}; wanted heads and dim contiguous")
-    if (query.element_size(), dim) not in CONFIGS:
-        raise ValueError(f"{op}: dim is {dim}; wanted one of {sorted({dim for _, dim in CONFIGS})}")
-    tile_rows, num_warps, num_stages = CONFIGS[query.element_size(), dim]
+    if dim not in CONFIGS:
+        raise ValueError(f"{op}: dim is {dim}; on {device} wanted one of {sorted(CONFIGS)}")
+    tile_rows, num_warps, num_stages = CONFIGS[dim]
     group, kind, k = heads // kv_heads, KINDS[selection.name], selection.k
     block_group = triton.next_power_of_2(group)
     tile_rows = max(LEAST_ROWS, tile_rows, block_group)
