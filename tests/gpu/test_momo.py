@@ -99,10 +99,10 @@ def test_neither_units_nor_what_comes_behind_change_it(selection, dtype, device)
     for cuts in ([64, 96, 256], [64, 128, 160, 256], [128, 256], [192, 224]):
         pieces = [attend(query, keys, values, *cut, settings) for cut in pairwise(cuts)]
         wanted, got = whole[cuts[0] - 64 : cuts[-1] - 64], torch.cat(pieces)
-        if device == "cuda":
+        if device == "cuda" and dtype == torch.bfloat16:
             assert torch.equal(got, wanted)
         else:  # torch's products of few rows may add in another order than those of many
-            np.testing.assert_allclose(got, wanted, atol=MOMO_FLOAT32, rtol=0)
+            np.testing.assert_allclose(got.cpu(), wanted.cpu(), atol=MOMO_FLOAT32, rtol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -64,7 +64,7 @@ def query_sparse_reference(
     weights = logits.sub_(lse[..., None]).exp_().view(kv_heads, -1, context)
     out = (weights @ values[:, :context]).view(heads, rows, dim).transpose(0, 1)
     kept = scores.gather(-1, blocks.clamp(min=0).long()).masked_fill_(blocks < 0, -torch.inf)
-    return SparseRows(out, lse.transpose(0, 1), blocks, kept)
+    return SparseRows(out, lse.transpose(0, 1).contiguous(), blocks, kept)
 
 
 @triton.jit
