@@ -21,7 +21,7 @@ from gpu.methods.momo.prefill import Momo
 from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings, Selection
 from gpu.methods.momo.union import unite
-from gpu.prefill.attention import prefill_attention
+from gpu.prefill.dense import Dense
 from gpu.prefill.query import PrefillQuery
 from transfer.partial import Partial, merge
 
@@ -140,7 +140,7 @@ def selection_rows(
 
 def time_unit(prompt: Prompt, begin: int, settings: MomoSettings, device: torch.device) -> dict[str, float]:
     """Milliseconds of one unit: `momo` whole, its parts, and `dense ...`."""
-    query, side = prompt.unit(begin), Momo(settings)
+    query, side = prompt.unit(begin), Momo(settings, Dense())
     size, block, scale = settings.query_block, settings.key_block, query.scale
 
     def ms(call: Callable[[], object]) -> float:
@@ -173,7 +173,7 @@ def time_unit(prompt: Prompt, begin: int, settings: MomoSettings, device: torch.
 def dense_calls(query: PrefillQuery, begin: int) -> dict[str, Callable[[], object]]:
     """Ways to attend to everything."""
     if not query.query.is_cuda:
-        return {"dense": lambda: prefill_attention(query.query, query.keys, query.values, query.scale)}
+        return {"dense": lambda: Dense().attend(query)}
     rows, keys, values = query.query.transpose(0, 1)[None], query.keys[None], query.values[None]
 
     def flash() -> object:

@@ -100,7 +100,7 @@ class Runner:
         encode_keys = encoders[0] if encoders else None
         depositor = None if tier is None else Depositor(tier.shape, encode_keys, device, Streams(device))
         self.dense = Dense()
-        prefill_sides = {DENSE: self.dense, **make_prefill_sides(parts, site)}
+        prefill_sides = {DENSE: self.dense, **make_prefill_sides(parts, site, self.dense)}
         self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, prefill_sides, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim

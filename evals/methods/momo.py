@@ -9,9 +9,10 @@ import torch
 from pydantic import Field, model_validator
 
 from evals.methods.method import PrefillMethod, PrefillResult, PromptLayer
-from gpu.methods.momo.attend import sparse_attention
+from gpu.methods.momo.prefill import Momo as MomoSide
 from gpu.methods.momo.settings import DEFAULT_K, MomoSettings
-from gpu.prefill.attention import prefill_attention
+from gpu.prefill.dense import Dense
+from gpu.prefill.query import PrefillQuery
 
 _DEFAULT = MomoSettings()
 
@@ -42,23 +43,18 @@ class Momo(PrefillMethod):
 
     def attend(self, prompt: PromptLayer) -> PrefillResult:
         settings, out = self.served, torch.zeros_like(prompt.queries)
+        side = MomoSide(settings, Dense())
         size, scale = settings.query_block, prompt.queries.shape[-1] ** -0.5
         heads, kv_heads = prompt.queries.shape[1], prompt.keys.shape[1]
         pairs = []
         for request, length in enumerate(prompt.lengths.tolist()):
             query = prompt.queries[request, :, :length].transpose(0, 1).contiguous()
             keys, values = prompt.keys[request, :, :length], prompt.values[request, :, :length]
+            positions = torch.arange(length, device=query.device)
+            asked = PrefillQuery(prompt.layer, query, query, keys, values, positions, 0, length, scale, None)
+            out[request, :, :length] = side.attend(asked).out.transpose(0, 1).to(out.dtype)
             last = (length - 1) // size * size
             first = min(last, -(-settings.dense_until_tokens // size) * size)
-            parts = []
-            if first:
-                parts.append(prefill_attention(query[:first], keys[:, :first], values[:, :first], scale).out)
-            if first < last:
-                parts.append(
-                    sparse_attention(query[first:last], keys[:, :last], values[:, :last], first, settings, scale)
-                )
-            parts.append(prefill_attention(query[last:], keys, values, scale).out)
-            out[request, :, :length] = torch.cat(parts).transpose(0, 1).to(out.dtype)
             pairs.append(count_pairs(length, first, last, settings) / (length * (length + 1) / 2))
         fraction = torch.tensor(pairs, dtype=torch.float32, device=out.device)
         return PrefillResult(out, fraction, fraction * (heads // kv_heads))

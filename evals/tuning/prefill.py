@@ -28,7 +28,9 @@ def measure_depths(
     longest = max(depths) + unit_tokens
     query = torch.randn(unit_tokens, shape.num_heads, shape.dim, device=device, dtype=dtype)
     keys, values = (torch.randn(shape.num_kv_heads, longest, shape.dim, device=device, dtype=dtype) for _ in range(2))
-    sides = {"dense_ms": Dense(), "momo_ms": Momo(settings.model_copy(update={"dense_until_tokens": 0}))}
+    dense = Dense()
+    dense.choose(keys, values, shape.num_heads, unit_tokens)
+    sides = {"dense_ms": dense, "momo_ms": Momo(settings.model_copy(update={"dense_until_tokens": 0}), dense)}
     rows = []
     for depth in depths:
         end = depth + unit_tokens

@@ -32,10 +32,11 @@ class Method:
     and model. reading: how the CPU reads what is in host memory, or None: nothing goes down there. keeps: what of a
     context that goes down it needs on the device, by settings, `host` section and model, or None: it asks for nothing.
     device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
-    (`gpu.methods.device_side`), or None: nothing. prefill_side: likewise, with a `make_prefill_side(settings, site)` of
-    what attends to prompts (`gpu.methods.prefill_side`); every method of that slot has one, and no other. align_tokens:
-    of the KV that it writes, by settings: units end at multiples of it, and what others find of a prompt ends at one,
-    in front of the prompt's last block of so many tokens, which may be computed otherwise; 1: there are no such blocks.
+    (`gpu.methods.device_side`), or None: nothing. prefill_side: likewise, with a `make_prefill_side(settings, site,
+    dense)` of what attends to prompts (`gpu.methods.prefill_side`); every method of that slot has one, and no
+    other. align_tokens: of the KV that it writes, by settings: units end at multiples of it, and what others find
+    of a prompt ends at one, in front of the prompt's last block of so many tokens, which may be computed otherwise;
+    1: there are no such blocks.
     scored: the settings at which the evals' set of serving profiles has the profile of the method's name; where they
     are not shared, its defaults or none.
     """

@@ -28,11 +28,11 @@ class PrefillSide:
         raise NotImplementedError
 
 
-def make_prefill_sides(parts: Sequence[Part], site: Site) -> dict[str, PrefillSide]:
-    """Of the prefill methods among these, by what units name them."""
+def make_prefill_sides(parts: Sequence[Part], site: Site, dense: PrefillSide) -> dict[str, PrefillSide]:
+    """Of the prefill methods among these, by what units name them. dense: what they fall back on."""
     found = [(part, part.method.prefill_side) for part in parts]
     return {
-        str(part): import_module(module).make_prefill_side(part.settings, site)
+        str(part): import_module(module).make_prefill_side(part.settings, site, dense)
         for part, module in found
         if module is not None
     }

@@ -11,6 +11,7 @@ from gpu.methods.momo import METHOD
 from gpu.methods.momo.prefill import Momo
 from gpu.methods.momo.settings import MomoSettings
 from gpu.prefill.attention import prefill_attention_reference
+from gpu.prefill.dense import Dense
 from gpu.prefill.query import PrefillQuery
 from gpu.profiles import ProfileError, resolve_profiles
 from gpu.step import PageWrite
@@ -34,7 +35,7 @@ class Prompt:
     values: torch.Tensor
 
     def ask(self, settings: MomoSettings, begin: int, end: int) -> torch.Tensor:
-        found = Momo(settings).attend(self.piece(begin, end))
+        found = Momo(settings, Dense()).attend(self.piece(begin, end))
         assert found.lse is None
         return found.out
 
@@ -100,16 +101,16 @@ def test_what_it_cannot_do_is_refused() -> None:
     piece = prompt.piece(0, 100)
     scattered = PrefillQuery(*(getattr(piece, name) if name != "begin" else None for name in piece.__slots__))
     with pytest.raises(ValueError, match="positions that are not consecutive; wanted a run of them"):
-        Momo(SETTINGS).attend(scattered)
+        Momo(SETTINGS, Dense()).attend(scattered)
     with pytest.raises(AssertionError, match="has no lse covers the whole past"):
-        Momo(SETTINGS).attend(piece).partial()
+        Momo(SETTINGS, Dense()).attend(piece).partial()
 
 
 def logits_of(settings: MomoSettings, chunk_tokens: int, num_shared: int) -> torch.Tensor:
     """Of a prompt of 210 tokens; `num_shared` of them stand in pages, computed as a prompt before."""
     ids = draw_tokens(210, 1)
     stand = Stand(has_tier=False)
-    stand.prefill._sides = {SPY: Momo(settings)}
+    stand.prefill._sides = {SPY: Momo(settings, Dense())}
     pages: list[int] = []
     if num_shared:
         pages = list(stand.give_pages(0, len(ids), None))
@@ -136,7 +137,7 @@ def test_a_prompt_that_goes_down_is_prefilled_so_too() -> None:
     ids, told = draw_tokens(24 * PAGE + 5, 1), []
     for has_tier in (False, True):
         stand = Stand(has_tier=has_tier)
-        stand.prefill._sides = {SPY: Momo(SETTINGS)}
+        stand.prefill._sides = {SPY: Momo(SETTINGS, Dense())}
         host = host_prompt(len(ids), 7) if has_tier else None
         stand.give_pages(0, len(ids), host)
         job = stand.job(1, 0, ids, host) if has_tier else stand.job(1, 0, ids)
@@ -151,7 +152,7 @@ def momo(**settings: object) -> Composition:
 
 
 def test_profiles_of_it_share_kv_only_where_all_that_shapes_it_is_the_same() -> None:
-    named = {"fast": momo(), "same": momo(gamma=16), "wider": momo(k_trim=128), "later": momo(dense_until_tokens=16384)}
+    named = {"fast": momo(), "same": momo(gamma=16), "wider": momo(k_trim=128), "later": momo(dense_until_tokens=32768)}
     profiles = resolve_profiles(named, None)
     keys = {name: profile.kv_key for name, profile in profiles.items()}
     assert keys["fast"] == keys["same"]

@@ -15,7 +15,7 @@ from gpu.kernels.arguments import check, multiplies_on_tensor_cores
 from gpu.methods.momo.union import KeyLists
 from transfer.partial import Partial
 
-CONFIGS = {64: (4, 3), 128: (8, 2)}  # dim: num_warps, num_stages
+CONFIGS = {64: (4, 3), 128: (4, 2)}  # dim: num_warps, num_stages
 
 
 def block_sparse_reference(

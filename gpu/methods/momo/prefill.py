@@ -6,25 +6,27 @@ them a query block belongs depends on its position and on where the prompt ends.
 a GPU, on where units end for sparse query blocks; for dense ones, as much as dense prefill's.
 """
 
+from dataclasses import replace
+
 import torch
 
 from gpu.methods.device_side import Site
 from gpu.methods.momo.attend import sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.prefill_side import PrefillSide
-from gpu.prefill.attention import prefill_attention
 from gpu.prefill.query import Attended, PrefillQuery
 
 
-def make_prefill_side(settings: MomoSettings, site: Site) -> PrefillSide:
-    return Momo(settings)
+def make_prefill_side(settings: MomoSettings, site: Site, dense: PrefillSide) -> PrefillSide:
+    return Momo(settings, dense)
 
 
 class Momo(PrefillSide):
-    """No state: what a unit needs of those before it is in their keys and values."""
+    """No state: what a unit needs of those before it is in their keys and values. dense: what computes dense rows."""
 
-    def __init__(self, settings: MomoSettings) -> None:
+    def __init__(self, settings: MomoSettings, dense: PrefillSide) -> None:
         self.settings = settings
+        self.dense = dense
 
     def attend(self, query: PrefillQuery) -> Attended:
         """No lse: the whole past is covered, and by no softmax over a set (eq. 2). Raises ValueError where positions
@@ -47,9 +49,17 @@ class Momo(PrefillSide):
         ):
             if first == last:
                 continue
-            rows, keys, values = query.query[first - begin : last - begin], query.keys[:, :last], query.values[:, :last]
+            own = slice(first - begin, last - begin)
             if is_sparse:
+                rows, keys, values = query.query[own], query.keys, query.values
                 outs.append(sparse_attention(rows, keys, values, first, self.settings, query.scale))
-            else:
-                outs.append(prefill_attention(rows, keys, values, query.scale).out)
+                continue
+            asked = replace(
+                query,
+                query=query.query[own],
+                pre_rope_query=query.pre_rope_query[own],
+                positions=query.positions[own],
+                begin=first,
+            )
+            outs.append(self.dense.attend(asked).out)
         return Attended(outs[0] if len(outs) == 1 else torch.cat(outs), None)

@@ -22,7 +22,7 @@ from gpu.methods.momo.settings import Selection
 LEAST_ROWS = 16  # of a tile, for tensor cores
 OCTAVES = 126  # float32 exponents below one
 
-CONFIGS = {64: (64, 4, 3), 128: (64, 4, 2)}  # dim: rows, num_warps, num_stages
+CONFIGS = {64: (64, 4, 3), 128: (64, 4, 3)}  # dim: rows, num_warps, num_stages
 
 _OCTAVES = tl.constexpr(OCTAVES)
 
@@ -88,13 +88,14 @@ def _pass_block(
     else:
         key = tl.load(key_at)
         value = tl.load(value_at)
-    logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
+    products = tl.dot(rows, tl.trans(key), input_precision="ieee")
     sees = is_row
     if MASKED:
-        logits = tl.where(token[None, :] <= position[:, None], logits, float("-inf"))
+        products = tl.where(token[None, :] <= position[:, None], products, float("-inf"))
         sees = is_row & (block < num_blocks)
-    higher = tl.maximum(top, tl.max(logits, 1))
-    weights = tl.exp2(logits - higher[:, None])
+    higher = tl.maximum(top, tl.max(products, 1) * scale_log2)
+    # A fused product in so many words: left to the compiler, it would be one without masks and none with them.
+    weights = tl.exp2(tl.fma(products, scale_log2 + tl.zeros_like(products), tl.zeros_like(products) - higher[:, None]))
     rescale = tl.exp2(top - higher)
     block_mass = tl.sum(weights, 1)
     mass = mass * rescale + block_mass

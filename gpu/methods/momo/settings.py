@@ -40,7 +40,7 @@ class MomoSettings(Settings):
     k_exact: int = Field(8, ge=1, le=64, description="of them chosen by rank where selection is estimated")
     k_trim: int = Field(64, ge=1, description="key blocks that a query block reads at most, its own and the first "
                         "among them")  # fmt: skip
-    dense_until_tokens: int = Field(8192, ge=0, description="queries before it read everything, in every prompt")
+    dense_until_tokens: int = Field(16384, ge=0, description="queries before it read everything, in every prompt")
 
     @model_validator(mode="before")
     @classmethod

@@ -16,8 +16,11 @@ from torch import Tensor
 from gpu.kernels.arguments import runs_on_triton
 from gpu.methods.momo.query_sparse import SparseRows
 
-PART = 16  # candidates that all others are compared with at once
-WARP_CANDIDATES = 64  # more to a warp do not fit its registers
+WARP_CANDIDATES = 128
+
+# A mass in whole numbers: sums do not depend on the order of adding. Up to 128 rows fit an int32.
+_ONE = tl.constexpr(2.0**22)
+_LOW_FIRST = tl.constexpr(2**31 - 1)  # flips a block, so that of equal weights the earlier block is the larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,47 +54,32 @@ def unite_reference(rows: SparseRows, begin: int, rows_per_block: int, own_block
 
 @triton.jit
 def _unite_kernel(
-    blocks, scores, lse, weights, lists, counts, begin, row_stride, head_stride,
+    blocks, scores, lse, sums, lists, counts, begin, most_blocks, row_stride, head_stride,
     HEADS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
-    PART: tl.constexpr,
 ):  # fmt: skip
     CANDIDATES: tl.constexpr = ROWS * K
     program = tl.program_id(0).to(tl.int64)
     query_block, head = program // HEADS, program % HEADS
     below = begin + query_block.to(tl.int32) * OWN
     candidate = tl.arange(0, CANDIDATES)
-    row = (query_block * ROWS + candidate // K) * HEADS + head
-    block = tl.load(blocks + row * K + candidate % K)
+    row = query_block * ROWS + candidate // K
+    block = tl.load(blocks + (row * HEADS + head) * K + candidate % K)
+    score = tl.load(scores + row * row_stride + head * head_stride + candidate % K)
+    mass = tl.exp(score - tl.load(lse + row * HEADS + head))
     is_other = (block > 0) & (block < below)
-    block = tl.where(is_other, block, -1)
-    weight = tl.zeros([CANDIDATES], tl.float32)
-    earlier = tl.zeros([CANDIDATES], tl.int32)
-    for part in range(0, CANDIDATES, PART):
-        other = part + tl.arange(0, PART)
-        other_row = (query_block * ROWS + other // K) * HEADS + head
-        other_block = tl.load(blocks + other_row * K + other % K)
-        score = tl.load(scores + (query_block * ROWS + other // K) * row_stride + head * head_stride + other % K)
-        mass = tl.exp(score - tl.load(lse + other_row))
-        same = (block[:, None] == other_block[None, :]) & is_other[:, None]
-        weight += tl.sum(tl.where(same, mass[None, :], 0.0), 1)
-        earlier += tl.sum((same & (other[None, :] < candidate[:, None])).to(tl.int32), 1)
-    is_first = is_other & (earlier == 0)
-    weight = tl.where(is_first, weight, -1.0)
-    tl.store(weights + program * CANDIDATES + candidate, weight)
-    tl.debug_barrier()  # other threads' weights are read
-    rank = tl.zeros([CANDIDATES], tl.int32)
-    for part in range(0, CANDIDATES, PART):
-        other = part + tl.arange(0, PART)
-        other_row = (query_block * ROWS + other // K) * HEADS + head
-        other_block = tl.load(blocks + other_row * K + other % K)
-        other_weight = tl.load(weights + program * CANDIDATES + other)
-        is_ahead = (other_weight[None, :] > weight[:, None]) | (
-            (other_weight[None, :] == weight[:, None]) & (other_block[None, :] < block[:, None])
-        )
-        rank += tl.sum(is_ahead.to(tl.int32), 1)
-    tl.store(lists + program * MOST + 1 + rank, block, mask=is_first & (rank < MOST - 1))
-    tl.store(lists + program * MOST, 0)
+    place = sums + program * most_blocks + tl.maximum(block, 0)
+    tl.store(place, 0, mask=is_other)
+    tl.debug_barrier()
+    tl.atomic_add(place, (mass * _ONE).to(tl.int32) + 1, mask=is_other, sem="relaxed")
+    tl.debug_barrier()
+    weight = tl.atomic_xchg(place, tl.full([CANDIDATES], -1, tl.int32), mask=is_other, sem="relaxed")
+    is_first = is_other & (weight > 0)  # of the candidates of one block, whoever comes first takes its weight
+    key = tl.where(is_first, (weight.to(tl.int64) << 32) + (block ^ _LOW_FIRST), 0)
+    key = tl.sort(key, descending=True)
     num_others = tl.minimum(tl.sum(is_first.to(tl.int32), 0), MOST - 1)
+    to_list = lists + program * MOST
+    tl.store(to_list, 0)
+    tl.store(to_list + 1 + candidate, (key & 0xFFFFFFFF).to(tl.int32) ^ _LOW_FIRST, mask=candidate < num_others)
     tl.store(counts + program, num_others + (below > 0).to(tl.int32))
 
 
@@ -110,10 +98,11 @@ def unite(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_
     device = rows.blocks.device
     lists = torch.empty(count, heads, most, dtype=torch.int32, device=device)
     counts = torch.empty(count, heads, dtype=torch.int32, device=device)
-    weights = torch.empty(count * heads, candidates, dtype=torch.float32, device=device)
+    most_blocks = begin + count * own_blocks
+    sums = torch.empty(count * heads, most_blocks, dtype=torch.int32, device=device)
     _unite_kernel[(count * heads,)](
-        rows.blocks, rows.scores, rows.lse, weights, lists, counts, begin, rows.scores.stride(0), rows.scores.stride(1),
-        HEADS=heads, K=k, ROWS=rows_per_block, OWN=own_blocks, MOST=most, PART=min(PART, candidates),
-        num_warps=min(16, max(1, candidates // WARP_CANDIDATES)),
+        rows.blocks, rows.scores, rows.lse, sums, lists, counts, begin, most_blocks, rows.scores.stride(0),
+        rows.scores.stride(1), HEADS=heads, K=k, ROWS=rows_per_block, OWN=own_blocks, MOST=most,
+        num_warps=min(8, max(1, candidates // WARP_CANDIDATES)),
     )  # fmt: skip
     return KeyLists(lists, counts)
