@@ -32,6 +32,7 @@ METHOD = Method(
     kv_host={},
     slot_bytes=no_bytes,
     reading=None,
+    keeps=None,
     device_side=None,
     prefill_side="gpu.methods.momo.prefill",
     align_tokens=align_tokens,
