@@ -41,6 +41,7 @@ def make_profile(name: str, align_tokens: int) -> Profile:
         kv_host={},
         slot_bytes=no_bytes,
         reading=None,
+        keeps=None,
         device_side=None,
         prefill_side="nowhere",
         align_tokens=lambda settings: align_tokens,
