@@ -85,6 +85,8 @@ def _measure(
     shorts = _start(client, benchmark.short, benchmark.short_tokens, short)
     short_beside, long_beside = _watch(client, [shorts, longs], benchmark.seconds)
     client.drain(shorts)
+    console.print(f"together: short {short_beside.token_ms:.2f} ms, long {long_beside.token_ms:.2f} ms a token",
+                  highlight=False)  # fmt: skip
     gaps: list[list[float]] = [[]]
     prefill_beside = _first_token(client, benchmark.long_tokens, long, [longs], gaps)
     client.drain(longs)

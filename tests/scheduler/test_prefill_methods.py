@@ -67,7 +67,7 @@ class Served:
     def run(self) -> list[StepPlan]:
         """Plans until nothing is left to do."""
         plans = []
-        while not (plan := self.scheduler.schedule()).is_empty:
+        while not (plan := self.scheduler.schedule(lambda ask: True)).is_empty:
             plans.append(plan)
             self.scheduler.postprocess(self._runner.launch(plan).collect())
         return plans
@@ -161,7 +161,7 @@ def test_nobody_waits_for_the_last_block_of_a_prompt_under_way() -> None:
     """It will not be found: whoever has the same tokens computes it, and what comes behind."""
     served = Served()
     served.submit(prompt_of(6 * ALIGN), "blocky")
-    served.scheduler.schedule()
+    served.scheduler.schedule(lambda ask: True)
     (sequence,) = served.scheduler._sequences.values()
     assert set(served.scheduler.prefixes._computing) == set(sequence.hashes[: 5 * ALIGN // PAGE])
 
