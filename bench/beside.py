@@ -73,6 +73,8 @@ def _measure(
     short_alone = _watch(client, [shorts], benchmark.seconds)[0]
     client.drain(shorts)
     _first_token(client, benchmark.long_tokens, long)  # of the first, host memory is pinned
+    client.drain([])
+    client.forget_contexts()
     prefill_alone = _first_token(client, benchmark.long_tokens, long)
     longs = _start(client, benchmark.long, benchmark.long_tokens, long)
     before = client.host_stats().rows_read
@@ -84,7 +86,7 @@ def _measure(
                   f"prefill {prefill_alone:.2f} s", highlight=False)  # fmt: skip
     shorts = _start(client, benchmark.short, benchmark.short_tokens, short)
     short_beside, long_beside = _watch(client, [shorts, longs], benchmark.seconds)
-    client.drain(shorts)
+    client.engine.cancel(shorts)
     console.print(f"together: short {short_beside.token_ms:.2f} ms, long {long_beside.token_ms:.2f} ms a token",
                   highlight=False)  # fmt: skip
     gaps: list[list[float]] = [[]]
@@ -148,7 +150,7 @@ def _first_token(
     seconds = time.perf_counter() - began
     for own, all_gaps in zip(gaps_ms, clock.gaps_ms(), strict=True):
         own += all_gaps
-    client.drain([request_id])
+    client.engine.cancel([request_id])
     return seconds
 
 

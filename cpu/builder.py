@@ -1,8 +1,8 @@
 """Work in the background that yields to decode: jobs cut into pieces of about a millisecond, the most urgent first.
 
-It refuses to know tables and segments. Invariant: no piece begins while the gate is shut, and a job that raises ends
-alone: it is logged, its `fail` is called, and the others go on. The gate is a number in memory, so that compiled code
-may shut it without the interpreter.
+It refuses to know tables and segments. Invariant: no piece begins while the gate is shut, but one at a time where a
+core is left to it, and a job that raises ends alone: it is logged, its `fail` is called, and the others go on. The gate
+is a number in memory, so that compiled code may shut it without the interpreter.
 """
 
 import heapq
@@ -38,24 +38,33 @@ class Job:
 
 
 class Builder:
-    """Threads that do jobs until `shutdown`. gate: int64 `[1]`, shut while it is above 0: how many pauses there are."""
+    """Threads that do jobs until `shutdown`. gate: int64 `[1]`, shut while it is above 0: how many pauses there are.
+    has_own_core: one of the threads passes the gate at any time, since who shuts it leaves it a core (`is_busy`).
+    """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, has_own_core: bool = False) -> None:
         self._jobs: list[Job] = []
+        self._num_under_way = 0
+        self._has_own_core = has_own_core
         self._changed = Condition()
         self._is_over = False
         self.gate = np.zeros(1, np.int64)
-        self._opened = Condition()
         self._threads = [
-            Thread(target=self._run, name=f"builder-{number}", daemon=True) for number in range(num_threads)
+            Thread(target=self._run, args=(has_own_core and number == 0,), name=f"builder-{number}", daemon=True)
+            for number in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread with a core of its own has anything to do."""
+        return self._has_own_core and bool(self._jobs or self._num_under_way)
+
     def submit(self, job: Job) -> None:
         with self._changed:
             heapq.heappush(self._jobs, job)
-            self._changed.notify()
+            self._changed.notify_all()  # one that is told may wait for the gate
 
     def drop_unwanted(self) -> None:
         """End jobs that nobody wants any more and that no thread is at, before their turn."""
@@ -74,38 +83,45 @@ class Builder:
 
     def go_on(self) -> None:
         """The end of one pause, whoever began it."""
-        with self._opened:
+        with self._changed:
             self.gate[0] -= 1
-            self._opened.notify_all()
+            self._changed.notify_all()
 
     def shutdown(self) -> None:
         """Stop after the pieces under way; jobs that are not done never will be."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        with self._opened:
-            self._opened.notify_all()
         for thread in self._threads:
             thread.join()
 
-    def _run(self) -> None:
-        while (job := self._take()) is not None:
-            with self._opened:
-                self._opened.wait_for(lambda: self.gate[0] <= 0 or self._is_over)
-            if not job.is_wanted():
-                job.finish()
-                continue
+    def _run(self, passes_gate: bool) -> None:
+        while (job := self._take(passes_gate)) is not None:
             try:
-                next(job.pieces)
-            except StopIteration:
-                job.finish()
-            except Exception as error:  # the outermost handler of this thread: one job's failure must not end it
-                log.exception("background_job_failed job=%s", job.name)
-                job.fail(error)
-            else:
-                self.submit(job)
+                self._do_piece(job)
+            finally:
+                with self._changed:
+                    self._num_under_way -= 1
 
-    def _take(self) -> Job | None:
+    def _do_piece(self, job: Job) -> None:
+        if not job.is_wanted():
+            job.finish()
+            return
+        try:
+            next(job.pieces)
+        except StopIteration:
+            job.finish()
+        except Exception as error:  # the outermost handler of this thread: one job's failure must not end it
+            log.exception("background_job_failed job=%s", job.name)
+            job.fail(error)
+        else:
+            self.submit(job)
+
+    def _take(self, passes_gate: bool) -> Job | None:
+        """The next job, once there is one and the gate is open; None: it is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._is_over)
-            return None if self._is_over else heapq.heappop(self._jobs)
+            self._changed.wait_for(lambda: self._is_over or (self._jobs and (passes_gate or self.gate[0] <= 0)))
+            if self._is_over:
+                return None
+            self._num_under_way += 1
+            return heapq.heappop(self._jobs)

@@ -109,7 +109,13 @@ class Attend:
     """The compiled attention for queries of one dtype, with its threads, the gate that it shuts, and the counts."""
 
     def __init__(self, kernel: HostAttention, num_threads: int, builder: Builder, counts: AttentionCounts) -> None:
-        self.kernel, self.num_threads, self.builder, self.counts = kernel, num_threads, builder, counts
+        self.kernel, self.builder, self.counts = kernel, builder, counts
+        self._num_threads = num_threads
+
+    @property
+    def num_threads(self) -> int:
+        """Of the next answers: all but the one whose core the builder has, while that has something to do."""
+        return self._num_threads - self.builder.is_busy
 
 
 class StepAttention:

@@ -33,6 +33,7 @@ from transfer.tier import (
 
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
 BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
+OWN_CORE_THREADS = 8  # of attention: where there are so many, one core is left to what is built while decode has no gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class CpuTier:
             threads=num_threads,
         )
         self._pool = SlabPool(limit_bytes, source, min(MAX_MAPPING_THREADS, num_threads))
-        self._builder = Builder(max(1, num_threads // BUILDER_SHARE))
+        self._builder = Builder(max(1, num_threads // BUILDER_SHARE), has_own_core=num_threads >= OWN_CORE_THREADS)
         self._store = SegmentStore(self._pool, self._builder)
         self._growth = Growth(shape, self._store)
         self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts())

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from cpu.builder import Builder, Job
+from cpu.decode_step import Attend
 
 
 class Log:
@@ -93,6 +94,38 @@ def test_no_piece_begins_while_decode_holds_the_gate(builder):
             assert len(log.entries) <= before + 1  # on a busy machine, the one that was under way
         time.sleep(0.001)
     assert len(log.entries) > 20
+
+
+def test_with_a_core_of_its_own_one_thread_works_while_decode_holds_the_gate():
+    builder = Builder(2, has_own_core=True)
+    log = Log(builder)
+    with paused(builder):
+        assert not builder.is_busy
+        for name in "ab":
+            log.submit(name, (0,), 5)
+        assert builder.is_busy
+        log.wait(2)
+        while builder.is_busy:
+            time.sleep(0.001)
+    builder.shutdown()
+
+
+def test_attention_leaves_a_core_to_what_is_built_where_there_are_many():
+    for threads, has_own_core in [(8, True), (4, False)]:
+        builder = Builder(1, has_own_core)
+        attend = Attend(None, threads, builder, None)
+        log, may_go_on = Log(builder), threading.Event()
+
+        def work(may_go_on=may_go_on):
+            assert may_go_on.wait(20)
+            yield
+
+        assert attend.num_threads == threads
+        builder.submit(Job((0,), "held", work(), lambda: True, log.over.release, lambda _: None))
+        assert attend.num_threads == threads - has_own_core
+        may_go_on.set()
+        log.wait(1)
+        builder.shutdown()
 
 
 def test_pauses_of_two_half_batches_add_up(builder):
