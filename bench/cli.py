@@ -2,9 +2,10 @@
 
 import typer
 
+from bench.context_commands import beside, long, prefill
 from bench.kernel_commands import app as kernel
 from bench.load.command import serve
-from bench.machine_commands import beside, engine, long, prefill, rates
+from bench.machine_commands import engine, rates
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
 

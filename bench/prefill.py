@@ -78,15 +78,23 @@ class _Bench:
         rows = []
         if self.benchmark.lengths[0] > _LAUNCHED_TOKENS:
             rows.append(self._short_row())
-        longest = self.client.longest_tokens[self.profile.name] - _ANSWER_TOKENS
         for length in self.benchmark.lengths:
-            if length > longest:
-                self.console.print(f"{self.profile.name}: {length:,} tokens do not fit", highlight=False)
+            if not self._has_room(length):
                 continue
             rows.append(self._row_of(length))
             if self.benchmark.traces and self.floors.plan.device == "cuda":
                 self._trace(length)
-        return [*rows, self._turn_row()] if self.benchmark.turn else rows
+        turn = self.benchmark.turn
+        if turn and self._has_room(turn + _ANSWER_TOKENS + self.benchmark.question):
+            rows.append(self._turn_row())
+        return rows
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Whether a prompt and its answer fit; says so where they do not."""
+        has_room = num_tokens + _ANSWER_TOKENS <= self.client.longest_tokens[self.profile.name]
+        if not has_room:
+            self.console.print(f"{self.profile.name}: {num_tokens:,} tokens do not fit", highlight=False)
+        return has_room
 
     def _short_row(self) -> Row:
         seconds = [self._first_token(self.client.prompt(_LAUNCHED_TOKENS)) for _ in range(5)]

@@ -52,7 +52,7 @@ def gather_pages(key_pages: Tensor, value_pages: Tensor, page_ids: Tensor, keys:
     for name, tensor in (("key_pages", key_pages), ("value_pages", value_pages), ("page_ids", page_ids)):
         check_contiguous("gather_pages", name, tensor)
     for name, tensor in (("keys", keys), ("values", values)):
-        check_contiguous("gather_pages", f"a head of {name}", tensor[0])
+        check_contiguous("gather_pages", f"a head of {name}", tensor.select(0, 0))
     if keys.stride() != values.stride():
         raise ValueError(f"gather_pages: keys have strides {keys.stride()}, values {values.stride()}; wanted the same")
     _gather_pages_kernel[(len(page_ids), kv_heads)](

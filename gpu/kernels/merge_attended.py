@@ -34,7 +34,7 @@ def merge_attended_reference(
 
 
 @triton.jit
-def _merge_kernel(
+def _merge_attended_kernel(
     out_0, out_1, out_2, out_3, out_4, out_5, out_6, lse_0, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6,
     last_out, last_lse, out, lse, rows, heads, lse_token, lse_head, last_lse_token, last_lse_head,
     PIECES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -111,7 +111,7 @@ def _launch(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=last_out.device)
     unused = MOST_PIECES - len(outs)
     piece_lse = lses[0] if lses else last_lse
-    _merge_kernel[(triton.cdiv(tokens * heads, ROWS_PER_PROGRAM),)](
+    _merge_attended_kernel[(triton.cdiv(tokens * heads, ROWS_PER_PROGRAM),)](
         *outs, *[last_out] * unused, *lses, *[last_lse] * unused, last_out, last_lse, out, lse, tokens * heads, heads,
         piece_lse.stride(0), piece_lse.stride(1), last_lse.stride(0), last_lse.stride(1),
         PIECES=len(outs), DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_ROWS=ROWS_PER_PROGRAM, num_warps=4,

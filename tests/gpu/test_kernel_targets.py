@@ -22,9 +22,11 @@ import gpu.kernels
 import gpu.methods
 import transfer.merge
 from gpu.kernels.await_answer import await_answer
-from gpu.kernels.deposit_rows import deposit_rows
+from gpu.kernels.deposit_rows import centre_of, deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.kernels.merge_attended import merge_attended
 from gpu.kernels.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.kernels.race import race
 from gpu.kernels.restore_rows import restore_rows
@@ -135,6 +137,7 @@ def _rows(shape: Architecture, dtype: torch.dtype) -> None:
         torch.empty(shape.num_kv_heads, shape.dim, device="cuda"),
         torch.empty(shape.num_kv_heads, device="cuda"),
     )
+    centre_of(keys)
     for stored, scales in ((torch.bfloat16, (None, None)), (torch.int8, (scale, centre))):
         rows = torch.empty_like(keys, dtype=stored)
         deposit_rows(keys, keys, centre, *scales, rows, rows)
@@ -170,6 +173,18 @@ def _scatter(shape: Architecture, dtype: torch.dtype) -> None:
         scatter(source, addresses, (2048 * 150, 2048, 1), True)
 
 
+def _gather(shape: Architecture, dtype: torch.dtype) -> None:
+    keys = torch.empty(shape.num_kv_heads, 4, 16, shape.dim, dtype=dtype, device="cuda")
+    gather_pages(*_pages(shape, dtype), torch.empty(4, dtype=torch.int32, device="cuda"), keys, torch.empty_like(keys))
+
+
+def _pieces(shape: Architecture, dtype: torch.dtype) -> None:
+    out = torch.empty(16, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
+    lse = torch.empty(16, shape.num_heads, device="cuda")
+    for sides in (2, 7):
+        merge_attended([out] * sides, [lse] * sides, dtype)
+
+
 def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:  # plain torch
         return
@@ -194,6 +209,9 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_merge_kernel": _merge,
     "_deposit_kernel": _rows,
     "_restore_kernel": _rows,
+    "_sum_kernel": _rows,
+    "_gather_pages_kernel": _gather,
+    "_merge_attended_kernel": _pieces,
     "_encode_kernel": _codes,
     "_query_sparse_kernel": _prefill,
     "_unite_kernel": _prefill,

@@ -237,15 +237,15 @@ def test_a_preempted_sequence_draws_on_as_if_it_had_stayed() -> None:
     assert begun + run_steps(sampler, [3], logits, cut, steps - cut)[0] == whole
 
 
-def test_memory_for_counts_is_kept_for_slots_with_penalties_alone() -> None:
-    sampler = Sampler(64, 100, torch.device("cpu"))
-    for slot in range(64):
-        sampler.assign(slot, SamplingParams(), ints(1), NOTHING)
-    assert len(sampler._penalties.counts) == 0
+def test_memory_for_counts_stays_where_it_is_while_slots_come_and_go() -> None:
+    """Steps in flight read it."""
+    sampler = Sampler(3, 100, torch.device("cpu"))
+    place = sampler._penalties.counts.data_ptr()
     for _ in range(10):
         for slot in range(3):
             sampler.assign(slot, OPTIONS["presence"], ints(1), NOTHING)
-    assert len(sampler._penalties.counts) == 4
+    assert sampler._penalties.counts.data_ptr() == place
+    assert sorted(state.penalty_row for state in sampler._slots) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,115 @@
+"""Arguments of `tandem bench long`, `prefill` and `beside`, of a deployment with a `host` section. Measures nothing."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from bench.machine_commands import JsonFile, parse_batches, warn_if_busy
+
+if TYPE_CHECKING:
+    from server.config import Deployment
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `host` section")]
+
+
+def long(
+    config: Config,
+    context: Annotated[int, typer.Option(min=64, help="tokens of a prompt")] = 98_304,
+    batch: Annotated[str, typer.Option(help="batch sizes, ascending, with commas")] = "1,2,4",
+    prompts: Annotated[int | None, typer.Option(min=1, help="which requests repeat; default: one each")] = None,
+    steps: Annotated[int, typer.Option(min=8, help="decode steps measured at each batch")] = 32,
+    seconds: Annotated[float, typer.Option(help="or as many as begin in so many seconds, 4 at least")] = 6.0,
+    profiles: Annotated[str, typer.Option(help="ours, then its peer, with commas")] = "sampled,offloaded",
+    turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the second; 0: none")] = 32_768,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="a Chrome trace of a few steps goes there")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Time contexts that outgrow the card: prefill, decode by batch, and the next turn of a conversation."""
+    from bench.long_context import LongContextBenchmark, run_long_context_benchmark
+    from bench.rows import report
+
+    console = Console()
+    deployment = _load_with_host(config, console)
+    batches, most = tuple(sorted(set(parse_batches(batch)))), deployment.scheduler.max_running
+    if batches[-1] > most:
+        raise typer.BadParameter(f"got {batches[-1]}; {config} has scheduler.max_running {most}", param_hint="--batch")
+    names = tuple(profiles.split(","))
+    benchmark = LongContextBenchmark(context, prompts or batches[-1], batches, steps, seconds, names, turn, trace)
+    with _failures_told():
+        for rows in run_long_context_benchmark(benchmark, deployment, console):
+            report(rows, json_file, console)  # a run that is cut keeps the profiles before
+
+
+def beside(
+    config: Config,
+    short: Annotated[int, typer.Option(min=1, help="short streams")] = 8,
+    short_tokens: Annotated[int, typer.Option(min=1, help="of each one's prompt")] = 1024,
+    long_streams: Annotated[int, typer.Option("--long", min=1, help="long streams")] = 4,
+    long_tokens: Annotated[int, typer.Option(min=64, help="of each one's prompt")] = 98_304,
+    profile: Annotated[str, typer.Option(help="of long streams")] = "sampled",
+    seconds: Annotated[float, typer.Option(min=0.1, help="of a window")] = 5.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time short streams, long streams and a long prefill, each alone and beside the others."""
+    from bench.beside import BesideBenchmark, run_beside_benchmark
+    from bench.rows import report
+
+    console = Console()
+    deployment = _load_with_host(config, console)
+    running, most = short + long_streams, deployment.scheduler.max_running
+    if running > most:
+        raise typer.BadParameter(f"got {running} streams; {config} has scheduler.max_running {most}")
+    benchmark = BesideBenchmark(short, short_tokens, long_streams, long_tokens, profile, seconds)
+    with _failures_told():
+        report(run_beside_benchmark(benchmark, deployment, console), json_file, console)
+
+
+def prefill(
+    config: Config,
+    lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "16384,98304",
+    profiles: Annotated[str, typer.Option(help="with commas")] = "exact,sampled",
+    turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the next one; 0: none")] = 32_768,
+    question: Annotated[int, typer.Option(min=1, help="new tokens of the next turn")] = 256,
+    trace: Annotated[bool, typer.Option(help="trace a prompt of each length")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Time the first token of long prompts against their floor, and say where the rest of the time goes."""
+    from bench.prefill import PrefillBenchmark, run_prefill_benchmark
+    from bench.rows import report
+
+    console = Console()
+    deployment = _load_with_host(config, console)
+    asked = tuple(sorted(set(parse_batches(lengths))))
+    benchmark = PrefillBenchmark(asked, tuple(profiles.split(",")), turn, question, trace)
+    with _failures_told():
+        for rows in run_prefill_benchmark(benchmark, deployment, console):
+            report(rows, json_file, console)  # a run that is cut keeps the profiles before
+
+
+def _load_with_host(config: Path, console: Console) -> "Deployment":
+    """Raises BadParameter where it has no `host` section."""
+    from server.config import load_deployment
+
+    warn_if_busy(console)
+    deployment = load_deployment(config)
+    if deployment.host is None:
+        raise typer.BadParameter(f"{config} has no `host` section", param_hint="CONFIG")
+    return deployment
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """A wrong result, or a profile that there cannot be, ends with status 1 and no number."""
+    from bench.rows import GateError
+    from gpu.profiles import ProfileError
+
+    try:
+        yield
+    except (GateError, ProfileError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
