@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _MOST_IN_FLIGHT = 2  # steps of a lane
 _LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
+_PATIENCE_SECONDS = 30.0  # longer than the host's answers are waited for
 _LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwhile are looked at
 
 
@@ -34,7 +35,9 @@ class Engine:
         self._runner = runner
         self._tier = tier
         self._is_pipelined = is_pipelined
-        self._in_flight: list[tuple[StepPlan, InFlight]] = []  # in the order of their launches
+        self._in_flight: list[
+            tuple[StepPlan, InFlight, float]
+        ] = []  # in the order of their launches, and when that was
         self._num_steps = 0
         self._step_seconds = 0.0
         self._decode_context_tokens = 0
@@ -96,7 +99,7 @@ class Engine:
         The engine steps no more.
         """
         if self._tier is not None:
-            for _, step in self._in_flight:
+            for _, step, _ in self._in_flight:
                 step.collect()
             self._runner.shutdown()
             self._tier.shutdown()
@@ -131,22 +134,25 @@ class Engine:
         plan = self.scheduler.schedule(self._runner.is_ready, lane)
         if plan.is_empty:
             return None
-        self._in_flight.append((plan, self._runner.launch(plan)))
+        self._in_flight.append((plan, self._runner.launch(plan), time.perf_counter()))
         self._num_steps += 1
         self._decode_context_tokens += sum(place + 1 for group in plan.decode for place in group.positions)
         return plan
 
     def _num_in_flight(self, lane: Lane) -> int:
-        return sum(plan.lane is lane for plan, _ in self._in_flight)
+        return sum(plan.lane is lane for plan, _, _ in self._in_flight)
 
     def _next_over(self) -> int | None:
         """Which step in flight is told of next: the only one there may be, or the first that is over; None if that
-        takes long. It waits.
+        takes long. It waits; for one that takes very long with all that comes, so that whoever watches sees it hang.
         """
         firsts = [index for index in range(len(self._in_flight)) if self._may_be_next(index)]
         if len(self.scheduler.lanes) == 1:
             return firsts[0] if firsts else None
-        until = time.perf_counter() + _LOOKING_SECONDS
+        now = time.perf_counter()
+        if firsts and now - self._in_flight[0][2] > _PATIENCE_SECONDS:
+            return 0
+        until = now + _LOOKING_SECONDS
         while firsts and time.perf_counter() < until:
             for index in firsts:
                 if self._in_flight[index][1].is_over:
@@ -157,10 +163,10 @@ class Engine:
     def _may_be_next(self, index: int) -> bool:
         """Whether it is its lane's first, and of all, if it is fenced."""
         before, plan = self._in_flight[:index], self._in_flight[index][0]
-        return not before or not (plan.is_fenced or any(other.lane is plan.lane for other, _ in before))
+        return not before or not (plan.is_fenced or any(other.lane is plan.lane for other, _, _ in before))
 
     def _collect(self, index: int | None) -> list[Delta]:
         if index is None:
             return []
-        plan, step = self._in_flight.pop(index)
+        plan, step, _ = self._in_flight.pop(index)
         return self.scheduler.postprocess(step.collect(), plan.lane)

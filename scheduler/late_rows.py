@@ -28,11 +28,14 @@ class LateRows:
         late = [row for row in rows if _is_late(row, is_ready)]
         if late and not is_busy and len(late) == len(rows):
             late.remove(max(late, key=lambda row: row[0].num_left_out))
-        left_out = {sequence for sequence, _ in late}
+        return [row for row in rows if row not in late]
+
+    def count(self, rows: list[Row], taken: list[Row]) -> None:
+        """A step of the rows that were taken, of all of these, is launched."""
+        taking = {sequence for sequence, _ in taken}
         for sequence, _ in rows:
-            sequence.num_left_out = sequence.num_left_out + 1 if sequence in left_out else 0
-        self.num_left_out += len(late)
-        return [row for row in rows if row[0] not in left_out]
+            sequence.num_left_out = 0 if sequence in taking else sequence.num_left_out + 1
+        self.num_left_out += len(rows) - len(taken)
 
 
 def _is_late(row: Row, is_ready: IsReady) -> bool:

@@ -10,7 +10,7 @@ gets exactly one final delta unless it is cancelled.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -195,29 +195,24 @@ class Scheduler:
         still = set(self._stepping_in(lane))
         drawing = [sequence for sequence in stepping if sequence in still and sequence.wants_draw]
         entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
-        budget = self._prefill_seconds() - self._seconds_since_decode if drawing else None
+        has_budget = bool(drawing) and lane is Lane.DEVICE
+        budget = self._prefill_seconds() - self._seconds_since_decode if has_budget else None
         units, finished = self._prefill.next_units(budget) if lane is Lane.DEVICE else ([], [])
         contexts = [entries[unit.job_id].context_of(unit) for unit in units]
         if budget is not None and self._decode_can_wait(units, contexts, budget):
             drawing = []
         rows = [(sequence, self.residence.ask(sequence)) for sequence in drawing]
-        rows = self._late.take_out(rows, is_ready, is_busy=bool(units or any(self._launched.values())))
-        drawing = [sequence for sequence, _ in rows]
+        taken = self._late.take_out(rows, is_ready, is_busy=bool(units or any(self._launched.values())))
+        drawing = [sequence for sequence, _ in taken]
         fetches = self._grow_back(lane, is_ready)
         changes = self._take_changes(lane)
         restores, releases = self.residence.take_restores(), self.residence.take_releases()
         page_writes = writes + new_writes
         plan = StepPlan(
             lane=lane,
-            is_fenced=self._fence(
-                lane,
-                stepping,
-                moves=bool(restores or releases or any(deposit.opens for deposit in deposits)),
-                takes=bool(page_writes or new_jobs or fetches),
-            ),
             released_slots=changes.released_slots,
             dropped_jobs=changes.dropped_jobs,
-            closed_contexts=self.residence.take_closed() if lane is Lane.DEVICE else [],
+            closed_contexts=self.residence.take_closed(),
             deposits=deposits,
             restores=restores,
             releases=releases,
@@ -225,10 +220,12 @@ class Scheduler:
             page_writes=page_writes,
             new_jobs=new_jobs,
             units=units,
-            decode=_group(rows),
+            decode=_group(taken),
         )
         if plan.is_empty:
             return plan
+        plan = replace(plan, is_fenced=self._fence(plan, stepping))
+        self._late.count(rows, taken)
         slots = {sequence.slot: sequence for sequence in self._holding()}
         drawn = {sequence.slot: sequence for sequence in drawing}
         for sequence in stepping:
@@ -418,13 +415,20 @@ class Scheduler:
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
         return self.residence.grow_back(self._running, is_quiet, is_ready)
 
-    def _fence(self, lane: Lane, stepping: list[Sequence], *, moves: bool, takes: bool) -> bool:
-        """moves: page tables of either lane change, or pages of either go down whole; takes: slots or pages."""
-        if moves:
+    def _fence(self, plan: StepPlan, stepping: list[Sequence]) -> bool:
+        """Whether a plan that is launched waits for the other lane; `stepping`: whose rows it changes."""
+        asks_nothing = any(group.asks is None for group in plan.decode)
+        if (
+            plan.releases
+            or plan.restores
+            or any(deposit.opens for deposit in plan.deposits)
+            or (plan.lane is Lane.HOST and asks_nothing)  # such a step has the other lane's buffers
+        ):
             self._lanes.move()
-        is_other_busy = any(launched for other, launched in self._launched.items() if other is not lane)
-        comes = any(sequence.lane is not lane for sequence in stepping)
-        return self._lanes.fence(lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
+        is_other_busy = any(launched for other, launched in self._launched.items() if other is not plan.lane)
+        comes = any(sequence.lane is not plan.lane for sequence in stepping)
+        takes = bool(plan.page_writes or plan.new_jobs or plan.fetches)
+        return self._lanes.fence(plan.lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
 
     def _prefill_seconds(self) -> float:
         """Between two decode steps: prefill's share of the time, within the token gap target."""

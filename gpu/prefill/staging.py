@@ -92,6 +92,7 @@ class StagedPrompt:
             self._give_to_pages(place, 0, self.host.sink)
         self._give_to_pages(place, max(self.host.released, self.begin), self.end)
         staging, sink = self.staging, self.host.sink
+        staging.read[place % STAGED_LAYERS] = staging.depositor.streams.record()
         keys, values = staging.buffer(place)
         for reservation in self._reservations:
             own = slice(sink + reservation.begin, sink + reservation.end)

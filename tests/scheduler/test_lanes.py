@@ -1,11 +1,12 @@
 """Rows that wait for the host step in a lane of their own: who steps where, and what is fenced."""
 
+import time
 from random import Random
 
 import pytest
 
 from gpu.step import Lane, StepPlan
-from scheduler.engine import Engine
+from scheduler.engine import _PATIENCE_SECONDS, Engine
 from scheduler.lanes import JOINT_SECONDS, Lanes
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import ask, check_idle, make_engine
@@ -98,6 +99,47 @@ def test_what_changes_the_tables_of_both_lanes_fences_both() -> None:
         assert not lanes.fence(lane, is_other_busy=True, takes=False, comes=False)
 
 
+def collect_all(engine: Engine) -> None:
+    while engine._in_flight:
+        plan, step, _ = engine._in_flight.pop(0)
+        engine.scheduler.postprocess(step.collect(), plan.lane)
+
+
+def test_a_step_that_hangs_is_waited_for_so_that_it_is_seen() -> None:
+    engine, _ = two_lanes()
+    long_ago = time.perf_counter() - 2 * _PATIENCE_SECONDS
+    engine._in_flight = [(StepPlan(Lane.HOST), Step(), long_ago), (StepPlan(), Step(), time.perf_counter())]
+    assert engine._next_over() == 0
+
+
+def test_what_a_release_moved_is_fenced_for_the_other_lane_however_often_that_has_nothing_to_do() -> None:
+    engine, runner = two_lanes()
+    scheduler = engine.scheduler
+    engine.submit([ask("long", prompt_of(600), 300)])
+    while not scheduler._running:
+        engine.step()
+    collect_all(engine)
+    while not (host := scheduler.schedule(runner.is_ready, Lane.HOST)).releases:
+        scheduler.postprocess(runner.launch(host).collect(), Lane.HOST)
+    for _ in range(3):
+        assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_empty
+    engine.submit([ask("short", prompt_of(30), 5, "exact")])
+    assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_fenced
+
+
+def test_steps_of_rows_that_ask_do_not_put_off_those_that_do_not() -> None:
+    """A prefill's units pass decode steps of their own lane as long as the gap target allows, and no longer."""
+    engine, _ = two_lanes()
+    scheduler = engine.scheduler
+    engine.submit([ask("long", prompt_of(600), 30)])
+    while not scheduler._running:
+        engine.step()
+    collect_all(engine)
+    scheduler._seconds_since_decode = 0.05
+    assert scheduler.schedule(lambda ask: True, Lane.HOST).decode
+    assert scheduler._seconds_since_decode == 0.05
+
+
 class Step:
     """In flight; over when it is told to be."""
 
@@ -108,8 +150,8 @@ class Step:
 def test_a_fenced_step_is_told_of_behind_those_launched_before_it() -> None:
     engine, _ = two_lanes()
     plans = [StepPlan(Lane.HOST), StepPlan(Lane.DEVICE), StepPlan(Lane.DEVICE, is_fenced=True)]
-    engine._in_flight = [(plan, Step()) for plan in plans]
-    for _, step in engine._in_flight[1:]:
+    engine._in_flight = [(plan, Step(), time.perf_counter()) for plan in plans]
+    for _, step, _ in engine._in_flight[1:]:
         step.is_over = True
     assert engine._next_over() == 1
     engine._in_flight.pop(1)
