@@ -152,10 +152,10 @@ class Client:
         """As many tokens as a step of `batch` requests draws, one for each, wherever these step. Raises GateError where
         one request is gone, and with it its tokens.
         """
-        num_running = len(self.engine.scheduler._running)
-        require(num_running == batch, f"{num_running} requests run; wanted {batch}")
         while self._num_drawn < batch:
-            self._num_drawn += sum(len(delta.token_ids) for delta in self.advance())
+            for delta in self.advance():
+                require(delta.finish_reason is None, f"a request ended ({delta.finish_reason}) before its steps")
+                self._num_drawn += len(delta.token_ids)
         self._num_drawn -= batch
 
     def host_stats(self) -> HostStats:

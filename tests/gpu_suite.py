@@ -31,6 +31,7 @@ END_SECONDS = 20  # an interrupted pytest stops its fixtures' servers
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (
         "tests/gpu/test_kernels_*.py",
+        "tests/gpu/test_momo.py",
         "tests/gpu/test_sampler*.py",
         "tests/gpu/test_simhash.py",
         "tests/transfer/test_*.py",
@@ -38,7 +39,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engine": (
         "tests/gpu/test_d*.py",
         "tests/gpu/test_asking_*.py",
+        "tests/gpu/test_lanes.py",
         "tests/gpu/test_prefill_*.py",
+        "tests/gpu/test_restoring.py",
         "tests/bench/test_engine_benchmark.py",
         "tests/bench/test_rates.py",
         "tests/bench/test_step_trace.py",
