@@ -5,6 +5,7 @@ own prompt up to its own position's aligned block, and on where the prompt ends,
 else is computed: so KV that the next layer makes of it can be found again by its tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -13,7 +14,7 @@ from gpu.prefill.query import Attended, PrefillQuery
 from gpu.profiles import Part
 
 
-class PrefillSide:
+class PrefillSide(ABC):
     """One method with its settings. Units end at multiples of the `align_tokens` that it states, or with the prompt;
     `query.begin` is such a multiple, or 0.
     """
@@ -24,8 +25,9 @@ class PrefillSide:
         """
         return None
 
+    @abstractmethod
     def attend(self, query: PrefillQuery) -> Attended:
-        raise NotImplementedError
+        """What the queries get of all keys up to their own positions."""
 
 
 def make_prefill_sides(parts: Sequence[Part], site: Site, dense: PrefillSide) -> dict[str, PrefillSide]:

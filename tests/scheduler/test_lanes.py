@@ -99,6 +99,20 @@ def test_what_changes_the_tables_of_both_lanes_fences_both() -> None:
         assert not lanes.fence(lane, is_other_busy=True, takes=False, comes=False)
 
 
+def test_contexts_that_make_room_for_a_deposit_are_closed_with_it_whoever_steps() -> None:
+    engine, _ = two_lanes()
+    scheduler, contexts = engine.scheduler, engine.scheduler.residence.contexts
+    run(engine, [ask("before", prompt_of(600, salt=1), 2)])
+    engine.submit([ask("long", prompt_of(600), 60)])
+    while not scheduler._running:
+        engine.step()
+    collect_all(engine)
+    assert contexts.evict_idle([])
+    plan = scheduler.schedule(lambda ask: True, Lane.HOST)
+    assert plan.decode
+    assert len(plan.closed_contexts) == 1
+
+
 def collect_all(engine: Engine) -> None:
     while engine._in_flight:
         plan, step, _ = engine._in_flight.pop(0)
