@@ -76,6 +76,7 @@ def prefill(
     turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the next one; 0: none")] = 32_768,
     question: Annotated[int, typer.Option(min=1, help="new tokens of the next turn")] = 256,
     trace: Annotated[bool, typer.Option(help="trace a prompt of each length")] = True,
+    peer: Annotated[bool, typer.Option(help="time FlashAttention alone, too")] = True,
     json_file: JsonFile = None,
 ) -> None:
     """Time the first token of long prompts against their floor, and say where the rest of the time goes."""
@@ -85,7 +86,7 @@ def prefill(
     console = Console()
     deployment = _load_with_host(config, console)
     asked = tuple(sorted(set(parse_batches(lengths))))
-    benchmark = PrefillBenchmark(asked, tuple(profiles.split(",")), turn, question, trace)
+    benchmark = PrefillBenchmark(asked, tuple(profiles.split(",")), turn, question, trace, peer)
     with _failures_told():
         for rows in run_prefill_benchmark(benchmark, deployment, console):
             report(rows, json_file, console)  # a run that is cut keeps the profiles before

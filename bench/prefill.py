@@ -22,6 +22,8 @@ from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.load import load_engine
 from server.config import Deployment
 
+GIB = 2**30
+
 _ANSWER_TOKENS = 16  # of a first turn
 _LAUNCHED_TOKENS = 64  # of a prompt whose time is that of its launches
 _PEER = "FlashAttention alone, in the same engine"
@@ -30,13 +32,16 @@ _PEER = "FlashAttention alone, in the same engine"
 @dataclass(frozen=True, slots=True)
 class PrefillBenchmark:
     """`lengths` of prompts in tokens, ascending; `turn`: tokens of a conversation's first prompt, or 0, and `question`
-    those of its next one; `traces`: whether prefills are traced."""
+    those of its next one; `traces`: whether prefills are traced; `peers`: whether FlashAttention alone is
+    timed, too.
+    """
 
     lengths: tuple[int, ...]
     profiles: tuple[str, ...]
     turn: int
     question: int
     traces: bool
+    peers: bool
 
 
 def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, console: Console) -> Iterator[list[Row]]:
@@ -103,15 +108,19 @@ class _Bench:
 
     def _row_of(self, length: int) -> Row:
         first, second = (self._first_token(self.client.prompt(length)) for _ in range(2))
-        peer = self._peer_seconds(length)
+        peer = self._peer_seconds(length) if self.benchmark.peers else None
         floor = self.floors.prefill(self.profile, length)
         text = "" if peer is None else f", FlashAttention alone {peer:.3f} s"
+        extras = {"first_prompt_ms": 1e3 * first}
+        if self.floors.plan.device == "cuda":
+            extras["device_gib"] = torch.cuda.max_memory_reserved() / GIB
+            text += f", {extras['device_gib']:.1f} GiB reserved at the most so far"
         self.console.print(
             f"{self.profile.name}, {length:,} tokens: first {first:.3f} s, second {second:.3f} s "
             f"({1e3 * second / floor.ms:.2f} of the floor){text}",
             highlight=False,
         )
-        return self._row("prefill", f"{length:,} tokens", floor, second, peer, {"first_prompt_ms": 1e3 * first})
+        return self._row("prefill", f"{length:,} tokens", floor, second, peer, extras)
 
     def _turn_row(self) -> Row:
         """Of two conversations, the second one's next turn."""

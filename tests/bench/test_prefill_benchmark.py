@@ -52,7 +52,7 @@ def test_kernels_that_take_most_come_first_with_their_launches() -> None:
 def test_the_benchmark_times_prompts_and_the_next_turn_of_each_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
     deployment, printed = Deployment.model_validate(DEPLOYMENT), io.StringIO()
-    benchmark = PrefillBenchmark((300, 600, 10_000), ("exact", "sampled"), 500, 40, traces=True)
+    benchmark = PrefillBenchmark((300, 600, 10_000), ("exact", "sampled"), 500, 40, traces=True, peers=True)
     *_, rows = run_prefill_benchmark(benchmark, deployment, Console(file=printed, width=200))
     assert [(row.name, row.shape) for row in rows] == [
         (f"{what}, {profile}", shape)

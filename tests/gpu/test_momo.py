@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gpu.methods.momo.attend import sparse_attention
-from gpu.methods.momo.query_sparse import query_sparse_attention
+from gpu.methods.momo.query_sparse import query_sparse_attention, query_sparse_reference
 from gpu.methods.momo.settings import MomoSettings
 from gpu.prefill.attention import prefill_attention_reference
 from tests.gpu import momo_oracles as oracle
@@ -103,6 +103,16 @@ def test_neither_units_nor_what_comes_behind_change_it(selection, dtype, device)
             assert torch.equal(got, wanted)
         else:  # torch's products of few rows may add in another order than those of many
             np.testing.assert_allclose(got.cpu(), wanted.cpu(), atol=MOMO_FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("selection", ["exact", "estimated"])
+def test_the_references_rows_lie_as_the_kernel_of_the_union_reads_them(selection):
+    query, keys, values = tensors(64, torch.float32, "cpu")
+    how = MomoSettings(selection=selection, k=4, k_exact=1).how
+    rows = query_sparse_reference(query, keys, values, 0, 4, 16, how, DIM**-0.5)
+    assert rows.blocks.is_contiguous()
+    assert rows.lse.is_contiguous()
+    assert rows.scores.stride(-1) == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -135,6 +135,7 @@ class Twins:
         self._dense = layout.dense_pages(range(num_pages, layout.num_pages), 0, num_pages)
         self._logits: dict[Runner, dict[int, torch.Tensor]] = {}
         for runner in (self.exact, self.deposits):
+            runner.dense.choice = None  # which kernel attends to prompts follows from times, and bits from the kernel
             self._record_logits(runner)
 
     def prefill(self, prompts: list[np.ndarray]) -> None:

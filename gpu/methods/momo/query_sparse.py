@@ -30,7 +30,8 @@ _OCTAVES = tl.constexpr(OCTAVES)
 @dataclass(frozen=True, slots=True)
 class SparseRows:
     """Of sparse queries: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`; blocks int32 and scores float32
-    `[rows, heads, k]`, both logarithms natural, in no order, block -1 where a slot is free.
+    `[rows, heads, k]`, both logarithms natural, in no order, block -1 where a slot is free. All but out and scores are
+    contiguous, and these along their last axis.
     """
 
     out: Tensor
@@ -64,7 +65,7 @@ def query_sparse_reference(
     weights = logits.sub_(lse[..., None]).exp_().view(kv_heads, -1, context)
     out = (weights @ values[:, :context]).view(heads, rows, dim).transpose(0, 1)
     kept = scores.gather(-1, blocks.clamp(min=0).long()).masked_fill_(blocks < 0, -torch.inf)
-    return SparseRows(out, lse.transpose(0, 1).contiguous(), blocks, kept)
+    return SparseRows(out, lse.transpose(0, 1).contiguous(), blocks.contiguous(), kept.contiguous())
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import runs_on_triton
+from gpu.kernels.arguments import check, check_contiguous, runs_on_triton
 from gpu.methods.momo.query_sparse import SparseRows
 
 WARP_CANDIDATES = 128
@@ -87,7 +87,7 @@ def unite(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_
     """Lists for query blocks of `rows_per_block` sparse rows each, as many as there are rows.
 
     begin: the key block where the first query block begins; own_blocks: key blocks of a query block, which are read
-    besides the list and count in `k_trim`. Raises ValueError where rows are not whole query blocks.
+    besides the list and count in `k_trim`. Raises ValueError where rows are not whole query blocks, or are strided.
     """
     num_rows, heads, k = rows.blocks.shape
     if num_rows % rows_per_block:
@@ -96,6 +96,9 @@ def unite(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_
         return unite_reference(rows, begin, rows_per_block, own_blocks, k_trim)
     count, most, candidates = num_rows // rows_per_block, k_trim - own_blocks, rows_per_block * k
     device = rows.blocks.device
+    check("unite", "scores", rows.scores, (num_rows, heads, k), torch.float32, device)
+    check_contiguous("unite", "blocks", rows.blocks)
+    check_contiguous("unite", "lse", rows.lse)
     lists = torch.empty(count, heads, most, dtype=torch.int32, device=device)
     counts = torch.empty(count, heads, dtype=torch.int32, device=device)
     most_blocks = begin + count * own_blocks
