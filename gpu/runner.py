@@ -23,7 +23,7 @@ from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.pool import KvPool
 from gpu.lanes import LaneStreams
 from gpu.methods.device_side import Site, make_device_sides
-from gpu.methods.prefill_side import make_prefill_sides
+from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Progress, Weights
@@ -100,8 +100,9 @@ class Runner:
         encode_keys = encoders[0] if encoders else None
         depositor = None if tier is None else Depositor(tier.shape, encode_keys, device, Streams(device))
         self.dense = Dense()
-        prefill_sides = {DENSE: self.dense, **make_prefill_sides(parts, site, self.dense)}
-        self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, prefill_sides, tier, depositor)
+        self._sides = make_prefill_sides(parts, site, self.dense)
+        sides = {DENSE: self.dense, **self._sides}
+        self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, sides, tier, depositor)
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
         workspaces = [
@@ -145,18 +146,19 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, chunk_tokens: int) -> None:
-        """Choose prefill's kernel, then run one prefill chunk and one decode step on pages nobody owns yet: kernels
-        compile now, not in a request.
+        """Choose prefill's kernel, have prefill methods attend to numbers that mean nothing, then run one prefill chunk
+        and one decode step on pages nobody owns yet: kernels compile now, not in a request.
 
         With a tier, a small context of each kind goes down, is decoded and closed.
         """
         limits = self.limits
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
-        gathered = self._prefill.gathered
-        self.dense.choose(
-            gathered.keys.flatten(1, 2), gathered.values.flatten(1, 2), self.architecture.num_heads, chunk_tokens
-        )
+        gathered, heads = self._prefill.gathered, self.architecture.num_heads
+        keys, values = gathered.keys.flatten(1, 2), gathered.values.flatten(1, 2)
+        self.dense.choose(keys, values, heads, chunk_tokens)
+        if self.device.type == "cuda":
+            warm_up_sides(self._sides.values(), keys, values, heads, chunk_tokens)
         self._rehearse([tokens - 1], DENSE, [], [], [DecodeGroup([0], [tokens - 1], [1])])
         if self._offload is not None:
             kinds = (False,) if self._offload.tier.shape.num_tables == 0 else (False, True)

@@ -6,8 +6,11 @@ else is computed: so KV that the next layer makes of it can be found again by it
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
+
+import torch
+from torch import Tensor
 
 from gpu.methods.device_side import Site
 from gpu.prefill.query import Attended, PrefillQuery
@@ -25,6 +28,10 @@ class PrefillSide(ABC):
         """
         return None
 
+    def first_own_token(self) -> int:
+        """Where the first unit begins that it does not leave to dense prefill; a multiple of `align_tokens`."""
+        return 0
+
     @abstractmethod
     def attend(self, query: PrefillQuery) -> Attended:
         """What the queries get of all keys up to their own positions."""
@@ -38,3 +45,24 @@ def make_prefill_sides(parts: Sequence[Part], site: Site, dense: PrefillSide) ->
         for part, module in found
         if module is not None
     }
+
+
+def warm_up_sides(
+    sides: Iterable[PrefillSide], keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int
+) -> None:
+    """Have each attend to a unit that is its own, where the context goes so far: kernels compile now, not in a prompt.
+
+    keys, values: `[kv_heads, context, dim]`, strided as prefill's own buffers are, which they may be: overwritten.
+    """
+    context, dim = keys.shape[1:]
+    for side in sides:
+        begin = side.first_own_token()
+        tokens = min(chunk_tokens, context - begin)
+        if tokens <= 0:
+            continue
+        end = begin + tokens
+        own = keys[:, :end].normal_(), values[:, :end].normal_()
+        query = torch.randn(tokens, num_heads, dim, dtype=keys.dtype, device=keys.device)
+        positions = torch.arange(begin, end, device=keys.device)
+        state = side.make_state(0, begin, end)
+        side.attend(PrefillQuery(0, query, query, *own, positions, begin, end, dim**-0.5, state))

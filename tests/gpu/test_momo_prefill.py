@@ -8,8 +8,10 @@ import torch
 
 from gpu.config import Composition, MethodChoice
 from gpu.methods.momo import METHOD
+from gpu.methods.momo.attend import sparse_attention
 from gpu.methods.momo.prefill import Momo
 from gpu.methods.momo.settings import MomoSettings
+from gpu.methods.prefill_side import warm_up_sides
 from gpu.prefill.attention import prefill_attention_reference
 from gpu.prefill.dense import Dense
 from gpu.prefill.query import PrefillQuery
@@ -90,6 +92,20 @@ def test_what_comes_behind_a_prompts_last_block_changes_nothing_before_it() -> N
     got, wanted = shorter.ask(SETTINGS, 0, 140), prompt.ask(SETTINGS, 0, 200)
     torch.testing.assert_close(got[:128], wanted[:128], atol=MOMO_FLOAT32, rtol=0)
     assert (got[128:] - wanted[128:140]).abs().max() > MOMO_FLOAT32
+
+
+def test_warming_up_goes_through_sparse_query_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    begins = []
+
+    def record(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, begin: int, *more) -> torch.Tensor:
+        begins.append((begin, len(query), keys.shape[1]))
+        return sparse_attention(query, keys, values, begin, *more)
+
+    monkeypatch.setattr("gpu.methods.momo.prefill.sparse_attention", record)
+    room = torch.full((2, 2, 200, 64), torch.nan)
+    sides = [Momo(SETTINGS, Dense()), Momo(DENSE_SETTINGS, Dense())]
+    warm_up_sides(sides, *room.unbind(), 4, 64)
+    assert begins == [(96, 32, 160)]
 
 
 def test_what_it_cannot_do_is_refused() -> None:

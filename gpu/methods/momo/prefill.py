@@ -28,6 +28,9 @@ class Momo(PrefillSide):
         self.settings = settings
         self.dense = dense
 
+    def first_own_token(self) -> int:
+        return -(-self.settings.dense_until_tokens // self.settings.query_block) * self.settings.query_block
+
     def attend(self, query: PrefillQuery) -> Attended:
         """No lse: the whole past is covered, and by no softmax over a set (eq. 2). Raises ValueError where positions
         are not consecutive: windows and query blocks are of consecutive queries.
@@ -39,7 +42,7 @@ class Momo(PrefillSide):
         last_block = (query.num_prompt_tokens - 1) // size * size
         assert begin % size == 0, f"momo: a unit begins at {begin}; wanted a multiple of {size}"
         assert end % size == 0 or end == query.num_prompt_tokens, f"momo: a unit ends at {end} of a prompt"
-        sparse_begin = min(max(begin, -(-self.settings.dense_until_tokens // size) * size), end)
+        sparse_begin = min(max(begin, self.first_own_token()), end)
         sparse_end = max(sparse_begin, min(end, last_block))
         outs = []
         for first, last, is_sparse in (
