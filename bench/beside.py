@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -105,8 +106,11 @@ def _measure(
     yield _row("a token beside short streams", of_long, long_beside, long_floor, long_alone, common)
     prefill_floor = floors.prefill(long, benchmark.long_tokens)
     ms, alone_ms = 1e3 * prefill_beside, 1e3 * prefill_alone
-    extras = {"longest_gap_ms": max(gaps[0], default=0.0), "gap_target_ms": deployment.scheduler.token_gap_target_ms,
-              "beside_alone": ms / alone_ms}  # fmt: skip
+    median, p99, longest = np.quantile(gaps[0] or [0.0], (0.5, 0.99, 1.0)).tolist()
+    extras = {"median_gap_ms": median, "p99_gap_ms": p99, "longest_gap_ms": longest,
+              "gap_target_ms": deployment.scheduler.token_gap_target_ms, "beside_alone": ms / alone_ms}  # fmt: skip
+    console.print(f"a prompt beside the long streams: {prefill_beside:.2f} s; their gaps {median:.0f} ms, 99 of 100 "
+                  f"within {p99:.0f}, at most {longest:.0f}", highlight=False)  # fmt: skip
     yield Row(
         name="prefill beside streams", shape=f"{benchmark.long_tokens:,} tokens beside {of_long}",
         ms=ms, p10=ms, p90=ms,
