@@ -11,7 +11,7 @@ from evals.results import render_table
 from tests.tolerances import POINTS_STORED
 
 DOCS = Path(__file__).parents[2] / "docs"
-SCORED = ("full-h200.json", "sampled-16k-h200.json", "layers-cpu.json")
+SCORED = ("full-h200.json", "sampled-16k-h200.json", "momo-16k-h200.json", "layers-cpu.json")
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -37,10 +37,10 @@ def test_exact_intervals_follow_from_the_losses_and_gains_beside_them(name: str)
         low, high = clopper_pearson(hits, num, 0.95)
         assert (row["low"], row["high"]) == pytest.approx((100 * low, 100 * high), abs=POINTS_STORED)
         checked += 1
-    assert checked > 40
+    assert checked > len(rows) / 2
 
 
-@pytest.mark.parametrize("name", SCORED[:2])
+@pytest.mark.parametrize("name", SCORED[:3])
 def test_every_line_of_the_tables_is_in_the_page(name: str) -> None:
     page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
     rows = rows_of(name)
