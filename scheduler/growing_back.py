@@ -27,6 +27,10 @@ class GrowingBack:
         self._num_releases = 0
         self.num_quiet_steps = 0
 
+    def hasten(self) -> None:
+        """Somebody has read all of what was given up, as a next turn's prefill does: it may come back at once."""
+        self.num_quiet_steps = QUIET_STEPS
+
     def next_fetch(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostAsk], bool]) -> Fetch | None:
         """What is brought up beside this step, if anything. `is_quiet`: nobody waits or begins; `num_coming_pages`:
         what those that run may take soon.

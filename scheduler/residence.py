@@ -197,6 +197,8 @@ class Residence:
         if context is not None:
             context.is_written = True
             context.num_settled = self._blocks(self._settled_end(sequence) - self._host[0].sink_tokens)
+            if context.parent is not None and context.num_released:
+                self._growing_back.hasten()
 
     def host_prompt(self, sequence: Sequence, start: Start) -> HostPrompt | None:
         """What a prefill is told of the part that goes down, if any does."""

@@ -149,6 +149,24 @@ def test_a_next_turn_gets_its_prefix_back() -> None:
     check_idle(engine, runner)
 
 
+def test_a_prefix_that_a_next_turn_has_read_comes_back_right_behind_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing_back, "QUIET_STEPS", 1000)
+    engine, runner = make_engine(is_adaptive=True, num_pages=120)
+    first = ask("a", prompt_of(500), max_tokens=40)
+    start(engine, first)
+    engine.step()
+    press(engine, "a")
+    engine.cancel(["a"])
+    num_before = len(runner.plans)
+    second = ask("b", first.prompt_token_ids + prompt_of(40, salt=2), max_tokens=60)
+    engine.submit([second])
+    check_output(second, drain(engine)["b"])
+    plans = runner.plans[num_before:]
+    ended = max(index for index, plan in enumerate(plans) if plan.units)
+    assert next(index for index, plan in enumerate(plans) if plan.fetches) <= ended + 2
+    check_idle(engine, runner)
+
+
 @pytest.mark.parametrize("how", ["cancel", "need", "preempt"])
 def test_what_is_on_its_way_back_is_settled_whatever_becomes_of_its_context(how: str) -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=120)
