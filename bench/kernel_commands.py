@@ -99,6 +99,36 @@ def momo(
     run_kernel(device, json_file, rows)
 
 
+@app.command()
+def mac(
+    lengths: Annotated[str, typer.Option(help="tokens of contexts, with commas")] = "32768,65536,131072,262144",
+    batch: Batch = "1,8,32",
+    rates: Annotated[str, typer.Option(help="shares of heads that hit, with commas")] = "0,0.5,0.8,0.9,0.95,1",
+    gaps: Annotated[Literal["head", "group", "both"], typer.Option(help="what hits and gaps are drawn for")] = "both",
+    heads: Annotated[int, typer.Option(min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    capacity: Annotated[int, typer.Option(min=2, help="entries of a ring (the paper's K)")] = 1024,
+    band: Annotated[int, typer.Option(min=1, help="cells before a match that are read again (the paper's r)")] = 256,
+    outs: Annotated[Literal["float32", "bfloat16"], typer.Option(help="summaries in the ring")] = "float32",
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time MAC-Attention of a decode layer, part by part, by hit rate, beside plain attention."""
+    from bench.mac_attention import Shape, mac_rows
+
+    shared = {"head": (False,), "group": (True,), "both": (False, True)}[gaps]
+    shares = [float(rate) for rate in rates.split(",")]
+    tokens, batches = parse_batches(lengths), parse_batches(batch)
+
+    def rows(resolved: "torch.device", console: Console) -> "list[Row]":
+        import torch
+
+        shape = Shape(heads, kv_heads, capacity, band, getattr(torch, outs))
+        return mac_rows(shape, tokens, batches, shares, shared, resolved, console)
+
+    run_kernel(device, json_file, rows)
+
+
 def run_kernel(
     device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
 ) -> None:

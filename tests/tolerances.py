@@ -275,3 +275,16 @@ PLANNING_MS = 1.0
 MOMO_FLOAT32 = 3e-5
 # Outputs where softmax weights are rounded to bf16 (2**-9 relative), against the float64 of the same bf16 numbers.
 MOMO_BFLOAT16 = 2e-2
+# --- MAC-Attention ---
+# A head's output and a summary, relative norm, float32 sums and merges through chains of reuse, against float64.
+MAC_FLOAT32 = 1e-5
+# The same where keys, values and softmax weights are bf16 (2**-9 relative each).
+MAC_BFLOAT16 = 1.2e-2
+# lse of some hundred cells, absolute: float32; and where the rotated query is rounded on its way.
+MAC_LSE_FLOAT32 = 1e-5
+MAC_LSE_BFLOAT16 = 1e-3
+# Squared distances of queries of 64 to 128 dims as |q|^2 + |p|^2 - 2 qp, in float32: some ulps of the norms.
+MAC_DISTANCE2 = 2e-4
+# One rounding of a summary to bf16; and what an output is off by whose summary was rounded a dozen times in a chain.
+MAC_SUMMARY_BFLOAT16 = 2.0e-3
+MAC_SUMMARIES_BFLOAT16 = 1.0e-2

@@ -6,9 +6,9 @@ Invariants: cells beyond a context or in a hole, and pages that hold nothing els
 -inf). Bytes moved: 2 * itemsize * dim for each cell that a head of a query group reads, once for the group, and for the
 rest of its blocks at the bounds.
 
-On a GPU a context is cut into splits (split-KV, as in FlashDecoding), one program for each (request, KV head, split); a
-second kernel merges a request's splits. The number of splits is fixed by the launch, so a CUDA graph holds for every
-context length and all bounds; the blocks of a split are worked out on the device: near first, then far.
+On a GPU a whole context is cut into splits (split-KV, as in FlashDecoding), one program for each (request, KV head,
+split); a second kernel merges a request's splits. The number of splits is fixed by the launch, so a CUDA graph holds
+for every context length. With bounds, spans differ, and `gpu.kernels.balanced_decode_attention` cuts them.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
+from gpu.kernels.attended_blocks import MAXIMA_CELLS, MIN_GROUP_ROWS, attend_blocks, store_partial
+from gpu.kernels.balanced_decode_attention import launch_balanced, num_places
 from gpu.kernels.paged_decode_reference import attend_cells, attend_whole
 from transfer.partial import Partial
 
 MAX_SPLITS = 128
 MAX_SPLIT_TOKENS = 8192
 PROGRAMS_PER_SM = 4
-MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take
-MAXIMA_CELLS = 16  # of a block whose largest logit is asked for
 
 # (itemsize, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
 CONFIGS = {
@@ -36,15 +36,13 @@ CONFIGS = {
     (4, 128): (32, 4, 2),
 }
 
-_MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
-
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch of the split kernel: out float32 `[parts, rows, heads, dim]`, lse float32 `[parts, rows, heads]`, log
-    base 2; near and, with two parts, far.
+    """Scratch: out float32 `[parts, rows, heads, dim]`, lse float32 `[parts, rows, heads]`, log base 2.
 
-    A launch uses the first requests * splits rows. On CPU both are empty.
+    Without bounds a launch uses the first requests * splits rows; with bounds, all of it as `[places, group, dim]`, for
+    near and, with two parts, far. On CPU both are empty.
     """
 
     out: Tensor
@@ -56,7 +54,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a launch read: near, and far where it was asked for."""
+    """What a launch read: near, and far where it was asked for and there are bounds."""
 
     near: Partial
     far: Partial | None
@@ -73,6 +71,8 @@ def workspace_for(
     if num_sms or INTERPRETED:
         counts = range(1, max_requests + 1)
         rows = max(count * num_splits(count, num_kv_heads, max_context_tokens, num_sms) for count in counts)
+        places = num_places(max_requests, num_kv_heads, 1 + has_far, num_sms)
+        rows = max(rows, -(-places // (num_kv_heads * (1 + has_far))))
     return Workspace(
         torch.empty(1 + has_far, rows, num_heads, dim, dtype=torch.float32, device=device),
         torch.empty(1 + has_far, rows, num_heads, dtype=torch.float32, device=device),
@@ -121,172 +121,52 @@ def paged_decode_attention_reference(
 
 
 @triton.jit
-def _bounds(
-    bounds, slots, context_lens, request, head, is_head, plane_stride, row_stride, head_stride,
-    BOUNDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """The context, each head's bounds `[heads]`, and where the group's blocks are: near's first `num_front` begin at 0,
-    its others at `back`; far's begin at `far`. Blocks begin at multiples of MAXIMA_CELLS.
-    """
-    context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
-    if BOUNDED:
-        place = bounds + request * row_stride + head * head_stride
-        hole_begin = tl.minimum(tl.load(place, mask=is_head, other=0), context)
-        hole_end = tl.minimum(tl.load(place + plane_stride, mask=is_head, other=0), context)
-        cut = tl.where(is_head, tl.minimum(tl.load(place + 2 * plane_stride, mask=is_head, other=0), context), context)
-        num_front = tl.cdiv(tl.max(hole_begin, 0), BLOCK_TOKENS)
-        back = tl.min(cut, 0) // _MAXIMA_CELLS * _MAXIMA_CELLS
-        back = tl.maximum(back, tl.minimum(num_front * BLOCK_TOKENS, context))
-        has_far = is_head & (hole_end < cut)
-        far = tl.min(tl.where(has_far, hole_end, context), 0) // _MAXIMA_CELLS * _MAXIMA_CELLS
-        far_end = tl.max(tl.where(has_far, cut, 0), 0)
-    else:
-        hole_begin = tl.zeros(head.shape, tl.int32)
-        hole_end, cut = hole_begin, hole_begin
-        num_front, back, far, far_end = 0, 0, 0, 0
-    num_near = num_front + tl.cdiv(context - back, BLOCK_TOKENS)
-    num_far = tl.cdiv(tl.maximum(far_end - far, 0), BLOCK_TOKENS)
-    return context, hole_begin, hole_end, cut, num_front, back, num_near, far, num_far
-
-
-@triton.jit
-def _attend(
-    rows, key_pages, value_pages, pages, maxima, kv_head, first, last, num_front, back, context, below, begin, end,
-    is_head, scale_log2,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    """Blocks `[first, last)`: of cells from 0 on, and from block `num_front` on of those from `back` on. A head reads
-    cells below its `below` and in `[its begin, its end)`; without BOUNDED, all below `context`.
-    """
-    column = tl.arange(0, DIM)
-    top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_GROUP], tl.float32)
-    out = tl.zeros([BLOCK_GROUP, DIM], tl.float32)
-    covered = tl.zeros([BLOCK_GROUP], tl.int32)
-    for block in range(first, last):
-        if BOUNDED:
-            start = tl.where(block < num_front, block * BLOCK_TOKENS, back + (block - num_front) * BLOCK_TOKENS)
-        else:
-            start = block * BLOCK_TOKENS
-        token = start + tl.arange(0, BLOCK_TOKENS)
-        inside = token < context
-        if BOUNDED:
-            one = token[None, :]
-            reads = (one < below[:, None]) | ((one >= begin[:, None]) & (one < end[:, None]))
-            reads = reads & is_head[:, None] & inside[None, :]
-            inside = tl.max(reads.to(tl.int32), 0) > 0
-        else:
-            reads = inside[None, :]
-        page = tl.load(pages + token // PAGE_TOKENS, mask=inside, other=0).to(tl.int64)
-        address = ((page * KV_HEADS + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS)[:, None] * DIM + column[None, :]
-        key = tl.load(key_pages + address, mask=inside[:, None], other=0.0)
-        logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
-        logits = tl.where(reads, logits, float("-inf"))
-        if MAXIMA:
-            LN2: tl.constexpr = 0.6931471805599453
-            blocks: tl.constexpr = BLOCK_TOKENS // _MAXIMA_CELLS
-            largest = tl.max(tl.reshape(logits, [BLOCK_GROUP, blocks, _MAXIMA_CELLS]), 2)
-            place = start // _MAXIMA_CELLS + tl.arange(0, blocks)
-            seen = (largest > float("-inf")) & is_head[:, None]
-            tl.atomic_max(maxima[:, None] + place[None, :], largest * LN2, mask=seen)
-        if COUNTED:
-            covered += tl.sum((reads & is_head[:, None]).to(tl.int32), 1)
-        higher = tl.maximum(top, tl.max(logits, 1))
-        base = higher
-        if BOUNDED:  # a head may read nothing of a block
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(logits - base[:, None])
-        rescale = tl.exp2(top - base)
-        mass = mass * rescale + tl.sum(weights, 1)
-        value = tl.load(value_pages + address, mask=inside[:, None], other=0.0)
-        out = out * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        top = higher
-    return top, mass, out, covered
-
-
-@triton.jit
-def _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head,
-           DIM: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
-    has_mass = mass != 0.0
-    divisor = tl.where(has_mass, mass, 1.0)
-    tl.store(split_lse + row, tl.where(has_mass, top + tl.log2(divisor), float("-inf")), mask=is_head)
-    tl.store(split_out + row[:, None] * DIM + tl.arange(0, DIM)[None, :], out / divisor[:, None],
-             mask=(is_head & has_mass)[:, None])  # fmt: skip
-    if COUNTED:
-        tl.store(split_covered + row, covered, mask=is_head)
-
-
-@triton.jit
 def _split_kernel(
-    query, key_pages, value_pages, page_table, slots, context_lens, bounds, maxima,
-    split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits,
-    plane_stride, row_stride, head_stride, maxima_stride, far_rows,
+    query, key_pages, value_pages, page_table, slots, context_lens, maxima,
+    split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits, maxima_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    BOUNDED: tl.constexpr, FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member = tl.arange(0, BLOCK_GROUP)
     head = kv_head * GROUP + member
     is_head = member < GROUP
-    context, hole_begin, hole_end, cut, num_front, back, num_near, far, num_far = _bounds(
-        bounds, slots, context_lens, request, head, is_head, plane_stride, row_stride, head_stride, BOUNDED,
-        BLOCK_TOKENS,
-    )  # fmt: skip
-    num_blocks = num_near + num_far if FAR else num_near
+    context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
+    num_blocks = tl.cdiv(context, BLOCK_TOKENS)
     split_blocks = tl.cdiv(num_blocks, num_splits)
     first = split * split_blocks
     if first >= num_blocks:  # short contexts leave splits empty; the reduction knows which
         return
-    last = tl.minimum(first + split_blocks, num_blocks)
 
     rows = tl.load(query + request * query_stride + head[:, None] * DIM + tl.arange(0, DIM)[None, :],
                    mask=is_head[:, None], other=0.0)  # fmt: skip
     pages = page_table + tl.load(slots + request).to(tl.int64) * max_pages
     highest = maxima + (request * (KV_HEADS * GROUP) + head) * maxima_stride
+    all_of_it = tl.zeros(head.shape, tl.int32) + context
+    last = tl.minimum(first + split_blocks, num_blocks)
+    top, mass, out, covered = attend_blocks(
+        rows, key_pages, value_pages, pages, highest, kv_head, first, last, 0, 0, context, all_of_it, all_of_it,
+        all_of_it, is_head, scale_log2,
+        KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED,
+    )  # fmt: skip
     row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
-    if first < num_near:
-        end = tl.zeros(head.shape, tl.int32) + context
-        top, mass, out, covered = _attend(
-            rows, key_pages, value_pages, pages, highest, kv_head, first, tl.minimum(last, num_near), num_front, back,
-            context, hole_begin, cut, end, is_head, scale_log2,
-            KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, BOUNDED, MAXIMA, COUNTED,
-        )  # fmt: skip
-        _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
-    if FAR:  # noqa: SIM102
-        if last > num_near:
-            row += far_rows
-            below = tl.zeros(head.shape, tl.int32)
-            top, mass, out, covered = _attend(
-                rows, key_pages, value_pages, pages, highest, kv_head, tl.maximum(first - num_near, 0), last - num_near,
-                0, far, context, below, hole_end, cut, is_head, scale_log2,
-                KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, BOUNDED, MAXIMA, COUNTED,
-            )  # fmt: skip
-            _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
+    store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
 
 
 @triton.jit
 def _reduce_kernel(
-    split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, bounds, num_splits,
-    plane_stride, row_stride, head_stride, far_rows,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, FAR: tl.constexpr, COUNTED: tl.constexpr,
+    split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, num_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
-    request, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    member = tl.arange(0, BLOCK_GROUP)
-    _, _, _, _, _, _, num_near, _, num_far = _bounds(
-        bounds, slots, context_lens, request, head // GROUP * GROUP + member, member < GROUP, plane_stride, row_stride,
-        head_stride, BOUNDED, BLOCK_TOKENS,
-    )  # fmt: skip
-    num_blocks = num_near + num_far if FAR else num_near
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
+    num_blocks = tl.cdiv(context, BLOCK_TOKENS)
     split_blocks = tl.maximum(tl.cdiv(num_blocks, num_splits), 1)
-    first = tl.where(part == 0, 0, num_near)  # blocks of this part, and the splits that have some
-    last = tl.where(part == 0, num_near, num_blocks)
     split = tl.arange(0, BLOCK_SPLITS)
-    is_used = (split * split_blocks < last) & ((split + 1) * split_blocks > first) & (split < num_splits)
+    is_used = (split * split_blocks < num_blocks) & (split < num_splits)
     column = tl.arange(0, DIM)
-    row = part * far_rows + (request * num_splits + split) * HEADS + head
+    row = (request * num_splits + split) * HEADS + head
     lse2 = tl.load(split_lse + row, mask=is_used, other=float("-inf"))
     top = tl.max(lse2, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
@@ -298,7 +178,7 @@ def _reduce_kernel(
                     mask=(lse2 != float("-inf"))[:, None], other=0.0)  # fmt: skip
     merged = tl.sum(parts * weights[:, None], 0) / divisor
     LN2: tl.constexpr = 0.6931471805599453
-    to = (part * tl.num_programs(0) + request) * HEADS + head
+    to = request * HEADS + head
     tl.store(out + to * DIM + column, merged)
     tl.store(lse + to, tl.where(has_mass, (top + tl.log2(divisor)) * LN2, float("-inf")))
     if COUNTED:
@@ -353,7 +233,7 @@ def paged_decode_attention(
         check_contiguous(op, name, tensor)
     if query.stride()[1:] != (dim, 1):
         raise ValueError(f"{op}: query has strides {query.stride()}; wanted heads and dim contiguous")
-    parts, rows = 1 + has_far, workspace.out.shape[1]
+    parts = 1 + (has_far and bounds is not None)
     if requests > workspace.max_requests or workspace.out.shape[2:] != (heads, dim) or len(workspace.out) < parts:
         held = f"{workspace.max_requests} requests of {tuple(workspace.out.shape[2:])}, {len(workspace.out)} parts"
         raise ValueError(
@@ -361,36 +241,55 @@ def paged_decode_attention(
         )
     if (query.element_size(), dim) not in CONFIGS:
         raise ValueError(f"{op}: dim is {dim}; wanted one of {sorted({dim for _, dim in CONFIGS})}")
+    out = torch.empty(parts, requests, heads, dim, dtype=torch.float32, device=device)
+    lse = torch.empty(parts, requests, heads, dtype=torch.float32, device=device)
+    covered = torch.empty(parts, requests, heads, dtype=torch.int32, device=device) if is_counted else None
+    if maxima is not None:
+        maxima.fill_(float("-inf"))
+    pages = (query, key_pages, value_pages, page_table, slots, context_lens, scale)
+    if bounds is None:
+        _launch_splits(*pages, maxima, workspace, out, lse, covered)
+    else:
+        launch_balanced(*pages, bounds, maxima, workspace.out, workspace.lse, out, lse, covered, workspace.num_sms)
+    counts = [None] * parts if covered is None else covered.unbind()
+    near, *far = map(Partial, out.unbind(), lse.unbind(), counts)
+    return Reading(near, *(far or [None]))
+
+
+def _launch_splits(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    maxima: Tensor | None,
+    workspace: Workspace,
+    out: Tensor,
+    lse: Tensor,
+    covered: Tensor | None,
+) -> None:
+    """All of each context; arguments are checked. out, lse, covered: of one part, to take the partial."""
+    (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
     block_tokens, num_warps, num_stages = CONFIGS[query.element_size(), dim]
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
     group = heads // kv_heads
-    block_group = max(MIN_GROUP_ROWS, triton.next_power_of_2(group))
-    out = torch.empty(parts, requests, heads, dim, dtype=torch.float32, device=device)
-    lse = torch.empty(parts, requests, heads, dtype=torch.float32, device=device)
-    covered = split_covered = slots  # not looked at
+    is_counted = covered is not None
+    split_covered = slots  # not looked at
     if is_counted:
-        covered = torch.empty(parts, requests, heads, dtype=torch.int32, device=device)
-        split_covered = torch.empty(parts, rows, heads, dtype=torch.int32, device=device)
-    if maxima is not None:
-        maxima.fill_(float("-inf"))
-    strides = (0, 0, 0) if bounds is None else bounds.stride()
-    some_bounds = slots if bounds is None else bounds
-    far_rows = rows * heads
+        split_covered = torch.empty(requests * splits, heads, dtype=torch.int32, device=query.device)
     _split_kernel[(requests, kv_heads, splits)](
-        query, key_pages, value_pages, page_table, slots, context_lens, some_bounds, lse if maxima is None else maxima,
+        query, key_pages, value_pages, page_table, slots, context_lens, lse if maxima is None else maxima,
         workspace.out, workspace.lse, split_covered, scale * 1.4426950408889634, query.stride(0), page_table.stride(0),
-        splits, *strides, 0 if maxima is None else maxima.shape[-1], far_rows,
+        splits, 0 if maxima is None else maxima.shape[-1],
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
-        BLOCK_GROUP=block_group, BLOCK_TOKENS=block_tokens,
-        BOUNDED=bounds is not None, FAR=has_far, MAXIMA=maxima is not None, COUNTED=is_counted,
-        num_warps=num_warps, num_stages=num_stages,
+        BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
+        MAXIMA=maxima is not None, COUNTED=is_counted, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    _reduce_kernel[(requests, heads, parts)](
-        workspace.out, workspace.lse, split_covered, out, lse, covered, slots, context_lens, some_bounds, splits,
-        *strides, far_rows,
-        GROUP=group, HEADS=heads, DIM=dim, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_GROUP=block_group,
-        BLOCK_TOKENS=block_tokens, BOUNDED=bounds is not None, FAR=has_far, COUNTED=is_counted, num_warps=4,
+    _reduce_kernel[(requests, heads)](
+        workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,
+        context_lens, splits,
+        HEADS=heads, DIM=dim, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_TOKENS=block_tokens,
+        COUNTED=is_counted, num_warps=4,
     )  # fmt: skip
-    counts = covered.unbind() if is_counted else [None] * parts
-    near, *far = map(Partial, out.unbind(), lse.unbind(), counts)
-    return Reading(near, *(far or [None]))

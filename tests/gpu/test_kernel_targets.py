@@ -34,6 +34,9 @@ from gpu.kernels.rms_norm import add_rms_norm, rms_norm
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.scatter_runs import launch as scatter
 from gpu.kernels.swiglu import swiglu
+from gpu.methods.mac.complete import complete
+from gpu.methods.mac.match import NUM_COUNTS, Limits, match
+from gpu.methods.mac.rings import Ring
 from gpu.methods.momo.block_sparse import block_sparse_attention
 from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
@@ -41,6 +44,7 @@ from gpu.methods.momo.union import unite
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from transfer.exchange import new_slot
+from transfer.partial import Partial
 
 SHARED_KIB = {80: 163, 89: 99}
 TRITON_TYPES = {
@@ -197,6 +201,27 @@ def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
         block_sparse_attention(query, keys, keys, 768, 128, 64, lists, 1.0)
 
 
+def _mac(shape: Architecture, dtype: torch.dtype) -> None:
+    size = (2, shape.num_heads, 1024)
+    query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
+    ids, cells = torch.empty(2, dtype=torch.int32, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
+    holes = torch.empty(3, 2, dtype=torch.int32, device="cuda")
+    limits = Limits(16, 256, 50.0, 1024, 4096, 1024)
+    flags = torch.empty(2, dtype=torch.uint8, device="cuda")
+    is_matching, counts = ids.new_empty(1), torch.empty(NUM_COUNTS, dtype=torch.int64, device="cuda")
+    out, lse = torch.empty(query.shape, device="cuda"), torch.empty(2, shape.num_heads, device="cuda")
+    for kept in (torch.float32, torch.bfloat16):
+        ring = Ring(
+            torch.empty(*size, shape.dim, dtype=torch.bfloat16, device="cuda"), torch.empty(size, device="cuda"),
+            torch.empty(*size, shape.dim, dtype=kept, device="cuda"), torch.empty(size, device="cuda"),
+            torch.empty(size, dtype=torch.int32, device="cuda"), torch.empty(size, dtype=torch.uint8, device="cuda"),
+        )  # fmt: skip
+        matched = match(query, ring, ids, cells, holes, limits, is_matching, counts, shape.num_kv_heads)
+        for filled in (None, Partial(out, lse)):
+            side = Partial(out, lse)
+            complete(side, side, filled, query, matched, ring, ids, cells, limits, flags)
+
+
 # Every kernel, and the launches of it that a step makes. A kernel that is not here fails the last test.
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rms_norm_kernel": _norms,
@@ -204,6 +229,11 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rope_kv_write_kernel": _rope,
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
+    "_balanced_kernel": _attention,
+    "_merge_pieces_kernel": _attention,
+    "_match_kernel": _mac,
+    "_bounds_kernel": _mac,
+    "_complete_kernel": _mac,
     "_gemv_kernel": _projections,
     "_race_kernel": _race,
     "_merge_kernel": _merge,

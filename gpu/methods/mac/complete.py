@@ -1,0 +1,172 @@
+"""The completion of MAC-Attention (arXiv 2604.00235, eq. (7)): what was read and what is reused become one.
+
+    prefix = far + (hit: the entry's summary; miss: what the host filled)      whole = near + prefix
+
+The prefix is at once the summary of this cell, of `[sink, m + 1 - band)`: without subtraction, on hit and miss; it is
+appended to the ring with the query. It refuses to know KV and how a match is found. Invariants: an entry is read before
+it is written; a side without mass adds nothing, whatever its output holds. Bytes moved: 4 * dim for each of up to five
+sides of a (row, head), 2 * dim for the query, and the ring's entry, read and written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import check, check_contiguous, runs_on_triton
+from gpu.methods.mac.match import Limits, Matched
+from gpu.methods.mac.rings import Ring
+from transfer.merge import merge_outputs_reference
+from transfer.partial import Partial
+
+
+def complete_reference(
+    near: Partial,
+    far: Partial,
+    filled: Partial | None,
+    query: Tensor,
+    matched: Matched,
+    ring: Ring,
+    rings: Tensor,
+    cells: Tensor,
+    limits: Limits,
+    is_sampled_row: Tensor,
+) -> Partial:
+    """Plain torch; see `complete`. Partials may be float64."""
+    wide, capacity = near.out.dtype, ring.norms.shape[-1]
+    is_hit, heads = matched.entries >= 0, torch.arange(query.shape[1], device=query.device)
+    entries = rings.clamp_min(0).long()[:, None], heads, matched.entries.clamp_min(0).long()  # [rows, heads]
+    rest_out = ring.outs[entries].to(wide)
+    rest_lse = torch.where(is_hit, ring.lses[entries].to(wide), -torch.inf)
+    if filled is not None:
+        rest_out = torch.where(is_hit[..., None], rest_out, filled.out)
+        rest_lse = torch.where(is_hit, rest_lse, filled.lse)
+    prefix_out, prefix_lse = merge_outputs_reference([far.out, rest_out], [far.lse, rest_lse])
+    whole = Partial(*merge_outputs_reference([near.out, prefix_out], [near.lse, prefix_lse]))
+    is_asked = (matched.bounds[0] < matched.bounds[1]) & (is_sampled_row != 0)[:, None]
+    origins = torch.where(is_hit, ring.origins[entries], cells[:, None].int())
+    is_sampled = torch.where(is_hit, ring.is_sampled[entries], is_asked.to(torch.uint8))
+    rounded = query.to(torch.bfloat16)
+    is_reusable = (cells + 1 - limits.band > limits.sink)[:, None] & prefix_lse.isfinite()
+    norms = torch.where(is_reusable, rounded.to(wide).square().sum(-1), torch.inf)
+    own = rings >= 0
+    place = rings[own].long()[:, None], heads, (cells[own] % capacity)[:, None]
+    for kept, new in (
+        (ring.queries, rounded), (ring.norms, norms), (ring.outs, prefix_out), (ring.lses, prefix_lse),
+        (ring.origins, origins), (ring.is_sampled, is_sampled),
+    ):  # fmt: skip
+        kept[place] = new[own].to(kept.dtype)
+    return whole
+
+
+@triton.jit
+def _add(out_a, lse_a, out_b, lse_b):
+    """The partial of both sets of cells; out `[dim]`."""
+    top = tl.maximum(lse_a, lse_b)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    mass_a, mass_b = tl.exp(lse_a - base), tl.exp(lse_b - base)
+    mass = mass_a + mass_b
+    divisor = tl.where(mass == 0.0, 1.0, mass)
+    out = tl.where(mass_a == 0.0, 0.0, out_a * (mass_a / divisor))
+    out += tl.where(mass_b == 0.0, 0.0, out_b * (mass_b / divisor))
+    return out, tl.where(mass == 0.0, float("-inf"), base + tl.log(divisor))
+
+
+@triton.jit
+def _complete_kernel(
+    near_out, near_lse, far_out, far_lse, filled_out, filled_lse, query, entries, bounds, rings, cells, is_sampled_row,
+    queries, norms, outs, lses, origins, is_sampled, out, lse, query_row, query_head, plane, sink, band,
+    HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, FILLED: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, DIM)
+    at = row * HEADS + head
+    ring, cell = tl.load(rings + row).to(tl.int64), tl.load(cells + row)
+    entry = tl.load(entries + at)
+    is_hit = entry >= 0
+    first = (ring * HEADS + head) * CAPACITY
+    reused = column < tl.where(is_hit, DIM, 0)  # all of them or none
+    rest = tl.load(outs + (first + entry) * DIM + column, mask=reused, other=0.0).to(tl.float32)
+    rest_lse = tl.load(lses + first + entry, mask=is_hit, other=float("-inf"))
+    origin = tl.load(origins + first + entry, mask=is_hit, other=0)
+    holds_sampled = tl.load(is_sampled + first + entry, mask=is_hit, other=0)
+    if FILLED:
+        other = tl.load(filled_out + at * DIM + column, mask=column >= tl.where(is_hit, DIM, 0), other=0.0)
+        other_lse = tl.load(filled_lse + at, mask=entry < 0, other=float("-inf"))
+        rest = tl.where(is_hit, rest, other)
+        rest_lse = tl.where(is_hit, rest_lse, other_lse)
+    far, near = tl.load(far_out + at * DIM + column), tl.load(near_out + at * DIM + column)
+    prefix, prefix_lse = _add(far, tl.load(far_lse + at), rest, rest_lse)
+    whole, whole_lse = _add(near, tl.load(near_lse + at), prefix, prefix_lse)
+    tl.store(out + at * DIM + column, whole)
+    tl.store(lse + at, whole_lse)
+    if ring >= 0:
+        own = tl.load(query + row * query_row + head * query_head + column).to(tl.bfloat16)
+        wide = own.to(tl.float32)
+        is_asked = (tl.load(bounds + at) < tl.load(bounds + plane + at)) & (tl.load(is_sampled_row + row) != 0)
+        is_reusable = (cell + 1 - band > sink) & (prefix_lse > float("-inf")) & (prefix_lse < float("inf"))
+        to = first + cell % CAPACITY
+        tl.debug_barrier()  # the entry may be the one that was read
+        tl.store(queries + to * DIM + column, own)
+        tl.store(norms + to, tl.where(is_reusable, tl.sum(wide * wide, 0), float("inf")))
+        tl.store(outs + to * DIM + column, prefix.to(outs.dtype.element_ty))
+        tl.store(lses + to, prefix_lse)
+        tl.store(origins + to, tl.where(is_hit, origin, cell.to(tl.int32)))
+        tl.store(is_sampled + to, tl.where(is_hit, holds_sampled, is_asked.to(tl.uint8)))
+
+
+def complete(
+    near: Partial,
+    far: Partial,
+    filled: Partial | None,
+    query: Tensor,
+    matched: Matched,
+    ring: Ring,
+    rings: Tensor,
+    cells: Tensor,
+    limits: Limits,
+    is_sampled_row: Tensor,
+) -> Partial:
+    """The whole attention of each (row, head), float32; and a new entry of each row's ring, at `cells % capacity`.
+
+    near, far: read with `matched.bounds`; filled: what the host filled holes with, or None where it was not asked; it
+    may lie in pinned host memory, and what it says of hits is not looked at. query: before RoPE, `[rows, heads, dim]`,
+    as matched; rings, cells: as there. is_sampled_row: uint8 `[rows]`: whether the host samples for it. A summary is of
+    the oldest cell that a part of it was computed at. No two rows may have one ring. Raises ValueError for another
+    shape, dtype or device.
+    """
+    op, (rows, heads, dim), device = "complete", query.shape, query.device
+    num_rings, _, capacity, _ = ring.queries.shape
+    shape = (num_rings, heads, capacity)
+    check(op, "ring.queries", ring.queries, (*shape, dim), torch.bfloat16, device)
+    check(op, "ring.outs", ring.outs, (*shape, dim), ring.outs.dtype, device)
+    check(op, "ring.norms", ring.norms, shape, ring.norms.dtype, device)
+    check(op, "ring.lses", ring.lses, shape, ring.norms.dtype, device)
+    check(op, "ring.origins", ring.origins, shape, torch.int32, device)
+    check(op, "ring.is_sampled", ring.is_sampled, shape, torch.uint8, device)
+    check(op, "rings", rings, (rows,), torch.int32, device)
+    check(op, "cells", cells, (rows,), torch.int64, device)
+    check(op, "is_sampled_row", is_sampled_row, (rows,), torch.uint8, device)
+    check(op, "entries", matched.entries, (rows, heads), torch.int32, device)
+    check(op, "bounds", matched.bounds, (3, rows, heads), torch.int32, device)
+    for name, side in (("near", near), ("far", far), ("filled", filled)):
+        if side is not None and (side.out.shape != query.shape or side.lse.shape != query.shape[:2]):
+            got = f"{tuple(side.out.shape)} and {tuple(side.lse.shape)}"
+            raise ValueError(f"{op}: {name} is {got}; wanted {tuple(query.shape)} and {(rows, heads)}")
+    if not runs_on_triton(query) or rows == 0:
+        return complete_reference(near, far, filled, query, matched, ring, rings, cells, limits, is_sampled_row)
+    check(op, "query", query, (rows, heads, dim), query.dtype, device)
+    own = (ring.queries, ring.norms, ring.outs, ring.lses, ring.origins, ring.is_sampled)
+    sides = [tensor for side in (near, far, filled or far) for tensor in (side.out, side.lse)]
+    for tensor in (*own, *sides, matched.entries, matched.bounds):
+        check_contiguous(op, "an argument", tensor)
+    if any(side.dtype != torch.float32 for side in sides) or dim & (dim - 1):
+        raise ValueError(f"{op}: partials of {[side.dtype for side in sides]}, dim {dim}; wanted float32, a power of 2")
+    out = torch.empty(rows, heads, dim, dtype=torch.float32, device=device)
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
+    _complete_kernel[(rows, heads)](
+        *sides, query, matched.entries, matched.bounds, rings, cells, is_sampled_row, *own, out, lse, query.stride(0),
+        query.stride(1), rows * heads, limits.sink, limits.band,
+        HEADS=heads, CAPACITY=capacity, DIM=dim, FILLED=filled is not None, num_warps=1,
+    )  # fmt: skip
+    return Partial(out, lse)

@@ -1,0 +1,319 @@
+"""The match of MAC-Attention (arXiv 2604.00235, section 3.2): the nearest of the last queries, and what then is read.
+
+A head whose query is near enough to that of an earlier cell p reuses what `[sink, p + 1 - band)` summed to there, and
+reads the rest; one without a match reads all that the placement leaves on the device, and asks the host for the hole.
+It refuses to know KV and where summaries come from. Invariants: at most one entry a head, of equal distances the
+youngest; nothing is taken whose prefix does not reach what was released. Bytes moved: 2 * dim + 8 for each entry of a
+ring that may be near enough in time, once a head; bounds and sums are small beside.
+
+On a GPU two kernels: a head's ring is cut over programs, each of which leaves its best candidate as one number, whose
+upper half is the distance and lower half the gap; the second finds the least, writes bounds and adds the counts.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import check, runs_on_triton
+from gpu.methods.mac.rings import Ring
+
+
+class Count(IntEnum):
+    """Places of `counts`, sums over steps of what was tried: (row, head) of rows with a ring in a layer that matches.
+
+    CELLS: of their contexts; SKIPPED: what hits left out; GAPS: of hits, m - p; AGES: m - origin; READ: cells that a KV
+    head read, of all that its group's heads read together; WHOLE: KV heads of which every head hit.
+    """
+
+    TRIES = 0
+    HITS = 1
+    CELLS = 2
+    SKIPPED = 3
+    GAPS = 4
+    AGES = 5
+    READ = 6
+    WHOLE = 7
+
+
+NUM_COUNTS = len(Count)
+BLOCK_ENTRIES, MATCH_WARPS = 64, 4  # entries whose distances a program has at once
+PROGRAMS_PER_SM = 8
+LEAST_PROGRAMS = 24  # where there is no GPU, the interpreter runs each
+
+_TRIES, _HITS, _CELLS, _SKIPPED, _GAPS, _AGES, _READ, _WHOLE = (tl.constexpr(int(count)) for count in Count)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """sink: cells in front that no summary holds; band: r of the paper; max_distance2: (sqrt(2 dim) (1 - tau))^2, eq.
+    (3); max_gap: of m - p; max_age: of m - origin; min_cells: a context shorter than this matches nothing.
+    """
+
+    sink: int
+    band: int
+    max_distance2: float
+    max_gap: int
+    max_age: int
+    min_cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """entries: int32 `[rows, heads]`, of the ring, -1 where nothing matches; distances2: float32 `[rows, heads]` of the
+    best candidate, inf: none; bounds: int32 `[3, rows, heads]`, of the attention to what is on the device; wanted:
+    uint8 `[rows, heads]`: whether the host is asked, as in the exchange slot.
+    """
+
+    entries: Tensor
+    distances2: Tensor
+    bounds: Tensor
+    wanted: Tensor
+
+
+def match_reference(
+    query: Tensor,
+    ring: Ring,
+    rings: Tensor,
+    cells: Tensor,
+    holes: Tensor,
+    limits: Limits,
+    is_matching: Tensor,
+    counts: Tensor,
+    kv_heads: int,
+) -> Matched:
+    """Plain torch; see `match`. Distances are of the dtype of `ring.norms`."""
+    capacity, wide = ring.norms.shape[-1], ring.norms.dtype
+    cut = cells + 1 - limits.band
+    is_tried = (rings >= 0) & (is_matching != 0) & (cells + 1 >= limits.min_cells) & (cut > limits.sink)
+    own = rings.clamp_min(0).long()
+    norms, origins = ring.norms[own], ring.origins[own].long()  # [rows, heads, capacity]
+    gaps = (cells[:, None] - 1 - torch.arange(capacity, device=cells.device)) % capacity + 1  # [rows, capacity]
+    prefix_ends = cells[:, None] - gaps + 1 - limits.band
+    is_in_reach = is_tried[:, None] & (gaps <= limits.max_gap) & (gaps <= cells[:, None])
+    is_in_reach &= (prefix_ends > limits.sink) & (prefix_ends >= holes[1, :, None])
+    is_candidate = is_in_reach[:, None] & (cells[:, None, None] - origins <= limits.max_age) & norms.isfinite()
+    rounded = query.to(torch.bfloat16).to(wide)
+    products = (ring.queries[own].to(wide) @ rounded[..., None])[..., 0]
+    distances2 = (rounded.square().sum(-1, keepdim=True) + norms - 2 * products).clamp_min(0)
+    distances2 = torch.where(is_candidate & (distances2 < torch.inf), distances2, torch.inf)
+    nearest = distances2.amin(-1)
+    gap = torch.where(distances2 == nearest[..., None], gaps[:, None], capacity + 1).amin(-1)  # the youngest
+    is_hit = nearest < limits.max_distance2
+    entries = torch.where(is_hit, (cells[:, None] - gap) % capacity, -1)
+    bounds = _bounds_of(cells[:, None] - gap, is_hit, rings, cells, holes, limits)
+    wanted = (~is_hit).to(torch.uint8)
+    ages = cells[:, None] - origins.gather(2, entries.clamp_min(0)[..., None])[..., 0]
+    _add_counts(counts, is_tried, is_hit, bounds, cells, torch.where(is_hit, gap, 0), ages, kv_heads)
+    return Matched(entries.to(torch.int32), nearest.float(), bounds.to(torch.int32), wanted)
+
+
+def _bounds_of(matched: Tensor, is_hit: Tensor, rings: Tensor, cells: Tensor, holes: Tensor, limits: Limits) -> Tensor:
+    """int64 `[3, rows, heads]`: of hits at the cells `matched` `[rows, heads]`, of misses, and of rows without a ring.
+
+    Where a row's prefix is empty, nothing is far.
+    """
+    begin, end, cut = (bound.long()[:, None] for bound in holes)
+    own_cut = (cells + 1 - limits.band)[:, None]
+    has_hole, has_far = begin < end, (rings >= 0)[:, None] & (own_cut > limits.sink)
+    begin = torch.where(has_far & ~has_hole, limits.sink, begin)
+    end = torch.where(has_far & ~has_hole, limits.sink, end)
+    cut = torch.where(has_far, own_cut.maximum(end), cut)
+    hit = [torch.full_like(matched, limits.sink), matched + 1 - limits.band, own_cut.expand_as(matched)]
+    return torch.stack([torch.where(is_hit, new, old) for new, old in zip(hit, (begin, end, cut), strict=True)])
+
+
+def _add_counts(
+    counts: Tensor, is_tried: Tensor, is_hit: Tensor, bounds: Tensor, cells: Tensor, gaps: Tensor, ages: Tensor,
+    kv_heads: int,
+) -> None:  # fmt: skip
+    rows, heads = is_hit.shape
+    begin, end, cut = bounds
+    skipped = torch.where(is_hit, end - begin, 0)
+    groups = is_hit.view(rows, kv_heads, -1)
+    near_end, near_begin = (part.view(groups.shape) for part in (begin, cut))
+    far_begin = torch.where(end < cut, end, cut).view(groups.shape)
+    context = (cells + 1)[:, None]
+    read = near_end.amax(-1) + context - near_begin.amin(-1) + near_begin.amax(-1) - far_begin.amin(-1)
+    sums = {
+        Count.TRIES: heads * is_tried.sum(),
+        Count.HITS: is_hit.sum(),
+        Count.CELLS: heads * ((cells + 1) * is_tried).sum(),
+        Count.SKIPPED: skipped.sum(),
+        Count.GAPS: gaps.sum(),
+        Count.AGES: (ages * is_hit).sum(),
+        Count.READ: (read * is_tried[:, None]).sum(),
+        Count.WHOLE: groups.all(-1).sum(),
+    }
+    counts += torch.stack([sums[count] for count in Count]).to(counts.dtype)
+
+
+@triton.jit
+def _match_kernel(
+    query, queries, norms, origins, rings, cells, holes, is_matching, best, query_row, query_head, holes_plane,
+    sink, band, max_gap, max_age, min_cells, split_entries,
+    HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    ring = tl.load(rings + row).to(tl.int64)
+    cell = tl.load(cells + row).to(tl.int32)
+    if (ring < 0) | (tl.load(is_matching) == 0) | (cell + 1 < min_cells) | (cell + 1 - band <= sink):
+        return  # nor is it looked at
+    released = tl.load(holes + holes_plane + row)
+    column = tl.arange(0, DIM)
+    own = tl.load(query + row.to(tl.int64) * query_row + head * query_head + column)
+    own = own.to(tl.bfloat16).to(tl.float32)
+    own_norm = tl.sum(own * own, 0)
+    first = (ring * HEADS + head) * CAPACITY
+    nothing: tl.constexpr = 0x7F800000 << 32  # of distance inf
+    least = tl.full([ENTRIES], nothing, tl.int64)
+    for begin in range(split * split_entries, tl.minimum((split + 1) * split_entries, CAPACITY), ENTRIES):
+        entry = begin + tl.arange(0, ENTRIES)
+        gap = (cell % CAPACITY + CAPACITY - 1 - entry) % CAPACITY + 1
+        prefix_end = cell - gap + 1 - band
+        is_in_reach = (entry < CAPACITY) & (gap <= max_gap) & (gap <= cell)
+        is_in_reach = is_in_reach & (prefix_end > sink) & (prefix_end >= released)
+        norm = tl.load(norms + first + entry, mask=is_in_reach, other=float("inf"))
+        origin = tl.load(origins + first + entry, mask=is_in_reach, other=0)
+        rows = tl.load(queries + (first + entry)[:, None] * DIM + column[None, :], mask=is_in_reach[:, None], other=0.0)
+        product = tl.sum(rows.to(tl.float32) * own[None, :], 1)
+        distance2 = tl.maximum(own_norm + norm - 2.0 * product, 0.0)
+        is_candidate = is_in_reach & (cell - origin <= max_age) & (norm < float("inf")) & (distance2 < float("inf"))
+        packed = (distance2.to(tl.int32, bitcast=True).to(tl.int64) << 32) | gap.to(tl.int64)
+        least = tl.minimum(least, tl.where(is_candidate, packed, nothing))
+    tl.store(best + (row * HEADS + head) * tl.num_programs(2) + split, tl.min(least, 0))
+
+
+@triton.jit
+def _bounds_kernel(
+    best, origins, rings, cells, holes, is_matching, entries, distances2, bounds, wanted, counts, holes_plane,
+    sink, band, max_distance2, min_cells, splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr, NARROW: tl.constexpr, SPLITS: tl.constexpr,
+    COUNTS: tl.constexpr,
+):  # fmt: skip
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    ring = tl.load(rings + row).to(tl.int64)
+    cell = tl.load(cells + row).to(tl.int32)
+    begin, end = tl.load(holes + row), tl.load(holes + holes_plane + row)
+    cut = tl.load(holes + 2 * holes_plane + row)
+    own_cut = cell + 1 - band
+    has_far = (ring >= 0) & (own_cut > sink)
+    is_tried = has_far & (tl.load(is_matching) != 0) & (cell + 1 >= min_cells)
+    member = tl.arange(0, NARROW)
+    is_head = member < GROUP
+    head = kv_head * GROUP + member
+    split = tl.arange(0, SPLITS)
+    nothing: tl.constexpr = 0x7F800000 << 32
+    is_tried_head = member < tl.where(is_tried, GROUP, 0)
+    reads = is_tried_head[:, None] & (split < splits)[None, :]
+    packed = tl.load(best + (row * HEADS + head)[:, None] * splits + split[None, :], mask=reads, other=nothing)
+    least = tl.min(packed, 1)
+    distance2 = (least >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    is_hit = is_tried_head & (distance2 < max_distance2)
+    gap = tl.where(is_hit, least.to(tl.int32), 0)
+    entry = tl.where(is_hit, (cell - gap) % CAPACITY, -1)
+
+    is_whole = has_far & (begin >= end)
+    begin = tl.where(is_whole, sink, begin)
+    end = tl.where(is_whole, sink, end)
+    cut = tl.where(has_far, tl.maximum(own_cut, end), cut)
+    hole_begin = tl.where(is_hit, sink, begin)
+    hole_end = tl.where(is_hit, cell - gap + 1 - band, end)
+    head_cut = tl.where(is_hit, own_cut, cut)
+    to = row * HEADS + head
+    plane = tl.num_programs(0) * HEADS
+    tl.store(entries + to, entry, mask=is_head)
+    tl.store(distances2 + to, distance2, mask=is_head)
+    tl.store(bounds + to, hole_begin, mask=is_head)
+    tl.store(bounds + plane + to, hole_end, mask=is_head)
+    tl.store(bounds + 2 * plane + to, head_cut, mask=is_head)
+    tl.store(wanted + to, tl.where(is_hit, 0, 1).to(tl.uint8), mask=is_head)
+    if is_tried:
+        origin = tl.load(origins + (ring * HEADS + head) * CAPACITY + entry, mask=is_hit, other=0)
+        far_begin = tl.where(is_head & (hole_end < head_cut), hole_end, own_cut)
+        read = tl.max(tl.where(is_head, hole_begin, 0), 0) + cell + 1 - tl.min(tl.where(is_head, head_cut, cell + 1), 0)
+        read += tl.max(tl.where(is_head, head_cut, 0), 0) - tl.min(far_begin, 0)
+        hits = tl.sum(is_hit.to(tl.int32), 0)
+        count = tl.arange(0, COUNTS)
+        value = tl.where(count == _TRIES, GROUP, 0) + tl.where(count == _HITS, hits, 0)
+        value += tl.where(count == _CELLS, GROUP * (cell + 1), 0)
+        value += tl.where(count == _SKIPPED, tl.sum(tl.where(is_hit, hole_end - hole_begin, 0), 0), 0)
+        value += tl.where(count == _GAPS, tl.sum(gap, 0), 0)
+        value += tl.where(count == _AGES, tl.sum(tl.where(is_hit, cell - origin, 0), 0), 0)
+        value += tl.where(count == _READ, read, 0) + tl.where(count == _WHOLE, (hits == GROUP).to(tl.int32), 0)
+        tl.atomic_add(counts + count, value.to(tl.int64), mask=value != 0, sem="relaxed")
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def match(
+    query: Tensor,
+    ring: Ring,
+    rings: Tensor,
+    cells: Tensor,
+    holes: Tensor,
+    limits: Limits,
+    is_matching: Tensor,
+    counts: Tensor,
+    kv_heads: int,
+) -> Matched:
+    """Find what each (row, head) may reuse (eq. 3), and say what it then reads.
+
+    query: before RoPE, `[rows, heads, dim]`, heads and rows may be strided; it is compared as the ring keeps it, in
+    bfloat16. rings: int32 `[rows]`, the ring of each row, -1: none, and nothing is matched. cells: int64 `[rows]`, the
+    last of each row's context. holes: int32 `[3, rows]`, hole_begin, hole_end and cut of the placement: what the row
+    asks the host for; an empty hole where nothing is released. limits.sink is where holes begin. is_matching: int32
+    `[1]`; 0: the layer matches nothing. counts: int64 `[NUM_COUNTS]`, see `Count`, added to. All but query and ring's
+    contents are trusted. Raises ValueError for another shape, dtype or device.
+    """
+    op, (rows, heads, dim), device = "match", query.shape, query.device
+    num_rings, _, capacity, _ = ring.queries.shape
+    if heads % kv_heads:
+        raise ValueError(f"{op}: {heads} query heads over {kv_heads} KV heads; wanted a multiple")
+    check(op, "ring.queries", ring.queries, (num_rings, heads, capacity, dim), torch.bfloat16, device)
+    check(op, "ring.norms", ring.norms, (num_rings, heads, capacity), ring.norms.dtype, device)
+    check(op, "ring.origins", ring.origins, (num_rings, heads, capacity), torch.int32, device)
+    check(op, "rings", rings, (rows,), torch.int32, device)
+    check(op, "cells", cells, (rows,), torch.int64, device)
+    check(op, "holes", holes, (3, rows), torch.int32, device)
+    check(op, "is_matching", is_matching, (1,), torch.int32, device)
+    check(op, "counts", counts, (NUM_COUNTS,), torch.int64, device)
+    if not runs_on_triton(query) or rows == 0:
+        return match_reference(query, ring, rings, cells, holes, limits, is_matching, counts, kv_heads)
+    check(op, "query", query, (rows, heads, dim), query.dtype, device)
+    if any(not part.is_contiguous() for part in (ring.queries, ring.norms, ring.origins)) or dim & (dim - 1):
+        raise ValueError(
+            f"{op}: a ring of {tuple(ring.queries.shape)}; wanted contiguous, of a dim that is a power of 2"
+        )
+    programs = max(LEAST_PROGRAMS, PROGRAMS_PER_SM * _num_sms(device))
+    splits = max(1, min(-(-programs // (rows * heads)), -(-capacity // BLOCK_ENTRIES)))
+    split_entries = -(-capacity // (splits * BLOCK_ENTRIES)) * BLOCK_ENTRIES
+    best = torch.empty(rows, heads, splits, dtype=torch.int64, device=device)
+    matched = Matched(
+        torch.empty(rows, heads, dtype=torch.int32, device=device),
+        torch.empty(rows, heads, dtype=torch.float32, device=device),
+        torch.empty(3, rows, heads, dtype=torch.int32, device=device),
+        torch.empty(rows, heads, dtype=torch.uint8, device=device),
+    )
+    _match_kernel[(rows, heads, splits)](
+        query, ring.queries, ring.norms, ring.origins, rings, cells, holes, is_matching, best, query.stride(0),
+        query.stride(1), holes.stride(0), limits.sink, limits.band, limits.max_gap, limits.max_age, limits.min_cells,
+        split_entries,
+        HEADS=heads, CAPACITY=capacity, DIM=dim, ENTRIES=BLOCK_ENTRIES, num_warps=MATCH_WARPS,
+    )  # fmt: skip
+    group = heads // kv_heads
+    _bounds_kernel[(rows, kv_heads)](
+        best, ring.origins, rings, cells, holes, is_matching, matched.entries, matched.distances2, matched.bounds,
+        matched.wanted, counts, holes.stride(0), limits.sink, limits.band, limits.max_distance2, limits.min_cells,
+        splits,
+        HEADS=heads, GROUP=group, CAPACITY=capacity, NARROW=triton.next_power_of_2(group),
+        SPLITS=triton.next_power_of_2(splits), COUNTS=NUM_COUNTS, num_warps=1,
+    )  # fmt: skip
+    return matched

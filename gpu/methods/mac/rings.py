@@ -1,0 +1,26 @@
+"""One layer's rings: the last queries of each request, and what their prefixes summed to.
+
+It refuses to know requests, slots and thresholds. Invariant: entry i of a request that writes cell m belongs to cell
+m - d, d in [1, capacity] and (m - d) % capacity == i; what is empty or may not be reused has the norm inf.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """queries: bfloat16 `[rings, heads, capacity, dim]`, pre-RoPE; norms: float32 `[rings, heads, capacity]`, squared,
+    of the stored query; outs: float32 or bfloat16 `[rings, heads, capacity, dim]`, lses: float32 `[rings, heads,
+    capacity]`, natural log: of cells `[sink, p + 1 - band)` of the entry's cell p; origins: int32 `[rings, heads,
+    capacity]`, the cell at which the oldest part was computed; is_sampled: uint8, likewise shaped: whether it holds
+    sampled mass.
+    """
+
+    queries: Tensor
+    norms: Tensor
+    outs: Tensor
+    lses: Tensor
+    origins: Tensor
+    is_sampled: Tensor
