@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, Timing, measure, require
+from cpu.rates import measure_host_rates
 from gpu.kernels.paged_decode_attention import Reading, Workspace, paged_decode_attention, workspace_for
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match
@@ -148,7 +149,7 @@ def make_fixed(pages: Pages) -> Fixed:
     device, batch = pages.keys.device, pages.batch
     rows = torch.arange(batch, dtype=torch.int32, device=device)
     return Fixed(
-        rings=rows,
+        rings=rows.clone(),
         cells=torch.full((batch,), pages.tokens - 1, dtype=torch.int64, device=device),
         holes=torch.full((3, batch), SINK, dtype=torch.int32, device=device),
         slots=rows,
@@ -195,8 +196,9 @@ def mac_rows(
     device: torch.device, console: Console,
 ) -> list[Row]:  # fmt: skip
     """A row for each length, batch, hit rate and way to draw gaps. Raises GateError."""
-    measured = measure_device_rates(device)
-    gb_s = measured.get("device_stream_gb_s", 10.0)
+    is_host = device.type != "cuda"
+    measured = measure_host_rates(torch.get_num_threads(), gib=0.25) if is_host else measure_device_rates(device)
+    gb_s = measured["host_stream_gb_s" if is_host else "device_stream_gb_s"]
     rows = []
     for batch in batches:
         for tokens in lengths:

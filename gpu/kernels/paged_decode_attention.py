@@ -39,14 +39,15 @@ CONFIGS = {
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch: out float32 `[parts, rows, heads, dim]`, lse float32 `[parts, rows, heads]`, log base 2.
+    """Scratch: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`, log base 2. On CPU both are empty.
 
-    Without bounds a launch uses the first requests * splits rows; with bounds, all of it as `[places, group, dim]`, for
-    near and, with two parts, far. On CPU both are empty.
+    Without bounds a launch uses the first requests * splits rows; with bounds it takes all as `[places, group, dim]`.
+    parts: 2 where there is room for far beside near.
     """
 
     out: Tensor
     lse: Tensor
+    parts: int
     max_requests: int
     max_context_tokens: int
     num_sms: int
@@ -67,19 +68,26 @@ def workspace_for(
     """Allocate once, for every launch of up to `max_requests` requests of up to `max_context_tokens` each."""
     device = torch.device(device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    parts = 1 + has_far
     rows = 0
     if num_sms or INTERPRETED:
-        counts = range(1, max_requests + 1)
-        rows = max(count * num_splits(count, num_kv_heads, max_context_tokens, num_sms) for count in counts)
-        places = num_places(max_requests, num_kv_heads, 1 + has_far, num_sms)
-        rows = max(rows, -(-places // (num_kv_heads * (1 + has_far))))
+        rows = max(
+            num_rows(count, num_kv_heads, max_context_tokens, parts, num_sms) for count in range(1, max_requests + 1)
+        )
     return Workspace(
-        torch.empty(1 + has_far, rows, num_heads, dim, dtype=torch.float32, device=device),
-        torch.empty(1 + has_far, rows, num_heads, dtype=torch.float32, device=device),
+        torch.empty(rows, num_heads, dim, dtype=torch.float32, device=device),
+        torch.empty(rows, num_heads, dtype=torch.float32, device=device),
+        parts,
         max_requests,
         max_context_tokens,
         num_sms,
     )
+
+
+def num_rows(requests: int, kv_heads: int, max_context_tokens: int, parts: int, num_sms: int) -> int:
+    """Of a workspace for so many requests, with bounds or without."""
+    splits = num_splits(requests, kv_heads, max_context_tokens, num_sms)
+    return max(requests * splits, -(-num_places(requests, kv_heads, parts, num_sms) // kv_heads))
 
 
 def num_splits(requests: int, kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
@@ -234,8 +242,8 @@ def paged_decode_attention(
     if query.stride()[1:] != (dim, 1):
         raise ValueError(f"{op}: query has strides {query.stride()}; wanted heads and dim contiguous")
     parts = 1 + (has_far and bounds is not None)
-    if requests > workspace.max_requests or workspace.out.shape[2:] != (heads, dim) or len(workspace.out) < parts:
-        held = f"{workspace.max_requests} requests of {tuple(workspace.out.shape[2:])}, {len(workspace.out)} parts"
+    if requests > workspace.max_requests or workspace.out.shape[1:] != (heads, dim) or workspace.parts < parts:
+        held = f"{workspace.max_requests} requests of {tuple(workspace.out.shape[1:])}, {workspace.parts} parts"
         raise ValueError(
             f"{op}: {requests} requests of {(heads, dim)}, {parts} parts, the workspace holds {held}; allocate a larger"
         )

@@ -13,7 +13,7 @@ import pytest
 from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo")
+KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac")
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -26,6 +26,7 @@ SELECTED = " or ".join(
         "(test_kernels_simhash and cpu and float32 and not 8193 and not random_rows)",
         "(test_kernels_deposit and cpu and float32 and not shape3 and not shape4)",
         "(test_kernels_exchange and cpu and float32 and not another_ask and not 32-128-150)",
+        "(test_kernels_mac and cpu and float32 and (not_match or turned_now))",
         "(test_kernels_momo and cpu and float32 and (one or group3 or every_block or group4))",
         "(test_kernels_momo and cpu and float32 and union and not 32-8-12)",
         "(test_partial and cpu and not partition)",
@@ -42,6 +43,7 @@ LARGER = " or ".join(
         "(test_kernels_simhash and cpu and float32 and random_rows)",
         "(test_kernels_exchange and cpu and float32 and 32-128-150)",
         "(test_kernels_momo and cpu and float32)",
+        "(test_kernels_mac and cpu and float32 and (wraps or one_of or holes or released or noticed or youngest))",
     )
 )
 

@@ -14,7 +14,7 @@ from gpu.cpu_device.step import MAX_ROWS, CpuStep
 from gpu.decode.halving import most_rows_of_parts
 from gpu.decode.ladder import steps_to_capture
 from gpu.host.deposit import Depositor
-from gpu.kernels.paged_decode_attention import num_splits
+from gpu.kernels.paged_decode_attention import num_rows
 from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
 from gpu.memory import demand
@@ -204,8 +204,7 @@ def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, runn
     demand = Demand(shape, "cuda", 2, running, 2048, 16, (1,), None, {})
     for num_sms in (40, 108, 132):
         rows = max(
-            count * num_splits(count, shape.num_kv_heads, shape.max_context_tokens, num_sms)
-            for count in range(1, running + 1)
+            num_rows(count, shape.num_kv_heads, shape.max_context_tokens, 2, num_sms) for count in range(1, running + 1)
         )
         assert rows <= demand.split_rows
 
