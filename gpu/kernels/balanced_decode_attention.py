@@ -13,19 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attended_blocks import MAXIMA_CELLS, MIN_GROUP_ROWS, attend_blocks, store_partial
+from gpu.kernels.attended_blocks import MAXIMA_CELLS, MIN_GROUP_ROWS, attend_spans, store_partial
 
 PIECES_PER_SM = 4
 LEAST_PIECES = 5  # where there is no GPU, the interpreter runs each
 PAIRS_AT_ONCE = 64  # (request, KV head) whose blocks a program counts together
 PIECES_AT_ONCE, REDUCE_WARPS = 128, 8  # partials that are merged together
 
-# (itemsize, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
+# (itemsize, dim): block_tokens, num_warps, num_stages, registers of a thread (for as many programs at once as an SM is
+# given). Every row fits 99 KiB of shared memory.
 CONFIGS = {
-    (2, 64): (64, 4, 3),
-    (2, 128): (64, 4, 2),
-    (4, 64): (32, 4, 2),
-    (4, 128): (32, 4, 2),
+    (2, 64): (64, 4, 2, 128),
+    (2, 128): (64, 4, 2, 128),
+    (4, 64): (32, 4, 2, 128),
+    (4, 128): (32, 4, 2, 128),
 }
 
 _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
@@ -46,19 +47,19 @@ def _count_blocks(
     hole_begin, hole_end, cut, is_head, context, each, AXIS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of query groups whose heads are `AXIS`; context: of each group, `each`: the same beside heads. Near's
-    first `num_front` begin at cell 0, its others at `back`; far's at `far`. All begin at multiples of MAXIMA_CELLS.
+    """Blocks of query groups whose heads are `AXIS`; context: of each group, `each`: the same beside heads. Near is a
+    run of cells, `[0, front)` and from `back` on, far one from `far` on; all three are multiples of MAXIMA_CELLS.
     """
-    num_front = tl.cdiv(tl.max(tl.where(is_head, hole_begin, 0), AXIS), BLOCK_TOKENS)
+    front = tl.cdiv(tl.max(tl.where(is_head, hole_begin, 0), AXIS), _MAXIMA_CELLS) * _MAXIMA_CELLS
     back = tl.min(tl.where(is_head, cut, each), AXIS) // _MAXIMA_CELLS * _MAXIMA_CELLS
-    back = tl.maximum(back, tl.minimum(num_front * BLOCK_TOKENS, context))
-    num_near = num_front + tl.cdiv(context - back, BLOCK_TOKENS)
+    back = tl.maximum(back, front)
+    num_near = tl.cdiv(front + tl.maximum(context - back, 0), BLOCK_TOKENS)
     far, num_far = back * 0, back * 0
     if FAR:
         has_far = is_head & (hole_end < cut)
         far = tl.min(tl.where(has_far, hole_end, each), AXIS) // _MAXIMA_CELLS * _MAXIMA_CELLS
         num_far = tl.cdiv(tl.maximum(tl.max(tl.where(has_far, cut, 0), AXIS) - far, 0), BLOCK_TOKENS)
-    return num_front, back, num_near, far, num_far
+    return front, back, num_near, far, num_far
 
 
 @triton.jit
@@ -137,29 +138,29 @@ def _balanced_kernel(
         hole_begin = tl.minimum(tl.load(place, mask=is_head, other=0), context)
         hole_end = tl.minimum(tl.load(place + plane_stride, mask=is_head, other=0), context)
         cut = tl.minimum(tl.load(place + 2 * plane_stride, mask=is_head, other=0), context)
-        num_front, back, num_near, far, num_far = _count_blocks(
+        front, back, num_near, far, num_far = _count_blocks(
             hole_begin, hole_end, cut, is_head, context, each, 0, BLOCK_TOKENS, FAR
         )  # fmt: skip
         end = start + num_near
-        below, from_cell, to_cell = hole_begin, cut, each
+        below, from_cell, to_cell = hole_begin, cut, tl.where(is_head, context, 0)
         if FAR:
             is_far = segment % PARTS == 1
             end = start + tl.where(is_far, num_far, num_near)
-            num_front = tl.where(is_far, 0, num_front)
+            front = tl.where(is_far, 0, front)
             back = tl.where(is_far, far, back)
             below = tl.where(is_far, 0, hole_begin)
             from_cell = tl.where(is_far, hole_end, cut)
-            to_cell = tl.where(is_far, cut, each)
+            to_cell = tl.where(is_far, cut, to_cell)
         stop = tl.minimum(end, last)
         if first < stop:
             rows = tl.load(query + request * query_stride + head[:, None] * DIM + tl.arange(0, DIM)[None, :],
                            mask=is_head[:, None], other=0.0)  # fmt: skip
             pages = page_table + slot.to(tl.int64) * max_pages
             highest = maxima + (request * (KV_HEADS * GROUP) + head) * maxima_stride
-            top, mass, out, covered = attend_blocks(
-                rows, key_pages, value_pages, pages, highest, kv_head, first - start, stop - start, num_front, back,
-                context, below, from_cell, to_cell, is_head, scale_log2,
-                KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, MAXIMA, COUNTED,
+            top, mass, out, covered = attend_spans(
+                rows, key_pages, value_pages, pages, highest, kv_head, first - start, stop - start, front, back,
+                below, from_cell, to_cell, is_head, scale_log2,
+                KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED,
             )  # fmt: skip
             row = (program + segment).to(tl.int64) * GROUP + member
             store_partial(piece_out, piece_lse, piece_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
@@ -231,7 +232,7 @@ def launch_balanced(
     parts, requests, heads, dim = out.shape
     kv_heads, page_tokens = key_pages.shape[1:3]
     group, pairs, pieces = heads // kv_heads, requests * kv_heads, num_pieces(num_sms)
-    block_tokens, num_warps, num_stages = CONFIGS[query.element_size(), dim]
+    block_tokens, num_warps, num_stages, registers = CONFIGS[query.element_size(), dim]
     is_counted = covered is not None
     ends = torch.empty(pairs * parts, dtype=torch.int32, device=query.device)
     counts = ends  # not looked at
@@ -246,7 +247,7 @@ def launch_balanced(
         BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
         PAIRS=PAIRS_AT_ONCE, NARROW=triton.next_power_of_2(group),
         FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted,
-        num_warps=num_warps, num_stages=num_stages,
+        num_warps=num_warps, num_stages=num_stages, maxnreg=registers,
     )  # fmt: skip
     _merge_pieces_kernel[(requests, heads, parts)](
         piece_out, piece_lse, counts, out, lse, ends if covered is None else covered, ends, pairs * parts, pieces,

@@ -150,12 +150,10 @@ def _split_kernel(
                    mask=is_head[:, None], other=0.0)  # fmt: skip
     pages = page_table + tl.load(slots + request).to(tl.int64) * max_pages
     highest = maxima + (request * (KV_HEADS * GROUP) + head) * maxima_stride
-    all_of_it = tl.zeros(head.shape, tl.int32) + context
     last = tl.minimum(first + split_blocks, num_blocks)
     top, mass, out, covered = attend_blocks(
-        rows, key_pages, value_pages, pages, highest, kv_head, first, last, 0, 0, context, all_of_it, all_of_it,
-        all_of_it, is_head, scale_log2,
-        KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED,
+        rows, key_pages, value_pages, pages, highest, kv_head, first, last, context, is_head, scale_log2,
+        KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED,
     )  # fmt: skip
     row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
     store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)

@@ -277,7 +277,7 @@ class Recorder:
 def _source(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[ASTSource, dict[str, int]]:
     """What Triton's launcher would compile: pointers and integers divisible by 16 are marked so, ones are constants."""
     options = dict(options)
-    compile_options = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    compile_options = {name: options.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in options}
     signature, constants, attributes = {}, {}, {}
     for index, (name, value) in enumerate({**dict(zip(kernel.arg_names, args, strict=False)), **options}.items()):
         if name in options or (isinstance(value, int) and value == 1):

@@ -41,7 +41,7 @@ class Count(IntEnum):
 
 
 NUM_COUNTS = len(Count)
-BLOCK_ENTRIES, MATCH_WARPS = 64, 4  # entries whose distances a program has at once
+BLOCK_ENTRIES, MATCH_WARPS = 64, 2  # entries whose distances a program has at once
 PROGRAMS_PER_SM = 8
 LEAST_PROGRAMS = 24  # where there is no GPU, the interpreter runs each
 
