@@ -162,6 +162,17 @@ def test_summaries_in_bfloat16_cost_their_rounding(dtype, device):
     assert run(rows, steps, lambda *_: 3, out=allowed) > 100
 
 
+@pytest.mark.parametrize(
+    "shape", [Shape(32, 8, 128), Shape(32, 4, 128), Shape(8, 8, 64)], ids=["32_over_8", "32_over_4", "8_over_8"]
+)
+def test_heads_of_models_over_contexts_longer_than_band_and_ring(shape, dtype, device):
+    rule = Rule(sink=16, band=256, capacity=1024, tau=0.45, max_gap=1024, max_age=4096)
+    rows = MacRows(shape, rule, [1500, 270], 4, dtype, device)
+    generator = np.random.default_rng(1)
+    hits = run(rows, 4, lambda row, head, step: int(generator.integers(0, 3)))
+    assert hits > shape.heads
+
+
 def test_equal_distances_go_to_the_youngest(dtype, device):
     rows = MacRows(SMALL, RULE, [40], 14, dtype, device)
     run(rows, 4, lambda *_: 0)
