@@ -15,25 +15,25 @@ _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
 
 @triton.jit
 def _attend_block(
-    rows, key_pages, value_pages, pages, maxima, kv_head, cell, inside, reads, is_head, top, mass, out, covered,
+    rows, key_pages, value_pages, pages, maxima, kv_head, cell, loaded, reads, is_head, top, mass, out, covered,
     scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr,
-    COUNTED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Add the cells `[tokens]` that each head `reads` `[group, tokens]`; with MASKED only those `inside` are loaded,
-    and with BOUNDED a head may read none of them.
+    """Add the cells `[tokens]` that each head `reads` `[group, tokens]`. With BOUNDED a head may read none of them, and
+    `loaded` `[tokens]` are cells that may be loaded in their place; otherwise it says which of them may be.
     """
     column = tl.arange(0, DIM)
-    if MASKED:
-        page = tl.load(pages + cell // PAGE_TOKENS, mask=inside, other=0).to(tl.int64)
-    else:
-        page = tl.load(pages + cell // PAGE_TOKENS).to(tl.int64)
-    address = ((page * KV_HEADS + kv_head) * PAGE_TOKENS + cell % PAGE_TOKENS)[:, None] * DIM + column[None, :]
-    if MASKED:  # noqa: SIM108
-        key = tl.load(key_pages + address, mask=inside[:, None], other=0.0)
-    else:
+    if BOUNDED:
+        page = tl.load(pages + loaded // PAGE_TOKENS).to(tl.int64)
+        row = (page * KV_HEADS + kv_head) * PAGE_TOKENS + loaded % PAGE_TOKENS
+        address = row[:, None] * DIM + column[None, :]
         key = tl.load(key_pages + address)
+    else:
+        page = tl.load(pages + cell // PAGE_TOKENS, mask=loaded, other=0).to(tl.int64)
+        row = (page * KV_HEADS + kv_head) * PAGE_TOKENS + cell % PAGE_TOKENS
+        address = row[:, None] * DIM + column[None, :]
+        key = tl.load(key_pages + address, mask=loaded[:, None], other=0.0)
     logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
     logits = tl.where(reads, logits, float("-inf"))
     if MAXIMA:
@@ -52,10 +52,10 @@ def _attend_block(
     weights = tl.exp2(logits - base[:, None])
     rescale = tl.exp2(top - base)
     mass = mass * rescale + tl.sum(weights, 1)
-    if MASKED:
-        value = tl.load(value_pages + address, mask=inside[:, None], other=0.0)
-    else:
+    if BOUNDED:
         value = tl.load(value_pages + address)
+    else:
+        value = tl.load(value_pages + address, mask=loaded[:, None], other=0.0)
     out = out * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return higher, mass, out, covered
 
@@ -77,7 +77,7 @@ def attend_blocks(
         top, mass, out, covered = _attend_block(
             rows, key_pages, value_pages, pages, maxima, kv_head, cell, inside, inside[None, :], is_head, top, mass,
             out, covered, scale_log2,
-            KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, False, MAXIMA, COUNTED,
+            KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED,
         )  # fmt: skip
     return top, mass, out, covered
 
@@ -92,41 +92,36 @@ def attend_spans(
     """Blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on. A head reads of these those below its
     `below` and in `[its begin, its end)`; all three are 0 where `is_head` is not.
 
-    Blocks of which one head, that which begins first, reads every cell go without masks of what is loaded.
+    No load has a mask: in place of a cell that no head reads, one that a head does read is loaded, and not looked at.
+    Heads whose spans do not meet take turns, so that what lies between is not touched; that some read twice is rare.
     """
     top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_GROUP], tl.float32)
     out = tl.zeros([BLOCK_GROUP, DIM], tl.float32)
     covered = tl.zeros([BLOCK_GROUP], tl.int32)
+    NEVER: tl.constexpr = 1 << 30
     skipped = back - front
-    most = 1 << 30
-    whole_begin = tl.min(tl.where(begin < end, begin, most), 0)
-    whole_end = tl.max(tl.where(begin == whole_begin, end, 0), 0)
-    whole_begin = tl.maximum(whole_begin, back) - skipped
-    inner = tl.minimum(tl.maximum(tl.cdiv(whole_begin, BLOCK_TOKENS), first), last)
-    inner_end = tl.minimum(tl.maximum(tl.maximum(whole_end - skipped, 0) // BLOCK_TOKENS, inner), last)
-    for step in range(inner - first + last - inner_end):
-        block = first + step
-        block = tl.where(block < inner, block, block + inner_end - inner)
-        place = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        cell = tl.where(place < front, place, place + skipped)
-        one = cell[None, :]
-        reads = (one < below[:, None]) | ((one >= begin[:, None]) & (one < end[:, None]))
-        inside = tl.max(reads.to(tl.int32), 0) > 0
-        top, mass, out, covered = _attend_block(
-            rows, key_pages, value_pages, pages, maxima, kv_head, cell, inside, reads, is_head, top, mass, out,
-            covered, scale_log2,
-            KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, True, MAXIMA, COUNTED,
-        )  # fmt: skip
-    for block in range(inner, inner_end):
-        cell = block * BLOCK_TOKENS + skipped + tl.arange(0, BLOCK_TOKENS)
-        one = cell[None, :]
-        reads = (one < below[:, None]) | ((one >= begin[:, None]) & (one < end[:, None]))
-        top, mass, out, covered = _attend_block(
-            rows, key_pages, value_pages, pages, maxima, kv_head, cell, cell, reads, is_head, top, mass, out,
-            covered, scale_log2,
-            KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, True, MAXIMA, COUNTED,
-        )  # fmt: skip
+    meet = tl.max(tl.where(begin < end, begin, 0), 0) <= tl.min(tl.where(begin < end, end, NEVER), 0)
+    for turn in range(tl.where(meet, 1, BLOCK_GROUP)):
+        is_on = tl.arange(0, BLOCK_GROUP) < tl.where(meet, BLOCK_GROUP, turn + 1)
+        is_on = is_on & (tl.arange(0, BLOCK_GROUP) >= turn)
+        own_below, own_end = tl.where(is_on, below, 0), tl.where(is_on, end, 0)
+        low_end, span_end = tl.max(own_below, 0), tl.max(tl.where(begin < own_end, own_end, 0), 0)
+        span_begin = tl.min(tl.where(begin < own_end, begin, NEVER), 0)
+        known = tl.where(span_begin < span_end, span_begin, 0)
+        start = tl.where(low_end > 0, 0, tl.maximum(tl.maximum(known, back) - skipped, 0) // BLOCK_TOKENS)
+        stop = tl.cdiv(tl.where(span_end > back, span_end - skipped, tl.minimum(low_end, front)), BLOCK_TOKENS)
+        for block in range(tl.maximum(first, start), tl.minimum(last, stop)):
+            place = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+            cell = tl.where(place < front, place, place + skipped)
+            one = cell[None, :]
+            reads = (one < own_below[:, None]) | ((one >= begin[:, None]) & (one < own_end[:, None]))
+            inside = (cell < low_end) | ((cell >= span_begin) & (cell < span_end))
+            top, mass, out, covered = _attend_block(
+                rows, key_pages, value_pages, pages, maxima, kv_head, cell, tl.where(inside, cell, known), reads,
+                is_head, top, mass, out, covered, scale_log2,
+                KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, MAXIMA, COUNTED,
+            )  # fmt: skip
     return top, mass, out, covered
 
 
