@@ -21,6 +21,7 @@ from bench.plain_decode import PlainDecode
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require, summarise
 from cpu.rates import measure_host_rates, measure_read_rate
+from gpu.decode.ladder import StepKind
 from gpu.decode.steps import Batch
 from gpu.load import DTYPES, RANDOM_SEED
 from gpu.model.architecture import Architecture, named_shape, read_architecture
@@ -163,5 +164,7 @@ def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
     steps = runner.decode_steps
     places = [position] * batch
     steps.run(Batch(list(range(batch)), places, places, [None] * batch))
-    timing = measure(steps._captured[0, batch].graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
+    timing = measure(
+        steps._captured[StepKind(0, False), batch].graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS
+    )
     return asdict(timing) | {"peer": None, "peer_ms": None, "extras": {}}

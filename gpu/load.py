@@ -3,8 +3,9 @@
 It refuses to decide sizes: the memory plan does. The invariant: what cannot be served stops here with one line.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
@@ -31,11 +32,13 @@ def load_architecture(model: ModelConfig) -> Architecture:
 
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
                 chunk_tokens: int, max_hidden_tokens: int, num_pages: int, tier: HostTier | None,
-                parts: Sequence[Part], on_progress: LoadProgress) -> Runner:  # fmt: skip
+                parts: Sequence[Part], on_progress: LoadProgress, num_rings: Mapping[str, int] = MappingProxyType({}),
+                sink_tokens: int = 0) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
     tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
+    num_rings, sink_tokens: see `Runner`.
     Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
@@ -61,7 +64,8 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
         runner = Runner(
             architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
-            device=device, tier=tier, parts=parts, checks_coverage=gpu.check_coverage,
+            device=device, tier=tier, parts=parts, num_rings=num_rings, sink_tokens=sink_tokens,
+            checks_coverage=gpu.check_coverage,
         )  # fmt: skip
         on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute
         runner.warm_up(chunk_tokens)

@@ -8,6 +8,7 @@ Invariant: two profiles share KV (and cached prefixes) exactly if their `kv_key`
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from rapidfuzz import process
 
 from gpu.config import Composition, MethodChoice
 from gpu.methods.kept import Kept, join_kept
-from gpu.methods.method import Method, Slot
+from gpu.methods.method import Method, MethodState, Slot
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.step import DENSE
@@ -65,6 +66,11 @@ class Profile:
     def align_tokens(self) -> int:
         """Of the KV that it writes, see `Method`."""
         return math.lcm(*(part.method.align_tokens(part.settings) for part in self.parts))
+
+    @property
+    def ring_part(self) -> Part | None:
+        """The part of whose state a running sequence holds a ring; profiles that have the same part share its rings."""
+        return next((part for part in self.parts if part.method.rings is not None), None)
 
     @property
     def goes_down(self) -> bool:
@@ -123,13 +129,15 @@ def served_parts(profiles: Iterable[Profile]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def slot_bytes(profiles: Iterable[Profile], architecture: Architecture) -> dict[str, int]:
-    """Device memory that these profiles take for one running sequence, by method; those that take some."""
-    totals: dict[str, int] = {}
+def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tuple[MethodState, ...]:
+    """What the methods of these profiles keep on the device for sequences that run; of those that keep anything."""
+    states = []
     for part in served_parts(profiles):
-        num_bytes = part.method.slot_bytes(part.settings, architecture)
-        totals[part.method.name] = totals.get(part.method.name, 0) + num_bytes
-    return {name: num_bytes for name, num_bytes in totals.items() if num_bytes}
+        num_bytes, rings = part.method.slot_bytes(part.settings, architecture), part.method.rings
+        if num_bytes:
+            count = None if rings is None else rings.count(part.settings)
+            states.append(MethodState(str(part), part.method.name, num_bytes, rings is not None, count))
+    return tuple(states)
 
 
 def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture) -> Kept:
@@ -156,8 +164,19 @@ def _compose(name: str, composition: Composition, methods: Mapping[str, Method],
                 "take the profile out"
             )
         parts.append(Part(method, _settings_of(where, method, choice.settings, host)))
+    _check_together(name, parts)
     keys = [key for part in parts if (key := _kv_key(part, host))]
     return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts))
+
+
+def _check_together(name: str, parts: Iterable[Part]) -> None:
+    for part, other in permutations(parts, 2):
+        for begin, why in part.method.refuses.items():
+            if other.method.name.startswith(begin):
+                raise ProfileError(
+                    f"profiles.{name}: {part.method.name!r} is not served with {other.method.name!r}: {why}; leave out "
+                    f"`{part.method.slot}` or `{other.method.slot}`"
+                )
 
 
 def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method]) -> Method:
@@ -167,8 +186,6 @@ def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method
     if method is not None:
         raise ProfileError(f"{where}: method {name!r} fills the slot `{method.slot}`; write `{method.slot}: {name}`")
     known = [other.name for other in methods.values() if other.slot == slot]
-    if not known:
-        raise ProfileError(f"{where}: asked {name!r}, but no method fills the slot `{slot}` yet; leave it out")
     raise ProfileError(
         f"{where}: unknown method {name!r}; the nearest known one is {_nearest(name, known)!r} (of {', '.join(known)})"
     )

@@ -6,8 +6,9 @@ step is still in flight; a sequence whose logits are not finite, which the host 
 device or the host left unanswered, gets token -1 and disturbs no other.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from gpu.in_flight import Awaited, InFlight, Timer
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.pool import KvPool
 from gpu.lanes import LaneStreams
-from gpu.methods.device_side import Site, make_device_sides
+from gpu.methods.device_side import ReuseCounts, Site, make_device_sides
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
@@ -71,14 +72,16 @@ class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
     tier: where contexts go that leave the device, or None. parts: what the profiles are made of that are served
-    (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes. ask_times: of all steps with a part on
-    the host. checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
+    (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes. num_rings: of the parts that keep
+    some; sink_tokens: what a context that goes down keeps in front. ask_times: of all steps with a part on the host.
+    checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
     is not the whole context; a debug run, without graphs.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
                  max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
                  device: torch.device, tier: HostTier | None, parts: Sequence[Part],
+                 num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
                  checks_coverage: bool = False) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
@@ -93,20 +96,24 @@ class Runner:
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
         self._lanes = LaneStreams(device)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
-        site = Site(None if tier is None else tier.shape, dtype, device)
-        methods = make_device_sides(parts, site)
+        shape = None if tier is None else tier.shape
+        site = Site(architecture, shape, sink_tokens, max_running, dtype, device)
+        methods, self._reusing = make_device_sides(parts, site, num_rings)
         encoders = [method.encode_keys for method in methods if method.makes_codes]
         assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"
         encode_keys = encoders[0] if encoders else None
         depositor = None if tier is None else Depositor(tier.shape, encode_keys, device, Streams(device))
         self.dense = Dense()
         self._sides = make_prefill_sides(parts, site, self.dense)
-        sides = {DENSE: self.dense, **self._sides}
-        self._prefill = Prefill(decoder, self._sampler, max_hidden_tokens, sides, tier, depositor)
+        prefill_sides = {DENSE: self.dense, **self._sides}
+        self._prefill = Prefill(
+            decoder, self._sampler, max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier, depositor
+        )
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
         workspaces = [
-            workspace_for(max_running, *heads, max_context_tokens, device) for _ in range(1 if tier is None else 2)
+            workspace_for(max_running, *heads, max_context_tokens, device, has_far=bool(self._reusing))
+            for _ in range(1 if tier is None else 2)
         ]
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._last: InFlight | None = None
@@ -137,6 +144,10 @@ class Runner:
         """Whether the host would answer without a wait what is asked: as far as plans have been launched."""
         assert self._offload is not None, "runner: a row asks, but there is no tier"
         return self._offload.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
+
+    def reuse_counts(self) -> dict[str, ReuseCounts]:
+        """What reuse did, by the part that plans name; waits for nothing."""
+        return {name: side.counts() for name, side in self._reusing.items()}
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
@@ -226,6 +237,8 @@ class Runner:
         for slot in plan.released_slots:
             self._lanes.keep(self._sampler.release(slot))
             self._failures.pop(slot, None)
+            for side in self._reusing.values():
+                side.release(slot)
         for job_id in plan.dropped_jobs:
             self._prefill.drop(job_id)
         if plan.closed_contexts or plan.deposits:
@@ -238,6 +251,8 @@ class Runner:
             assert self._offload is not None
             self._offload.fetch(fetch)
         self.pool.write_pages(plan.page_writes)
+        for ring_write in plan.ring_writes:
+            self._reusing[ring_write.part].assign(ring_write)
         for job in plan.new_jobs:
             self._prefill.add(job)
         finished, units = self._launch_units(plan.units)
@@ -329,7 +344,8 @@ class Runner:
     def _decode(self, group: DecodeGroup) -> Launched:
         """Raises ContextLostError, and ExchangeError where an eager step's device asks nothing."""
         cells = group.positions if group.cells is None else group.cells
-        return self.decode_steps.run(Batch(group.slots, group.positions, cells, _asks_of(group)))
+        reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
+        return self.decode_steps.run(Batch(group.slots, group.positions, cells, _asks_of(group), reuses))
 
     def _feed_back(self, sampled: Sampled) -> None:
         """What was drawn is the next step's input."""

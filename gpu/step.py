@@ -58,6 +58,30 @@ class HostPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class RingCopy:
+    """What a ring begins with: another's entries of cells before `begin`. That one's sequence has written its cells
+    before `end`, none of them as others than the copy's but from `begin` on.
+    """
+
+    ring: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RingWrite:
+    """A slot holds ring number `ring` of `part` (`gpu.profiles.Part`) until it is released; nobody else does.
+    is_sampled: what its host reads for it is a sample. source: what it has; None: nothing.
+    """
+
+    slot: int
+    part: str
+    ring: int
+    is_sampled: bool
+    source: RingCopy | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPrompt:
     """One sequence of a prefill job: tokens `[begin, len(token_ids))` are computed, `[0, begin)` are in its pages.
 
@@ -239,6 +263,7 @@ class StepPlan:
     releases: list[Release] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
+    ring_writes: list[RingWrite] = field(default_factory=list)
     new_jobs: list[PrefillJob] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
     decode: list[DecodeGroup] = field(default_factory=list)

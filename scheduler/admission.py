@@ -3,7 +3,7 @@
 It refuses to know what runs, beyond what those that hold pages may still need. A round of admission looks at each
 sequence that waits, and none of these looks takes longer where prompts are longer. Invariants: a request leaves the
 queue with a slot and all that its prompt needs, or stays; one that does not fit, or waits for a prefix, is passed by
-others a bounded number of times.
+others a bounded number of times; one that waits for a ring, by those that need none of its kind.
 """
 
 import time
@@ -16,6 +16,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.host_context import HostContext
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.residence import Residence, Start
+from scheduler.rings import Rings
 from scheduler.sequence import Sequence, State
 
 _MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
@@ -69,7 +70,12 @@ class Admission:
     """`waiting`: in order, preempted ones in front; `free_slots`: the last one is taken first."""
 
     def __init__(
-        self, config: SchedulerConfig, max_hidden_tokens: int, residence: Residence, prefill: PrefillQueue
+        self,
+        config: SchedulerConfig,
+        max_hidden_tokens: int,
+        residence: Residence,
+        prefill: PrefillQueue,
+        rings: Rings,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.free_slots = list(range(config.max_running - 1, -1, -1))
@@ -77,6 +83,7 @@ class Admission:
         self._max_hidden_tokens = max_hidden_tokens
         self._residence = residence
         self._prefill = prefill
+        self._rings = rings
         self._next_job_id = 0
 
     def queue(self, sequences: list[Sequence]) -> None:
@@ -111,8 +118,10 @@ class Admission:
         for sequence in list(self.waiting):
             if sequence.num_in_flight or (sequence.run_end and this.is_depositing):
                 continue
-            start, is_waiting = None, False
-            if sequence.run_end:
+            start, is_waiting = None, self._rings.lacks(sequence)
+            if is_waiting:
+                pass  # one that leaves gives its ring back, whoever passes
+            elif sequence.run_end:
                 start = self._try_down(sequence, this)
             else:
                 other = prefixes.look(sequence)
@@ -122,7 +131,7 @@ class Admission:
                 ):
                     start = self._try(sequence, this)
             if start is not None:
-                self._enter(sequence, start, this)
+                self._enter(sequence, start, this, holding)
                 if not self.free_slots or len(this.batches.jobs) >= most_jobs:
                     break
                 continue
@@ -198,11 +207,12 @@ class Admission:
         """Idle contexts that do not give way to it."""
         return [context for context in this.kept if context is not sequence.left] if this.has_others else []
 
-    def _enter(self, sequence: Sequence, start: Start, this: _Round) -> None:
+    def _enter(self, sequence: Sequence, start: Start, this: _Round, holding: list[Sequence]) -> None:
         self.waiting.remove(sequence)
         sequence.state = State.PREFILLING
         sequence.slot = self.free_slots.pop()
         sequence.num_bypassed = 0
+        self._rings.take(sequence, start.begin, [one for one in holding if one.state is State.RUNNING])
         self._residence.prefixes.start(sequence, start.begin)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()

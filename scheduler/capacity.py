@@ -4,8 +4,8 @@ Knows lengths, pages and bytes. Invariant: a request that `check` lets pass fits
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from gpu.kv.layout import PageLayout
@@ -106,7 +106,8 @@ class HostCapacity:
 class Capacity:
     """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together.
 
-    `host`: what deposited contexts may take, or None where every context stays on the device.
+    `host`: what deposited contexts may take, or None where every context stays on the device. `num_rings`: of the parts
+    of profiles that keep some.
     """
 
     num_pages: int
@@ -114,6 +115,7 @@ class Capacity:
     max_context_tokens: int
     max_hidden_tokens: int
     host: HostCapacity | None
+    num_rings: Mapping[str, int] = field(default_factory=dict)
 
     def longest_tokens(self, profile: Profile) -> int:
         """The longest prompt and output that a request can have when nothing else runs."""
@@ -173,6 +175,7 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
         plan.max_context_tokens,
         plan.max_hidden_tokens,
         None if shape is None else host_capacity(plan, shape),
+        plan.num_rings,
     )
 
 

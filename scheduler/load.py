@@ -57,6 +57,8 @@ def load_engine(
         num_pages=plan.num_pages,
         tier=tier,
         parts=served_parts(profiles.values()),
+        num_rings=plan.num_rings,
+        sink_tokens=plan.sink_tokens,
         on_progress=on_progress,
     )
     capacity = plan_capacity(plan, shape)

@@ -11,7 +11,7 @@ from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
-from gpu.profiles import Profile, ProfileError, find_kept, resolve_profiles, slot_bytes
+from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from scheduler.config import EngineConfig
 from transfer.machine import MachineProfile
 from transfer.tier_shape import TierShape
@@ -26,7 +26,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         config.gpu,
         host=config.host,
         kept=None if config.host is None else find_kept(profiles, config.host, architecture),
-        slot_bytes=slot_bytes(profiles, architecture),
+        states=list_states(profiles, architecture),
         max_running=config.scheduler.max_running,
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_context_tokens=config.scheduler.max_context_tokens,

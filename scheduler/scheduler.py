@@ -42,6 +42,7 @@ from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import finish_reason, make_delta, make_failure, make_progress
 from scheduler.residence import Residence
+from scheduler.rings import Rings
 from scheduler.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ class Scheduler:
         self.pages = self.residence.pages
         self.prefixes = self.residence.prefixes
         self._sequences: dict[str, Sequence] = {}  # not finished
-        self._admission = Admission(config, capacity.max_hidden_tokens, self.residence, self._prefill)
+        self.rings = Rings(capacity.num_rings, profiles, capacity.page_tokens)
+        self._admission = Admission(config, capacity.max_hidden_tokens, self.residence, self._prefill, self.rings)
         self._running: list[Sequence] = []
         self._lanes = Lanes(lanes)
         self._launched: dict[Lane, deque[_Launched]] = {lane: deque() for lane in self._lanes.all}
@@ -218,6 +220,7 @@ class Scheduler:
             releases=releases,
             fetches=fetches,
             page_writes=page_writes,
+            ring_writes=self.rings.take_writes(),
             new_jobs=new_jobs,
             units=units,
             decode=_group(taken),
@@ -349,6 +352,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Give back slot and pages. What a prefill has brought to the host is of no use before it ends."""
         self.residence.leave(sequence, is_kept=sequence.state is State.RUNNING and not sequence.has_failed)
+        self.rings.give_back(sequence)
         self._lanes.give_back(sequence.lane)
         sequence.lane = Lane.DEVICE
         self._changes.released_slots.append(sequence.slot)
@@ -422,6 +426,7 @@ class Scheduler:
             plan.releases
             or plan.restores
             or any(deposit.opens for deposit in plan.deposits)
+            or any(write.source is not None for write in plan.ring_writes)  # whose sequence may step in either lane
             or (plan.lane is Lane.HOST and asks_nothing)  # such a step has the other lane's buffers
         ):
             self._lanes.move()

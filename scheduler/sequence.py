@@ -42,6 +42,7 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     lane: Lane = Lane.DEVICE  # that its last step was launched in
+    ring: tuple[str, int] | None = None  # while it holds one: of which part of its profile, and the number
     context: HostContext | None = None  # in host memory, while it holds one
     left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
     num_in_flight: int = 0

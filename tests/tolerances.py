@@ -288,3 +288,12 @@ MAC_DISTANCE2 = 2e-4
 # One rounding of a summary to bf16; and what an output is off by whose summary was rounded a dozen times in a chain.
 MAC_SUMMARY_BFLOAT16 = 2.0e-3
 MAC_SUMMARIES_BFLOAT16 = 1.0e-2
+
+# --- MAC --------------------------------------------------------------------------------------------------------------
+
+# Queries of four float32 layers, rounded to bf16: a value next to a rounding border may go either way, an ulp apart.
+MAC_QUERY_RTOL = 2.0**-7
+# Summaries (out, lse) of the same query and rows by two kernels in float32: sums in another order, four layers deep.
+MAC_SUMMARY_ATOL = 1e-3
+# The same where one of them reads rows that host memory has in bf16: keys and values are off by 2^-9 of theirs.
+MAC_SUMMARY_STORED_ATOL = 5e-2

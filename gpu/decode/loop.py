@@ -10,13 +10,14 @@ its rows read there, for the host answers as often.
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gpu.decode.attention import attend
 from gpu.decode.rows import StepRows
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import Reading, Workspace
-from gpu.methods.device_side import DeviceSide, LayerReads
+from gpu.methods.device_side import DeviceSide, LayerReads, ReuseSide
 from gpu.model.decoder import Decoder
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
@@ -40,11 +41,18 @@ class LayerLoop:
     methods: tuple[DeviceSide, ...]
     checks_coverage: bool
 
-    def step(self, rows: StepRows, exchange: SlotExchange | None) -> Step:
+    @property
+    def reusing(self) -> list[ReuseSide]:
+        """Methods that have a part in steps alone in which a row holds a ring."""
+        return [method for method in self.methods if isinstance(method, ReuseSide)]
+
+    def step(self, rows: StepRows, exchange: SlotExchange | None, reuses: bool) -> Step:
         """One token for each row. exchange: where it asks, or None for a step that asks nothing; then no row may have
-        a hole. It stops once a layer that asks: what follows reads the answer, or awaits it on the device.
+        a hole. reuses: whether some row may hold a ring. It stops once a layer that asks: what follows reads the
+        answer, or awaits it on the device.
         """
         decoder = self.decoder
+        methods = [method for method in self.methods if reuses or not method.reuses]
         workspace = self.workspace if exchange is None else self.asking_workspace
         hidden = decoder.embed(self.last_tokens.index_select(0, rows.token_slots))
         for layer in range(decoder.architecture.num_layers):
@@ -52,7 +60,7 @@ class LayerLoop:
             reads = LayerReads(layer, rows, *queries, asks=exchange is not None and layer in self.asked_layers)
             if reads.asks:
                 reads.bounds = rows.bounds(decoder.architecture.num_heads)
-            for method in self.methods:
+            for method in methods:
                 method.before(reads)
             if exchange is not None and reads.asks:  # first, so that the host reads while the device attends
                 exchange.ask(reads.query, reads.codes, reads.wanted, reads.excluded)
@@ -61,20 +69,28 @@ class LayerLoop:
             if exchange is not None and reads.asks:
                 yield
                 filled.append(exchange.answer(rows.num_rows))
-            for method in self.methods:
+            for method in methods:
                 method.after(reads, on_device, filled)
             if self.checks_coverage:
-                check_coverage(reads, on_device, filled)
+                check_coverage(reads, on_device, filled, self.reusing if reuses else [])
             far = [] if on_device.far is None else [on_device.far]
-            hidden = decoder.leave(layer, hidden, merge_all([on_device.near, *far, *filled]).out)
+            attended = reads.attended or merge_all([on_device.near, *far, *filled])
+            hidden = decoder.leave(layer, hidden, attended.out)
         return decoder.logits(hidden)
 
 
-def check_coverage(reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
-    """Raises CoverageError unless what was read on the device and by the host is each row's context. Waits for both."""
+def check_coverage(
+    reads: LayerReads, on_device: Reading, filled: Sequence[Partial], reusing: Sequence[ReuseSide] = ()
+) -> None:
+    """Raises CoverageError unless what was read on the device and by the host, and taken over by methods that reuse, is
+    each row's context. Waits for both.
+    """
     rows = reads.rows
     ledger = Coverage(reads.layer, [f"of slot {slot}" for slot in rows.slots.tolist()])
-    ledger.add(Owner.RESIDENT, on_device.near.covered)
+    near, far = on_device.near.covered, None if on_device.far is None else on_device.far.covered
+    ledger.add(Owner.RESIDENT, near if near is None or far is None else near + far)
+    if reusing:
+        ledger.add(Owner.REUSED, torch.stack([method.covered(reads) for method in reusing]).sum(0, dtype=torch.int32))
     for partial in filled:
         ledger.add(Owner.HOST, partial.covered)
     ledger.check(rows.context_lens)

@@ -18,7 +18,8 @@ _WIDE, _NARROW = 3, 5  # int64 and int32 columns
 
 class StepRows:
     """positions (of the rotation), token_slots (where the input token stands in `last_tokens`), cells: int64 `[rows]`;
-    slots, context_lens (in cells, this token's with them): int32 `[rows]`.
+    slots, context_lens (in cells, this token's with them): int32 `[rows]`; holes: int32 `[3, rows]`, begin, end and end
+    again of what the row asks the host for.
 
     A buffer is uint8 `[num_bytes(rows)]`.
     """
@@ -30,13 +31,13 @@ class StepRows:
         narrow = buffer[8 * _WIDE * rows :].view(torch.int32).view(_NARROW, rows)
         self.positions, self.token_slots, self.cells = wide
         self.slots, self.context_lens = narrow[:2]
-        self._holes = narrow[2:]
+        self.holes = narrow[2:]
 
     def bounds(self, num_heads: int) -> Tensor:
         """Bounds of attention where the host has its part, int32 `[3, rows, heads]`, the last axis expanded: the hole
         is what the row asks the host for, and nothing is far.
         """
-        return self._holes.unsqueeze(-1).expand(3, self.num_rows, num_heads)
+        return self.holes.unsqueeze(-1).expand(3, self.num_rows, num_heads)
 
     @staticmethod
     def num_bytes(rows: int) -> int:

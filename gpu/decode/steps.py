@@ -1,7 +1,8 @@
 """Decode steps on static buffers: CUDA graphs for a ladder of batch sizes, and the same loop eagerly elsewhere.
 
-It refuses to know requests, deposits, and how the host attends. There are two kinds: steps in which some row asks the
-host, and steps in which none does. On CUDA a whole step, both half batches in turns if there are two, is one graph for
+It refuses to know requests, deposits, and how the host attends. There are kinds of steps: those in which some row asks
+the host, and those in which none does; of either, those in which some row holds a ring of a method that reuses, and
+those that go without it. On CUDA a whole step, both half batches in turns if there are two, is one graph for
 the next larger captured size: it awaits each answer by itself, so it is launched once and handed to the thread that
 answers (`gpu.decode.answering`), and the next step may be launched behind it. Sizes beyond the ladder, and the CPU
 device, run the loop eagerly in the thread that launches, each layer behind its answer and the whole step behind those
@@ -27,7 +28,7 @@ from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
 from gpu.decode.answering import Answering, Answers, Part
 from gpu.decode.capture import capture
 from gpu.decode.halving import Halving, cut
-from gpu.decode.ladder import steps_to_capture
+from gpu.decode.ladder import StepKind, steps_to_capture
 from gpu.decode.loop import LayerLoop, Step
 from gpu.decode.rows import StepRows
 from gpu.host.slot_exchange import SlotExchange
@@ -68,15 +69,18 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a step, one token each. asks: what a row asks the host for, or None."""
+    """The rows of a step, one token each. asks: what a row asks the host for, or None; reuses: whether some row holds a
+    ring.
+    """
 
     slots: Sequence[int]
     positions: Sequence[int]
     cells: Sequence[int]
     asks: Sequence[HostAsk | None]
+    reuses: bool = False
 
     def __getitem__(self, rows: slice) -> "Batch":
-        return Batch(self.slots[rows], self.positions[rows], self.cells[rows], self.asks[rows])
+        return Batch(self.slots[rows], self.positions[rows], self.cells[rows], self.asks[rows], self.reuses)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -107,7 +111,7 @@ class DecodeSteps:
         self.loop = loop
         self.asking = asking
         self._asking_stream = asking_stream
-        self._captured: dict[tuple[int, int], _Captured] = {}  # by parts that ask, 0 to 2, and size
+        self._captured: dict[tuple[StepKind, int], _Captured] = {}  # by kind and size
         self._compiled = _compiled_step(loop)
         self._answering = None if asking is None else Answering(asking.exchanges, self._observe)
 
@@ -118,15 +122,21 @@ class DecodeSteps:
         Raises ContextLostError before anything is launched, and ExchangeError where an eager step's device asks
         nothing.
         """
+        launched = self._launch(batch)
+        for method in self.loop.reusing if batch.reuses else ():
+            method.end_step()
+        return launched
+
+    def _launch(self, batch: Batch) -> Launched:
         if any(ask is not None for ask in batch.asks):
             return self._run_asking(batch)
-        if self._compiled is not None and len(batch) <= MAX_ROWS:
+        if self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
             return Launched(self._compiled.run(slots, positions, self.loop.last_tokens.numpy()[slots], cells), None)
-        captured = self._find(0, len(batch))
+        captured = self._find(StepKind(0, batch.reuses), len(batch))
         if captured is None:
-            return Launched(_logits_of(self.loop.step(self._upload(batch, len(batch)), None)), None)
+            return Launched(_logits_of(self.loop.step(self._upload(batch, len(batch)), None, batch.reuses)), None)
         self._fill(captured.rows[0], batch)
         captured.graph.replay()
         return Launched(captured.logits[0][: len(batch)], None)
@@ -148,10 +158,11 @@ class DecodeSteps:
         if self.loop.checks_coverage:
             return  # it waits for the device in every layer
         max_running = len(self.loop.last_tokens) - 1
-        steps = steps_to_capture(batch_sizes, max_running, self.asking is not None and not LAUNCHES_BLOCK)
+        with_asks = self.asking is not None and not LAUNCHES_BLOCK
+        steps = steps_to_capture(batch_sizes, max_running, with_asks, bool(self.loop.reusing))
         pools = {asks: torch.cuda.graph_pool_handle() for asks in (False, True)}
-        for done, (parts, size) in enumerate(steps):
-            self._captured[parts, size] = self._capture(parts, size, pools[parts > 0])
+        for done, (kind, size) in enumerate(steps):
+            self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0])
             on_progress((done + 1) / len(steps))
 
     def _run_asking(self, batch: Batch) -> Launched:
@@ -160,7 +171,7 @@ class DecodeSteps:
         tier, times, clock = self.asking.tier, self.asking.times, time.perf_counter
         num_parts = self.asking.halving.choose(len(batch))
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
-        captured = self._find(num_parts, len(batch))
+        captured = self._find(StepKind(num_parts, batch.reuses), len(batch))
         self._answering.recover()
         began = clock()
         attentions: list[Attention] = []
@@ -171,7 +182,7 @@ class DecodeSteps:
             asked = [Part(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)]
             times.ready_s += ready - began
             if captured is None:
-                return Launched(self._run_eagerly(parts, asked), None)
+                return Launched(self._run_eagerly(parts, asked, batch.reuses), None)
             for rows, part in zip(captured.rows, parts, strict=True):
                 self._fill(rows, part)
             captured.graph.replay()
@@ -184,7 +195,7 @@ class DecodeSteps:
         logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
         return Launched(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
 
-    def _run_eagerly(self, parts: Sequence[Batch], asked: Sequence[Part]) -> Tensor:
+    def _run_eagerly(self, parts: Sequence[Batch], asked: Sequence[Part], reuses: bool) -> Tensor:
         """Logits of all rows. Behind the answers to steps in flight, since their slots are the same."""
         assert self.asking is not None
         assert self._answering is not None
@@ -195,7 +206,7 @@ class DecodeSteps:
             for one in asked:
                 one.exchange.slot.advance(one.num_rows)
             rows_of = [self._upload(part, len(part)) for part in parts]
-            steps = [self.loop.step(rows, one) for rows, one in zip(rows_of, exchanges, strict=True)]
+            steps = [self.loop.step(rows, one, reuses) for rows, one in zip(rows_of, exchanges, strict=True)]
             for step in steps:
                 next(step)
             times.launch_s += clock() - began
@@ -243,8 +254,9 @@ class DecodeSteps:
                 times.launch_s += clock() - answered
         return logits, attention_s
 
-    def _capture(self, num_parts: int, size: int, pool: tuple[int, int]) -> _Captured:
+    def _capture(self, kind: StepKind, size: int, pool: tuple[int, int]) -> _Captured:
         """Nobody answers while a step that asks warms up, so its slots of the exchange are released."""
+        num_parts = kind.num_parts
         asking = self.asking.exchanges[:num_parts] if self.asking is not None and num_parts else []
         exchanges: list[SlotExchange | None] = [*asking] or [None]
         empty = Batch([], [], [], [])
@@ -252,23 +264,25 @@ class DecodeSteps:
         for exchange in asking:
             exchange.slot.release()
         on = self._asking_stream if asking else None
-        graph, logits = capture(lambda: self.compute(rows_of, exchanges), pool, on)
+        graph, logits = capture(lambda: self.compute(rows_of, exchanges, kind.reuses), pool, on)
         for exchange in asking:
             exchange.forget_asks()
         return _Captured(rows_of, graph, logits)
 
-    def compute(self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None]) -> list[Tensor]:
+    def compute(
+        self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], reuses: bool
+    ) -> list[Tensor]:
         """A step whose answers come by themselves, in the order of `_take_turns`; the parts' logits."""
-        steps = [self.loop.step(rows, exchange) for rows, exchange in zip(rows_of, exchanges, strict=True)]
+        steps = [self.loop.step(rows, exchange, reuses) for rows, exchange in zip(rows_of, exchanges, strict=True)]
         for _ in self.loop.asked_layers if exchanges[0] is not None else ():
             for step in steps:
                 next(step)
         return [_logits_of(step) for step in steps]
 
-    def _find(self, num_parts: int, num_rows: int) -> _Captured | None:
-        """The smallest captured step that so many rows fit."""
-        fitting = [size for parts, size in self._captured if parts == num_parts and size >= num_rows]
-        return self._captured[num_parts, min(fitting)] if fitting else None
+    def _find(self, kind: StepKind, num_rows: int) -> _Captured | None:
+        """The smallest captured step of a kind that so many rows fit."""
+        fitting = [size for known, size in self._captured if known == kind and size >= num_rows]
+        return self._captured[kind, min(fitting)] if fitting else None
 
     def _upload(self, batch: Batch, num_rows: int) -> StepRows:
         return StepRows(upload(self._pack(batch, num_rows), self.loop.last_tokens.device), num_rows)
@@ -296,10 +310,10 @@ def _ask_of(ask: HostAsk | None) -> Ask:
 
 
 def _compiled_step(loop: LayerLoop) -> CpuStep | None:
-    """The compiled step where it can take the place of the loop: for rows that ask nothing, uncounted, and in which no
-    method has a part.
+    """The compiled step where it can take the place of the loop: for rows that ask nothing and hold no ring, uncounted,
+    and in which no method has a part.
     """
-    if loop.checks_coverage or not all(method.asks_only for method in loop.methods):
+    if loop.checks_coverage or not all(method.asks_only or method.reuses for method in loop.methods):
         return None
     architecture, weights = loop.decoder.architecture, loop.decoder.weights.logits
     return CpuStep(loop.decoder) if serves(architecture, weights.dtype, weights.device) else None

@@ -4,12 +4,12 @@ Knows a model's shape and what the runner, its kernels and its sampler allocate;
 Each number mirrors an allocation elsewhere in `gpu`, peaks of a step included. No torch.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from gpu.decode.ladder import steps_to_capture
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
+from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
 
 Place = Literal["gpu", "host"]
@@ -27,6 +27,7 @@ PENALTY_ENTRY_BYTES = 5  # of a row of the penalty table, a vocabulary entry: co
 SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more than this ...
 SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
 PIECE_TOKENS = 2048  # the shortest piece of a past that is attended to in pieces, each twice as long as the next
+RING_OUTPUTS = 8  # of a token, as wide as a query: summaries in two precisions, copies of queries, partials
 HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
 
 
@@ -45,7 +46,7 @@ class PlanError(Exception):
 @dataclass(frozen=True, slots=True)
 class Demand:
     """One model with its settings on one device. `host`: what its host tier asks for, or None without one;
-    `slot_bytes`: what attention methods ask for one running sequence, by method.
+    `states`: what attention methods keep for sequences that run; how many rings there are is told where it is known.
     """
 
     shape: Architecture
@@ -56,7 +57,7 @@ class Demand:
     page_tokens: int
     graph_batch_sizes: tuple[int, ...]
     host: HostDemand | None
-    slot_bytes: Mapping[str, int]
+    states: tuple[MethodState, ...]
 
     @property
     def place(self) -> Place:
@@ -66,6 +67,11 @@ class Demand:
     def num_lanes(self) -> int:
         """In which steps run side by side: those that ask the host have one of their own."""
         return 2 if self.host is not None and self.device == "cuda" else 1
+
+    @property
+    def reuses(self) -> bool:
+        """Whether a method leaves its summaries in rings: such steps read what is near and what is far apart."""
+        return any(state.is_ring for state in self.states)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -130,13 +136,15 @@ class Demand:
 
     def activation_bytes(self, num_tokens: int) -> int:
         """One layer over `num_tokens`: input, norms and outputs, QKV, the rotated query, attention's output in both
-        precisions and its merge, on CUDA its outputs over pieces of the past, gate and up, their product.
+        precisions and its merge, on CUDA its outputs over pieces of the past, gate and up, their product; where methods
+        reuse, summaries and queries on their way to rings.
         """
         shape = self.shape
         query = shape.num_heads * shape.dim
         qkv = query + 2 * shape.num_kv_heads * shape.dim
         num_pieces = (shape.max_context_tokens // PIECE_TOKENS).bit_length() if self.device == "cuda" else 0
-        width = 4 * shape.hidden + qkv + (6 + num_pieces) * query + 3 * shape.intermediate
+        num_queries = 6 + num_pieces + RING_OUTPUTS * self.reuses
+        width = 4 * shape.hidden + qkv + num_queries * query + 3 * shape.intermediate
         return num_tokens * width * self.dtype_bytes
 
     def _weights(self) -> tuple[MemoryItem, ...]:
@@ -147,7 +155,7 @@ class Demand:
         """Bytes of the partials of split contexts, and of the compiled step's float32 logits."""
         shape = self.shape
         if self.device == "cuda":
-            return self.split_rows * shape.num_heads * (shape.dim + 1) * 4
+            return (1 + self.reuses) * self.split_rows * shape.num_heads * (shape.dim + 1) * 4
         rows, parts = min(self.max_running, CPU_STEP_ROWS), -(-shape.max_context_tokens // CPU_PART_TOKENS)
         return rows * (shape.num_heads * parts * (shape.dim + 2) + shape.vocab_size) * 4
 
@@ -178,18 +186,22 @@ class Demand:
         )
 
     def _method_states(self) -> tuple[MemoryItem, ...]:
-        """Of methods that keep a state for what runs; any of the sequences that run may be of any profile."""
-        running = self.max_running
-        return tuple(
-            self.item(f"state of {name}", running * num_bytes, f"{num_bytes:,} bytes for each of {running} sequences")
-            for name, num_bytes in self.slot_bytes.items()
-        )
+        """Of methods that keep a state for what runs; any of the sequences that run may be of any profile. Rings whose
+        number is not known take nothing.
+        """
+        items = []
+        for state in self.states:
+            count = (state.count or 0) if state.is_ring else self.max_running
+            name, each = f"{'rings' if state.is_ring else 'state'} of {state.method}", f"{state.bytes:,} bytes for each"
+            items.append(self.item(name, count * state.bytes, f"{each} of {count} sequences"))
+        return tuple(items)
 
     def _reserves(self) -> tuple[MemoryItem, ...]:
         processes = MemoryItem("processes", "host", HOST_RUNTIME_BYTES, "interpreters and libraries (reserve)")
         if self.device == "cpu":
             return (processes,)
-        graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, self.host is not None))
+        has_host = self.host is not None
+        graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, has_host, self.reuses))
         return (
             processes,
             self.item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),

@@ -5,8 +5,8 @@ is `gpu.memory.demand`'s. The invariant: the items of a place add up to no more 
 they hold the longest context; with a host tier, `gpu.memory.host_shares` says what that takes.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpu.config import GpuConfig
@@ -14,6 +14,7 @@ from gpu.memory.demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanEr
 from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
 from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
 from gpu.methods.kept import Kept
+from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
@@ -23,6 +24,7 @@ __all__ = ["MemoryPlan", "PlanError", "plan_memory", "require_device"]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 GPU_SHARE = 0.92  # of the card, where no limit is set: a desktop's other programs need the rest
 HOST_SHARE = 0.5  # of the host, where the CPU is the device and no limit is set
+RING_SHARE = 1 / 8  # of what weights and workspaces leave, where nobody says how many rings there are
 SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence is refused
 
 
@@ -32,7 +34,8 @@ class MemoryPlan:
 
     `kv_bytes` bound the `num_pages` KV pages, resident and dense (`gpu.kv.layout`). With a host tier a context keeps
     `sink_tokens` and `window_tokens` on the device (whole pages), and all of it up to `resident_tokens`; `lump_tokens`
-    go down at once. Without one these are 0.
+    go down at once. Without one these are 0. `num_rings`: of the methods that keep some, by what profiles name them
+    (`gpu.profiles.Part`).
     """
 
     device: Literal["cuda", "cpu"]
@@ -50,6 +53,7 @@ class MemoryPlan:
     resident_tokens: int
     lump_tokens: int
     residency: Literal["adaptive", "fixed"]
+    num_rings: dict[str, int]
     host_limit_bytes: int
     host_tokens: int
     items: tuple[MemoryItem, ...]
@@ -70,7 +74,7 @@ def plan_memory(
     *,
     host: HostConfig | None,
     kept: Kept | None,
-    slot_bytes: Mapping[str, int],
+    states: Sequence[MethodState],
     max_running: int,
     chunk_tokens: int,
     max_context_tokens: int | None,
@@ -80,8 +84,9 @@ def plan_memory(
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
     kept: what of contexts that go down stays on the device (`gpu.profiles.find_kept`), None without `host`;
-    slot_bytes: what attention methods ask for one running sequence, by method (`gpu.profiles.slot_bytes`). A context
-    that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
+    states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
+    take an eighth of what weights and workspaces leave, and there is one at least. A context that nobody asked for
+    shrinks to what fits; one that the configuration names must fit. Raises PlanError.
     """
     device = _resolve_device(gpu, machine)
     dtype = _resolve_dtype(gpu, device)
@@ -97,13 +102,14 @@ def plan_memory(
         gpu.page_tokens,
         gpu.graph_batch_sizes,
         tier,
-        slot_bytes,
+        tuple(states),
     )
     place = demand.place
     limits = _resolve_limits(gpu, device, machine)
+    demand = _count_rings(demand, limits[place])
     fixed = demand.fixed_items()
     left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
-    _check_fixed(fixed, place, limits, left)
+    _check_fixed(fixed, place, limits, left, demand.reuses)
     _check_asked(demand, gpu, left, limits[place], max_context_tokens, max_hidden_tokens)
     if host is None:
         shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
@@ -128,6 +134,7 @@ def plan_memory(
         resident_tokens=tier.resident_tokens if tier else 0,
         lump_tokens=LUMP_TOKENS if tier else 0,
         residency=host.residency if host else "fixed",
+        num_rings={state.part: state.count or 0 for state in demand.states if state.is_ring},
         host_limit_bytes=shares.host_limit_bytes,
         host_tokens=shares.host_tokens,
         items=(*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)),
@@ -268,7 +275,23 @@ def _resolve_limits(gpu: GpuConfig, device: str, machine: MachineProfile) -> dic
     return {"gpu": limit, "host": machine.memory_bytes} if device == "cuda" else {"host": limit}
 
 
-def _check_fixed(fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place, int], left: int) -> None:
+def _count_rings(demand: Demand, limit: int) -> Demand:
+    """With the number of each method's rings: as it is asked for, or an equal part of RING_SHARE; never more than there
+    may be sequences.
+    """
+    uncounted = [state for state in demand.states if state.is_ring and state.count is None]
+    left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
+    share = max(0, left) * RING_SHARE / max(1, len(uncounted))
+    counted = []
+    for state in demand.states:
+        count = max(1, int(share / state.bytes)) if state in uncounted else state.count
+        counted.append(replace(state, count=min(count, demand.max_running)) if state.is_ring and count else state)
+    return replace(demand, states=tuple(counted))
+
+
+def _check_fixed(
+    fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place, int], left: int, has_rings: bool
+) -> None:
     key = "gpu.memory_limit_gib" if place == "gpu" else "gpu.memory_limit_gib (host memory: the CPU is the device)"
     weights, limit = fixed[0].bytes, limits[place]
     if weights > limit:
@@ -280,6 +303,7 @@ def _check_fixed(fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place
         raise PlanError(
             f"{key}: weights and workspaces take {_gib(limit - left)}, the limit is {_gib(limit)}; raise it, or lower "
             "scheduler.prefill.chunk_tokens or scheduler.max_running"
+            + (", or a profile's `capacity` or `rings`" if has_rings else "")
         )
 
 

@@ -4,26 +4,35 @@ It refuses to know the other methods, graphs and how the host attends. Invariant
 device's stream alone and takes no decision on the host, so a step with it may be captured.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gpu.decode.rows import StepRows
 from gpu.kernels.paged_decode_attention import Reading
+from gpu.model.architecture import Architecture
+from gpu.prefill.query import Attended, PrefillQuery
 from gpu.profiles import Part
+from gpu.step import RingWrite
 from transfer.partial import Partial
 from transfer.tier_shape import TierShape
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a method runs. tier_shape: of what goes down, or None; dtype: of the model's activations."""
+    """Where a method runs. tier_shape: of what goes down, or None; sink_tokens: that stay in front of that;
+    max_running: slots; dtype: of the model's activations.
+    """
 
+    architecture: Architecture
     tier_shape: TierShape | None
+    sink_tokens: int
+    max_running: int
     dtype: torch.dtype
     device: torch.device
 
@@ -35,6 +44,8 @@ class LayerReads:
     query, pre_rope_query: `[rows, heads, dim]`, rotated and not; bounds, has_far, maxima: of what is on the device, see
     `gpu.kernels.paged_decode_attention` (bounds None: all of each context). asks: whether the host is asked in this
     layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
+    kept: what methods keep of the layer from before they read it until after. attended: all that was read, merged, by
+    methods that do that themselves; None: nobody has.
     """
 
     layer: int
@@ -48,16 +59,41 @@ class LayerReads:
     codes: Tensor | None = None
     wanted: Tensor | None = None
     excluded: Tensor | None = None
+    kept: dict["DeviceSide", Any] = field(default_factory=dict)
+    attended: Partial | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseCounts:
+    """What reuse did since the start, by layer. tries: heads of rows that looked for a match; hits: that found one;
+    context_cells: of all that looked; skipped_cells: that hits took over and did not read; gaps, ages: of hits,
+    positions back to the match and to the oldest part of its summary; kv_cells: that KV heads read, once for their
+    query groups; whole_groups: KV heads of which every query head hit. is_matching: now; num_stops: how often the layer
+    stopped.
+    """
+
+    tries: list[int]
+    hits: list[int]
+    context_cells: list[int]
+    skipped_cells: list[int]
+    gaps: list[int]
+    ages: list[int]
+    kv_cells: list[int]
+    whole_groups: list[int]
+    is_matching: list[bool]
+    num_stops: list[int]
 
 
 class DeviceSide:
     """Does nothing; a method overrides what it has a part in.
 
-    asks_only: it has no part in steps that ask the host nothing, which may then go without it. makes_codes: whether it
+    asks_only: it has no part in steps that ask the host nothing, which may then go without it. reuses: it has one in
+    steps alone in which a row holds one of its rings, and is told of these and of prompts. makes_codes: whether it
     makes those of keys that go down, for the host's hash tables; at most one method of a deployment does.
     """
 
     asks_only: ClassVar[bool] = False
+    reuses: ClassVar[bool] = False
     makes_codes: ClassVar[bool] = False
 
     def before(self, reads: LayerReads) -> None:
@@ -70,7 +106,57 @@ class DeviceSide:
         """Codes of keys as they are stored, `[kv_heads, tokens, dim]`, to uint16 `[kv_heads, tables, tokens]`."""
 
 
-def make_device_sides(parts: Sequence[Part], site: Site) -> tuple[DeviceSide, ...]:
-    """Of the methods among these that do something on the device."""
-    modules = [(part.method.device_side, part.settings) for part in parts]
-    return tuple(import_module(name).make_device_side(settings, site) for name, settings in modules if name is not None)
+class ReuseSide(DeviceSide, ABC):
+    """Of a method whose sequences hold rings. Which slot holds which is known on the host, in the order of plans, and
+    on the device, where steps read it.
+    """
+
+    reuses: ClassVar[bool] = True
+
+    @abstractmethod
+    def assign(self, write: RingWrite) -> None:
+        """A slot holds a ring from now on, empty or a copy of another's front; asynchronous."""
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """The slot holds no ring any more, if it held one; asynchronous."""
+
+    @abstractmethod
+    def has_ring(self, slot: int) -> bool:
+        """Whether the slot holds one."""
+
+    @abstractmethod
+    def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
+        """Queries of the slot's prompt, in order, with the keys up to them. attend: dense attention, with an lse."""
+
+    @abstractmethod
+    def covered(self, reads: LayerReads) -> Tensor:
+        """Cells that each head takes over and does not read, int32 `[rows, heads]`: for debug runs."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """A step in which it had a part is launched; behind it, on the same stream."""
+
+    @abstractmethod
+    def counts(self) -> ReuseCounts:
+        """As the host knows them: those of steps that are over, at least. It waits for nothing."""
+
+
+def make_device_sides(
+    parts: Sequence[Part], site: Site, num_rings: Mapping[str, int]
+) -> tuple[tuple[DeviceSide, ...], dict[str, ReuseSide]]:
+    """Of the methods among these that do something on the device; of these, by the parts that plans name, those whose
+    sequences hold rings. num_rings: of those parts.
+    """
+    sides: list[DeviceSide] = []
+    reusing: dict[str, ReuseSide] = {}
+    for part in parts:
+        if part.method.device_side is None:
+            continue
+        module = import_module(part.method.device_side)
+        if part.method.rings is None:
+            sides.append(module.make_device_side(part.settings, site))
+        else:
+            reusing[str(part)] = module.make_reuse_side(part.settings, site, num_rings[str(part)])
+            sides.append(reusing[str(part)])
+    return tuple(sides), reusing

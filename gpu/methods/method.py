@@ -22,6 +22,30 @@ class NoSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class RingUse:
+    """Of a method whose state is too large for all that may run: who has one holds a **ring**, and one that finds none
+    free waits in admission. count: rings there are, by settings, None: what memory bears; least_tokens: a shorter
+    prompt and answer together does without one, and so without the method.
+    """
+
+    count: Callable[[Any], int | None]
+    least_tokens: Callable[[Any], int]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodState:
+    """What a method with some settings, a `part`, keeps on the device for a sequence: `bytes`. is_ring: it is not there
+    for all that may run, but `count` of it are, or, None, what memory bears.
+    """
+
+    part: str
+    method: str
+    bytes: int
+    is_ring: bool
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """One method; `gpu/methods/<name>/__init__.py` has it as `METHOD`.
 
@@ -29,14 +53,17 @@ class Method:
     these settings for all profiles of a deployment, or None: then each profile has its own. kv_settings, kv_host: what
     changes the KV that it writes, of its settings and of the `host` section, each under its short name in `kv_key`;
     both empty: it writes what the model itself would. slot_bytes: device memory for one running sequence, by settings
-    and model. reading: how the CPU reads what is in host memory, or None: nothing goes down there. keeps: what of a
-    context that goes down it needs on the device, by settings, `host` section and model, or None: it asks for nothing.
+    and model. rings: which of them have that, or None: all. refuses: methods that it cannot be composed with, by how
+    their names begin, and why. reading: how the CPU reads what is in host memory, or None: nothing goes down
+    there. keeps: what of a context that goes down it needs on the device, by settings, `host` section and model, or
+    None: it asks for nothing.
     device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
-    (`gpu.methods.device_side`), or None: nothing. prefill_side: likewise, with a `make_prefill_side(settings, site,
-    dense)` of what attends to prompts (`gpu.methods.prefill_side`); every method of that slot has one, and no
-    other. align_tokens: of the KV that it writes, by settings: units end at multiples of it, and what others find
-    of a prompt ends at one, in front of the prompt's last block of so many tokens, which may be computed otherwise;
-    1: there are no such blocks.
+    (`gpu.methods.device_side`), or None: nothing; of one with rings, `make_reuse_side(settings, site, num_rings)`.
+    prefill_side: likewise, with a `make_prefill_side(settings, site, dense)` of what attends to prompts
+    (`gpu.methods.prefill_side`); every method of that slot has one, and no other.
+    align_tokens: of the KV that it writes, by settings: units end at multiples of it, and what others find of a prompt
+    ends at one, in front of the prompt's last block of so many tokens, which may be computed otherwise; 1: there are no
+    such blocks.
     scored: the settings at which the evals' set of serving profiles has the profile of the method's name; where they
     are not shared, its defaults or none.
     """
@@ -49,6 +76,8 @@ class Method:
     kv_settings: Mapping[str, str]
     kv_host: Mapping[str, str]
     slot_bytes: Callable[[Any, Architecture], int]
+    rings: RingUse | None
+    refuses: Mapping[str, str]
     reading: HostReading | None
     keeps: Callable[[Any, HostConfig, Architecture], Kept] | None
     device_side: str | None

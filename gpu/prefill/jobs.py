@@ -6,8 +6,8 @@ is alone in its job, and the only one of its kind), so units of several jobs and
 where one layer's chunks begin need not be where another's do.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu.host.deposit import Depositor
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kv.pool import KvPool
+from gpu.methods.device_side import ReuseSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.model.decoder import Decoder
 from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention
@@ -159,14 +160,16 @@ class _Job:
 class Prefill:
     """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together.
 
-    sides: what attends to prompts, by what units name it, `DENSE` among them. tier, depositor: where prompts with a
-    `host` go, and how; or None and None.
+    sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of slots
+    that hold its rings. tier, depositor: where prompts with a `host` go, and how; or None and None.
     """
 
     def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, sides: Mapping[str, PrefillSide],
-                 tier: HostTier | None, depositor: Depositor | None) -> None:  # fmt: skip
+                 reusing: Sequence[ReuseSide], tier: HostTier | None,
+                 depositor: Depositor | None) -> None:  # fmt: skip
         self.max_hidden_tokens = max_hidden_tokens
         self._sides = sides
+        self._reusing = reusing
         self.decoder = decoder
         self.sampler = sampler
         self.device = decoder.pool.device
@@ -292,9 +295,19 @@ class Prefill:
         if is_packed and sum(part.context for part in parts) <= self._most_packed_tokens:
             packed = self._pack(state, unit, parts)
             keys, values = self.gathered.pack(unit.layer, packed.rows)
-            return packed_prefill_attention(query, keys, values, packed.packing, self.decoder.scale)
+            out = packed_prefill_attention(query, keys, values, packed.packing, self.decoder.scale)
+            for part in parts:
+                if any(method.has_ring(part.prompt.slot) for method in self._reusing):
+                    self._show(self._ask(state, unit, part, query, pre_rope_query), part.prompt.slot)
+            return out
         attended = [self._attend_part(state, unit, part, query, pre_rope_query) for part in parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _show(self, query: PrefillQuery, slot: int) -> None:
+        """To the methods that will reuse what queries like these read."""
+        for method in self._reusing:
+            if method.has_ring(slot):
+                method.see_prompt(slot, query, self._sides[DENSE].attend)
 
     def _attend_part(
         self, state: _Job, unit: PrefillUnit, part: _Part, query: Tensor, pre_rope_query: Tensor
@@ -305,25 +318,29 @@ class Prefill:
         begin = part.context - (part.end - part.begin)
         if begin == prompt.begin:
             state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
-        keys, values = self._keys_and_values(state, prompt, unit.layer, part.context)
-        own = slice(part.begin - unit.begin, part.end - unit.begin)
-        attended = side.attend(
-            PrefillQuery(
-                layer=unit.layer,
-                query=query[own],
-                pre_rope_query=pre_rope_query[own],
-                keys=keys,
-                values=values,
-                positions=state.positions[part.begin : part.end],
-                begin=begin,
-                num_prompt_tokens=num_prompt_tokens,
-                scale=self.decoder.scale,
-                state=state.method_states[prompt.slot],
-            )
-        )
+        asked = self._ask(state, unit, part, query, pre_rope_query)
+        attended = side.attend(replace(asked, state=state.method_states[prompt.slot]))
+        self._show(asked, prompt.slot)
         if part.context == num_prompt_tokens:
             del state.method_states[prompt.slot]
         return attended.out
+
+    def _ask(self, state: _Job, unit: PrefillUnit, part: _Part, query: Tensor, pre_rope_query: Tensor) -> PrefillQuery:
+        """A prompt's part of a unit; both queries are the unit's."""
+        keys, values = self._keys_and_values(state, part.prompt, unit.layer, part.context)
+        own = slice(part.begin - unit.begin, part.end - unit.begin)
+        return PrefillQuery(
+            layer=unit.layer,
+            query=query[own],
+            pre_rope_query=pre_rope_query[own],
+            keys=keys,
+            values=values,
+            positions=state.positions[part.begin : part.end],
+            begin=part.context - (part.end - part.begin),
+            num_prompt_tokens=len(part.prompt.token_ids),
+            scale=self.decoder.scale,
+            state=None,
+        )
 
     def _pack(self, state: _Job, unit: PrefillUnit, parts: list[_Part]) -> _Packed:
         """What the last layer's unit had, if it was of the same tokens."""

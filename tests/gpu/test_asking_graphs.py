@@ -49,14 +49,14 @@ def recorded(graph: Recorded, pool: object, stream: object) -> Iterator[None]:
     assert graph.step is not None
 
 
-def compute_and_record(compute, steps: DecodeSteps, rows_of, exchanges) -> list[torch.Tensor]:
+def compute_and_record(compute, steps: DecodeSteps, rows_of, exchanges, reuses) -> list[torch.Tensor]:
     """`DecodeSteps.compute`, whose results stay where its first call put them."""
-    results = compute(steps, rows_of, exchanges)
+    results = compute(steps, rows_of, exchanges, reuses)
 
     @torch.inference_mode()
     def again() -> None:
         torch.set_num_threads(1)  # of this thread's: others that wait would spin beside it
-        for kept, new in zip(results, compute(steps, rows_of, exchanges), strict=True):
+        for kept, new in zip(results, compute(steps, rows_of, exchanges, reuses), strict=True):
             kept.copy_(new)
 
     if Recorded.recording is not None:
@@ -103,7 +103,8 @@ def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypa
         steps.capture((2, 5), told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
-    assert {key: [rows.num_rows for rows in step.rows] for key, step in steps._captured.items()} == {
+    captured = {(kind.num_parts, size): step for (kind, size), step in steps._captured.items()}
+    assert {key: [rows.num_rows for rows in step.rows] for key, step in captured.items()} == {
         (0, 5): [5], (0, 2): [2], (1, 5): [5], (1, 2): [2], (1, 1): [1], (2, 5): [3, 2], (2, 2): [1, 1],
     }  # fmt: skip
     for slots in ([0], [1, 0], [2, 3, 4], [0, 1, 2, 3, 4]):
@@ -122,7 +123,9 @@ class Log(list[str]):
         super().__init__()
         self.fails_at = fails_at
         self.steps = DecodeSteps(
-            SimpleNamespace(step=self.step, asked_layers=(0, 1), last_tokens=torch.zeros(3), checks_coverage=True),
+            SimpleNamespace(
+                step=self.step, asked_layers=(0, 1), last_tokens=torch.zeros(3), checks_coverage=True, reusing=[]
+            ),
             Asking(SimpleNamespace(attention=self.attention), [self.exchange("a"), self.exchange("b")],
                    Halving(always=2), AskTimes()),
         )  # fmt: skip
@@ -132,7 +135,7 @@ class Log(list[str]):
         slot = SimpleNamespace(release=release, advance=advance, rows=1, is_released=False)
         return SimpleNamespace(name=name, slot=slot)
 
-    def step(self, rows: StepRows, exchange: SimpleNamespace) -> Iterator[None]:
+    def step(self, rows: StepRows, exchange: SimpleNamespace, reuses: bool) -> Iterator[None]:
         self.append(f"begin {exchange.name}")
         for ask in range(2):
             yield
@@ -162,7 +165,7 @@ def test_layers_are_captured_in_the_order_in_which_their_answers_come() -> None:
     ]  # fmt: skip
     eager = [entry for entry in log if "answer" not in entry]
     log.clear()
-    assert len(log.steps.compute([None, None], log.steps.asking.exchanges)) == 2
+    assert len(log.steps.compute([None, None], log.steps.asking.exchanges, False)) == 2
     assert log == eager
 
 

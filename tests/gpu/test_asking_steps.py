@@ -11,7 +11,7 @@ from gpu.decode.loop import check_coverage
 from gpu.decode.steps import Asking, Batch, _ask_of
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import Reading
-from gpu.methods.device_side import LayerReads
+from gpu.methods.device_side import LayerReads, ReuseSide
 from gpu.methods.sampled.encode import arrange, encode_rows_reference
 from gpu.methods.sampled.projections import PROJECTION_SEED, draw_projections
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
@@ -111,8 +111,8 @@ def test_what_is_on_the_device_and_in_host_memory_is_the_whole_context(device: s
     for layer in twins.deposits.weights.layers:
         layer.qkv[: NUM_HEADS * DIM].zero_()
 
-    def recording(reads: LayerReads, on_device: Reading, filled: list[Partial]) -> None:
-        check_coverage(reads, on_device, filled)
+    def recording(reads: LayerReads, on_device: Reading, filled: list[Partial], reusing: list[ReuseSide]) -> None:
+        check_coverage(reads, on_device, filled, reusing)
         checked.append((reads.rows.context_lens.cpu(), merge_all([on_device.near, *filled]).lse.cpu()))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -153,7 +153,7 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
     for size in (1, 2):
         exchange.slot.out[1:] = exchange.slot.lse[1:] = torch.nan
         exchange.slot.advance(1)
-        step = steps.loop.step(steps._upload(batch, size), exchange)
+        step = steps.loop.step(steps._upload(batch, size), exchange, reuses=False)
         next(step)
         attention = twins.tier.attention([_ask_of(ask) for ask in batch.asks])
         (own,), _ = steps._take_turns([step], [attention], [exchange])

@@ -67,9 +67,9 @@ def test_padding_rows_write_nothing_and_change_nothing() -> None:
     runner = small_runner()
     prefilled(runner)
     steps = runner.decode_steps
-    (logits,) = steps.compute([rows_of(1)], [None])
+    (logits,) = steps.compute([rows_of(1)], [None], False)
     pages = [pages.clone() for pages in (*runner.pool.key_pages, *runner.pool.value_pages)]
-    (padded,) = steps.compute([rows_of(4)], [None])
+    (padded,) = steps.compute([rows_of(4)], [None], False)
     torch.testing.assert_close(padded[:1], logits, rtol=0, atol=CHUNKING_LOGPROB_ATOL)
     for before, after in zip(pages, (*runner.pool.key_pages, *runner.pool.value_pages), strict=True):
         torch.testing.assert_close(before, after, rtol=0, atol=CHUNKING_LOGPROB_ATOL, equal_nan=True)

@@ -19,7 +19,7 @@ TINY = named_shape("tiny")
 CPU = torch.device("cpu")
 CARD = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090.json")
 PAGE, PAGES, SLOTS, CONTEXT = 16, 10, 5, 128
-DEMAND = Demand(TINY, "cpu", 4, SLOTS, 256, PAGE, (1,), None, {})
+DEMAND = Demand(TINY, "cpu", 4, SLOTS, 256, PAGE, (1,), None, ())
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_the_penalty_table_takes_what_is_planned() -> None:
 
 def plan_8b(**gpu: float) -> MemoryPlan:
     return plan_memory(
-        named_shape("llama-3.1-8b"), GpuConfig.model_validate(gpu), host=None, kept=None, slot_bytes={}, max_running=8,
+        named_shape("llama-3.1-8b"), GpuConfig.model_validate(gpu), host=None, kept=None, states=(), max_running=8,
         chunk_tokens=2048, max_context_tokens=4096, max_hidden_tokens=None, machine=CARD,
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def make_plan(
         gpu,
         host=host,
         kept=None if host is None else keep_as_set(NoSettings(), host, shape),
-        slot_bytes={},
+        states=(),
         max_running=max_running,
         chunk_tokens=chunk_tokens,
         max_context_tokens=max_context_tokens,
@@ -167,8 +167,9 @@ def test_every_step_that_is_captured_is_planned() -> None:
     """Those that ask nothing, and those that ask whole or in two halves, of which a single row has none."""
     alone = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8)
     with_host = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8, host=HostConfig())
-    assert steps_to_capture((2, 8, 64), 8, True) == [(0, 8), (1, 8), (2, 8), (0, 2), (1, 2), (2, 2), (1, 1)]
-    assert steps_to_capture((), 8, True) == []
+    parts_and_rows = [(0, 8), (1, 8), (2, 8), (0, 2), (1, 2), (2, 2), (1, 1)]
+    assert steps_to_capture((2, 8, 64), 8, True, False) == [((parts, False), rows) for parts, rows in parts_and_rows]
+    assert steps_to_capture((), 8, True, True) == []
     assert find_bytes(alone, "CUDA graphs") == 4 * CUDA_GRAPH_BYTES
     assert find_bytes(with_host, "CUDA graphs") == (4 + 4 + 3) * CUDA_GRAPH_BYTES
 
@@ -201,7 +202,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers_and_the_key_to_change(
 @pytest.mark.parametrize("running", [1, 3, 16, 64])
 def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, running: int) -> None:
     shape = named_shape(name)
-    demand = Demand(shape, "cuda", 2, running, 2048, 16, (1,), None, {})
+    demand = Demand(shape, "cuda", 2, running, 2048, 16, (1,), None, ())
     for num_sms in (40, 108, 132):
         rows = max(
             num_rows(count, shape.num_kv_heads, shape.max_context_tokens, 2, num_sms) for count in range(1, running + 1)
@@ -211,7 +212,7 @@ def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, runn
 
 def test_the_compiled_step_on_the_cpu_is_planned_with_its_own_rows_and_parts() -> None:
     assert (demand.CPU_STEP_ROWS, demand.CPU_PART_TOKENS) == (MAX_ROWS, PART_TOKENS)
-    asked = Demand(SHAPE_TINY, "cpu", 4, 4, 2048, 16, (1,), None, {})
+    asked = Demand(SHAPE_TINY, "cpu", 4, 4, 2048, 16, (1,), None, ())
     step = CpuStep(cpu_decoder(SHAPE_TINY, torch.float32, num_pages=4, max_slots=4, max_pages=4))
     parts = step._parts_for(SHAPE_TINY.max_context_tokens)
     logits = step._buffers_for(1).logits

@@ -15,7 +15,7 @@ from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.methods.kept import Kept
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import named_shape
-from gpu.profiles import Profile, ProfileError, find_kept, get_profile, resolve_profiles, slot_bytes
+from gpu.profiles import Profile, ProfileError, find_kept, get_profile, list_states, resolve_profiles
 from tests.gpu.toy_method import add_toy
 from transfer.config import HostConfig, SampledConfig
 from transfer.machine import load_machine
@@ -107,8 +107,8 @@ REFUSED = [
     ),
     (
         "x",
-        {"reuse": "mac"},
-        "profiles.x.reuse: asked 'mac', but no method fills the slot `reuse` yet; leave it out",
+        {"reuse": "mak"},
+        "profiles.x.reuse: unknown method 'mak'; the nearest known one is 'mac' (of mac)",
     ),
     (
         "x",
@@ -237,14 +237,14 @@ def plan_with(profiles: dict[str, Profile]) -> MemoryPlan:
     shape = named_shape("tiny")
     return plan_memory(
         shape, GpuConfig(device="cpu", memory_limit_gib=4), host=None, kept=None,
-        slot_bytes=slot_bytes(profiles.values(), shape), max_running=5, chunk_tokens=256, max_context_tokens=None,
+        states=list_states(profiles.values(), shape), max_running=5, chunk_tokens=256, max_context_tokens=None,
         max_hidden_tokens=None, machine=load_machine(LAPTOP),
     )  # fmt: skip
 
 
 @pytest.mark.usefixtures("toy")
 def test_a_folder_is_all_that_a_method_takes() -> None:
-    assert list(list_methods()) == ["exact", "momo", "offloaded", "sampled", "toy"]
+    assert list(list_methods()) == ["exact", "mac", "momo", "offloaded", "sampled", "toy"]
     profiles = resolve(
         {"fast": {"prefill": {"method": "toy", "size": 7}, "host": "sampled"}, "small": {"prefill": "toy"}}
     )
@@ -294,8 +294,9 @@ def test_the_plan_charges_what_methods_say_that_a_running_sequence_needs() -> No
     named = {name: {"prefill": {"method": "toy", "size": size}} for name, size in (("a", 7), ("b", 7), ("c", 1000))}
     without, charged = plan_with(resolve({}, None)), plan_with(resolve(named, None))
     assert [item.name for item in without.items if item.name.startswith("state of")] == []
-    (state,) = [item for item in charged.items if item.name.startswith("state of")]
-    assert (state.name, state.bytes) == ("state of toy", 5 * (7 + 1000) * layers), "one state for two profiles alike"
+    states = [item for item in charged.items if item.name.startswith("state of")]
+    wanted = [("state of toy", 5 * size * layers) for size in (7, 1000)]
+    assert [(state.name, state.bytes) for state in states] == wanted, "one state for two profiles alike"
     assert charged.used_bytes("host") <= charged.limit_bytes["host"]
 
 
@@ -311,7 +312,19 @@ def test_what_stays_on_the_device_is_what_all_methods_need_together() -> None:
     assert find_kept(both, HostConfig(dense_layers=(2,)), shape) == Kept(4, 93, (1, 2))
     plan = plan_memory(
         shape, GpuConfig(device="cpu", memory_limit_gib=4), host=HostConfig(),
-        kept=find_kept(both, HostConfig(dense_layers=(2,)), shape), slot_bytes={}, max_running=5, chunk_tokens=256,
+        kept=find_kept(both, HostConfig(dense_layers=(2,)), shape), states=(), max_running=5, chunk_tokens=256,
         max_context_tokens=None, max_hidden_tokens=None, machine=load_machine(LAPTOP),
     )  # fmt: skip
     assert (plan.sink_tokens, plan.window_tokens, plan.dense_layers) == (16, 96, (1, 2))
+
+
+def test_methods_that_cannot_be_together_are_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_toy(tmp_path, monkeypatch, "prefill", None, refuses={"offl": "it was not measured"})
+    assert resolve({"x": {"prefill": "toy", "host": "sampled"}})["x"].is_sampled
+    with pytest.raises(ProfileError) as refused:
+        resolve({"x": {"prefill": "toy", "host": "offloaded"}})
+    assert str(refused.value) == (
+        "profiles.x: 'toy' is not served with 'offloaded': it was not measured; leave out `prefill` or `host`"
+    )

@@ -24,16 +24,21 @@ class ToySettings(Settings):
 METHOD = Method(
     name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
     kv_settings={{"size": "size"}}, kv_host={{}},
-    slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers, reading={reading},
+    slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers,
+    rings=None, refuses={refuses}, reading={reading},
     keeps=lambda settings, host, architecture: Kept(host.sink_tokens // 2, settings.size + 90, (1,)),
     device_side=None, prefill_side={side}, align_tokens=lambda settings: 1, scored=(ToySettings(),),
 )
 '''
 
 
-def add_toy(folder: Path, monkeypatch: pytest.MonkeyPatch, slot: str, reading: str | None) -> None:
+def add_toy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, slot: str, reading: str | None, refuses: dict[str, str] | None = None
+) -> None:
     side = "gpu.methods.toy" if slot == "prefill" else None
     (folder / "toy").mkdir()
-    (folder / "toy" / "__init__.py").write_text(TOY.format(slot=slot, reading=repr(reading), side=repr(side)))
+    (folder / "toy" / "__init__.py").write_text(
+        TOY.format(slot=slot, reading=repr(reading), side=repr(side), refuses=repr(refuses or {}))
+    )
     monkeypatch.setattr(gpu.methods, "__path__", [*gpu.methods.__path__, str(folder)])
     monkeypatch.delitem(sys.modules, "gpu.methods.toy", raising=False)

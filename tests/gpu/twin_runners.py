@@ -88,6 +88,8 @@ def load(
         tier=tier,
         parts=(*(() if tier is None else parts_for(tier.shape)), *more_parts),
         on_progress=lambda stage, fraction: None,
+        num_rings={str(part): 3 for part in more_parts if part.method.rings is not None},
+        sink_tokens=page_tokens if tier is not None else 0,
     )
     runner.pool.poison()
     return runner

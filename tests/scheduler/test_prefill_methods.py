@@ -40,6 +40,8 @@ def make_profile(name: str, align_tokens: int) -> Profile:
         kv_settings={},
         kv_host={},
         slot_bytes=no_bytes,
+        rings=None,
+        refuses={},
         reading=None,
         keeps=None,
         device_side=None,

@@ -31,6 +31,8 @@ METHOD = Method(
     },
     kv_host={},
     slot_bytes=no_bytes,
+    rings=None,
+    refuses={},
     reading=None,
     keeps=None,
     device_side=None,

@@ -1,0 +1,56 @@
+"""Whether a layer's matching pays: what it read to look for matches against what hits did not read, by counts.
+
+MAC-Attention, eq. (9), with the lengths of the contexts that were there. A layer that reads more than it saves over a
+window of steps stops, and tries again some windows later. It refuses to know rings and requests. Invariant: which
+layers match follows from the counts at the ends of windows alone, never from time; nothing waits for the device.
+"""
+
+import torch
+from torch import Tensor
+
+from gpu.methods.mac.match import NUM_COUNTS, Count
+
+WINDOW_STEPS = 256
+PAUSE_WINDOWS = 8  # that a layer which stopped does not match in
+
+
+class BreakEven:
+    """table: int64 `[layers, NUM_COUNTS + 2]`, in one piece, so that one copy tells the host all of it: counts, which
+    steps add to, `[layers, NUM_COUNTS]`; num_stops, `[layers]`; is_matching, int32 `[layers, 1]`, which steps read.
+
+    row_bytes: of a key and a value of one KV head; ring_bytes: that a query head reads to look for a match;
+    entry_bytes: that it reads and writes of summaries; group: query heads to a KV head. is_asked: bool `[layers]`, of
+    which the far cells lie in host memory: there each head that hits spares its own reads, while on the device a KV
+    head is read once for all heads of a group that miss.
+    """
+
+    def __init__(
+        self, is_asked: Tensor, row_bytes: int, ring_bytes: int, entry_bytes: int, group: int, stops: bool
+    ) -> None:
+        layers, device = len(is_asked), is_asked.device
+        self.table = torch.zeros(layers, NUM_COUNTS + 2, dtype=torch.int64, device=device)
+        self.counts, self.num_stops = self.table[:, :NUM_COUNTS], self.table[:, NUM_COUNTS]
+        self.is_matching = self.table.view(torch.int32)[:, -2:-1].fill_(1)
+        self._is_asked, self._row_bytes, self._group, self._stops = is_asked, row_bytes, group, stops
+        self._try_bytes = ring_bytes + entry_bytes
+        self._before = self.counts.clone()
+        self._pauses = torch.zeros_like(self.num_stops)  # windows still to come without matching
+        self._num_steps = 0
+
+    def end_step(self) -> None:
+        """A step is launched; the last one of a window is judged with those before it."""
+        self._num_steps += 1
+        if self._stops and self._num_steps % WINDOW_STEPS == 0:
+            self._judge()
+
+    def _judge(self) -> None:
+        seen = self.counts - self._before
+        self._before.copy_(self.counts)
+        by_head = seen[:, Count.SKIPPED] // self._group
+        by_group = seen[:, Count.CELLS] // self._group - seen[:, Count.READ]
+        saved = torch.where(self._is_asked, by_head, by_group) * self._row_bytes
+        stops = (seen[:, Count.TRIES] > 0) & (saved < seen[:, Count.TRIES] * self._try_bytes)
+        self._pauses.sub_(1).clamp_min_(0)
+        self._pauses.masked_fill_(stops, PAUSE_WINDOWS)
+        self.num_stops.add_(stops)
+        self.is_matching.copy_((self._pauses == 0)[:, None])

@@ -1,0 +1,199 @@
+"""MAC's side on the device: matches before a layer is read, completes it afterwards, and keeps the rings.
+
+It refuses to know requests and placements. Invariants: a slot has the ring that plans gave it last, or none; a ring's
+entries are of its own sequence's cells, each written as the cell is, so none belongs to a cell other than its place
+says; rows without a ring read what they read without MAC.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from gpu.decode.rows import StepRows
+from gpu.kernels.paged_decode_attention import Reading
+from gpu.methods.device_side import LayerReads, ReuseCounts, ReuseSide, Site
+from gpu.methods.mac import entry_bytes
+from gpu.methods.mac.break_even import BreakEven
+from gpu.methods.mac.complete import complete
+from gpu.methods.mac.match import Count, Limits, Matched, match
+from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.seed import seed
+from gpu.methods.mac.settings import MacSettings
+from gpu.prefill.query import Attended, PrefillQuery
+from gpu.step import RingWrite
+from transfer.partial import Partial
+
+SUMMARIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _RingRows:
+    """Of the rows of a step: rings int32 `[rows]`, -1: none; is_sampled uint8 `[rows]`: what the host reads of them."""
+
+    rings: Tensor
+    is_sampled: Tensor
+
+
+def make_reuse_side(settings: MacSettings, site: Site, num_rings: int) -> ReuseSide:
+    return Mac(settings, site, num_rings)
+
+
+class Mac(ReuseSide):
+    """`num_rings` rings of each layer that is not off, in one store of all layers."""
+
+    def __init__(self, settings: MacSettings, site: Site, num_rings: int) -> None:
+        shape, device = site.architecture, site.device
+        self.settings = settings
+        self.layers = settings.layers(shape.num_layers)
+        sizes = (len(self.layers), num_rings, shape.num_heads, settings.capacity)
+        self._store = Ring(
+            queries=torch.zeros(*sizes, shape.dim, dtype=torch.bfloat16, device=device),
+            norms=torch.full(sizes, torch.inf, device=device),
+            outs=torch.zeros(*sizes, shape.dim, dtype=SUMMARIES[settings.summaries], device=device),
+            lses=torch.zeros(sizes, device=device),
+            origins=torch.zeros(sizes, dtype=torch.int32, device=device),
+            is_sampled=torch.zeros(sizes, dtype=torch.uint8, device=device),
+        )
+        self._rings = {layer: _map(self._store, lambda field, at=at: field[at]) for at, layer in enumerate(self.layers)}
+        self.sink = max(settings.sink_tokens, site.sink_tokens)
+        self._limits = {layer: self._limits_of(layer, shape.dim) for layer in self.layers}
+        self._kv_heads = shape.num_kv_heads
+        asked = () if site.tier_shape is None else site.tier_shape.layers
+        self.break_even = BreakEven(
+            torch.tensor([layer in asked for layer in range(shape.num_layers)], device=device),
+            row_bytes=2 * shape.dim * site.dtype.itemsize,
+            ring_bytes=settings.capacity * (2 * shape.dim + 8),
+            entry_bytes=2 * entry_bytes(settings, shape),
+            group=shape.group,
+            stops=settings.stops_matching,
+        )
+        self._ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=device)  # and of padding
+        self._is_sampled = torch.zeros(site.max_running + 1, dtype=torch.uint8, device=device)
+        self._held: dict[int, int] = {}  # by slot, in the order of plans
+        self._no_holes = torch.zeros(3, site.max_running, dtype=torch.int32, device=device)
+        self._of_rows: WeakKeyDictionary[StepRows, _RingRows] = WeakKeyDictionary()
+        self._told = torch.zeros(self.break_even.table.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    # --- who holds a ring ---------------------------------------------------------------------------------------------
+
+    def assign(self, write: RingWrite) -> None:
+        norms, source = self._store.norms[:, write.ring], write.source
+        if source is None:
+            norms.fill_(torch.inf)
+        else:
+            for each in fields(Ring):
+                store = getattr(self._store, each.name)
+                store[:, write.ring].copy_(store[:, source.ring])
+            for cells in _wrap(source.begin, source.end, self.settings.capacity):
+                norms[..., cells].fill_(torch.inf)
+        self._held[write.slot] = write.ring
+        self._ring_of_slot[write.slot].fill_(write.ring)
+        self._is_sampled[write.slot].fill_(write.is_sampled)
+
+    def release(self, slot: int) -> None:
+        if self._held.pop(slot, None) is not None:
+            self._ring_of_slot[slot].fill_(-1)
+
+    def has_ring(self, slot: int) -> bool:
+        return slot in self._held
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
+        ring, settings = self._rings.get(query.layer), self.settings
+        if ring is not None:
+            seed(ring, self._held[slot], query, self.sink, settings.band, settings.num_seeds, attend)
+
+    # --- decode -------------------------------------------------------------------------------------------------------
+
+    def before(self, reads: LayerReads) -> None:
+        ring, rows = self._rings.get(reads.layer), reads.rows
+        if ring is None:
+            return
+        own = self._rows_of(reads)
+        holes = rows.holes if reads.asks else self._no_holes[:, : rows.num_rows]
+        layer = reads.layer
+        matched = match(
+            reads.pre_rope_query, ring, own.rings, rows.cells, holes, self._limits[layer],
+            self.break_even.is_matching[layer], self.break_even.counts[layer], self._kv_heads,
+        )  # fmt: skip
+        reads.kept[self] = matched
+        bounds, wanted = matched.bounds, matched.wanted
+        if reads.has_far and reads.bounds is not None:  # of rows that hold another method's ring
+            bounds = torch.where((own.rings >= 0)[:, None], bounds, reads.bounds)
+        if reads.wanted is not None:
+            wanted = wanted & reads.wanted
+        reads.bounds, reads.has_far, reads.wanted = bounds, True, wanted
+
+    def after(self, reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
+        ring = self._rings.get(reads.layer)
+        if ring is None:
+            return
+        assert on_device.far is not None, "mac: what is far is read apart"
+        assert len(filled) <= 1, "mac: the host alone fills holes"
+        own, matched = self._rows_of(reads), self._matched(reads)
+        whole = complete(
+            on_device.near, on_device.far, filled[0] if filled else None, reads.pre_rope_query, matched, ring,
+            own.rings, reads.rows.cells, self._limits[reads.layer], own.is_sampled,
+        )  # fmt: skip
+        if reads.attended is None:
+            reads.attended = whole
+            return
+        has_ring, other = (own.rings >= 0)[:, None], reads.attended
+        out = torch.where(has_ring[..., None], whole.out, other.out)
+        reads.attended = Partial(out, torch.where(has_ring, whole.lse, other.lse))
+
+    def covered(self, reads: LayerReads) -> Tensor:
+        if reads.layer not in self._rings:
+            return torch.zeros(reads.query.shape[:2], dtype=torch.int32, device=reads.query.device)
+        matched = self._matched(reads)
+        begin, end, _ = matched.bounds
+        return torch.where(matched.entries >= 0, end - begin, 0)
+
+    def end_step(self) -> None:
+        self.break_even.end_step()
+        self._told.copy_(self.break_even.table, non_blocking=True)
+
+    def counts(self) -> ReuseCounts:
+        columns = self._told.T.tolist()
+        is_on = [layer in self._rings for layer in range(len(self._told))]
+        is_matching = [on and bool(flag) for on, flag in zip(is_on, columns[-1], strict=True)]
+        return ReuseCounts(*columns[: len(Count)], is_matching, columns[-2])
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _limits_of(self, layer: int, dim: int) -> Limits:
+        settings = self.settings
+        distance2 = 2 * dim * (1 - settings.tau_of(layer)) ** 2
+        return Limits(
+            self.sink, settings.band, distance2, settings.most_gap, settings.max_age, settings.min_context_tokens
+        )
+
+    def _rows_of(self, reads: LayerReads) -> _RingRows:
+        """Looked up in a step's first layer that matches: a captured step's rows change from replay to replay."""
+        rows = reads.rows
+        if reads.layer == self.layers[0] and self not in reads.kept:
+            slots = rows.token_slots
+            self._of_rows[rows] = _RingRows(
+                self._ring_of_slot.index_select(0, slots), self._is_sampled.index_select(0, slots)
+            )
+        return self._of_rows[rows]
+
+    def _matched(self, reads: LayerReads) -> Matched:
+        matched: Matched = reads.kept[self]
+        return matched
+
+
+def _map(ring: Ring, change: Callable[[Tensor], Tensor]) -> Ring:
+    return Ring(*(change(getattr(ring, each.name)) for each in fields(Ring)))
+
+
+def _wrap(begin: int, end: int, capacity: int) -> list[slice]:
+    """The places of cells `[begin, end)` in a ring."""
+    if end - begin >= capacity:
+        return [slice(0, capacity)]
+    first, last = begin % capacity, end % capacity
+    return [slice(first, last)] if first <= last else [slice(first, capacity), slice(0, last)]

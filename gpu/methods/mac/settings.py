@@ -1,0 +1,71 @@
+"""Settings of MAC-Attention. No torch: the plan and the server's process read them.
+
+Invariant: a ring holds every position that a match may lie at, and every one that is seeded.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from transfer.settings import Settings
+
+LayerTau = float | Literal["off"]
+
+
+class MacSettings(Settings):
+    """Paper: capacity = K, band = r, tau = τ of eq. (3)."""
+
+    tau: float = Field(0.45, ge=0, lt=1, description="how near a query must be to an earlier one, 1: the same; 0.45 "
+                       "where a context is read, 0.75 where much is written")  # fmt: skip
+    capacity: int = Field(1024, ge=16, le=8192, description="earlier queries that are looked at")
+    band: int = Field(256, ge=1, le=4096, description="tokens in front of a match that are read again")
+    sink_tokens: int = Field(4, ge=0, le=1024, description="in front, always read; where contexts go down, it is "
+                             "whole pages, as the host section has it")  # fmt: skip
+    max_gap: int | None = Field(None, ge=1, description="positions back to a match, at most; default: capacity")
+    max_age: int = Field(4096, ge=1, description="positions back to where the oldest part of a summary was read")
+    seed_tokens: int | None = Field(None, ge=0, description="of a prompt's end that can be matched; default: capacity")
+    summaries: Literal["float32", "bfloat16"] = Field("bfloat16", description="what earlier attention is kept in")
+    min_context_tokens: int = Field(4096, ge=0, description="a shorter context is read plainly")
+    layer_tau: dict[int, LayerTau] = Field({}, description="tau of single layers, or `off`; `tandem tune mac` proposes")
+    stops_matching: bool = Field(True, description="whether a layer that reads more than it saves stops for a while: "
+                                 "which do follows from all requests together")  # fmt: skip
+    rings: int | None = Field(None, ge=1, description="sequences of the profile that run at once; default: what an "
+                              "eighth of the memory beside the weights holds, at least one")  # fmt: skip
+
+    @field_validator("layer_tau", mode="before")
+    @classmethod
+    def _read_off(cls, given: Any) -> Any:
+        """YAML reads `off` as false."""
+        return {key: "off" if tau is False else tau for key, tau in given.items()} if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _check(self) -> "MacSettings":
+        for name in ("max_gap", "seed_tokens"):
+            asked = getattr(self, name)
+            if asked is not None and asked > self.capacity:
+                raise ValueError(f"{name} is {asked}; wanted no more than capacity ({self.capacity})")
+        for layer, tau in self.layer_tau.items():
+            if layer < 0 or (tau != "off" and not 0 <= tau < 1):
+                raise ValueError(
+                    f"layer_tau: layer {layer} has {tau}; wanted a layer's number, and 0 <= tau < 1 or off"
+                )
+        return self
+
+    @property
+    def most_gap(self) -> int:
+        return self.capacity if self.max_gap is None else self.max_gap
+
+    @property
+    def num_seeds(self) -> int:
+        """Positions at a prompt's end that are seeded."""
+        return self.capacity if self.seed_tokens is None else self.seed_tokens
+
+    def layers(self, num_layers: int) -> list[int]:
+        """Those that match: all but the ones that are off."""
+        return [layer for layer in range(num_layers) if self.layer_tau.get(layer) != "off"]
+
+    def tau_of(self, layer: int) -> float:
+        """Of a layer that is not off."""
+        tau = self.layer_tau.get(layer, self.tau)
+        assert tau != "off", f"mac: layer {layer} is off"
+        return tau

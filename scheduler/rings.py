@@ -1,0 +1,76 @@
+"""Who holds which ring of the methods that reuse: numbered, given at admission, taken back when a sequence leaves.
+
+Knows parts of profiles, sequences and numbers; refuses to know what is in a ring. Invariant: a ring is free, or one
+sequence's that holds a slot.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from gpu.profiles import Part, Profile
+from gpu.step import RingCopy, RingWrite
+from scheduler.sequence import Sequence
+
+
+class Rings:
+    """counts: of each part of a profile that keeps rings. `profiles`: those that are served, by name."""
+
+    def __init__(self, counts: Mapping[str, int], profiles: Mapping[str, Profile], page_tokens: int) -> None:
+        self._free = {part: list(range(count - 1, -1, -1)) for part, count in counts.items()}
+        self._profiles = profiles
+        self._page_tokens = page_tokens
+        self._writes: list[RingWrite] = []
+
+    @property
+    def num_free(self) -> dict[str, int]:
+        """By part."""
+        return {part: len(free) for part, free in self._free.items()}
+
+    def lacks(self, sequence: Sequence) -> bool:
+        """Whether it needs a ring and none is free."""
+        part = self._part_of(sequence)
+        return part is not None and not self._free[str(part)]
+
+    def take(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> None:
+        """It holds a ring from the next plan on, if it needs one. begin: its prompt is computed from there; what is in
+        front was another's, and if that one runs with a ring of the kind, its entries are copied.
+        """
+        part = self._part_of(sequence)
+        if part is None:
+            return
+        ring = self._free[str(part)].pop()
+        sequence.ring = str(part), ring
+        is_sampled = self._profiles[sequence.request.attention_profile].is_sampled
+        source = self._find_source(sequence, begin, running)
+        self._writes.append(RingWrite(sequence.slot, str(part), ring, is_sampled, source))
+
+    def give_back(self, sequence: Sequence) -> None:
+        """It leaves its slot."""
+        if sequence.ring is not None:
+            part, ring = sequence.ring
+            self._free[part].append(ring)
+            sequence.ring = None
+
+    def take_writes(self) -> list[RingWrite]:
+        """Rings given since the last call."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    def _part_of(self, sequence: Sequence) -> Part | None:
+        """Whose ring it needs, by its prompt and the longest answer: so by what it asks for alone."""
+        part = self._profiles[sequence.request.attention_profile].ring_part
+        if part is None or part.method.rings is None:
+            return None
+        longest = sequence.num_prompt_tokens + sequence.request.max_tokens
+        return part if longest >= part.method.rings.least_tokens(part.settings) else None
+
+    def _find_source(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> RingCopy | None:
+        """Of one that runs and has the same tokens before `begin`, by the hash of the block that ends there."""
+        block = begin // self._page_tokens - 1
+        if block < 0 or sequence.ring is None:
+            return None
+        for other in running:
+            if other.ring is None or other.ring[0] != sequence.ring[0] or len(other.hashes) <= block:
+                continue
+            if other.hashes[block] == sequence.hashes[block]:
+                return RingCopy(other.ring[1], begin, other.next_position)
+        return None

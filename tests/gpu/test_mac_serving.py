@@ -1,0 +1,230 @@
+"""MAC in the runner that serves: rings, seeds, holes of either kind, and rows of other profiles beside.
+
+The twin that deposits serves rows with rings; the other one is exact, and its oracle where nothing matches.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.config import Composition
+from gpu.methods.device_side import ReuseCounts
+from gpu.methods.mac.device import Mac
+from gpu.profiles import Part, resolve_profiles
+from gpu.step import RingCopy, RingWrite, StepPlan
+from tests.gpu.reference_model import document_prompt, layer_units
+from tests.gpu.twin_runners import NUM_HEADS, NUM_LAYERS, Twins, check_steps, furthest
+from tests.tolerances import HOP_LOGITS_FLOAT32, MAC_QUERY_RTOL, MAC_SUMMARY_ATOL, MAC_SUMMARY_STORED_ATOL
+from transfer.config import HostConfig
+
+SMALL = {"capacity": 32, "band": 16, "min_context_tokens": 0, "summaries": "float32", "stops_matching": False}
+STRICT = SMALL | {"tau": 0.999, "layer_tau": {0: False}}  # the first layer's queries are those of equal tokens
+LOOSE = SMALL | {"tau": 0.0}
+PROMPT = document_prompt(300, 1)
+
+
+def mac_part(settings: dict[str, Any]) -> Part:
+    composition = Composition.model_validate({"reuse": {"method": "mac", **settings}})
+    part = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_part
+    assert part is not None
+    return part
+
+
+class MacTwins(Twins):
+    """Slots of `ringed` hold the rings of their numbers."""
+
+    def __init__(self, settings: dict[str, Any], ringed: tuple[int, ...] = (0,), **more: Any) -> None:
+        self.part = mac_part(settings)
+        super().__init__(more_parts=[self.part], **more)
+        for slot in ringed:
+            self.assign(slot, slot)
+
+    def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
+        write = RingWrite(slot, str(self.part), ring, self.is_sampled, source)
+        self.deposits.launch(StepPlan(ring_writes=[write])).collect()
+
+    @property
+    def side(self) -> Mac:
+        side = self.deposits._reusing[str(self.part)]
+        assert isinstance(side, Mac)
+        return side
+
+    @property
+    def counts(self) -> ReuseCounts:
+        return self.deposits.reuse_counts()[str(self.part)]
+
+    def entries(self, ring: int) -> dict[str, torch.Tensor]:
+        store = self.side._store
+        return {name: getattr(store, name)[:, ring].clone() for name in store.__slots__}
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goes_down", [False, True])
+def test_where_nothing_matches_the_logits_are_the_exact_profiles(goes_down: bool) -> None:
+    twins = MacTwins(STRICT, check_coverage=True)
+    twins.prefill([PROMPT if goes_down else document_prompt(70, 1)])
+    check_steps(twins, [0], 20)
+    assert bool(twins.sequences[0].run_end) == goes_down
+    assert sum(twins.counts.tries) == 20 * NUM_HEADS * (NUM_LAYERS - 1)
+    assert sum(twins.counts.hits) == 0
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("kept_tokens", [0, 96])
+def test_hits_and_misses_cover_every_cell_once_wherever_it_lies(is_sampled: bool, kept_tokens: int) -> None:
+    """Coverage is checked in each layer of each step; heads that hit ask the host for nothing."""
+    twins = MacTwins(LOOSE, is_sampled=is_sampled, check_coverage=True, kept_tokens=kept_tokens)
+    twins.prefill([PROMPT])
+    for _ in range(80):
+        assert not twins.step([0]).failures
+    counts = twins.counts
+    assert all(0 < hits <= tries for hits, tries in zip(counts.hits, counts.tries, strict=True))
+    assert sum(counts.hits) < sum(counts.tries) or sum(counts.ages) > sum(counts.gaps)
+    assert twins.sequences[0].run_end > 16 + 64
+
+
+def test_hits_are_near_what_exact_attention_gives_and_not_equal_to_it() -> None:
+    twins = MacTwins(SMALL | {"tau": 0.6})
+    twins.prefill([PROMPT])
+    far = []
+    for _ in range(30):
+        twins.step([0])
+        far.append(furthest(twins, [0]))
+    assert sum(twins.counts.hits) > 0
+    assert max(far) > HOP_LOGITS_FLOAT32
+
+
+def test_rows_without_a_ring_share_the_step_and_are_exact() -> None:
+    twins = MacTwins(LOOSE, ringed=(0, 2), check_coverage=True)
+    twins.prefill([PROMPT, document_prompt(280, 3), document_prompt(60, 2), document_prompt(40, 4)])
+    for _ in range(6):
+        assert not twins.step([0, 1, 2, 3]).failures
+        assert furthest(twins, [1, 3]) < HOP_LOGITS_FLOAT32
+    assert sum(twins.counts.hits) > 0
+
+
+def test_a_step_in_which_no_row_holds_a_ring_goes_without_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = MacTwins(LOOSE, ringed=(0,))
+    twins.prefill([PROMPT, PROMPT])
+    seen: list[int] = []
+    monkeypatch.setattr(Mac, "before", lambda self, reads: seen.append(reads.layer))
+    check_steps(twins, [1], 2)
+    assert seen == []
+
+
+# --- rings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goes_down", [False, True])
+def test_what_decode_leaves_in_a_ring_is_what_a_prompt_of_the_same_tokens_leaves(goes_down: bool) -> None:
+    """Queries, summaries and what is said of them: also where the hole is the host's, over a ring that wraps around."""
+    prompt = PROMPT if goes_down else document_prompt(90, 1)
+    twins = MacTwins(STRICT, window_tokens=64)
+    twins.prefill([prompt])
+    tokens = list(prompt)
+    for _ in range(40):
+        tokens.append(int(twins.exact._last_tokens[0]))
+        check_steps(twins, [0], 1)
+    decoded = twins.entries(0)
+    fresh = MacTwins(STRICT)
+    fresh.prefill([np.array(tokens, np.int32)])
+    seeded = fresh.entries(0)
+    assert decoded["norms"].isfinite().all()
+    check_entries(decoded, seeded, MAC_SUMMARY_STORED_ATOL if goes_down else MAC_SUMMARY_ATOL)
+    assert torch.equal(decoded["origins"], seeded["origins"])
+    assert bool(twins.sequences[0].run_end) == goes_down
+
+
+def test_seeds_are_those_of_the_last_positions_wherever_units_end() -> None:
+    stores = []
+    for chunk in (300, 37):
+        twins = MacTwins(STRICT | {"seed_tokens": 20})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "tests.gpu.twin_runners.layer_units", lambda job, _, layers, c=chunk: layer_units(job, c, layers)
+            )
+            twins.prefill([PROMPT])
+        stores.append(twins.entries(0))
+        seeded = stores[-1]["norms"].isfinite()[0, 0]
+        cells = stores[-1]["origins"][0, 0][seeded]
+        assert sorted(cells.tolist()) == list(range(len(PROMPT) - 20, len(PROMPT)))
+        assert torch.equal(cells % 32, seeded.nonzero()[:, 0].to(cells.dtype))
+    check_entries(stores[0], stores[1], MAC_SUMMARY_ATOL)
+    with pytest.raises(AssertionError):  # power: a band that is one shorter
+        check_entries(stores[0], other_band(STRICT | {"seed_tokens": 20, "band": 15}), MAC_SUMMARY_ATOL)
+
+
+def check_entries(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float) -> None:
+    for name, near in (("queries", MAC_QUERY_RTOL), ("norms", MAC_QUERY_RTOL), ("outs", atol), ("lses", atol)):
+        torch.testing.assert_close(got[name].float(), wanted[name].float(), rtol=near, atol=near)
+
+
+def other_band(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    twins = MacTwins(settings)
+    twins.prefill([PROMPT])
+    return twins.entries(0)
+
+
+def test_a_ring_that_comes_to_another_slot_is_empty() -> None:
+    twins = MacTwins(LOOSE)
+    twins.prefill([PROMPT])
+    twins.step([0])
+    assert twins.side.has_ring(0)
+    twins.deposits.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
+    assert not twins.side.has_ring(0)
+    assert twins.side._ring_of_slot.tolist() == [-1] * 6
+    twins.assign(4, 0)
+    assert twins.side._store.norms[:, 0].isinf().all()
+    assert twins.side._ring_of_slot.tolist() == [-1, -1, -1, -1, 0, -1]
+
+
+def test_a_fork_begins_with_what_is_before_its_own_tokens() -> None:
+    twins = MacTwins(STRICT)
+    twins.prefill([PROMPT])
+    seeded = twins.entries(0)
+    check_steps(twins, [0], 5)
+    begin, end = len(PROMPT) - 7, len(PROMPT) + 5
+    twins.assign(1, 1, RingCopy(0, begin, end))
+    copied = twins.entries(1)
+    kept = [cell % 32 for cell in range(end - 32, begin)]
+    assert copied["norms"].isfinite()[0, 0].nonzero()[:, 0].tolist() == sorted(kept)
+    for name in seeded:
+        assert torch.equal(copied[name][:, :, kept], seeded[name][:, :, kept]), name
+
+
+def test_layers_that_are_off_keep_no_ring_and_read_everything() -> None:
+    twins = MacTwins(LOOSE | {"layer_tau": {0: False, 2: "off"}}, check_coverage=True)
+    twins.prefill([PROMPT])
+    for _ in range(10):
+        twins.step([0])
+    assert [bool(tries) for tries in twins.counts.tries] == [False, True, False, True]
+    assert twins.counts.is_matching == [False, True, False, True]
+    assert len(twins.side._store.norms) == 2
+
+
+def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
+    other = mac_part(STRICT)
+    part = mac_part(LOOSE)
+    twins = Twins(more_parts=[part, other], check_coverage=True)
+    for slot, own in ((0, part), (1, other)):
+        twins.deposits.launch(StepPlan(ring_writes=[RingWrite(slot, str(own), 0, False)])).collect()
+    twins.prefill([PROMPT, document_prompt(290, 5), document_prompt(280, 6)])
+    for _ in range(8):
+        assert not twins.step([0, 1, 2]).failures
+        assert furthest(twins, [1, 2]) < HOP_LOGITS_FLOAT32
+    counts = twins.deposits.reuse_counts()
+    assert sum(counts[str(part)].hits) > 0
+    assert sum(counts[str(other)].tries) == 8 * NUM_HEADS * (NUM_LAYERS - 1)
+
+
+@pytest.mark.parametrize("summaries", ["float32", "bfloat16"])
+def test_on_the_device_a_ring_takes_what_is_planned(summaries: str) -> None:
+    part = mac_part(SMALL | {"summaries": summaries})
+    twins = Twins(more_parts=[part])
+    store = twins.deposits._reusing[str(part)]._store
+    num_bytes = sum(getattr(store, name)[:, 0].nbytes for name in store.__slots__)
+    assert num_bytes == part.method.slot_bytes(part.settings, twins.deposits.architecture)
