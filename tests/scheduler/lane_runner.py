@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from gpu.kv.layout import PageLayout
-from gpu.step import Lane, StepPlan, StepResult
+from gpu.step import Lane, RingWrite, StepPlan, StepResult
 from tests.scheduler.page_runner import PageRunner
 
 
@@ -41,6 +41,8 @@ class LaneRunner(PageRunner):
         self.num_ahead = 0  # plans that ran before one of the other lane that was launched before them
         self.vacated: set[int] = set()
         self.closing: list[tuple[int, int]] = []  # contexts, and how many plans were launched before
+        self.held_by: dict[tuple[str, int], int] = {}  # rings, and the slots that held them last
+        self.running = 0  # the number of the plan that runs
 
     def launch(self, plan: StepPlan) -> Launched:
         launched = Launched(self, plan, self.num_launched)
@@ -59,6 +61,7 @@ class LaneRunner(PageRunner):
         self.num_ahead += chosen.number != oldest
         self.waiting[chosen.plan.lane].popleft()
         self.decode_seconds = self.random.choice(self.decode_times)
+        self.running = chosen.number
         chosen.result = super().launch(chosen.plan).collect()
         oldest = min((one.number for waiting in self.waiting.values() for one in waiting), default=self.num_launched)
         for context_id, _ in [one for one in self.closing if one[1] < oldest]:
@@ -73,6 +76,14 @@ class LaneRunner(PageRunner):
         if slot in self.vacated:
             self.vacated.remove(slot)
             super()._vacate(slot)
+
+    def _assign(self, write: RingWrite, plan: StepPlan) -> None:
+        """Who held the ring has stepped for the last time."""
+        before = self.held_by.get((write.part, write.ring))
+        for one in (one for waiting in self.waiting.values() for one in waiting if one.number < self.running):
+            assert before not in {slot for group in one.plan.decode for slot in group.slots}
+        super()._assign(write, plan)
+        self.held_by[write.part, write.ring] = write.slot
 
     def _held_pages(self) -> set[int]:
         """Not known: that a sequence has left may not have come to the lane that its slot is in."""

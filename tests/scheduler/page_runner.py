@@ -21,6 +21,8 @@ from gpu.step import (
     PrefillPrompt,
     Release,
     Restore,
+    RingCopy,
+    RingWrite,
     SampledToken,
     StepPlan,
     StepResult,
@@ -106,6 +108,9 @@ class PageRunner:
         self.failures: dict[int, str] = {}
         self.failed: set[int] = set()
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self.ring_of: dict[int, tuple[str, int]] = {}  # by slot
+        self.copies: list[RingCopy] = []
+        self.num_cells: dict[int, int] = {}  # by slot, that are written
 
     def is_ready(self, ask: HostAsk) -> bool:
         """As `num_late` or `late_steps` says; a context is asked for behind the plan that writes it."""
@@ -119,6 +124,7 @@ class PageRunner:
         self.prompt_logprobs = {}
         self.failures = {}
         for slot in plan.released_slots:
+            self.ring_of.pop(slot, None)
             self._vacate(slot)
         for job_id in plan.dropped_jobs:
             self.jobs.pop(job_id)
@@ -139,6 +145,8 @@ class PageRunner:
             assert len(table) == write.first_page, "pages are appended without gaps"
             table += write.page_ids
             assert len(set(table)) == len(table) or self._keeps_nothing
+        for ring_write in plan.ring_writes:
+            self._assign(ring_write, plan)
         for job in plan.new_jobs:
             self._start(job)
         tokens = [token for unit in plan.units for token in self._advance(unit)]
@@ -151,11 +159,26 @@ class PageRunner:
                 if slot not in self.failed:
                     self._check_context(slot, ask)
                 self._write(slot, position, self.last[slot])
+                self.num_cells[slot] = position + 1
                 tokens.append(self._draw(slot, position + 1, sample))
                 assert sample >= 1
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
         return Done(StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures))
+
+    def _assign(self, write: RingWrite, plan: StepPlan) -> None:
+        """A ring is one slot's; what is copied to it is of the tokens that the new prompt has in front."""
+        assert (write.part, write.ring) not in self.ring_of.values(), "the ring is another slot's"
+        (prompt,) = [one for job in plan.new_jobs for one in job.prompts if one.slot == write.slot]
+        if write.source is not None:
+            source, begin = write.source, write.source.begin
+            (other,) = [slot for slot, ring in self.ring_of.items() if ring == (write.part, source.ring)]
+            tokens = [self._read(other, position) for position in range(begin)]
+            assert tokens == prompt.token_ids[:begin].tolist()
+            assert begin == prompt.begin
+            assert self.num_cells[other] == source.end, "all that the source has written is there, and no more"
+            self.copies.append(source)
+        self.ring_of[write.slot] = write.part, write.ring
 
     def _vacate(self, slot: int) -> None:
         self.tables.pop(slot)
@@ -314,6 +337,7 @@ class PageRunner:
             if prompt.host is not None and prompt.slot not in self.failed:
                 begin = max(prompt.begin, prompt.host.sink)
                 self.contexts[prompt.host.context_id] += prompt.token_ids[begin : prompt.host.end].tolist()
+            self.num_cells[prompt.slot] = len(prompt.token_ids)
             tokens.append(self._draw(prompt.slot, len(prompt.token_ids), prompt.samples))
             if prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0:
                 assert prompt.begin == 0, "prompt logprobs need every prompt token computed"

@@ -22,8 +22,16 @@ from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
 from transfer.config import HostConfig
 
-NAMED = {"whole": Composition.model_validate({"host": "offloaded"})}
-PROFILES = resolve_profiles(NAMED, HostConfig())
+REUSE = {"method": "mac", "min_context_tokens": 100}
+COMPOSITIONS = {
+    "whole": {"host": "offloaded"},
+    "reusing": {"reuse": REUSE},
+    "reusing-down": {"reuse": REUSE, "host": "offloaded"},
+}
+PROFILES = resolve_profiles(
+    {name: Composition.model_validate(tree) for name, tree in COMPOSITIONS.items()}, HostConfig()
+)
+RINGS = str(PROFILES["reusing"].ring_part)
 SINK, WINDOW, LUMP, RESIDENT = 16, 32, 64, 128
 BLOCK_BYTES = 1000
 TABLE_BYTES = 300  # of a block, where contexts are sampled
@@ -47,6 +55,7 @@ def make_engine(
     prefix_cache: bool = True,
     is_pipelined: bool = True,
     order: Random | None = None,
+    num_rings: int = 2,
 ) -> tuple[Engine, PageRunner]:
     """order: of the steps of two lanes; None: there is one lane."""
     prefill = PrefillConfig(chunk_tokens=chunk_tokens, max_jobs=max_jobs)
@@ -63,7 +72,7 @@ def make_engine(
         resident_tokens=RESIDENT,
         bytes_of_run=bytes_of_run,
     )
-    capacity = Capacity(num_pages, PAGE, 4000, 5000, host)
+    capacity = Capacity(num_pages, PAGE, 4000, 5000, host, {RINGS: num_rings})
     lanes = (Lane.DEVICE,) if order is None else (Lane.HOST, Lane.DEVICE)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, lanes)
     if order is not None:
@@ -88,6 +97,8 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert contexts.used_bytes == sum(context.charged_bytes for context in contexts._contexts.values())
     assert contexts.used_bytes <= contexts.limit_bytes
     assert residence.frontier.holders == {}
+    assert engine.scheduler.rings.num_free == {RINGS: engine.scheduler._capacity.num_rings[RINGS]}
+    assert runner.ring_of == {}
     assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
     while contexts.evict_idle([]):
         pass
@@ -439,7 +450,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
             shared + own,
             max_tokens=draw(st.integers(0, 260)),
             num_prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
-            profile=draw(st.sampled_from(["exact", "sampled", "offloaded", "offloaded"])),
+            profile=draw(st.sampled_from(["exact", "sampled", "offloaded", "offloaded", "reusing", "reusing-down"])),
         )
         entries.append((request, draw(st.integers(0, 200)), draw(st.none() | st.integers(0, 300))))
     return entries
@@ -463,6 +474,7 @@ def soon() -> Iterator[None]:
     dense_layers=st.sampled_from([0, 1, 2, 4, 5]),
     limit_blocks=st.integers(90, 160),
     max_running=st.integers(1, 6),
+    num_rings=st.integers(1, 3),
     chunk_tokens=st.sampled_from([48, 256]),
     is_pipelined=st.booleans(),
     prefix_cache=st.booleans(),
@@ -476,6 +488,7 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
     dense_layers: int,
     limit_blocks: int,
     max_running: int,
+    num_rings: int,
     chunk_tokens: int,
     is_pipelined: bool,
     prefix_cache: bool,
@@ -491,6 +504,7 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
         dense_layers=dense_layers,
         limit_blocks=limit_blocks,
         max_running=max_running,
+        num_rings=num_rings,
         chunk_tokens=chunk_tokens,
         is_pipelined=is_pipelined or order is not None,
         prefix_cache=prefix_cache,

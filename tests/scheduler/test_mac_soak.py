@@ -1,0 +1,121 @@
+"""Requests that reuse over every placement, over a real model and a real host tier in little memory: in every step each
+token of each row and head is read once or taken over, texts where nothing matches are those of exact attention, and no
+ring is left behind.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu.config import Composition, GpuConfig, ModelConfig
+from gpu.methods.device_side import ReuseCounts
+from scheduler.config import EngineConfig, SchedulerConfig
+from scheduler.engine import Engine
+from scheduler.load import load_engine
+from tests.gpu.reference_model import shallow_model
+from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
+from transfer.config import HostConfig, SampledConfig
+
+MAC = {"method": "mac", "capacity": 48, "band": 16, "min_context_tokens": 0, "rings": 2, "max_age": 200}
+LOOSE = MAC | {"tau": 0.3}
+STRICT = MAC | {"tau": 0.999, "layer_tau": {0: "off"}, "stops_matching": False}
+MOMO = {"method": "momo", "dense_until_tokens": 128, "k_trim": 4, "k": 4}
+PROFILES = {
+    "loose": {"reuse": LOOSE},
+    "loose-sampled": {"reuse": LOOSE, "host": "sampled"},
+    "loose-whole": {"reuse": LOOSE, "host": "offloaded"},
+    "loose-momo": {"prefill": MOMO, "reuse": LOOSE, "host": "offloaded"},
+    "strict": {"reuse": STRICT},
+    "strict-whole": {"reuse": STRICT, "host": "offloaded"},
+}
+DOCUMENT_TOKENS = 420
+
+
+@pytest.fixture(scope="module", params=["adaptive", "fixed"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Pages for two contexts and a half of the longest kind; two rings of either settings."""
+    config = EngineConfig(
+        model=ModelConfig(path=Path(shallow_model(4).name)),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.0042, threads=1, check_coverage=True),
+        host=HostConfig(
+            memory_limit_gib=0.02,
+            threads=1,
+            resident_tokens=128,
+            residency=request.param,
+            sampled=SampledConfig(bits_per_table=6, num_tables=20),
+        ),
+        profiles={name: Composition.model_validate(tree) for name, tree in PROFILES.items()},
+        scheduler=SchedulerConfig(max_running=5, max_context_tokens=800),
+    )
+    engine, _ = load_engine(config, plan_here(config), lambda *_: None)
+    yield engine
+    engine.shutdown()
+
+
+def counts_of(engine: Engine, tau: float) -> ReuseCounts:
+    (found,) = [one for part, one in engine._runner.reuse_counts().items() if f"tau {tau}" in part]
+    return found
+
+
+def check_rings(engine: Engine) -> None:
+    assert set(engine.scheduler.rings.num_free.values()) == {2}
+    assert all(not side._held for side in engine._runner._reusing.values())
+
+
+def test_every_token_is_read_or_taken_over_whoever_else_runs(engine: Engine) -> None:
+    draw = np.random.default_rng(11)
+    documents = [prompt_of(DOCUMENT_TOKENS, salt) for salt in range(2)]
+    names = [*(name for name in PROFILES if name.startswith("loose")), "exact", "offloaded"]
+    requests = []
+    for index in range(9):
+        document = documents[index % 2][: int(draw.integers(200, DOCUMENT_TOKENS))]
+        prompt = document + prompt_of(int(draw.integers(1, 40)), index)
+        requests.append(ask(f"r{index}", prompt, int(draw.integers(25, 60)), names[index % len(names)]))
+    left = ["r2", "r7"]
+
+    def leave() -> None:
+        running = {sequence.request_id: sequence for sequence in engine.scheduler._running}
+        for name in [name for name in left if name in running and running[name].num_drawn > 5]:
+            engine.cancel([name])
+            left.remove(name)
+        if "r3" in running and running["r3"].num_drawn == 12:
+            engine.scheduler._preempt_youngest([running["r3"]])
+
+    deltas = run(engine, requests, leave)
+    ended = [request.request_id for request in requests if request.request_id not in ("r2", "r7")]
+    assert not left
+    assert {deltas[name][-1].finish_reason for name in ended} == {"length"}
+    assert engine.scheduler.num_preemptions > 0
+    counts = counts_of(engine, 0.3)
+    assert sum(counts.hits) > 0
+    assert sum(counts.ages) > sum(counts.gaps), "some are chains"
+    assert sum(counts.kv_cells) < sum(counts.context_cells) // 4
+    check_rings(engine)
+    check_idle(engine)
+
+
+def test_where_nothing_matches_texts_are_those_of_the_placement_alone(engine: Engine) -> None:
+    prompt = prompt_of(300, 5)
+    pairs = {"strict": "exact", "strict-whole": "offloaded"}
+    texts = {}
+    for name in [*pairs, *pairs.values()]:
+        texts[name] = text(run(engine, [ask(name, prompt, 40, name)])[name])
+        check_idle(engine)
+    for name, other in pairs.items():
+        assert texts[name] == texts[other]
+    counts = counts_of(engine, 0.999)
+    assert sum(counts.tries) > 0
+    assert sum(counts.hits) == 0
+    check_rings(engine)
+
+
+def test_choices_of_one_prompt_share_what_it_left(engine: Engine) -> None:
+    prompt = prompt_of(100, 6)
+    before = sum(counts_of(engine, 0.3).tries)
+    deltas = run(engine, [ask(f"c{index}", prompt, 10, "loose") for index in range(2)])
+    assert text(deltas["c0"]) == text(deltas["c1"])
+    assert sum(counts_of(engine, 0.3).tries) > before
+    check_rings(engine)
+    check_idle(engine)

@@ -1,0 +1,148 @@
+"""Rings of methods that reuse: who gets one, who waits for one, and when it comes back."""
+
+from random import Random
+
+import pytest
+
+from gpu.step import RingWrite, StepPlan
+from scheduler.engine import Engine
+from tests.scheduler.page_runner import PageRunner
+from tests.scheduler.test_host import RINGS, ask, check_idle, make_engine
+from tests.scheduler.test_scheduler import check_output, drain, prompt_of
+
+
+def ring_writes(runner: PageRunner) -> list[RingWrite]:
+    return [write for plan in runner.plans for write in plan.ring_writes]
+
+
+def start(engine: Engine, requests: list) -> dict[str, list]:
+    """Until all of these run; what they were told so far."""
+    deltas: dict[str, list] = {request.request_id: [] for request in requests}
+    engine.submit(requests)
+    for _ in range(2000):
+        if len(engine.scheduler._running) >= len(requests):
+            return deltas
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    raise AssertionError("they do not run")
+
+
+def finish(engine: Engine, requests: list, deltas: dict[str, list]) -> None:
+    """To the end, with the texts of lone runs."""
+    rest = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id] + rest.get(request.request_id, []))
+
+
+def test_a_request_of_a_profile_that_reuses_holds_a_ring_until_it_leaves() -> None:
+    engine, runner = make_engine(num_rings=2)
+    requests = [ask("a", prompt_of(150), 20, "reusing"), ask("b", prompt_of(200, salt=1), 20, "reusing-down")]
+    deltas = start(engine, requests)
+    assert sorted(runner.ring_of.values()) == [(RINGS, 0), (RINGS, 1)]
+    assert engine.scheduler.rings.num_free == {RINGS: 0}
+    finish(engine, requests, deltas)
+    check_idle(engine, runner)
+
+
+def test_one_that_finds_no_ring_waits_and_is_passed_by_those_that_need_none() -> None:
+    engine, runner = make_engine(num_rings=1)
+    first, second = ask("first", prompt_of(150), 100, "reusing"), ask("second", prompt_of(160, salt=1), 5, "reusing")
+    others = [ask(f"other{index}", prompt_of(40, salt=1), 3, "exact") for index in range(70)]
+    engine.submit([first, second, *others])
+    deltas: dict[str, list] = {}
+    order = []
+    while engine.has_work:
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+            order += [delta.request_id] if delta.finish_reason else []
+    assert order[-2:] == ["first", "second"]
+    for request in (first, second, *others):
+        check_output(request, deltas[request.request_id])
+    assert [write.ring for write in ring_writes(runner)] == [0, 0]
+    check_idle(engine, runner)
+
+
+def test_a_request_too_short_to_reuse_anything_takes_no_ring() -> None:
+    engine, runner = make_engine(num_rings=1)
+    engine.submit([ask("short", prompt_of(60), 39, "reusing"), ask("longer", prompt_of(60, salt=1), 40, "reusing")])
+    drain(engine)
+    assert len(ring_writes(runner)) == 1
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize("profile", ["reusing", "reusing-down"])
+def test_who_gives_way_gives_its_ring_back_and_begins_again_with_an_empty_one(profile: str) -> None:
+    engine, runner = make_engine(num_rings=2, num_pages=60, prefix_cache=False)
+    request = ask("a", prompt_of(200), 60, profile)
+    deltas = start(engine, [request])
+    engine.scheduler._preempt_youngest(engine.scheduler._running)
+    assert engine.scheduler.rings.num_free == {RINGS: 2}
+    finish(engine, [request], deltas)
+    assert [write.source for write in ring_writes(runner)] == [None, None]
+    check_idle(engine, runner)
+
+
+def test_a_request_that_is_cancelled_while_its_prompt_is_computed_gives_its_ring_back() -> None:
+    engine, runner = make_engine(num_rings=1)
+    engine.submit([ask("a", prompt_of(400), 60, "reusing")])
+    engine.step()
+    assert engine.scheduler.rings.num_free == {RINGS: 0}
+    engine.cancel(["a"])
+    drain(engine)
+    check_idle(engine, runner)
+
+
+def test_a_row_that_fails_gives_its_ring_back() -> None:
+    engine, runner = make_engine(num_rings=1)
+    start(engine, [ask("a", prompt_of(150), 60, "reusing")])
+    runner.broken.add(engine.scheduler._running[0].slot)
+    assert drain(engine)["a"][-1].finish_reason == "error"
+    check_idle(engine, runner)
+
+
+def test_choices_of_one_prompt_begin_with_a_copy_of_the_first_ones_ring() -> None:
+    engine, runner = make_engine(num_rings=3)
+    requests = [ask(f"choice{index}", prompt_of(150), 12, "reusing") for index in range(3)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    sources = [write.source for write in ring_writes(runner)]
+    assert sources[0] is None
+    assert all(source is not None and source.begin == 144 for source in sources[1:])
+    assert len(runner.copies) == 2
+    check_idle(engine, runner)
+
+
+def test_a_ring_is_not_copied_from_a_prompt_of_other_tokens_or_of_another_profile() -> None:
+    engine, runner = make_engine(num_rings=3)
+    start(
+        engine, [ask("other", prompt_of(150, salt=1), 50, "reusing"), ask("down", prompt_of(150), 50, "reusing-down")]
+    )
+    engine.submit([ask("exact", prompt_of(150), 2, "exact")])
+    drain(engine)
+    engine.submit([ask("late", prompt_of(150), 2, "reusing")])
+    drain(engine)
+    assert runner.copies == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_two_lanes_a_ring_is_given_away_behind_who_held_it(seed: int) -> None:
+    """The runner checks it, and that a copy finds all that its source has written."""
+    engine, runner = make_engine(num_rings=2, order=Random(seed))
+    prompts = [prompt_of(300, salt=index % 2) for index in range(8)]
+    requests = [ask(f"r{index}", prompt, 20 + 5 * index, "reusing-down") for index, prompt in enumerate(prompts)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_idle(engine, runner)
+
+
+def test_a_plan_that_copies_a_ring_is_fenced_while_the_other_lane_is_busy() -> None:
+    engine, _ = make_engine(num_rings=2, order=Random(3))
+    start(engine, [ask("a", prompt_of(300), 60, "reusing-down")])
+    scheduler = engine.scheduler
+    plan = StepPlan(ring_writes=[RingWrite(1, RINGS, 1, False, object())])
+    scheduler._launched[next(lane for lane in scheduler.lanes if lane is not plan.lane)].append(object())
+    assert scheduler._fence(plan, [])
