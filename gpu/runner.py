@@ -45,6 +45,7 @@ from gpu.step import (
     PrefillUnit,
     Release,
     Restore,
+    RingWrite,
     StepPlan,
     TablePlace,
     Unit,
@@ -160,7 +161,8 @@ class Runner:
         """Choose prefill's kernel, have prefill methods attend to numbers that mean nothing, then run one prefill chunk
         and one decode step on pages nobody owns yet: kernels compile now, not in a request.
 
-        With a tier, a small context of each kind goes down, is decoded and closed.
+        With a tier, a small context of each kind goes down, is decoded and closed; with rings, each method fills and
+        matches one.
         """
         limits = self.limits
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
@@ -170,7 +172,10 @@ class Runner:
         self.dense.choose(keys, values, heads, chunk_tokens)
         if self.device.type == "cuda":
             warm_up_sides(self._sides.values(), keys, values, heads, chunk_tokens)
-        self._rehearse([tokens - 1], DENSE, [], [], [DecodeGroup([0], [tokens - 1], [1])])
+        decode = [DecodeGroup([0], [tokens - 1], [1])]
+        self._rehearse([tokens - 1], DENSE, [], [], decode)
+        for part in self._reusing:
+            self._rehearse([tokens - 1], DENSE, [], [], decode, [RingWrite(0, part, 0, False)])
         if self._offload is not None:
             kinds = (False,) if self._offload.tier.shape.num_tables == 0 else (False, True)
             for is_sampled in kinds:
@@ -193,6 +198,7 @@ class Runner:
         deposits: list[Deposit],
         releases: list[Release],
         decode: list[DecodeGroup],
+        ring_writes: Sequence[RingWrite] = (),
     ) -> tuple[list[PrefillUnit], float]:
         """Prefill one job in slots from 0 on, layer by layer in one step; then deposit, release, decode, forget it."""
         greedy = SamplingParams(temperature=0.0)
@@ -204,7 +210,8 @@ class Runner:
             num_pages = pages.stop
         units = [PrefillUnit(0, layer, 0, sum(lengths), method) for layer in range(self.architecture.num_layers)]
         contexts = [deposit.context_id for deposit in deposits]
-        prefill = StepPlan(page_writes=writes, new_jobs=[PrefillJob(0, prompts)], units=units)
+        job = PrefillJob(0, prompts)
+        prefill = StepPlan(page_writes=writes, ring_writes=list(ring_writes), new_jobs=[job], units=units)
         after = StepPlan(released_slots=list(range(len(lengths))), closed_contexts=contexts)
         seconds = 0.0
         for plan in (prefill, StepPlan(deposits=deposits, releases=releases, decode=decode), after):

@@ -8,14 +8,15 @@ one is told of behind all that were launched before it.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 
 from cpu.tier import CpuTier
 from gpu.in_flight import InFlight
 from gpu.runner import Runner
 from gpu.step import Lane, StepPlan
 from scheduler.decode_reads import DecodeReads
-from scheduler.messages import Delta, EngineRequest, HostStats, Progress, Stats
+from scheduler.messages import Delta, EngineRequest, HostStats, Progress, ReuseStats, Stats
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 
@@ -79,7 +80,29 @@ class Engine:
         return self.scheduler.progress()
 
     def stats(self) -> Stats:
-        return self.scheduler.stats(self._num_steps, self._step_seconds, self._host_stats())
+        return self.scheduler.stats(self._num_steps, self._step_seconds, self._host_stats(), self._reuse_stats())
+
+    def _reuse_stats(self) -> ReuseStats | None:
+        """Sums over the parts of profiles that reuse."""
+        counts = list(self._runner.reuse_counts().values())
+        if not counts:
+            return None
+
+        def sum_up(rows: Iterable[Many[int]]) -> list[int]:
+            return [sum(numbers) for numbers in zip(*rows, strict=True)]
+
+        return ReuseStats(
+            tries=sum_up(one.tries for one in counts),
+            hits=sum_up(one.hits for one in counts),
+            context_cells=sum_up(one.context_cells for one in counts),
+            skipped_cells=sum_up(one.skipped_cells for one in counts),
+            gaps=sum_up(one.gaps for one in counts),
+            ages=sum_up(one.ages for one in counts),
+            kv_cells=sum_up(one.kv_cells for one in counts),
+            whole_groups=sum_up(one.whole_groups for one in counts),
+            stops=sum_up(one.num_stops for one in counts),
+            num_matching=sum_up(one.is_matching for one in counts),
+        )
 
     def decode_reads(self) -> DecodeReads:
         """What decode steps read since the start; all of them are in once there is no work."""

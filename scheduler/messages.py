@@ -193,6 +193,24 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     attend_seconds: float  # the CPU attended
 
 
+class ReuseStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of attention that is reused, a number for each layer, all profiles together; since the engine started.
+
+    Of heads of rows that looked for a match; what they say is `gpu.methods.device_side.ReuseCounts`.
+    """
+
+    tries: list[int]
+    hits: list[int]
+    context_cells: list[int]
+    skipped_cells: list[int]
+    gaps: list[int]
+    ages: list[int]
+    kv_cells: list[int]
+    whole_groups: list[int]
+    stops: list[int]  # how often a layer of a profile stopped matching, since it read more than it saved
+    num_matching: list[int]  # profiles' settings by which the layer matches now
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine; counters count since it started."""
 
@@ -207,7 +225,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     steps: int
     step_seconds: float
+    rings_free: int
     host: HostStats | None  # None: no host tier
+    reuse: ReuseStats | None  # None: no profile reuses
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

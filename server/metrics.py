@@ -3,13 +3,29 @@
 Counters in the engine's `Stats` start at zero with each engine process; here they only ever grow.
 """
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from scheduler.messages import HostStats, Stats
+from scheduler.messages import HostStats, ReuseStats, Stats
 
 _LONG_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
 
+
+# Of `ReuseStats`, a layer each; sums over layers are the reader's. Acceptance is hits / tries, the skipped fraction
+# skipped_cells / context_cells, the mean distance of a match gaps / hits and its age ages / hits.
+REUSE_COUNTERS = {
+    "tries": "query heads of rows that looked for a match",
+    "hits": "of these, those that found one",
+    "context_cells": "cells of the contexts that they had, counted for each head",
+    "skipped_cells": "cells that they took over and did not read",
+    "gaps": "positions back to matches",
+    "ages": "positions back to where the oldest part of what was taken over was read",
+    "kv_cells": "cells that KV heads read on the device, once for all heads of a group",
+    "whole_groups": "KV heads of which every query head found a match",
+    "stops": "times that a layer stopped matching, since it read more than it saved",
+}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -63,6 +79,14 @@ class Metrics:
         )
         self.host_wait_s = self._counter("tandem_host_wait_seconds", "the CPU waited for a layer's queries")
         self.host_attend_s = self._counter("tandem_host_attend_seconds", "the CPU attended")
+        self.rings_free = self._gauge("tandem_reuse_rings_free", "rings that no sequence holds")
+        self.reuse = {
+            name: self._counter(f"tandem_reuse_{name}", what, ["layer"]) for name, what in REUSE_COUNTERS.items()
+        }
+        self.reuse_matching = Gauge(
+            "tandem_reuse_matching", "settings by which the layer looks for matches now", ["layer"],
+            registry=self._registry,
+        )  # fmt: skip
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
         )  # stop, length, error, cancelled, lost (with the engine, or to a drain), refused
@@ -93,6 +117,9 @@ class Metrics:
         self.preemptions.inc(stats.preemptions - (last.preemptions if last else 0))
         self.engine_steps.inc(stats.steps - (last.steps if last else 0))
         self.engine_step_s.inc(stats.step_seconds - (last.step_seconds if last else 0.0))
+        self.rings_free.set(stats.rings_free)
+        if stats.reuse is not None:
+            self._take_reuse(stats.reuse, last.reuse if last else None)
         if stats.host is not None:
             self._take_host(stats.host, last.host if last else None)
         self._last = stats
@@ -115,12 +142,21 @@ class Metrics:
         self.host_wait_s.inc(host.wait_seconds - (last.wait_seconds if last else 0.0))
         self.host_attend_s.inc(host.attend_seconds - (last.attend_seconds if last else 0.0))
 
+    def _take_reuse(self, reuse: ReuseStats, last: ReuseStats | None) -> None:
+        for name, counter in self.reuse.items():
+            numbers: list[int] = getattr(reuse, name)
+            before: list[int] = getattr(last, name) if last else [0] * len(numbers)
+            for layer, (now, then) in enumerate(zip(numbers, before, strict=True)):
+                counter.labels(str(layer)).inc(now - then)
+        for layer, num_matching in enumerate(reuse.num_matching):
+            self.reuse_matching.labels(str(layer)).set(num_matching)
+
     def engine_gone(self) -> None:
         """Its gauges are void, and the next engine counts from zero."""
         self._last = None
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
-        for gauge in (*of_device, *of_host, self.host_tokens, self.host_tokens_released):
+        for gauge in (*of_device, *of_host, self.host_tokens, self.host_tokens_released, self.rings_free):
             gauge.set(0)
 
     def text(self) -> bytes:
@@ -129,8 +165,8 @@ class Metrics:
     def _gauge(self, name: str, what: str) -> Gauge:
         return Gauge(name, what, registry=self._registry)
 
-    def _counter(self, name: str, what: str) -> Counter:
-        return Counter(name, what, registry=self._registry)
+    def _counter(self, name: str, what: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, what, labels, registry=self._registry)
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, what, buckets=buckets, registry=self._registry)

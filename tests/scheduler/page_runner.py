@@ -112,6 +112,9 @@ class PageRunner:
         self.copies: list[RingCopy] = []
         self.num_cells: dict[int, int] = {}  # by slot, that are written
 
+    def reuse_counts(self) -> dict[str, object]:
+        return {}
+
     def is_ready(self, ask: HostAsk) -> bool:
         """As `num_late` or `late_steps` says; a context is asked for behind the plan that writes it."""
         has = len(self.contexts.get(ask.context_id, ()))

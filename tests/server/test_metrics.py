@@ -1,6 +1,8 @@
 """Each figure of the engine stands under its own name, and counters go on where an engine before them ended."""
 
-from scheduler.messages import HostStats, Stats
+from msgspec.structs import replace
+
+from scheduler.messages import HostStats, ReuseStats, Stats
 from server.metrics import Metrics
 
 HOST = HostStats(
@@ -9,13 +11,19 @@ HOST = HostStats(
     tables_failed=28, tokens_covered=29, rows_read=30, rows_left_out=34,
     ready_seconds=31.5, wait_seconds=32.5, attend_seconds=33.5,
 )  # fmt: skip
+REUSE = ReuseStats(
+    tries=[1, 2], hits=[3, 4], context_cells=[5, 6], skipped_cells=[7, 8], gaps=[9, 10], ages=[11, 12],
+    kv_cells=[13, 14], whole_groups=[15, 16], stops=[17, 18], num_matching=[1, 0],
+)  # fmt: skip
 STATS = Stats(
     num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6,
-    prefix_queries_tokens=7, prefix_hits_tokens=8, preemptions=9, steps=10, step_seconds=11.5, host=HOST,
+    prefix_queries_tokens=7, prefix_hits_tokens=8, preemptions=9, steps=10, step_seconds=11.5, rings_free=36, host=HOST,
+    reuse=REUSE,
 )  # fmt: skip
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
     "host_bytes_used": 21, "host_bytes_promised": 22, "host_contexts": 24, "host_tokens": 25, "host_segments": 26,
+    "reuse_rings_free": 36,
 }  # fmt: skip
 CAPACITIES = {"pages_capacity": 6, "host_bytes_capacity": 23}
 COUNTERS = {
@@ -59,3 +67,18 @@ def test_an_engine_that_is_gone_holds_nothing() -> None:
     told = read(metrics)
     assert {name: told[name] for name in (*GAUGES, "engine_up")} == dict.fromkeys((*GAUGES, "engine_up"), 0)
     assert {name: told[name] for name in CAPACITIES} == CAPACITIES
+
+
+def test_what_is_reused_is_told_layer_by_layer_and_grows_over_engines() -> None:
+    metrics = Metrics()
+    metrics.take(STATS)
+    names = ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups", "stops")
+    wanted = {f'reuse_{name}_total{{layer="{layer}"}}': 2 * number + 1 + layer
+              for number, name in enumerate(names) for layer in range(2)}  # fmt: skip
+    assert wanted.items() <= read(metrics).items()
+    assert read(metrics)['reuse_matching{layer="1"}'] == 0
+    metrics.take(replace(STATS, reuse=replace(REUSE, hits=[8, 5])))
+    assert read(metrics)['reuse_hits_total{layer="0"}'] == 8
+    metrics.engine_gone()
+    metrics.take(STATS)
+    assert read(metrics)['reuse_hits_total{layer="0"}'] == 8 + 3
