@@ -14,20 +14,26 @@ from scheduler.decode_reads import DecodeReads
 
 @dataclass(frozen=True, slots=True)
 class Fractions:
-    """Means over steps and layers: over the layers that the method handles, and over all."""
+    """Means over steps and layers: over the layers that the method handles, and over all. acceptance, skipped: of a
+    method that reuses, over the layers that it handles; MAC's own figures, by query head (its section 5.7).
+    """
 
     head_handled: float
     bytes_handled: float
     head_all: float
     bytes_all: float
+    acceptance: float | None = None
+    skipped: float | None = None
 
     def to_json(self) -> dict[str, float]:
-        return {
+        reads = {
             "head_fraction": self.head_handled,
             "bytes_fraction": self.bytes_handled,
             "head_fraction_all_layers": self.head_all,
             "bytes_fraction_all_layers": self.bytes_all,
         }
+        reused = {"acceptance": self.acceptance, "skipped_fraction": self.skipped}
+        return reads | {name: share for name, share in reused.items() if share is not None}
 
 
 def served_fractions(reads: DecodeReads, shape: Architecture, host_layers: int) -> Fractions | None:
@@ -62,6 +68,13 @@ class ReadMeter:
     def __init__(self, requests: int, device: torch.device) -> None:
         self._sums = torch.zeros(requests, 2, 2, device=device, dtype=torch.float64)
         self._counts = torch.zeros(requests, 2, device=device, dtype=torch.float64)
+        self._reused = torch.zeros(requests, 2, device=device, dtype=torch.float64)  # accepted, skipped
+        self._reuses = False
+
+    def add_reused(self, accepted: torch.Tensor, skipped: torch.Tensor, active: torch.Tensor) -> None:
+        """Shares of one handled layer and step `[requests]`, beside `add`."""
+        self._reuses = True
+        self._reused += torch.stack([accepted, skipped], dim=-1).double() * active.double()[:, None]
 
     def add(self, head: torch.Tensor, data: torch.Tensor, handled: bool, active: torch.Tensor) -> None:
         """head, data: fractions of one layer and step `[requests]`; active: bool `[requests]`, rows still running."""
@@ -74,4 +87,8 @@ class ReadMeter:
     def read(self) -> list[Fractions]:
         """One row a request. A method that handled no layer read nothing there: NaN."""
         means = (self._sums / self._counts[..., None]).tolist()
-        return [Fractions(handled[0], handled[1], every[0], every[1]) for handled, every in means]
+        reused = (self._reused / self._counts[:, :1]).tolist() if self._reuses else [[None, None]] * len(means)
+        return [
+            Fractions(handled[0], handled[1], every[0], every[1], *shares)
+            for (handled, every), shares in zip(means, reused, strict=True)
+        ]

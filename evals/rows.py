@@ -13,7 +13,10 @@ from typing import Any
 from evals.paired import FEWEST_PROMPTS, Paired, mean_interval, paired_interval
 from evals.store import Record
 
-FRACTIONS = ("head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers")
+FRACTIONS = (
+    "head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers", "acceptance",
+    "skipped_fraction",
+)  # fmt: skip
 BASELINES = ("full", "profile:exact")
 """What rows are paired with: full attention in the reference decoder or, where that did not run, the engine's."""
 NUM_DEPTHS = 10

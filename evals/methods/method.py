@@ -78,12 +78,16 @@ class StepResult:
     for. keys_scored: float32 `[requests, heads]`, keys whose exact logit entered the softmax. rows_read: float32
     `[requests, kv_heads]`, rows of KV (a key and a value) read: heads of a group that read the same rows together count
     once, heads that choose for themselves count each. A method's index is in `rows_read`; an oracle's search is not.
+    accepted, skipped: float32 `[requests]`, of a method that reuses: heads that found something, and cells of their
+    contexts that they took over, as shares.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     keys_scored: torch.Tensor
     rows_read: torch.Tensor
+    accepted: torch.Tensor | None = None
+    skipped: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from evals.methods.full import Full
 from evals.methods.h2o import H2O
 from evals.methods.loki import Loki
+from evals.methods.mac import Mac
 from evals.methods.mean_pool import MeanPool
 from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
 from evals.methods.momo import Momo
@@ -22,7 +23,7 @@ METHODS: dict[str, type[DecodeMethod] | type[PrefillMethod]] = {
     method.name: method
     for method in (
         Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, Sampled, Loki, MeanPool, VerticalSlash, MeanPoolPrefill,
-        Momo,
+        Momo, Mac,
     )
 }  # fmt: skip
 

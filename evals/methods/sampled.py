@@ -67,6 +67,14 @@ class Sampled(DecodeMethod):
         return Deposits(projections, centre, rows, rows.float().norm(dim=-1), codes)
 
     def step(self, step: Step, state: Deposits) -> StepResult:
+        rest = self.attend_deposited(step, state)
+        exact = self._attend_resident(step)
+        out, lse = merge(exact.out, exact.lse, rest.out, rest.lse)
+        rows = exact.rows_read + rows_apart(rest.rows_read, step.keys.shape[1])
+        return StepResult(out, lse, rest.keys_scored + exact.keys_scored, rows)
+
+    def attend_deposited(self, step: Step, state: Deposits) -> StepResult:
+        """The sample's part, once a step: rows_read `[requests, heads]`, of rows and tables, a head each."""
         self._append(step, state)
         position = torch.arange(step.longest, device=step.lengths.device)
         end = (step.lengths - self.window)[:, None, None]
@@ -74,14 +82,10 @@ class Sampled(DecodeMethod):
         codes = hash_rows(step.query, state.projections)
         collisions = count_collisions(codes, state.codes[..., : step.longest])  # [requests, heads, n]
         sampled = (collisions >= 2) & deposited
-        rest = self._attend_sampled(step, state, sampled)
-        exact = self._attend_resident(step)
-        out, lse = merge(exact.out, exact.lse, rest[0], rest[1])
-        keys = sampled.sum(-1).float() + exact.keys_scored
+        out, lse = self._attend_sampled(step, state, sampled)
         index_read = self._index_rows((collisions * deposited).sum(-1), step)
-        return StepResult(
-            out, lse, keys, exact.rows_read + rows_apart(sampled.sum(-1) + index_read, step.keys.shape[1])
-        )
+        keys = sampled.sum(-1).float()
+        return StepResult(out, lse, keys, keys + index_read)
 
     def _append(self, step: Step, state: Deposits) -> None:
         requests, last = torch.arange(len(step.lengths), device=step.lengths.device), step.lengths - 1

@@ -251,7 +251,7 @@ def test_oracle_sampling_reads_its_sink_and_window_exactly():
     check(Case(10), check_all, lambda row, head, step, length: list(range(length)))
 
 
-@pytest.mark.parametrize("name", [name for name in DECODE if name not in ("full", "oracle", "sampled")])
+@pytest.mark.parametrize("name", [name for name in DECODE if name not in ("full", "mac", "oracle", "sampled")])
 def test_a_method_with_the_whole_context_as_budget_equals_dense(name):
     case = Case(11)
     settings = ",observe=4" if name == "snapkv" else ",rank=2" if name == "loki" else ""
@@ -265,7 +265,8 @@ def test_a_method_with_the_whole_context_as_budget_equals_dense(name):
 def test_padding_and_neighbours_do_not_change_a_row(name):
     """Row 1 alone gives what it gives in a padded batch, except for the oracle's other draws, which stay finite."""
     settings = ",observe=4" if name == "snapkv" else ",rank=2" if name == "loki" else ""
-    read = "bits_per_table=2,num_tables=9,window=3" if name == "sampled" else f"budget=0.3{settings}"
+    given = {"sampled": "bits_per_table=2,num_tables=9,window=3", "mac": "capacity=16,band=4,tau=0.2"}
+    read = given.get(name, f"budget=0.3{settings}")
     method = parse_method(f"{name}:{read}")
     assert all(result.out.isfinite().all() and result.lse.isfinite().all() for result in run(Case(12), method))
 

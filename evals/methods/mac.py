@@ -1,0 +1,160 @@
+"""MAC-Attention, by the same code that serves it: `gpu.methods.mac`, on a GPU its kernels; KV is read in plain torch.
+
+Reads are counted in bytes: the union of what a KV head's query heads read, once, and the ring: queries and what is said
+of them, one summary read and one written. Over `sampled`, heads that miss read a sample of what is deposited instead,
+and the window is as long as a match needs it.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from evals.methods.attention import rows_apart, step_logits, valid_positions, weigh_values
+from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.sampled import Deposits, Sampled
+from gpu.methods.mac.complete import complete
+from gpu.methods.mac.match import NUM_COUNTS, Limits, match
+from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.seed import seed
+from gpu.methods.mac.settings import MacSettings
+from gpu.prefill.dense import Dense
+from gpu.prefill.query import PrefillQuery
+from transfer.partial import Partial
+
+_DEFAULT = MacSettings()
+_SUMMARIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NUMBER_BYTES, _CHANNEL_BYTES = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class MacState:
+    """A ring for each request; deposits: where misses are sampled."""
+
+    ring: Ring
+    rings: torch.Tensor
+    is_matching: torch.Tensor
+    counts: torch.Tensor
+    deposits: Deposits | None
+
+
+class Mac(DecodeMethod):
+    name: ClassVar[str] = "mac"
+    paper: ClassVar[str] = "MAC-Attention"
+    tau: float = _DEFAULT.tau
+    capacity: int = _DEFAULT.capacity
+    band: int = _DEFAULT.band
+    sink: int = _DEFAULT.sink_tokens
+    max_gap: int | None = None
+    max_age: int = _DEFAULT.max_age
+    seed_tokens: int | None = None
+    summaries: Literal["float32", "bfloat16"] = _DEFAULT.summaries
+    min_context: int = Field(0, ge=0)
+    over: Literal["exact", "sampled"] = "exact"
+    bits_per_table: int = Field(10, description="of hash tables, over sampled")
+    num_tables: int = Field(150, description="likewise")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Mac":
+        assert self.served.capacity == self.capacity  # raises where the settings cannot be
+        return self
+
+    @property
+    def served(self) -> MacSettings:
+        """The settings that serve it."""
+        return MacSettings(
+            tau=self.tau, capacity=self.capacity, band=self.band, sink_tokens=self.sink, max_gap=self.max_gap,
+            max_age=self.max_age, seed_tokens=self.seed_tokens, summaries=self.summaries,
+            min_context_tokens=self.min_context, stops_matching=False,
+        )  # fmt: skip
+
+    @property
+    def sampled(self) -> Sampled:
+        """What misses read, over `sampled`."""
+        return Sampled(
+            bits_per_table=self.bits_per_table, num_tables=self.num_tables, sink=self.sink,
+            window=max(64, self.capacity + self.band),
+        )  # fmt: skip
+
+    def limits(self, dim: int) -> Limits:
+        served = self.served
+        distance2 = 2 * dim * (1 - self.tau) ** 2
+        return Limits(self.sink, self.band, distance2, served.most_gap, self.max_age, self.min_context)
+
+    def begin(self, prompt: PromptLayer) -> MacState:
+        requests, heads, _, dim = prompt.queries.shape
+        device, shape = prompt.queries.device, (requests, heads, self.capacity)
+        ring = Ring(
+            queries=torch.zeros(*shape, dim, dtype=torch.bfloat16, device=device),
+            norms=torch.full(shape, torch.inf, device=device),
+            outs=torch.zeros(*shape, dim, dtype=_SUMMARIES[self.summaries], device=device),
+            lses=torch.zeros(shape, device=device),
+            origins=torch.zeros(shape, dtype=torch.int32, device=device),
+            is_sampled=torch.zeros(shape, dtype=torch.uint8, device=device),
+        )
+        attend, num_seeds = Dense().attend, self.served.num_seeds
+        for request, length in enumerate(prompt.lengths.tolist()):
+            first = max(0, length - num_seeds)
+            own = (request, slice(None), slice(first, length))
+            query = PrefillQuery(
+                prompt.layer, prompt.queries[own].transpose(0, 1).contiguous(),
+                prompt.pre_rope_queries[own].transpose(0, 1), prompt.keys[request, :, :length],
+                prompt.values[request, :, :length], torch.arange(first, length, device=device), first, length,
+                dim**-0.5, None,
+            )  # fmt: skip
+            if num_seeds:
+                seed(ring, request, query, self.sink, self.band, num_seeds, attend)
+        return MacState(
+            ring,
+            torch.arange(requests, dtype=torch.int32, device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
+            torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device),
+            self.sampled.begin(prompt) if self.over == "sampled" else None,
+        )
+
+    def step(self, step: Step, state: MacState) -> StepResult:
+        requests, dim = len(step.query), step.query.shape[-1]
+        kv_heads, cells = step.keys.shape[1], step.lengths - 1
+        limits, query = self.limits(dim), step.pre_rope_query.contiguous()
+        holes = torch.zeros(3, requests, dtype=torch.int32, device=cells.device)
+        filled, rest = None, None
+        if state.deposits is not None:
+            rest = self.sampled.attend_deposited(step, state.deposits)
+            filled = Partial(rest.out.float().contiguous(), rest.lse.float().contiguous())
+            end = step.lengths - self.sampled.window
+            holes = torch.where(end > self.sink, torch.stack([torch.full_like(end, self.sink), end, end]), 0).int()
+        matched = match(query, state.ring, state.rings, cells, holes, limits, state.is_matching, state.counts, kv_heads)
+        begin, end, cut = matched.bounds.unsqueeze(-1)  # [requests, heads, 1]
+        position = torch.arange(step.longest, device=cells.device)
+        near = ((position < begin) | (position >= cut)) & valid_positions(step.lengths, step.longest)
+        far = (position >= end) & (position < cut)
+        logits = step_logits(step)
+        parts = [_attend(step, logits, chosen) for chosen in (near, far)]
+        is_sampled = torch.full((requests,), rest is not None, dtype=torch.uint8, device=cells.device)
+        whole = complete(*parts, filled, query, matched, state.ring, state.rings, cells, limits, is_sampled)
+        is_hit, read = matched.entries >= 0, near | far
+        keys = read.sum(-1).float()
+        rows = read.view(requests, kv_heads, -1, step.longest).any(2).sum(-1).float() + self._ring_rows(step, limits)
+        if rest is not None:
+            keys += rest.keys_scored * ~is_hit
+            rows += rows_apart(rest.rows_read * ~is_hit, kv_heads)
+        skipped = ((end - begin)[..., 0] * is_hit).float().mean(1) / step.lengths
+        return StepResult(whole.out, whole.lse, keys, rows, is_hit.float().mean(1), skipped)
+
+    def _ring_rows(self, step: Step, limits: Limits) -> torch.Tensor:
+        """Bytes of rings that a KV head's query heads read and write, as rows of KV: float32 `[requests, 1]`."""
+        dim = step.query.shape[-1]
+        looks = (step.lengths >= limits.min_cells) & (step.lengths - limits.band > limits.sink)
+        summary = dim * _SUMMARIES[self.summaries].itemsize + 2 * _NUMBER_BYTES
+        look = limits.max_gap * (dim * _CHANNEL_BYTES + 2 * _NUMBER_BYTES) + summary
+        written = dim * _CHANNEL_BYTES + _NUMBER_BYTES + summary
+        return (step.group * (look * looks.float() + written) / (2 * dim * _CHANNEL_BYTES))[:, None]
+
+
+def _attend(step: Step, logits: torch.Tensor, chosen: torch.Tensor) -> Partial:
+    """Over chosen cells, bool `[requests, heads, n]`; logits likewise, -inf behind each length."""
+    logits = logits.masked_fill(~chosen, -torch.inf)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse[..., None]).exp().nan_to_num_(0.0)
+    return Partial(weigh_values(weights, step.values, valid_positions(step.lengths, step.longest)), lse)

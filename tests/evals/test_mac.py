@@ -1,0 +1,97 @@
+"""MAC-Attention in the evals: what hits and misses give, and what is counted as read."""
+
+import pytest
+import torch
+
+from evals.decode import decode_forced, prefill_batch
+from evals.forward import load_decoder
+from evals.methods.full import Full
+from evals.methods.method import DecodeMethod, MethodError
+from evals.methods.registry import parse_method
+from tests.evals.test_methods import GROUP, HEADS, KV_HEADS, LENGTHS, STEPS, Case, run
+from tests.gpu.reference_model import FOLDER, document_prompt
+from tests.tolerances import METHOD_FLOAT32
+
+SMALL = "capacity=16,max_gap=8,band=4,sink=2,summaries=float32"
+DIM = 8
+
+
+def method(text: str) -> DecodeMethod:
+    found = parse_method(f"mac:{text}")
+    assert isinstance(found, DecodeMethod)
+    return found
+
+
+def ring_rows(dim: int) -> float:
+    """Of a KV head: eight queries with norm and origin, a summary read and one written with its query, over a row."""
+    each = 8 * (2 * dim + 8) + (4 * dim + 8) + (2 * dim + 4) + (4 * dim + 8)
+    return GROUP * each / (4 * dim)
+
+
+def repeating(gap: int) -> Case:
+    """Each step's query is the one of `gap` positions before, in all heads; rotation is the identity here."""
+    case = Case(4)
+    for row, length in enumerate(LENGTHS):
+        for place in range(length, length + STEPS):
+            case.q[row, :, place] = case.q[row, :, place - gap]
+    case.q = torch.tensor(case.q).to(torch.bfloat16).double().numpy()  # as rings keep them
+    return case
+
+
+def test_where_nothing_matches_everything_is_read_and_the_output_is_exact() -> None:
+    case = Case(3)
+    for got, wanted in zip(run(case, method(f"tau=0.95,{SMALL}")), run(case, Full()), strict=True):
+        torch.testing.assert_close(got.out, wanted.out, atol=METHOD_FLOAT32, rtol=0)
+        torch.testing.assert_close(got.lse, wanted.lse, atol=METHOD_FLOAT32, rtol=0)
+        assert torch.equal(got.keys_scored, wanted.keys_scored)
+        assert got.accepted is not None
+        assert got.accepted.tolist() == [0.0] * len(LENGTHS)
+        torch.testing.assert_close(got.rows_read, wanted.rows_read + ring_rows(DIM))
+
+
+@pytest.mark.parametrize("gap", [3, 8])
+def test_a_query_that_comes_again_takes_over_its_prefix_and_the_output_is_exact(gap: int) -> None:
+    """The prefix is of the same query: so nothing is approximate, and what is read is sink, band and tail."""
+    case = repeating(gap)
+    for number, (got, wanted) in enumerate(zip(run(case, method(f"tau=0.9,{SMALL}")), run(case, Full()), strict=True)):
+        torch.testing.assert_close(got.out, wanted.out, atol=METHOD_FLOAT32, rtol=0)
+        assert got.accepted is not None
+        assert got.accepted.tolist() == [1.0] * len(LENGTHS)
+        assert got.keys_scored.tolist() == [[float(2 + 4 + gap)] * HEADS] * len(LENGTHS)
+        torch.testing.assert_close(got.rows_read, torch.full((len(LENGTHS), KV_HEADS), 2 + 4 + gap + ring_rows(DIM)))
+        lengths = torch.tensor(LENGTHS) + number + 1
+        torch.testing.assert_close(got.skipped, (lengths - 6 - gap) / lengths)
+
+
+def test_a_band_that_is_left_out_shows() -> None:
+    """Power: the summary of a query that is another one's is not exact."""
+    case = repeating(3)
+    case.q[:, :, -STEPS:] *= 1.2
+    far = [
+        (got.out - wanted.out).abs().max()
+        for got, wanted in zip(run(case, method(f"tau=0.2,{SMALL}")), run(case, Full()), strict=True)
+    ]
+    assert max(far) > 10 * METHOD_FLOAT32
+
+
+def test_over_samples_heads_that_hit_read_none() -> None:
+    decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
+    prompt = document_prompt(500, 1).tolist()
+    labels = ["capacity=64,band=32,tau=0.5", "capacity=64,band=32,tau=0.5,over=sampled,bits_per_table=6,num_tables=20",
+              "capacity=64,band=32,tau=0.99,over=sampled,bits_per_table=6,num_tables=20"]  # fmt: skip
+    methods = [method(label) for label in labels]
+    batch = prefill_batch(decoder, [prompt[:400], prompt[:330]], 12, methods, None)
+    forced = [prompt[400:412], prompt[330:342]]
+    exact, sampled, strict = ([one.to_json() for one in decode_forced(batch, which, forced, None, None).reads]
+                              for which in range(3))  # fmt: skip
+    for row in range(2):
+        assert 0 < sampled[row]["acceptance"] <= 1
+        assert 0 < sampled[row]["skipped_fraction"] < sampled[row]["acceptance"]
+        assert sampled[row]["head_fraction"] < strict[row]["head_fraction"]
+        assert sampled[row]["head_fraction"] < exact[row]["head_fraction"] < 1
+        assert strict[row]["acceptance"] < sampled[row]["acceptance"]
+
+
+def test_settings_that_cannot_serve_are_no_method() -> None:
+    with pytest.raises(MethodError, match="max_gap is 99"):
+        parse_method("mac:capacity=16,max_gap=99")
