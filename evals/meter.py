@@ -40,12 +40,14 @@ def served_fractions(reads: DecodeReads, shape: Architecture, host_layers: int) 
     """What an engine's decode steps read; what lies on the device counts as read in full, dense layers with it.
 
     host_layers: layers that go down (0: the profile keeps all on the device and handles all layers). Sums over rows and
-    steps, so long contexts weigh more. None where nothing was decoded: a first token comes from the prompt's own pass.
+    steps, so long contexts weigh more; what rows read that look for no match, of a profile that reuses, counts in full,
+    too. None where nothing was decoded: a first token comes from the prompt's own pass.
     """
     if not reads.context_tokens:
         return None
-    keys_spared = reads.host_tokens - reads.host_keys
-    bytes_spared = reads.host_tokens // shape.group * _row_bytes(shape) - reads.host_bytes
+    keys_spared = reads.host_tokens - reads.host_keys + reads.reused_tokens
+    rows_spared = reads.spared_rows if reads.tries else reads.host_tokens // shape.group
+    bytes_spared = rows_spared * _row_bytes(shape) - reads.host_bytes - reads.ring_bytes
     keys = reads.context_tokens * shape.num_heads  # of one layer, if all are scored
     data = reads.context_tokens * shape.num_kv_heads * _row_bytes(shape)
     handled = host_layers or shape.num_layers
@@ -54,6 +56,8 @@ def served_fractions(reads: DecodeReads, shape: Architecture, host_layers: int) 
         1 - bytes_spared / (data * handled),
         1 - keys_spared / (keys * shape.num_layers),
         1 - bytes_spared / (data * shape.num_layers),
+        reads.hits / reads.tries if reads.tries else None,
+        reads.reused_tokens / reads.tried_tokens if reads.tries else None,
     )
 
 

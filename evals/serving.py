@@ -81,9 +81,11 @@ class ServingEngine:
         torch.cuda.empty_cache()
 
     def settings_of(self, profile: str) -> dict[str, str]:
-        """What decides a profile's answers beside its name: empty for one that keeps its KV on the device."""
+        """What decides a profile's answers beside its name: empty for one that reads all of what is on the device."""
         found = self._profiles[profile]
-        return {"host": found.kv_key} if found.goes_down else {}
+        if found.goes_down:
+            return {"host": found.kv_key}
+        return {} if found.ring_part is None else {"reuse": found.kv_key}
 
     def reads(self) -> DecodeReads:
         """What was read so far, of all profiles."""
@@ -91,7 +93,8 @@ class ServingEngine:
 
     def fractions(self, before: DecodeReads, profile: str) -> Fractions | None:
         """What was read since `before`, all of it under this profile; None if nothing was decoded."""
-        layers = len(self._engine.host_layers) if self._profiles[profile].goes_down else 0
+        found = self._profiles[profile]
+        layers = len(self._engine.host_layers) if found.goes_down and found.ring_part is None else 0
         return served_fractions(self.reads() - before, self._shape, layers)
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:

@@ -1,10 +1,10 @@
 """What decode steps read, by the engine's own counts. Plain numbers: no device, no model.
 
-Invariant: a token of a context is either covered by the host tier, whose own counts say what it read of it, or lies on
-the device, where all of it is read.
+Invariant: a token of a context is covered by the host tier, whose own counts say what it read of it, or taken over by
+who reuses, or lies on the device, where all of it is read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,18 +13,22 @@ class DecodeReads:
 
     context_tokens: of each row, its new token included, once whatever the layers; host_tokens: that the host tier
     stood for, and of these host_keys: whose logit entered the softmax, both counted for each of its layers and each
-    query head; host_bytes: of rows and hash tables that the tier read for them.
+    query head; host_bytes: of rows and hash tables that the tier read for them. Of rows that hold rings, in layers that
+    look for matches: tries, query heads that did, and of these hits, and tried_tokens, of their contexts; reused_tokens
+    of these were taken over and are neither on the device's nor on the host's account; spared_rows: rows of KV that KV
+    heads did not read on the device, host_tokens' among them; ring_bytes: of rings, read and written.
     """
 
     context_tokens: int
     host_tokens: int
     host_keys: int
     host_bytes: int
+    tries: int = 0
+    hits: int = 0
+    tried_tokens: int = 0
+    reused_tokens: int = 0
+    spared_rows: int = 0
+    ring_bytes: int = 0
 
     def __sub__(self, before: "DecodeReads") -> "DecodeReads":
-        return DecodeReads(
-            self.context_tokens - before.context_tokens,
-            self.host_tokens - before.host_tokens,
-            self.host_keys - before.host_keys,
-            self.host_bytes - before.host_bytes,
-        )
+        return DecodeReads(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(DecodeReads)))

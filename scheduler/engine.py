@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 
 from cpu.tier import CpuTier
 from gpu.in_flight import InFlight
@@ -106,11 +107,23 @@ class Engine:
 
     def decode_reads(self) -> DecodeReads:
         """What decode steps read since the start; all of them are in once there is no work."""
-        if self._tier is None:
-            return DecodeReads(self._decode_context_tokens, 0, 0, 0)
-        counts = self._tier.stats().attention
-        covered, scored = counts.tokens_covered, counts.keys_scored
-        return DecodeReads(self._decode_context_tokens, covered, scored, counts.bytes_read)
+        host = (0, 0, 0)
+        if self._tier is not None:
+            counts = self._tier.stats().attention
+            host = counts.tokens_covered, counts.keys_scored, counts.bytes_read
+        reads = DecodeReads(self._decode_context_tokens, *host)
+        for one in self._runner.reuse_counts().values():
+            cells, group = sum(one.context_cells), self._runner.architecture.group
+            reads = replace(
+                reads,
+                tries=reads.tries + sum(one.tries),
+                hits=reads.hits + sum(one.hits),
+                tried_tokens=reads.tried_tokens + cells,
+                reused_tokens=reads.reused_tokens + sum(one.skipped_cells),
+                spared_rows=reads.spared_rows + cells // group - sum(one.kv_cells),
+                ring_bytes=reads.ring_bytes + sum(one.ring_bytes),
+            )
+        return reads
 
     @property
     def host_layers(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class ReuseCounts:
     context_cells: of all that looked; skipped_cells: that hits took over and did not read; gaps, ages: of hits,
     positions back to the match and to the oldest part of its summary; kv_cells: that KV heads read, once for their
     query groups; whole_groups: KV heads of which every query head hit. is_matching: now; num_stops: how often the layer
-    stopped.
+    stopped; ring_bytes: read and written of rings by all that looked.
     """
 
     tries: list[int]
@@ -82,6 +82,7 @@ class ReuseCounts:
     whole_groups: list[int]
     is_matching: list[bool]
     num_stops: list[int]
+    ring_bytes: list[int]
 
 
 class DeviceSide:

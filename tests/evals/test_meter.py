@@ -44,3 +44,23 @@ def test_a_profile_that_keeps_all_on_the_device_reads_all() -> None:
 def test_where_nothing_was_decoded_nothing_is_known() -> None:
     assert served_fractions(DecodeReads(0, 0, 0, 0), SHAPE, 3) is None
     assert DecodeReads(0, 0, 0, 0) == STEPS - STEPS
+
+
+def test_what_is_reused_is_read_by_nobody_and_its_rings_are_read() -> None:
+    """One step over a context of 160, in four layers, nothing down: three of four heads take over 100 tokens each, so
+    that of two KV heads one is spared 100 rows; rings cost 5,000 bytes.
+    """
+    looked = {"tries": 4 * 4, "hits": 3 * 4, "tried_tokens": 160 * 4 * 4}
+    reads = DecodeReads(160, 0, 0, 0, **looked, reused_tokens=300 * 4, spared_rows=100 * 4, ring_bytes=5000)
+    found = served_fractions(reads, SHAPE, 0)
+    assert found is not None
+    assert found.head_all == pytest.approx(1 - 300 / (160 * 4), rel=EXACT_FRACTION)
+    assert found.bytes_all == pytest.approx(
+        (4 * (2 * 160 - 100) * 256 + 5000) / (4 * 2 * 160 * 256), rel=EXACT_FRACTION
+    )
+    assert (found.acceptance, found.skipped) == (0.75, 300 / 640)
+    down = replace(reads, host_tokens=3 * 40, host_keys=7, host_bytes=900)
+    found_down = served_fractions(down, SHAPE, 0)
+    assert found_down is not None
+    assert found_down.bytes_all > found.bytes_all, "rows that the host stands for are spared already; it read some"
+    assert found_down.head_all < found.head_all

@@ -14,8 +14,9 @@ from evals.end_to_end import Said, compare_profile, divergence, ids_of_texts
 from evals.forward import load_decoder
 from evals.meter import Fractions
 from evals.rows import FRACTIONS, summarize
-from evals.serving import Ask, load_serving_engine
+from evals.serving import Ask, load_serving_engine, make_deployment
 from evals.session import InProcess, run
+from gpu.config import Composition
 from gpu.profiles import ProfileError
 from server.config import load_deployment
 from tests.end_to_end.server_process import running_server
@@ -188,3 +189,22 @@ def test_tokens_are_known_by_texts_that_only_they_have() -> None:
     ids = ids_of_texts(MODEL)
     assert len(ids) > 8000
     assert len(set(ids.values())) == len(ids)
+
+
+def test_a_profile_that_reuses_says_how_much_it_took_over() -> None:
+    reuse = {"method": "mac", "capacity": 64, "band": 32, "min_context_tokens": 0, "tau": 0.3, "rings": 2}
+    profiles = {"mac": Composition.model_validate({"reuse": reuse})}
+    settings = make_deployment(MODEL, "cpu", 700, None).model_copy(update={"profiles": profiles})
+    prompt = torch.randint(8, 8000, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    with load_serving_engine(MODEL, "cpu", 700, settings) as engine:
+        before = engine.reads()
+        (answer,) = engine.answer([Ask("one", prompt, 40, [], None)], "mac")
+        assert answer.failure is None
+        reads, found = engine.reads() - before, engine.fractions(before, "mac")
+        assert engine.settings_of("mac")["reuse"].startswith("mac tau=0.3")
+    assert reads.tries == 12 * 8 * 39
+    assert found is not None
+    assert found.acceptance is not None
+    assert found.skipped is not None
+    assert 0 < found.skipped < found.acceptance < 1
+    assert found.head_all == pytest.approx(1 - found.skipped, abs=1e-9)

@@ -32,7 +32,7 @@ class BreakEven:
         self.counts, self.num_stops = self.table[:, :NUM_COUNTS], self.table[:, NUM_COUNTS]
         self.is_matching = self.table.view(torch.int32)[:, -2:-1].fill_(1)
         self._is_asked, self._row_bytes, self._group, self._stops = is_asked, row_bytes, group, stops
-        self._try_bytes = ring_bytes + entry_bytes
+        self.try_bytes = ring_bytes + entry_bytes
         self._before = self.counts.clone()
         self._pauses = torch.zeros_like(self.num_stops)  # windows still to come without matching
         self._num_steps = 0
@@ -49,7 +49,7 @@ class BreakEven:
         by_head = seen[:, Count.SKIPPED] // self._group
         by_group = seen[:, Count.CELLS] // self._group - seen[:, Count.READ]
         saved = torch.where(self._is_asked, by_head, by_group) * self._row_bytes
-        stops = (seen[:, Count.TRIES] > 0) & (saved < seen[:, Count.TRIES] * self._try_bytes)
+        stops = (seen[:, Count.TRIES] > 0) & (saved < seen[:, Count.TRIES] * self.try_bytes)
         self._pauses.sub_(1).clamp_min_(0)
         self._pauses.masked_fill_(stops, PAUSE_WINDOWS)
         self.num_stops.add_(stops)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu.decode.rows import StepRows
 from gpu.kernels.paged_decode_attention import Reading
 from gpu.methods.device_side import LayerReads, ReuseCounts, ReuseSide, Site
-from gpu.methods.mac import entry_bytes
+from gpu.methods.mac import NUMBER_BYTES, QUERY_BYTES, entry_bytes
 from gpu.methods.mac.break_even import BreakEven
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import Count, Limits, Matched, match
@@ -65,7 +65,7 @@ class Mac(ReuseSide):
         self.break_even = BreakEven(
             torch.tensor([layer in asked for layer in range(shape.num_layers)], device=device),
             row_bytes=2 * shape.dim * site.dtype.itemsize,
-            ring_bytes=settings.capacity * (2 * shape.dim + 8),
+            ring_bytes=settings.most_gap * (QUERY_BYTES * shape.dim + 2 * NUMBER_BYTES),
             entry_bytes=2 * entry_bytes(settings, shape),
             group=shape.group,
             stops=settings.stops_matching,
@@ -161,7 +161,8 @@ class Mac(ReuseSide):
         columns = self._told.T.tolist()
         is_on = [layer in self._rings for layer in range(len(self._told))]
         is_matching = [on and bool(flag) for on, flag in zip(is_on, columns[-1], strict=True)]
-        return ReuseCounts(*columns[: len(Count)], is_matching, columns[-2])
+        ring_bytes = [tries * self.break_even.try_bytes for tries in columns[Count.TRIES]]
+        return ReuseCounts(*columns[: len(Count)], is_matching, columns[-2], ring_bytes)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
