@@ -164,3 +164,82 @@ def print_depths(rows: list[Row], console: "Console") -> None:
         table.add_row(f"{row['depth']:,}", f"{row['dense_ms']:.3f}", f"{row['momo_ms']:.3f}",
                       f"{row['dense_ms'] / row['momo_ms']:.2f}")  # fmt: skip
     console.print(table)
+
+
+@app.command()
+def mac(
+    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder, or its name in deploy/models")],
+    taus: Annotated[str, typer.Option("--taus", help="thresholds, commas between")] = "0.3,0.45,0.6,0.75,0.9",
+    windows: Annotated[str, typer.Option("--windows", help="CAPACITY:BAND (the paper's K and r), commas between; the "
+                                         "proposal is of the first")] = "1024:256",
+    error: Annotated[float, typer.Option("--error", min=0, help="of a head's output in a layer, at most")] = 0.02,
+    context: Annotated[int, typer.Option(min=256, help="tokens of the text that is measured")] = 4096,
+    steps: Annotated[int, typer.Option(min=8, help="of these, tokens at its end that are decoded")] = 256,
+    text: Text = [],  # noqa: B006
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:  # fmt: skip
+    """Choose a threshold for each layer of MAC-Attention: the least whose error stays within a bound.
+
+    Prints what each layer accepts, skips and errs at each threshold in one pass of the model, and the lines of the
+    configuration. Thresholds take queries of unit variance for granted, which those of a model need not have.
+    """
+    with one_line_errors():
+        import torch
+
+        from evals.fidelity import text_prompts
+        from evals.forward import load_decoder
+        from evals.methods.mac import Mac
+        from evals.report.document import finite, write_document
+        from evals.report.table import open_console
+        from evals.run import load_tokenizer
+        from evals.session import progress_bar, resolve_device
+        from evals.tasks.text import text_source
+        from evals.tuning.mac import choose_taus, measure_layers
+
+        folder = model if model.exists() else MODELS / model
+        sizes = [parse_window(window) for window in windows.split(",")]
+        methods = [
+            Mac(tau=float(tau), capacity=capacity, band=band) for capacity, band in sizes for tau in taus.split(",")
+        ]
+        if steps >= context:
+            raise ValueError(f"--steps: got {steps}; wanted fewer than --context ({context})")
+        on = resolve_device(device)
+        dtype = torch.bfloat16 if on.startswith("cuda") else torch.float32
+        decoder = load_decoder(folder, torch.device(on), dtype)
+        (prompt,) = text_prompts(load_tokenizer(folder), text_source(tuple(text), {}), context, 1, seed)
+        with progress_bar(steps, "tokens") as advance:
+            rows = measure_layers(decoder, prompt, steps, methods, advance)
+        print_layers(rows, open_console())
+        capacity, band = sizes[0]
+        chosen = choose_taus([row for row in rows if (row["capacity"], row["band"]) == (capacity, band)], error)
+        configuration = {
+            "model": str(folder), "context": len(prompt), "steps": steps, "error": error, "device": on,
+            "text": [str(path) for path in text],
+        }  # fmt: skip
+        if json_path is not None:
+            document = {"configuration": configuration, "seeds": {"text": seed}, "rows": rows, "layer_tau": chosen}
+            write_document(json_path, finite(document))
+        words = ", ".join(f"{layer}: {tau}" for layer, tau in chosen.items())
+        print(f"profiles:\n  reusing:\n    reuse: {{method: mac, capacity: {capacity}, band: {band}, "
+              f"layer_tau: {{{words}}}}}")  # fmt: skip
+
+
+def parse_window(window: str) -> tuple[int, int]:
+    """`1024:256` -> capacity and band. Raises ValueError."""
+    capacity, colon, band = window.partition(":")
+    if not (colon and capacity.isdigit() and band.isdigit()):
+        raise ValueError(f"--windows: got {window!r}; wanted CAPACITY:BAND, such as 1024:256")
+    return int(capacity), int(band)
+
+
+def print_layers(rows: list[Row], console: "Console") -> None:
+    from rich.table import Table
+
+    table = Table("K:r", "tau", "layer", "accepted", "skipped", "gap", "error")
+    for row in rows:
+        table.add_row(f"{row['capacity']}:{row['band']}", f"{row['tau']:g}", str(row["layer"]),
+                      f"{row['acceptance']:.1%}", f"{row['skipped_fraction']:.1%}", f"{row['gap']:.0f}",
+                      f"{row['error']:.2%}")  # fmt: skip
+    console.print(table)

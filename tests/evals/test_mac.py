@@ -1,13 +1,19 @@
 """MAC-Attention in the evals: what hits and misses give, and what is counted as read."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from evals.decode import decode_forced, prefill_batch
 from evals.forward import load_decoder
 from evals.methods.full import Full
 from evals.methods.method import DecodeMethod, MethodError
 from evals.methods.registry import parse_method
+from evals.tuning.command import app
+from evals.tuning.mac import choose_taus
 from tests.evals.test_methods import GROUP, HEADS, KV_HEADS, LENGTHS, STEPS, Case, run
 from tests.gpu.reference_model import FOLDER, document_prompt
 from tests.tolerances import METHOD_FLOAT32
@@ -95,3 +101,28 @@ def test_over_samples_heads_that_hit_read_none() -> None:
 def test_settings_that_cannot_serve_are_no_method() -> None:
     with pytest.raises(MethodError, match="max_gap is 99"):
         parse_method("mac:capacity=16,max_gap=99")
+
+
+def test_a_layer_gets_the_least_threshold_from_which_on_the_error_is_small() -> None:
+    errors = {0: [0.01, 0.01, 0.0], 1: [0.01, 0.05, 0.0], 2: [0.09, 0.05, 0.03]}
+    rows = [
+        {"layer": layer, "tau": tau, "error": error}
+        for layer, of_layer in errors.items()
+        for tau, error in zip((0.3, 0.6, 0.9), of_layer, strict=True)
+    ]
+    assert choose_taus(rows, 0.02) == {0: 0.3, 1: 0.9, 2: "off"}
+
+
+def test_tuning_prints_what_layers_do_and_the_lines_to_paste(tmp_path: Path) -> None:
+    out = tmp_path / "mac.json"
+    small = ["--context", "300", "--steps", "12", "--taus", "0.3,0.99", "--windows", "32:16,64:32", "--error", "0.5"]
+    result = CliRunner().invoke(app, ["mac", "--model", "reference", *small, "--device", "cpu", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    assert len(document["rows"]) == 2 * 2 * 12
+    loose, strict = ([row for row in document["rows"] if row["tau"] == tau] for tau in (0.3, 0.99))
+    assert sum(row["acceptance"] for row in loose) > sum(row["acceptance"] for row in strict)
+    assert all(row["error"] < 1e-5 for row in strict if row["acceptance"] == 0)
+    assert "reuse: {method: mac, capacity: 32, band: 16, layer_tau: {0: 0.3" in result.output
+    refused = CliRunner().invoke(app, ["mac", "--model", "reference", "--context", "300", "--steps", "300"])
+    assert "--steps: got 300; wanted fewer than --context (300)" in refused.stderr
