@@ -83,7 +83,7 @@ def test_a_band_that_is_left_out_shows() -> None:
 def test_over_samples_heads_that_hit_read_none() -> None:
     decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
     prompt = document_prompt(500, 1).tolist()
-    labels = ["capacity=64,band=32,tau=0.5", "capacity=64,band=32,tau=0.5,over=sampled,bits_per_table=6,num_tables=20",
+    labels = ["capacity=64,band=32,tau=0", "capacity=64,band=32,tau=0,over=sampled,bits_per_table=6,num_tables=20",
               "capacity=64,band=32,tau=0.99,over=sampled,bits_per_table=6,num_tables=20"]  # fmt: skip
     methods = [method(label) for label in labels]
     batch = prefill_batch(decoder, [prompt[:400], prompt[:330]], 12, methods, None)
@@ -91,11 +91,12 @@ def test_over_samples_heads_that_hit_read_none() -> None:
     exact, sampled, strict = ([one.to_json() for one in decode_forced(batch, which, forced, None, None).reads]
                               for which in range(3))  # fmt: skip
     for row in range(2):
-        assert 0 < sampled[row]["acceptance"] <= 1
-        assert 0 < sampled[row]["skipped_fraction"] < sampled[row]["acceptance"]
-        assert sampled[row]["head_fraction"] < strict[row]["head_fraction"]
-        assert sampled[row]["head_fraction"] < exact[row]["head_fraction"] < 1
-        assert strict[row]["acceptance"] < sampled[row]["acceptance"]
+        assert sampled[row]["acceptance"] == exact[row]["acceptance"] == 1
+        assert 0 < sampled[row]["skipped_fraction"] < 1
+        assert sampled[row]["head_fraction"] == pytest.approx(exact[row]["head_fraction"])
+        assert sampled[row]["head_fraction"] == pytest.approx(1 - sampled[row]["skipped_fraction"], abs=1e-6)
+        assert strict[row]["acceptance"] < 1
+        assert strict[row]["head_fraction"] < 1
 
 
 def test_settings_that_cannot_serve_are_no_method() -> None:
