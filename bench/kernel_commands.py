@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from bench.machine_commands import JsonFile, Threads, parse_batches, warn_if_busy
 
@@ -127,6 +128,36 @@ def mac(
         return mac_rows(shape, tokens, batches, shares, shared, resolved, console)
 
     run_kernel(device, json_file, rows)
+
+
+@app.command("mac-steps")
+def mac_steps(
+    shape: Annotated[str, typer.Option(help="a named shape; weights are random")] = "llama-3.1-8b",
+    context: Annotated[int, typer.Option(min=2048, help="tokens of each context, all on the card")] = 131_072,
+    batch: Annotated[int, typer.Option(min=1, help="contexts")] = 3,
+    rates: Annotated[str, typer.Option(help="shares of heads that hit, with commas")] = "0.9,0.95,1",
+    steps: Annotated[int, typer.Option(min=8, help="decode steps measured at each")] = 64,
+) -> None:
+    """Time whole decode steps with MAC-Attention off and on, on a GPU; the last line is JSON."""
+    import json
+    from dataclasses import asdict
+
+    import torch
+
+    from bench.mac_decode import time_steps
+    from gpu.model.architecture import named_shape
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("torch finds no CUDA device; steps are timed on a GPU")
+    shares = [float(rate) for rate in rates.split(",")]
+    times = time_steps(named_shape(shape), context, batch, shares, {}, steps)
+    table = Table("hits asked", "counted", "whole groups", "KV read", "step, ms", "times faster than without")
+    for one in times:
+        asked = "no MAC" if one.asked is None else f"{one.asked:.0%}"
+        table.add_row(asked, f"{one.hits:.1%}", f"{one.whole_groups:.1%}", f"{one.read:.1%}", f"{one.median_ms:.2f}",
+                      f"{times[0].median_ms / one.median_ms:.2f}")  # fmt: skip
+    Console().print(table)
+    print(json.dumps({"shape": shape, "context": context, "batch": batch, "rows": [asdict(one) for one in times]}))
 
 
 def run_kernel(
