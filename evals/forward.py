@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from evals.methods.method import PrefillResult, PromptLayer, Step
 from gpu.model.architecture import Architecture, read_architecture
+from gpu.model.checkpoint import load_weights
 from gpu.model.rope import rope_tables
-from gpu.model.weights import LayerWeights, Weights, load_weights
+from gpu.model.weights import LayerWeights, Weights
 
 CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""

@@ -10,7 +10,8 @@ import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
-from gpu.model.weights import load_weights, random_weights
+from gpu.model.checkpoint import load_weights
+from gpu.model.weights import random_weights
 from gpu.profiles import Part
 from gpu.runner import Runner
 from transfer.tier import HostTier
@@ -24,7 +25,7 @@ LoadProgress = Callable[[str, float], None]
 def load_architecture(model: ModelConfig) -> Architecture:
     """The shape that a model configuration names. Raises ModelError."""
     if model.path is not None:
-        return read_architecture(model.path)
+        return read_architecture(model.path, model.rope, model.ignore_config_keys)
     assert model.random_weights is not None
     return named_shape(model.random_weights)
 

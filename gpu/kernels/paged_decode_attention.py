@@ -31,9 +31,13 @@ MAXIMA_CELLS = 16  # of a block whose largest logit is asked for
 # (itemsize, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
 CONFIGS = {
     (2, 64): (64, 4, 3),
+    (2, 96): (64, 4, 2),
     (2, 128): (64, 4, 2),
+    (2, 256): (32, 4, 2),
     (4, 64): (32, 4, 2),
+    (4, 96): (32, 4, 2),
     (4, 128): (32, 4, 2),
+    (4, 256): (16, 4, 2),
 }
 
 _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
@@ -153,16 +157,17 @@ def _bounds(
 def _attend(
     rows, key_pages, value_pages, pages, maxima, kv_head, first, last, num_front, back, context, below, begin, end,
     is_head, scale_log2,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Blocks `[first, last)`: of cells from 0 on, and from block `num_front` on of those from `back` on. A head reads
     cells below its `below` and in `[its begin, its end)`; without BOUNDED, all below `context`.
     """
-    column = tl.arange(0, DIM)
+    column = tl.arange(0, BLOCK_DIM)
     top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_GROUP], tl.float32)
-    out = tl.zeros([BLOCK_GROUP, DIM], tl.float32)
+    out = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     covered = tl.zeros([BLOCK_GROUP], tl.int32)
     for block in range(first, last):
         if BOUNDED:
@@ -180,7 +185,10 @@ def _attend(
             reads = inside[None, :]
         page = tl.load(pages + token // PAGE_TOKENS, mask=inside, other=0).to(tl.int64)
         address = ((page * KV_HEADS + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS)[:, None] * DIM + column[None, :]
-        key = tl.load(key_pages + address, mask=inside[:, None], other=0.0)
+        is_there = inside[:, None]
+        if BLOCK_DIM != DIM:
+            is_there = is_there & (column < DIM)[None, :]
+        key = tl.load(key_pages + address, mask=is_there, other=0.0)
         logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
         logits = tl.where(reads, logits, float("-inf"))
         if MAXIMA:
@@ -199,7 +207,7 @@ def _attend(
         weights = tl.exp2(logits - base[:, None])
         rescale = tl.exp2(top - base)
         mass = mass * rescale + tl.sum(weights, 1)
-        value = tl.load(value_pages + address, mask=inside[:, None], other=0.0)
+        value = tl.load(value_pages + address, mask=is_there, other=0.0)
         out = out * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = higher
     return top, mass, out, covered
@@ -207,12 +215,13 @@ def _attend(
 
 @triton.jit
 def _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head,
-           DIM: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
+           DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
     has_mass = mass != 0.0
     divisor = tl.where(has_mass, mass, 1.0)
     tl.store(split_lse + row, tl.where(has_mass, top + tl.log2(divisor), float("-inf")), mask=is_head)
-    tl.store(split_out + row[:, None] * DIM + tl.arange(0, DIM)[None, :], out / divisor[:, None],
-             mask=(is_head & has_mass)[:, None])  # fmt: skip
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    tl.store(split_out + row[:, None] * DIM + column, out / divisor[:, None],
+             mask=(is_head & has_mass)[:, None] & (column < DIM))  # fmt: skip
     if COUNTED:
         tl.store(split_covered + row, covered, mask=is_head)
 
@@ -222,7 +231,7 @@ def _split_kernel(
     query, key_pages, value_pages, page_table, slots, context_lens, bounds, maxima,
     split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits,
     plane_stride, row_stride, head_stride, maxima_stride, far_rows,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BOUNDED: tl.constexpr, FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -241,8 +250,9 @@ def _split_kernel(
         return
     last = tl.minimum(first + split_blocks, num_blocks)
 
-    rows = tl.load(query + request * query_stride + head[:, None] * DIM + tl.arange(0, DIM)[None, :],
-                   mask=is_head[:, None], other=0.0)  # fmt: skip
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    rows = tl.load(query + request * query_stride + head[:, None] * DIM + column,
+                   mask=is_head[:, None] & (column < DIM), other=0.0)  # fmt: skip
     pages = page_table + tl.load(slots + request).to(tl.int64) * max_pages
     highest = maxima + (request * (KV_HEADS * GROUP) + head) * maxima_stride
     row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
@@ -251,9 +261,9 @@ def _split_kernel(
         top, mass, out, covered = _attend(
             rows, key_pages, value_pages, pages, highest, kv_head, first, tl.minimum(last, num_near), num_front, back,
             context, hole_begin, cut, end, is_head, scale_log2,
-            KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, BOUNDED, MAXIMA, COUNTED,
+            KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, BOUNDED, MAXIMA, COUNTED,
         )  # fmt: skip
-        _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
+        _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED)
     if FAR:  # noqa: SIM102
         if last > num_near:
             row += far_rows
@@ -261,17 +271,18 @@ def _split_kernel(
             top, mass, out, covered = _attend(
                 rows, key_pages, value_pages, pages, highest, kv_head, tl.maximum(first - num_near, 0), last - num_near,
                 0, far, context, below, hole_end, cut, is_head, scale_log2,
-                KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, BOUNDED, MAXIMA, COUNTED,
+                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, BOUNDED, MAXIMA, COUNTED,
             )  # fmt: skip
-            _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
+            _store(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED)
 
 
 @triton.jit
 def _reduce_kernel(
     split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, bounds, num_splits,
     plane_stride, row_stride, head_stride, far_rows,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, FAR: tl.constexpr, COUNTED: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BOUNDED: tl.constexpr, FAR: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     request, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member = tl.arange(0, BLOCK_GROUP)
@@ -285,7 +296,7 @@ def _reduce_kernel(
     last = tl.where(part == 0, num_near, num_blocks)
     split = tl.arange(0, BLOCK_SPLITS)
     is_used = (split * split_blocks < last) & ((split + 1) * split_blocks > first) & (split < num_splits)
-    column = tl.arange(0, DIM)
+    column = tl.arange(0, BLOCK_DIM)
     row = part * far_rows + (request * num_splits + split) * HEADS + head
     lse2 = tl.load(split_lse + row, mask=is_used, other=float("-inf"))
     top = tl.max(lse2, 0)
@@ -295,11 +306,11 @@ def _reduce_kernel(
     has_mass = mass != 0.0
     divisor = tl.where(has_mass, mass, 1.0)
     parts = tl.load(split_out + row[:, None] * DIM + column[None, :],
-                    mask=(lse2 != float("-inf"))[:, None], other=0.0)  # fmt: skip
+                    mask=(lse2 != float("-inf"))[:, None] & (column < DIM)[None, :], other=0.0)  # fmt: skip
     merged = tl.sum(parts * weights[:, None], 0) / divisor
     LN2: tl.constexpr = 0.6931471805599453
     to = (part * tl.num_programs(0) + request) * HEADS + head
-    tl.store(out + to * DIM + column, merged)
+    tl.store(out + to * DIM + column, merged, mask=column < DIM)
     tl.store(lse + to, tl.where(has_mass, (top + tl.log2(divisor)) * LN2, float("-inf")))
     if COUNTED:
         tl.store(covered + to, tl.sum(tl.load(split_covered + row, mask=is_used, other=0), 0))
@@ -380,7 +391,7 @@ def paged_decode_attention(
         query, key_pages, value_pages, page_table, slots, context_lens, some_bounds, lse if maxima is None else maxima,
         workspace.out, workspace.lse, split_covered, scale * 1.4426950408889634, query.stride(0), page_table.stride(0),
         splits, *strides, 0 if maxima is None else maxima.shape[-1], far_rows,
-        GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
+        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_TOKENS=page_tokens,
         BLOCK_GROUP=block_group, BLOCK_TOKENS=block_tokens,
         BOUNDED=bounds is not None, FAR=has_far, MAXIMA=maxima is not None, COUNTED=is_counted,
         num_warps=num_warps, num_stages=num_stages,
@@ -388,7 +399,8 @@ def paged_decode_attention(
     _reduce_kernel[(requests, heads, parts)](
         workspace.out, workspace.lse, split_covered, out, lse, covered, slots, context_lens, some_bounds, splits,
         *strides, far_rows,
-        GROUP=group, HEADS=heads, DIM=dim, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_GROUP=block_group,
+        GROUP=group, HEADS=heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_GROUP=block_group,
         BLOCK_TOKENS=block_tokens, BOUNDED=bounds is not None, FAR=has_far, COUNTED=is_counted, num_warps=4,
     )  # fmt: skip
     counts = covered.unbind() if is_counted else [None] * parts

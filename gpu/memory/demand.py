@@ -87,7 +87,7 @@ class Demand:
 
     @property
     def rope_token_bytes(self) -> int:
-        return self.shape.dim * 4  # cosine and sine of half the dimensions, float32
+        return len(self.shape.ropes) * self.shape.dim * 4  # cosine and sine of half the dimensions, float32
 
     @property
     def page_table_token_bytes(self) -> float:
@@ -136,7 +136,8 @@ class Demand:
         query = shape.num_heads * shape.dim
         qkv = query + 2 * shape.num_kv_heads * shape.dim
         num_pieces = (shape.max_context_tokens // PIECE_TOKENS).bit_length() if self.device == "cuda" else 0
-        width = 4 * shape.hidden + qkv + (6 + num_pieces) * query + 3 * shape.intermediate
+        has_post_norms = any(spec.post_norms for spec in shape.layer_pattern)
+        width = (4 + has_post_norms) * shape.hidden + qkv + (6 + num_pieces) * query + 3 * shape.intermediate
         return num_tokens * width * self.dtype_bytes
 
     def _weights(self) -> tuple[MemoryItem, ...]:

@@ -55,9 +55,10 @@ def resolve_host(
         )
     num_dense = len(kept.dense_layers)
     if num_dense == shape.num_layers:
-        raise PlanError(
-            f"host.dense_layers: asked all {num_dense} layers, nothing would go down; name fewer, or leave out `host`"
-        )
+        why = f"asked all {num_dense} layers"
+        if shape.window_layers:
+            why = f"all {num_dense} layers stay on the device, {len(shape.window_layers)} since they have a window"
+        raise PlanError(f"host.dense_layers: {why}, nothing would go down; name fewer, or leave out `host`")
     return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running)
 
 

@@ -35,6 +35,7 @@ class LayerReads:
     query, pre_rope_query: `[rows, heads, dim]`, rotated and not; bounds, has_far, maxima: of what is on the device, see
     `gpu.kernels.paged_decode_attention` (bounds None: all of each context). asks: whether the host is asked in this
     layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
+    window: of the layer, in cells, or None: bounds say so already, and methods have no part in it.
     """
 
     layer: int
@@ -48,6 +49,7 @@ class LayerReads:
     codes: Tensor | None = None
     wanted: Tensor | None = None
     excluded: Tensor | None = None
+    window: int | None = None
 
 
 class DeviceSide:
