@@ -76,8 +76,10 @@ def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, de
         draw(layer.gate_up, 1.0)
         draw(layer.down, residual_scale)
         on_progress((index + 1) / (architecture.num_layers + 1))
-    weights.final_norm.fill_(1.0)
-    draw(weights.logits, RANDOM_LOGIT_SPREAD)
+    scale = architecture.embedding_scale
+    gain = 1.0 if scale == 1 else RANDOM_LOGIT_SPREAD * scale  # or a token's own embedding would be what comes next
+    weights.final_norm.fill_(gain)
+    draw(weights.logits, RANDOM_LOGIT_SPREAD / gain)
     if not architecture.tied_embeddings:
         weights.embedding.normal_(0.0, 1.0, generator=generator)
     on_progress(1.0)

@@ -112,14 +112,13 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
     return Checkpoint(folder, model, owner)
 
 
-def load(folder: Path, max_context_tokens: int | None = 4096, dtype: str = "float32", **model: Any) -> Runner:
-    """A runner whose pages are NaN until written."""
-    context = max_context_tokens
+def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True) -> Runner:
+    """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole."""
     runner = load_runner(
-        ModelConfig(path=folder, **model),
-        GpuConfig(device="cpu", dtype=dtype, threads=None, page_tokens=PAGE_TOKENS, check_coverage=True),
+        ModelConfig(path=folder),
+        GpuConfig(device="cpu", dtype=dtype, threads=None, page_tokens=PAGE_TOKENS, check_coverage=is_counted),
         max_running=2,
-        max_context_tokens=context,
+        max_context_tokens=max_context_tokens,
         chunk_tokens=CHUNK_TOKENS,
         max_hidden_tokens=4096,
         num_pages=260,
