@@ -4,12 +4,13 @@ It refuses to know rotations and values, which it leaves as they are. Arithmetic
 per token: 2 * (heads + kv_heads) * dim * itemsize.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, check_dtype, runs_on_triton
-from gpu.kernels.rms_norm import check_norm, rms_norm_reference
+from gpu.kernels.rms_norm import rms_norm_reference
 
 BLOCK_HEADS = 4
 
@@ -53,8 +54,9 @@ def head_norm(qkv: Tensor, query_norm: Tensor, key_norm: Tensor, eps: float, num
     op, (tokens, width), dim = "head_norm", qkv.shape, len(query_norm)
     if width != (num_heads + 2 * kv_heads) * dim:
         raise ValueError(f"{op}: qkv is {width} wide; wanted ({num_heads} + 2 * {kv_heads}) heads of {dim}")
-    check_norm(op, "query_norm", query_norm, qkv[:, :dim])
-    check(op, "key_norm", key_norm, (dim,), query_norm.dtype, qkv.device)
+    dtype = torch.float32 if query_norm.dtype == torch.float32 else qkv.dtype
+    check(op, "query_norm", query_norm, (dim,), dtype, qkv.device)
+    check(op, "key_norm", key_norm, (dim,), dtype, qkv.device)
     if not runs_on_triton(qkv) or tokens == 0:
         head_norm_reference(qkv, query_norm, key_norm, eps, num_heads, kv_heads)
         return
