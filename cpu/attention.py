@@ -80,8 +80,8 @@ from transfer.simd.features import require_vectors
 from transfer.simd.region import start, version
 from transfer.simd.team import new_counters
 
-MAX_GROUP = 8
-DIMS = (64, 128)
+MAX_GROUP = 16
+DIMS = (64, 128, 256)
 ROW_TYPES = (np.uint16, np.int8, np.float32)
 QUERY_TYPES = (np.uint16, np.float32)
 
