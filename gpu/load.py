@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.kernels.paged_decode_attention import DECODED_DIMS
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
 from gpu.model.weights import random_weights
@@ -44,6 +45,9 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
     device = torch.device(_resolve_device(gpu))
     dtype = DTYPES[_resolve_dtype(gpu, device)]
     architecture = load_architecture(model)
+    if device.type == "cuda" and architecture.dim not in DECODED_DIMS:
+        served = ", ".join(map(str, DECODED_DIMS))
+        raise ModelError(f"model: {architecture.name} has heads of {architecture.dim}; on a GPU served: {served}")
     context = max_context_tokens or architecture.max_context_tokens
     if context > architecture.max_context_tokens:
         raise ModelError(

@@ -40,6 +40,8 @@ CONFIGS = {
     (4, 256): (16, 4, 2),
 }
 
+DECODED_DIMS = tuple(sorted({dim for _, dim in CONFIGS}))
+
 _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
 
 
@@ -371,7 +373,7 @@ def paged_decode_attention(
             f"{op}: {requests} requests of {(heads, dim)}, {parts} parts, the workspace holds {held}; allocate a larger"
         )
     if (query.element_size(), dim) not in CONFIGS:
-        raise ValueError(f"{op}: dim is {dim}; wanted one of {sorted({dim for _, dim in CONFIGS})}")
+        raise ValueError(f"{op}: dim is {dim}; wanted one of {DECODED_DIMS}")
     block_tokens, num_warps, num_stages = CONFIGS[query.element_size(), dim]
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
     group = heads // kv_heads

@@ -7,6 +7,7 @@ understood is never passed over.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from gpu.model.end_tokens import as_ids
 from gpu.model.spec import ModelError
 
 # What decoding does not depend on: how a model was trained, saved and is run by others.
@@ -60,8 +61,7 @@ class ConfigKeys:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        value = self._config.get(key)
-        return tuple(value if isinstance(value, list) else [] if value is None else [value])
+        return as_ids(self._config.get(key))
 
     def refuse_unread(self, harmless: Collection[str], ignored: Sequence[str]) -> None:
         """Raises ModelError for the first key that is neither read, harmless, empty nor `ignored`."""

@@ -4,13 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Vocabulary
 
 from gpu.config import ModelConfig
 from gpu.load import load_architecture
+from gpu.memory.demand import PlanError
+from gpu.memory.host_shares import resolve_host
+from gpu.methods.kept import keep_as_set
 from gpu.model.architecture import Architecture, LayerSpec, ModelError, named_shape, parse_architecture
+from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import families
 from gpu.model.spec import RopeScaling
+from server.config import ConfigError
+from server.tokenizer import Tokenizer
 from tests.gpu.family_checkpoints import CONFIGS, SIZES
+from tests.gpu.reference_model import FOLDER
+from transfer.config import HostConfig
 
 BASE = {name: SIZES | config for name, config in CONFIGS.items()}
 
@@ -191,3 +200,30 @@ def test_end_tokens_are_those_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE["llama2"]))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
     assert load_architecture(ModelConfig(path=tmp_path)).eos_token_ids == (2, 9)
+
+
+def test_end_tokens_are_the_same_for_who_serves_and_who_measures(tmp_path: Path) -> None:
+    """Of both files, of the decoder's part, and the tokenizer's own."""
+    (tmp_path / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
+    text = Vocabulary.from_file(str(tmp_path / "tokenizer.json")).id_to_token(5)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": text}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 7}} | BASE["gemma3"]))
+    assert end_token_ids(tmp_path) == (2, 5, 7, 9)
+    assert Tokenizer(tmp_path, None).eos_ids == [2, 5, 7, 9]
+    assert Tokenizer(FOLDER, FOLDER).eos_ids == list(load_architecture(ModelConfig(path=FOLDER)).eos_token_ids)
+
+
+def test_a_sentencepiece_file_alone_says_how_to_make_the_one_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model and no tokenizer\.json; write one .*save_pretrained"):
+        Tokenizer(tmp_path, None)
+
+
+@pytest.mark.parametrize(("name", "words"), [("phi-3-mini", "96, 1 to"), ("glm-4-32b", "128, 24 to")])
+def test_heads_that_the_host_does_not_read_are_refused_when_it_is_planned(name: str, words: str) -> None:
+    shape = named_shape(name)
+    with pytest.raises(
+        PlanError, match=rf"^host\.rows: .* 64, 128, 256, up to 16 .*heads of {words} a KV head: leave out"
+    ):
+        resolve_host(HostConfig(), keep_as_set(None, HostConfig(), shape), shape, 16, 2, 8)
