@@ -9,8 +9,10 @@ import torch
 
 from bench.decode_loop import build_runner, decode
 from bench.plain_decode import PlainDecode
+from evals.decode import decode_greedy, prefill_batch
 from evals.forward import load_decoder
 from evals.methods.attention import attend_all
+from evals.methods.registry import parse_method
 from gpu.cpu_device.step import CpuStep, serves
 from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
@@ -148,3 +150,14 @@ def test_fused_and_interleaved_tensors_are_put_in_our_order() -> None:
     assert torch.equal(ours[:, 16], stored[:, 32])  # the first element that is not rotated
     gate_up = dict(known.model.named_parameters())["model.layers.1.mlp.gate_up_proj.weight"]
     assert torch.equal(layer.gate_up, gate_up)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "ministral"])
+def test_methods_of_the_evals_have_their_part_in_layers_without_a_window(name: str) -> None:
+    known = checkpoint(name)
+    decoder = load_decoder(known.folder, CPU, torch.float32)
+    prompt = draw_prompt(200)
+    batch = prefill_batch(decoder, [prompt.tolist()], 6, [parse_method("full"), parse_method("quest:budget=0.1")], None)
+    tokens = decode_greedy(batch, 0, 6, frozenset(), None).tokens[0]
+    assert tokens == generate(load(known.folder), prompt, 5)[0]
+    assert len(decode_greedy(batch, 1, 6, frozenset(), None).tokens[0]) == 6
