@@ -25,7 +25,8 @@ from gpu.decode.ladder import StepKind
 from gpu.decode.steps import Batch
 from gpu.load import DTYPES, RANDOM_SEED
 from gpu.model.architecture import Architecture, named_shape, read_architecture
-from gpu.model.weights import Weights, load_weights, random_weights
+from gpu.model.checkpoint import load_weights
+from gpu.model.weights import Weights, random_weights
 from gpu.runner import Runner
 
 # Share of tokens that the peer chooses too. In float32 only near-ties differ. In bf16 random weights of 8B differ at

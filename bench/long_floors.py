@@ -88,9 +88,10 @@ class LongFloors:
         return max(0, self.capacity.prompt_end(num_tokens) - self.capacity.sink_tokens)
 
     def _resident_bytes(self, profile: Profile, context: int) -> int:
-        """Keys and values of one context that are on the device."""
+        """Keys and values of one context that are on the device, and that a step reads."""
         down = self._deposited(profile, context) * len(self.shape.layers)
-        return (context * self.architecture.num_layers - down) * self._layer_bytes
+        seen = round(self.architecture.seen_tokens(context) * self.architecture.num_layers)
+        return (seen - down) * self._layer_bytes
 
     @property
     def _layer_bytes(self) -> int:
@@ -101,8 +102,7 @@ class LongFloors:
         """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
         model, num_tokens = self.architecture, end - begin
         products = 2 * (num_tokens * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
-        pairs = (end * (end + 1) - begin * (begin + 1)) // 2
-        return products + 4 * model.num_layers * model.num_heads * model.dim * pairs
+        return products + 4 * model.num_heads * model.dim * model.num_pairs(begin, end)
 
     def _slower(self, flops: float, num_bytes: int, way: str, link: str) -> Floor:
         """Where the device is the CPU, nothing crosses a link."""

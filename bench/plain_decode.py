@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.model.architecture import Architecture
-from gpu.model.rope import rope_tables
+from gpu.model.rope import layer_rope_tables
 from gpu.model.weights import LayerWeights, Weights
 
 _WARMUPS = 3
@@ -32,7 +32,8 @@ class PlainDecode:
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._columns = torch.arange(context, device=device)
-        self._cos, self._sin = rope_tables(architecture, context, device)
+        self._specs = architecture.layers
+        self._rope_tables = layer_rope_tables(architecture, context, device)
         self._graph = self._capture() if device.type == "cuda" else None
 
     def step(self) -> None:
@@ -73,30 +74,42 @@ class PlainDecode:
 
     @torch.inference_mode()
     def _compute(self) -> None:
-        eps = self.architecture.rms_norm_eps
         hidden = F.embedding(self.tokens, self.weights.embedding)
-        cos, sin = self._cos[self.position], self._sin[self.position]  # [1, dim // 2]
-        mask = (self._columns <= self.position)[None, None, None]
+        if self.architecture.embedding_scale != 1:
+            hidden = hidden * torch.tensor(self.architecture.embedding_scale, dtype=hidden.dtype)
         for index, layer in enumerate(self.weights.layers):
-            normed = F.rms_norm(hidden, hidden.shape[1:], layer.attention_norm, eps)
-            hidden = hidden + F.linear(self._attend(index, layer, normed, cos, sin, mask), layer.output)
-            normed = F.rms_norm(hidden, hidden.shape[1:], layer.mlp_norm, eps)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
-        normed = F.rms_norm(hidden, hidden.shape[1:], self.weights.final_norm, eps)
+            spec = self._specs[index]
+            attended = F.linear(self._attend(index, layer, self._norm(hidden, layer.attention_norm)), layer.output)
+            hidden = hidden + self._norm(attended, layer.attention_post_norm)
+            gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, 1)
+            gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
+            hidden = hidden + self._norm(F.linear(gate * up, layer.down), layer.mlp_post_norm)
+        normed = self._norm(hidden, self.weights.final_norm)
         self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))
         self.position.add_(1)
 
-    def _attend(
-        self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
-    ) -> Tensor:
-        a, batch = self.architecture, len(normed)
-        heads = F.linear(normed, layer.qkv).view(batch, a.num_heads + 2 * a.num_kv_heads, a.dim)
+    def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return rows
+        if weight.dtype != rows.dtype:
+            return F.rms_norm(rows.float(), weight.shape, weight, self.architecture.rms_norm_eps).to(rows.dtype)
+        return F.rms_norm(rows, weight.shape, weight, self.architecture.rms_norm_eps)
+
+    def _attend(self, index: int, layer: LayerWeights, normed: Tensor) -> Tensor:
+        a, batch, window = self.architecture, len(normed), self._specs[index].window_tokens
+        cos, sin = (table[self.position] for table in self._rope_tables[index])  # [1, dim // 2]
+        mask = self._columns <= self.position
+        if window is not None:
+            mask = mask & (self._columns > self.position - window)
+        heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(batch, a.num_heads + 2 * a.num_kv_heads, a.dim)
         query, key, value = heads.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
+        query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
         self._keys[index].index_copy_(2, self.position, _rotate(key, cos, sin)[:, :, None])
         self._values[index].index_copy_(2, self.position, value[:, :, None])
         grouped = _rotate(query, cos, sin).view(batch, a.num_kv_heads, a.group, a.dim)  # a group's heads as queries
-        attended = F.scaled_dot_product_attention(grouped, self._keys[index], self._values[index], attn_mask=mask)
+        attended = F.scaled_dot_product_attention(
+            grouped, self._keys[index], self._values[index], attn_mask=mask[None, None, None]
+        )
         return attended.reshape(batch, -1)
 
 

@@ -79,9 +79,8 @@ from transfer.simd import emission, memory, region, team, values, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.region import start, version
 from transfer.simd.team import new_counters
+from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
 
-MAX_GROUP = 8
-DIMS = (64, 128)
 ROW_TYPES = (np.uint16, np.int8, np.float32)
 QUERY_TYPES = (np.uint16, np.float32)
 
@@ -168,10 +167,10 @@ class HostAttention:
         """
         require_vectors()
         group = heads // kv_heads
-        if dim not in DIMS or heads != kv_heads * group or not 1 <= group <= MAX_GROUP:
+        if dim not in HOST_DIMS or heads != kv_heads * group or not 1 <= group <= MAX_HOST_GROUP:
             raise ValueError(
                 f"attention on the host: asked {heads} heads on {kv_heads} KV heads of dim {dim}, have groups of 1 to "
-                f"{MAX_GROUP} and dims {DIMS}; serve this model without a host tier"
+                f"{MAX_HOST_GROUP} and dims {HOST_DIMS}; serve this model without a host tier"
             )
         assert row_type in ROW_TYPES, "rows are bf16, int8 or float32"
         assert query_type in QUERY_TYPES, "queries are bf16 or float32"

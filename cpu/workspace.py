@@ -17,7 +17,7 @@ from transfer.simd.memory import load_uint8
 STAGES = 3
 SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 8, 9, 10, 11, 12
 KEYS_SCORED, INDEX_BYTES, TOKENS_COVERED, TOTALS = 13, 14, 15, 16  # two lines
-STATE = 16  # float32 between the rows of a thread's state: more than the largest group
+STATE = 32  # float32 between the rows of a thread's state: more than the largest group
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
 

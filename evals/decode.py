@@ -72,12 +72,13 @@ def prefill_batch(
     lengths = torch.tensor(sizes, device=device)
     meter = ReadMeter(len(prompts), device)
     everyone = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    states: list[list[Any]] = [[] for _ in methods]
     num_layers = decoder.architecture.num_layers
+    states: list[list[Any]] = [[None] * num_layers for _ in methods]  # layers with a window have none
 
     def attend(prompt: PromptLayer) -> PrefillResult | None:
         for method, layers in zip(methods, states, strict=True):
-            layers.append(method.begin(prompt) if method.handles(prompt.layer, num_layers) else None)
+            if method.handles(prompt.layer, num_layers):
+                layers[prompt.layer] = method.begin(prompt)
         if prefill is None or not prefill.handles(prompt.layer, num_layers):
             meter.add(torch.ones_like(lengths), torch.ones_like(lengths), False, everyone)
             return None

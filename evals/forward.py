@@ -1,6 +1,7 @@
-"""A plain batched decoder of the Llama family over full, contiguous KV: what the methods are judged in.
+"""A plain batched decoder over full, contiguous KV: what the methods are judged in.
 
-It knows no methods: attention of a step, and of a prompt if it is not to be exact, is handed in. It shares the weights'
+It knows no methods: attention of a step, and of a prompt if it is not to be exact, is handed in, but for layers with a
+window, which no method has a part in. It shares the weights'
 layout and the rotary tables with the server's decoder and nothing else. Rows are padded on the right, so positions are
 indices, causal attention needs no mask, and a new token goes to its row's length. Any torch device, bf16 or float32.
 """
@@ -14,11 +15,15 @@ from torch.nn import functional
 
 from evals.methods.method import PrefillResult, PromptLayer, Step
 from gpu.model.architecture import Architecture, read_architecture
-from gpu.model.rope import rope_tables
-from gpu.model.weights import LayerWeights, Weights, load_weights
+from gpu.model.checkpoint import load_weights
+from gpu.model.rope import layer_rope_tables
+from gpu.model.weights import LayerWeights, Weights
 
 CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""
+
+WINDOW_QUERIES = 1024
+"""Of a prompt, to their windows at once."""
 
 AttendStep = Callable[[Step], torch.Tensor]
 """A step to its output, `[requests, heads, dim]` in any dtype."""
@@ -37,16 +42,15 @@ class KvCache:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDecoder:
-    """Weights and rotary tables `[max_context, dim / 2]` on one device."""
+    """Weights and each layer's rotary tables `[max_context, dim / 2]` on one device."""
 
     architecture: Architecture
     weights: Weights
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rope_tables: list[tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def device(self) -> torch.device:
-        return self.cos.device
+        return self.weights.embedding.device
 
     @torch.inference_mode()
     def prefill(
@@ -58,20 +62,21 @@ class ReferenceDecoder:
         hold, decode steps included. Returns the cache and the last tokens' hidden states `[requests, hidden]`.
         """
         cache = KvCache([], [])
-        hidden = functional.embedding(tokens, self.weights.embedding)  # [requests, tokens, hidden]
-        cos, sin = self.cos[:longest], self.sin[:longest]
+        hidden = self._embed(tokens)  # [requests, tokens, hidden]
         for layer, weights in enumerate(self.weights.layers):
+            cos, sin = (table[:longest] for table in self.rope_tables[layer])
+            window = self.architecture.layers[layer].window_tokens
             plain_q, plain_k, v = self._project(hidden, weights)  # [requests, heads, tokens, dim]
             query, key = rotate(plain_q, cos, sin), rotate(plain_k, cos, sin)
             cache.keys.append(functional.pad(key, (0, 0, 0, capacity - longest)))
             cache.values.append(functional.pad(v, (0, 0, 0, capacity - longest)))
             prompt = PromptLayer(layer, query, plain_q, cache.keys[-1], cache.values[-1], lengths, longest)
-            given = attend(prompt)
-            out = attend_causal(query, key, v) if given is None else given.out
+            given = attend(prompt) if window is None else None
+            out = attend_causal(query, key, v, window) if given is None else given.out
             del prompt, given, plain_q, plain_k, query, key, v
             for request in range(0, len(tokens), max(1, CHUNK_TOKENS // longest)):
                 rows = slice(request, request + max(1, CHUNK_TOKENS // longest))
-                hidden[rows] = self._finish(hidden[rows], out[rows].transpose(1, 2), weights)
+                hidden[rows] = self._finish(hidden[rows], out[rows].transpose(1, 2), layer)
         last = hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
         return cache, last
 
@@ -85,16 +90,20 @@ class ReferenceDecoder:
         """
         requests = torch.arange(len(tokens), device=tokens.device)
         position = lengths - 1
-        hidden = functional.embedding(tokens, self.weights.embedding)[:, None]  # [requests, 1, hidden]
-        cos, sin = self.cos[position][:, None, None], self.sin[position][:, None, None]
+        hidden = self._embed(tokens)[:, None]  # [requests, 1, hidden]
         for layer, weights in enumerate(self.weights.layers):
+            cos, sin = (table[position][:, None, None] for table in self.rope_tables[layer])
+            window = self.architecture.layers[layer].window_tokens
             plain_q, key, v = self._project(hidden, weights)
             cache.keys[layer][requests, :, position] = rotate(key, cos, sin)[:, :, 0]
             cache.values[layer][requests, :, position] = v[:, :, 0]
             keys, values = cache.keys[layer][:, :, :longest], cache.values[layer][:, :, :longest]
             query = rotate(plain_q, cos, sin)[:, :, 0]
-            out = attend(Step(layer, query, plain_q[:, :, 0], keys, values, lengths, longest))
-            hidden = self._finish(hidden, out.to(hidden.dtype)[:, None], weights)
+            if window is None:
+                out = attend(Step(layer, query, plain_q[:, :, 0], keys, values, lengths, longest))
+            else:
+                out = attend_window(query, keys, values, lengths, window)
+            hidden = self._finish(hidden, out.to(hidden.dtype)[:, None], layer)
         return self.logits(hidden[:, 0])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,30 +115,48 @@ class ReferenceDecoder:
         """Queries and keys before rotation, and values, each `[requests, heads, tokens, dim]`."""
         shape = self.architecture
         normed = rms_norm(hidden, weights.attention_norm, shape.rms_norm_eps)
-        mixed = functional.linear(normed, weights.qkv)
+        mixed = functional.linear(normed, weights.qkv, weights.qkv_bias)
         mixed = mixed.view(*hidden.shape[:2], -1, shape.dim).transpose(1, 2)
         query, key, value = mixed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        if weights.query_norm is not None and weights.key_norm is not None:
+            query = rms_norm(query, weights.query_norm, shape.rms_norm_eps)
+            key = rms_norm(key, weights.key_norm, shape.rms_norm_eps)
         return query, key, value
 
-    def _finish(self, hidden: torch.Tensor, out: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = functional.embedding(tokens, self.weights.embedding)
+        scale = self.architecture.embedding_scale
+        return rows if scale == 1 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+    def _finish(self, hidden: torch.Tensor, out: torch.Tensor, layer: int) -> torch.Tensor:
         """The rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`."""
-        hidden = hidden + functional.linear(out.flatten(2), weights.output)
-        normed = rms_norm(hidden, weights.mlp_norm, self.architecture.rms_norm_eps)
-        gate, up = functional.linear(normed, weights.gate_up).chunk(2, dim=-1)
-        return hidden + functional.linear(functional.silu(gate) * up, weights.down)
+        weights, eps = self.weights.layers[layer], self.architecture.rms_norm_eps
+        output = functional.linear(out.flatten(2), weights.output)
+        if weights.attention_post_norm is not None:
+            output = rms_norm(output, weights.attention_post_norm, eps)
+        hidden = hidden + output
+        gate, up = functional.linear(rms_norm(hidden, weights.mlp_norm, eps), weights.gate_up).chunk(2, dim=-1)
+        is_silu = self.architecture.layers[layer].activation == "silu"
+        gate = functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")
+        product = functional.linear(gate * up, weights.down)
+        if weights.mlp_post_norm is not None:
+            product = rms_norm(product, weights.mlp_post_norm, eps)
+        return hidden + product
 
 
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> ReferenceDecoder:
     """Read a Hugging Face folder. Raises ModelError for a model that is not served or files that do not fit it."""
     architecture = read_architecture(folder)
     weights = load_weights(folder, architecture, dtype, device, lambda _: None)
-    cos, sin = rope_tables(architecture, architecture.max_context_tokens, device)
-    return ReferenceDecoder(architecture, weights, cos, sin)
+    tables = layer_rope_tables(architecture, architecture.max_context_tokens, device)
+    return ReferenceDecoder(architecture, weights, tables)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     scaled = hidden.float()
     scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype != hidden.dtype:  # float32: times the weight, then rounded
+        return (scaled * weight).to(hidden.dtype)
     return scaled.to(hidden.dtype) * weight
 
 
@@ -139,8 +166,33 @@ def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
 
 
-def attend_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Exact causal attention `[requests, heads, tokens, dim]`; KV heads are repeated, so any flash kernel serves."""
+def attend_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Exact causal attention `[requests, heads, tokens, dim]`, of a window's tokens or all; KV heads are repeated, so
+    any flash kernel serves.
+    """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    if window is None:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    outs = []
+    for begin in range(0, query.shape[2], WINDOW_QUERIES):
+        rows = torch.arange(begin, min(begin + WINDOW_QUERIES, query.shape[2]), device=query.device)
+        seen = torch.arange(max(0, begin - window + 1), begin + len(rows), device=query.device)
+        mask = (seen <= rows[:, None]) & (seen > rows[:, None] - window)
+        keys, values = key[:, :, seen[0] : begin + len(rows)], value[:, :, seen[0] : begin + len(rows)]
+        own = query[:, :, begin : begin + len(rows)]
+        outs.append(functional.scaled_dot_product_attention(own, keys, values, attn_mask=mask))
+    return torch.cat(outs, dim=2)
+
+
+def attend_window(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int
+) -> torch.Tensor:
+    """A step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens."""
+    group = query.shape[1] // keys.shape[1]
+    places = torch.arange(keys.shape[2], device=query.device)
+    mask = (places < lengths[:, None]) & (places >= lengths[:, None] - window)  # [requests, tokens]
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    return functional.scaled_dot_product_attention(query[:, :, None], keys, values, attn_mask=mask[:, None, None])[
+        :, :, 0
+    ]

@@ -17,6 +17,14 @@ class ModelConfig(Settings):
     name: str | None = Field(None, description="the id in /v1/models; defaults to the folder's or the shape's name")
     aliases: tuple[str, ...] = Field((), description="further ids by which requests may name the model")
     shape: str | None = Field(None, description="named shape to plan with while the folder `path` is not there yet")
+    rope: dict[str, int | float | bool | str | list[float]] | None = Field(
+        None,
+        description="in place of `rope_scaling` in config.json, with its keys, and beside them `rope_theta` and "
+        "`max_position_embeddings`: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}",
+    )
+    ignore_config_keys: tuple[str, ...] = Field(
+        (), description="keys of config.json that may be passed over, though nothing here knows what they mean"
+    )
     chat_template: Path | None = Field(None, description="jinja file; defaults to the tokenizer's own")
 
     @model_validator(mode="after")

@@ -10,8 +10,10 @@ from types import MappingProxyType
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.kernels.paged_decode_attention import DECODED_DIMS
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
-from gpu.model.weights import load_weights, random_weights
+from gpu.model.checkpoint import load_weights
+from gpu.model.weights import random_weights
 from gpu.profiles import Part
 from gpu.runner import Runner
 from transfer.tier import HostTier
@@ -25,7 +27,7 @@ LoadProgress = Callable[[str, float], None]
 def load_architecture(model: ModelConfig) -> Architecture:
     """The shape that a model configuration names. Raises ModelError."""
     if model.path is not None:
-        return read_architecture(model.path)
+        return read_architecture(model.path, model.rope, model.ignore_config_keys)
     assert model.random_weights is not None
     return named_shape(model.random_weights)
 
@@ -46,6 +48,9 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
     device = torch.device(_resolve_device(gpu))
     dtype = DTYPES[_resolve_dtype(gpu, device)]
     architecture = load_architecture(model)
+    if device.type == "cuda" and architecture.dim not in DECODED_DIMS:
+        served = ", ".join(map(str, DECODED_DIMS))
+        raise ModelError(f"model: {architecture.name} has heads of {architecture.dim}; on a GPU served: {served}")
     context = max_context_tokens or architecture.max_context_tokens
     if context > architecture.max_context_tokens:
         raise ModelError(

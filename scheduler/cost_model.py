@@ -7,7 +7,7 @@ scored tokens have a fit of their own, of a term for a unit and one for their FL
 to cost what projections do. A step has units of one kind and method.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -42,6 +42,8 @@ class _Fit:
 class CostModel:
     def __init__(self, architecture: Architecture) -> None:
         self._weights = architecture.num_layer_weights
+        self._windows = Counter(spec.window_tokens for spec in architecture.layers)
+        self._num_layers = architecture.num_layers
         self._attention_width = architecture.num_heads * architecture.dim
         self._logits_flops = 2.0 * architecture.hidden * architecture.vocab_size
         self._layers = {DENSE: _Fit([0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE])}
@@ -109,9 +111,13 @@ class CostModel:
             self.decode_seconds[lane] = known + _SMOOTHING * (seconds - known)
 
     def _terms(self, num_tokens: int, context: int) -> tuple[float, float, float]:
-        """1, projection FLOPs, attention FLOPs over the mean context of the chunk."""
+        """1, projection FLOPs, attention FLOPs over what the chunk's mean token sees in the mean layer."""
         mean_context = max(context - num_tokens / 2, 1.0)
-        attention = 4.0 * self._attention_width * mean_context
+        seen = sum(
+            count * (mean_context if window is None else min(mean_context, window))
+            for window, count in self._windows.items()
+        )
+        attention = 4.0 * self._attention_width * seen / self._num_layers
         return 1.0, 2.0 * self._weights * num_tokens, attention * num_tokens
 
 

@@ -1,7 +1,7 @@
 """Text to token ids and back, from a Hugging Face folder, on `tokenizers` alone (transformers would import torch).
 
-Reads tokenizer.json, tokenizer_config.json, generation_config.json and config.json. Holds no state of a request; the
-invariant is that `token_bytes` of a sequence, joined, is what its text is made of.
+Reads tokenizer.json and tokenizer_config.json; which tokens end a text says `gpu.model.end_tokens`. Holds no
+state of a request; the invariant is that `token_bytes` of a sequence, joined, is what its text is made of.
 """
 
 import json
@@ -12,6 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer as Vocabulary
 
 from gpu.config import ModelConfig
+from gpu.model.end_tokens import end_token_ids
+from gpu.model.spec import ModelError
 from server.config import ConfigError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -35,6 +37,11 @@ class Tokenizer:
     def __init__(self, folder: Path, model_folder: Path | None) -> None:
         """Raises ConfigError if the folder lacks a usable tokenizer.json."""
         path = folder / "tokenizer.json"
+        if not path.is_file() and (folder / "tokenizer.model").is_file():
+            raise ConfigError(
+                f"tokenizer: {folder} has a sentencepiece tokenizer.model and no tokenizer.json; write one beside it, "
+                "with transformers and sentencepiece: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
         if not path.is_file():
             raise ConfigError(f"tokenizer: {path} is missing; set model.tokenizer to a folder that has tokenizer.json")
         try:
@@ -149,10 +156,10 @@ class Tokenizer:
         return bytes(token.replace("▁", " ").encode())
 
     def _eos_ids(self, model_folder: Path) -> list[int]:
-        ids: set[int] = set()
-        for name in ("generation_config.json", "config.json"):
-            found = _read_json(model_folder / name).get("eos_token_id")
-            ids.update(found if isinstance(found, list) else [] if found is None else [found])
+        try:
+            ids = set(end_token_ids(model_folder))
+        except ModelError as error:
+            raise ConfigError(f"tokenizer: {error}") from None
         text = self.special_tokens.get("eos_token")
         own = self.vocabulary.token_to_id(text) if text else None
         return sorted(ids | ({own} if own is not None else set()))

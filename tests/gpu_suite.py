@@ -39,6 +39,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engine": (
         "tests/gpu/test_d*.py",
         "tests/gpu/test_asking_*.py",
+        "tests/gpu/test_families_on_gpu.py",
         "tests/gpu/test_lanes.py",
         "tests/gpu/test_mac_graphs.py",
         "tests/gpu/test_prefill_*.py",

@@ -12,8 +12,8 @@ from torch import Tensor
 from gpu.cpu_device.paged_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
 from gpu.cpu_device.product import ROWS
 from gpu.cpu_device.step_kernel import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
-from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
+from gpu.model.spec import Architecture
 from transfer.simd.features import HAS_VECTORS
 from transfer.simd.team import COUNTER_INT64, new_counters
 from transfer.simd.vectors import LINE_BYTES
@@ -24,7 +24,11 @@ _PADDING = 16  # columns between rows: widths that are powers of two would all s
 
 
 def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the compiled step computes this model here: whole lines of weights, whole blocks of a head."""
+    """Whether the compiled step computes this model here: layers of a Llama and nothing more, whole lines of weights,
+    whole blocks of a head.
+    """
+    if not architecture.is_plain or architecture.norm_offset:
+        return False
     if device.type != "cpu" or dtype not in _KINDS or not HAS_VECTORS:
         return False
     line = LINE_BYTES // dtype.itemsize

@@ -3,7 +3,8 @@
 It refuses to know requests, graphs and how the host attends. A layer is norm, QKV, RoPE and KV write; what methods do
 before attention; the ask; attention to what is on the device; the answer; the merge of all partials; output projection
 and MLP. Invariants: what a (row, head) reads is stated, by its bounds on the device and by its ask of the host, and
-every cell of its context is read once; a step with asks asks, and awaits, in every layer whose KV goes down, whatever
+every cell of its context, or in a layer with a window of that window, is read once, and methods have no part in such a
+layer; a step with asks asks, and awaits, in every layer whose KV goes down, whatever
 its rows read there, for the host answers as often.
 """
 
@@ -55,12 +56,17 @@ class LayerLoop:
         methods = [method for method in self.methods if reuses or not method.reuses]
         workspace = self.workspace if exchange is None else self.asking_workspace
         hidden = decoder.embed(self.last_tokens.index_select(0, rows.token_slots))
+        windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.num_layers):
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None)
             reads = LayerReads(layer, rows, *queries, asks=exchange is not None and layer in self.asked_layers)
             if reads.asks:
                 reads.bounds = rows.bounds(decoder.architecture.num_heads)
-            for method in methods:
+            reads.window = decoder.specs[layer].window_tokens
+            if reads.window is not None:
+                reads.bounds = windows[reads.window]
+            own_methods = methods if reads.window is None else []
+            for method in own_methods:
                 method.before(reads)
             if exchange is not None and reads.asks:  # first, so that the host reads while the device attends
                 exchange.ask(reads.query, reads.codes, reads.wanted, reads.excluded)
@@ -69,7 +75,7 @@ class LayerLoop:
             if exchange is not None and reads.asks:
                 yield
                 filled.append(exchange.answer(rows.num_rows))
-            for method in methods:
+            for method in own_methods:
                 method.after(reads, on_device, filled)
             if self.checks_coverage:
                 check_coverage(reads, on_device, filled, self.reusing if reuses else [])
@@ -83,7 +89,7 @@ def check_coverage(
     reads: LayerReads, on_device: Reading, filled: Sequence[Partial], reusing: Sequence[ReuseSide] = ()
 ) -> None:
     """Raises CoverageError unless what was read on the device and by the host, and taken over by methods that reuse, is
-    each row's context. Waits for both.
+    each row's context, or its window. Waits for both.
     """
     rows = reads.rows
     ledger = Coverage(reads.layer, [f"of slot {slot}" for slot in rows.slots.tolist()])
@@ -93,4 +99,4 @@ def check_coverage(
         ledger.add(Owner.REUSED, torch.stack([method.covered(reads) for method in reusing]).sum(0, dtype=torch.int32))
     for partial in filled:
         ledger.add(Owner.HOST, partial.covered)
-    ledger.check(rows.context_lens)
+    ledger.check(rows.context_lens if reads.window is None else rows.context_lens.clamp_max(reads.window))

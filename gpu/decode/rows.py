@@ -39,6 +39,11 @@ class StepRows:
         """
         return self.holes.unsqueeze(-1).expand(3, self.num_rows, num_heads)
 
+    def window_bounds(self, num_heads: int, window_tokens: int) -> Tensor:
+        """Bounds of attention to each row's last `window_tokens` cells: as `bounds`, the hole is all before them."""
+        cut = (self.context_lens - window_tokens).clamp_min_(0)
+        return torch.stack([torch.zeros_like(cut), cut, cut]).unsqueeze(-1).expand(3, self.num_rows, num_heads)
+
     @staticmethod
     def num_bytes(rows: int) -> int:
         return (8 * _WIDE + 4 * _NARROW) * rows

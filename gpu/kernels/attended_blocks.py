@@ -1,7 +1,8 @@
 """What programs of decode attention have in common: a query group over blocks of a paged context, to a partial.
 
 It refuses to know how a context is cut into pieces. Invariants: cells that no head reads, and pages that hold nothing
-else, are never touched; logsumexps are of base 2 until a reduction makes them natural.
+else, are never touched; logsumexps are of base 2 until a reduction makes them natural. A head's DIM is padded to
+BLOCK_DIM, a power of two, on chip alone.
 """
 
 import triton
@@ -17,23 +18,32 @@ _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
 def _attend_block(
     rows, key_pages, value_pages, pages, maxima, kv_head, cell, loaded, reads, is_head, top, mass, out, covered,
     scale_log2,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Add the cells `[tokens]` that each head `reads` `[group, tokens]`. With BOUNDED a head may read none of them, and
     `loaded` `[tokens]` are cells that may be loaded in their place; otherwise it says which of them may be.
     """
-    column = tl.arange(0, DIM)
+    PADDED: tl.constexpr = BLOCK_DIM != DIM
+    column = tl.arange(0, BLOCK_DIM)
+    is_column = (column < DIM)[None, :]
     if BOUNDED:
         page = tl.load(pages + loaded // PAGE_TOKENS).to(tl.int64)
         row = (page * KV_HEADS + kv_head) * PAGE_TOKENS + loaded % PAGE_TOKENS
         address = row[:, None] * DIM + column[None, :]
-        key = tl.load(key_pages + address)
+        if PADDED:  # noqa: SIM108
+            key = tl.load(key_pages + address, mask=is_column, other=0.0)
+        else:
+            key = tl.load(key_pages + address)
     else:
         page = tl.load(pages + cell // PAGE_TOKENS, mask=loaded, other=0).to(tl.int64)
         row = (page * KV_HEADS + kv_head) * PAGE_TOKENS + cell % PAGE_TOKENS
         address = row[:, None] * DIM + column[None, :]
-        key = tl.load(key_pages + address, mask=loaded[:, None], other=0.0)
+        is_there = loaded[:, None]
+        if PADDED:
+            is_there = is_there & is_column
+        key = tl.load(key_pages + address, mask=is_there, other=0.0)
     logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
     logits = tl.where(reads, logits, float("-inf"))
     if MAXIMA:
@@ -52,10 +62,12 @@ def _attend_block(
     weights = tl.exp2(logits - base[:, None])
     rescale = tl.exp2(top - base)
     mass = mass * rescale + tl.sum(weights, 1)
-    if BOUNDED:
-        value = tl.load(value_pages + address)
+    if not BOUNDED:
+        value = tl.load(value_pages + address, mask=is_there, other=0.0)
+    elif PADDED:
+        value = tl.load(value_pages + address, mask=is_column, other=0.0)
     else:
-        value = tl.load(value_pages + address, mask=loaded[:, None], other=0.0)
+        value = tl.load(value_pages + address)
     out = out * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return higher, mass, out, covered
 
@@ -63,13 +75,13 @@ def _attend_block(
 @triton.jit
 def attend_blocks(
     rows, key_pages, value_pages, pages, maxima, kv_head, first, last, context, is_head, scale_log2,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Blocks `[first, last)` of a context, of which every head reads all."""
     top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_GROUP], tl.float32)
-    out = tl.zeros([BLOCK_GROUP, DIM], tl.float32)
+    out = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     covered = tl.zeros([BLOCK_GROUP], tl.int32)
     for block in range(first, last):
         cell = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -77,7 +89,7 @@ def attend_blocks(
         top, mass, out, covered = _attend_block(
             rows, key_pages, value_pages, pages, maxima, kv_head, cell, inside, inside[None, :], is_head, top, mass,
             out, covered, scale_log2,
-            KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED,
+            KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED,
         )  # fmt: skip
     return top, mass, out, covered
 
@@ -86,8 +98,8 @@ def attend_blocks(
 def attend_spans(
     rows, key_pages, value_pages, pages, maxima, kv_head, first, last, front, back, below, begin, end, is_head,
     scale_log2,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on. A head reads of these those below its
     `below` and in `[its begin, its end)`; all three are 0 where `is_head` is not.
@@ -97,7 +109,7 @@ def attend_spans(
     """
     top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_GROUP], tl.float32)
-    out = tl.zeros([BLOCK_GROUP, DIM], tl.float32)
+    out = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     covered = tl.zeros([BLOCK_GROUP], tl.int32)
     NEVER: tl.constexpr = 1 << 30
     skipped = back - front
@@ -120,7 +132,7 @@ def attend_spans(
             top, mass, out, covered = _attend_block(
                 rows, key_pages, value_pages, pages, maxima, kv_head, cell, tl.where(inside, cell, known), reads,
                 is_head, top, mass, out, covered, scale_log2,
-                KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, MAXIMA, COUNTED,
+                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, MAXIMA, COUNTED,
             )  # fmt: skip
     return top, mass, out, covered
 
@@ -128,13 +140,14 @@ def attend_spans(
 @triton.jit
 def store_partial(
     split_out, split_lse, split_covered, row, top, mass, out, covered, is_head,
-    DIM: tl.constexpr, COUNTED: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """`row` `[group]`: where each head's partial goes. One without mass stores no output."""
     has_mass = mass != 0.0
     divisor = tl.where(has_mass, mass, 1.0)
     tl.store(split_lse + row, tl.where(has_mass, top + tl.log2(divisor), float("-inf")), mask=is_head)
-    tl.store(split_out + row[:, None] * DIM + tl.arange(0, DIM)[None, :], out / divisor[:, None],
-             mask=(is_head & has_mass)[:, None])  # fmt: skip
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    tl.store(split_out + row[:, None] * DIM + column, out / divisor[:, None],
+             mask=(is_head & has_mass)[:, None] & (column < DIM))  # fmt: skip
     if COUNTED:
         tl.store(split_covered + row, covered, mask=is_head)

@@ -24,9 +24,13 @@ PIECES_AT_ONCE, REDUCE_WARPS = 128, 8  # partials that are merged together
 # given). Every row fits 99 KiB of shared memory.
 CONFIGS = {
     (2, 64): (64, 4, 2, 128),
+    (2, 96): (64, 4, 2, 128),
     (2, 128): (64, 4, 2, 128),
+    (2, 256): (32, 4, 2, 128),
     (4, 64): (32, 4, 2, 128),
+    (4, 96): (32, 4, 2, 128),
     (4, 128): (32, 4, 2, 128),
+    (4, 256): (16, 4, 2, 128),
 }
 
 _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
@@ -89,7 +93,7 @@ def _balanced_kernel(
     query, key_pages, value_pages, page_table, slots, context_lens, bounds, maxima,
     piece_out, piece_lse, piece_covered, ends, scale_log2, query_stride, max_pages, pairs,
     plane_stride, row_stride, head_stride, maxima_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAIRS: tl.constexpr, NARROW: tl.constexpr,
     FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -153,17 +157,20 @@ def _balanced_kernel(
             to_cell = tl.where(is_far, cut, to_cell)
         stop = tl.minimum(end, last)
         if first < stop:
-            rows = tl.load(query + request * query_stride + head[:, None] * DIM + tl.arange(0, DIM)[None, :],
-                           mask=is_head[:, None], other=0.0)  # fmt: skip
+            column = tl.arange(0, BLOCK_DIM)[None, :]
+            rows = tl.load(query + request * query_stride + head[:, None] * DIM + column,
+                           mask=is_head[:, None] & (column < DIM), other=0.0)  # fmt: skip
             pages = page_table + slot.to(tl.int64) * max_pages
             highest = maxima + (request * (KV_HEADS * GROUP) + head) * maxima_stride
             top, mass, out, covered = attend_spans(
                 rows, key_pages, value_pages, pages, highest, kv_head, first - start, stop - start, front, back,
                 below, from_cell, to_cell, is_head, scale_log2,
-                KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED,
+                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED,
             )  # fmt: skip
             row = (program + segment).to(tl.int64) * GROUP + member
-            store_partial(piece_out, piece_lse, piece_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
+            store_partial(
+                piece_out, piece_lse, piece_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED
+            )  # fmt: skip
         first = tl.maximum(first, stop)
         start = end
         segment += 1
@@ -172,8 +179,8 @@ def _balanced_kernel(
 @triton.jit
 def _merge_pieces_kernel(
     piece_out, piece_lse, piece_covered, out, lse, covered, ends, segments, pieces,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
-    COUNTED: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PIECES: tl.constexpr,
+    PARTS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     segment = (request * (HEADS // GROUP) + head // GROUP) * PARTS + part
@@ -182,15 +189,16 @@ def _merge_pieces_kernel(
     piece_blocks = tl.maximum(tl.cdiv(tl.load(ends + segments - 1), pieces), 1)
     first = begin // piece_blocks
     last = tl.where(begin < end, tl.cdiv(end, piece_blocks), first)
-    column = tl.arange(0, DIM)
+    column = tl.arange(0, BLOCK_DIM)
     top, mass = float("-inf"), 0.0
-    merged = tl.zeros([DIM], tl.float32)
+    merged = tl.zeros([BLOCK_DIM], tl.float32)
     count = 0
     for at in range(first, last, PIECES):
         piece = at + tl.arange(0, PIECES)
         row = (piece + segment).to(tl.int64) * GROUP + head % GROUP
         lse2 = tl.load(piece_lse + row, mask=piece < last, other=float("-inf"))
-        rows = tl.load(piece_out + row[:, None] * DIM + column[None, :], mask=(piece < last)[:, None], other=0.0)
+        rows = tl.load(piece_out + row[:, None] * DIM + column[None, :],
+                       mask=(piece < last)[:, None] & (column < DIM)[None, :], other=0.0)  # fmt: skip
         higher = tl.maximum(top, tl.max(lse2, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(lse2 - base)
@@ -203,7 +211,7 @@ def _merge_pieces_kernel(
     LN2: tl.constexpr = 0.6931471805599453
     divisor = tl.where(mass != 0.0, mass, 1.0)
     to = (part * tl.num_programs(0) + request).to(tl.int64) * HEADS + head
-    tl.store(out + to * DIM + column, merged / divisor)
+    tl.store(out + to * DIM + column, merged / divisor, mask=column < DIM)
     tl.store(lse + to, tl.where(mass != 0.0, (top + tl.log2(divisor)) * LN2, float("-inf")))
     if COUNTED:
         tl.store(covered + to, count)
@@ -233,6 +241,7 @@ def launch_balanced(
     kv_heads, page_tokens = key_pages.shape[1:3]
     group, pairs, pieces = heads // kv_heads, requests * kv_heads, num_pieces(num_sms)
     block_tokens, num_warps, num_stages, registers = CONFIGS[query.element_size(), dim]
+    block_dim = triton.next_power_of_2(dim)
     is_counted = covered is not None
     ends = torch.empty(pairs * parts, dtype=torch.int32, device=query.device)
     counts = ends  # not looked at
@@ -243,7 +252,7 @@ def launch_balanced(
         query, key_pages, value_pages, page_table, slots, context_lens, bounds, lse if maxima is None else maxima,
         piece_out, piece_lse, counts, ends, scale * 1.4426950408889634, query.stride(0), page_table.stride(0), pairs,
         *bounds.stride(), 0 if maxima is None else maxima.shape[-1],
-        GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
+        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=block_dim, PAGE_TOKENS=page_tokens,
         BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
         PAIRS=PAIRS_AT_ONCE, NARROW=triton.next_power_of_2(group),
         FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted,
@@ -251,6 +260,6 @@ def launch_balanced(
     )  # fmt: skip
     _merge_pieces_kernel[(requests, heads, parts)](
         piece_out, piece_lse, counts, out, lse, ends if covered is None else covered, ends, pairs * parts, pieces,
-        GROUP=group, HEADS=heads, DIM=dim, PIECES=PIECES_AT_ONCE, PARTS=parts, COUNTED=is_counted,
+        GROUP=group, HEADS=heads, DIM=dim, BLOCK_DIM=block_dim, PIECES=PIECES_AT_ONCE, PARTS=parts, COUNTED=is_counted,
         num_warps=REDUCE_WARPS,
     )  # fmt: skip

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, runs_on_triton
-from gpu.kernels.rms_norm import rms_norm, rms_norm_reference
-from gpu.kernels.swiglu import swiglu, swiglu_reference
+from gpu.kernels.rms_norm import check_norm, rms_norm, rms_norm_reference
+from gpu.kernels.swiglu import gated, swiglu, swiglu_reference
+from gpu.model.spec import Activation
 
 # Shape class: block_rows, block_inner, num_warps, num_stages, unroll. `gated` programs read two rows for each output.
 CONFIGS = {
@@ -33,9 +34,11 @@ def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) 
     return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
 
 
-def norm_linear_reference(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """Plain torch: `rms_norm(x) @ weight.T`."""
-    return F.linear(rms_norm_reference(x, norm_weight, eps), weight)
+def norm_linear_reference(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Plain torch: `rms_norm(x) @ weight.T (+ bias)`."""
+    return F.linear(rms_norm_reference(x, norm_weight, eps), weight, bias)
 
 
 def gate_up_swiglu_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor:
@@ -43,15 +46,18 @@ def gate_up_swiglu_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     return swiglu_reference(F.linear(x, gate_up_weight))
 
 
-def norm_gate_up_swiglu_reference(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
+def norm_gate_up_swiglu_reference(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
+) -> Tensor:
     """Plain torch: `swiglu(rms_norm(x) @ gate_up_weight.T)`."""
-    return swiglu_reference(F.linear(rms_norm_reference(x, norm_weight, eps), gate_up_weight))
+    return swiglu_reference(F.linear(rms_norm_reference(x, norm_weight, eps), gate_up_weight), activation)
 
 
 @triton.jit
 def _gemv_kernel(
     x, weight, norm_weight, residual, out, eps, num_rows,
-    INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
+    INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
+    ADDS_RESIDUAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
@@ -84,7 +90,7 @@ def _gemv_kernel(
         scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / INNER + eps)
         result *= scale
     if GATES:
-        result = result * tl.sigmoid(result) * (tl.sum(up_sums, 1) * scale)
+        result = gated(result, tl.sum(up_sums, 1) * scale, GELU)
     if ADDS_RESIDUAL:
         result += tl.load(residual + row, mask=row < num_rows, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_rows)
@@ -119,16 +125,19 @@ def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight).float()
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """`rms_norm(x, norm_weight, eps) @ weight.T`: x `[tokens, hidden]`, weight `[out, hidden]` -> `[tokens, out]`.
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`rms_norm(x, norm_weight, eps) @ weight.T (+ bias)`: x `[tokens, hidden]`, weight `[out, hidden]`, bias `[out]`,
+    norm_weight `[hidden]` of weight.dtype or float32 -> `[tokens, out]`.
 
     Raises ValueError for another shape, dtype or device.
     """
     _check_inner("norm_linear", x, weight)
-    check("norm_linear", "norm_weight", norm_weight, (x.shape[1],), weight.dtype, weight.device)
+    check_norm("norm_linear", "norm_weight", norm_weight, x)
+    if bias is not None:
+        check("norm_linear", "bias", bias, (weight.shape[0],), weight.dtype, weight.device)
     if not _is_gemv(x, weight):
-        return F.linear(rms_norm(x, norm_weight, eps), weight)
-    return _launch(x, weight, norm_weight, eps, None, False, weight.dtype)
+        return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return _launch(x, weight, norm_weight, eps, bias, False, weight.dtype)
 
 
 def gate_up_swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
@@ -142,16 +151,18 @@ def gate_up_swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     return _launch(x, gate_up_weight, None, 0.0, None, True, gate_up_weight.dtype)
 
 
-def norm_gate_up_swiglu(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
-    """`swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first.
+def norm_gate_up_swiglu(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
+) -> Tensor:
+    """`swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first; or GeGLU.
 
     Returns `[tokens, intermediate]`. Raises ValueError for another shape, dtype or device.
     """
     _check_inner("norm_gate_up_swiglu", x, gate_up_weight)
-    check("norm_gate_up_swiglu", "norm_weight", norm_weight, (x.shape[1],), gate_up_weight.dtype, x.device)
+    check_norm("norm_gate_up_swiglu", "norm_weight", norm_weight, x)
     if not _is_gemv(x, gate_up_weight):
-        return swiglu(F.linear(rms_norm(x, norm_weight, eps), gate_up_weight))
-    return _launch(x, gate_up_weight, norm_weight, eps, None, True, gate_up_weight.dtype)
+        return swiglu(F.linear(rms_norm(x, norm_weight, eps), gate_up_weight), activation)
+    return _launch(x, gate_up_weight, norm_weight, eps, None, True, gate_up_weight.dtype, activation)
 
 
 def _check_inner(op: str, x: Tensor, weight: Tensor) -> None:
@@ -181,15 +192,17 @@ def _launch(
     norm_weight: Tensor | None,
     eps: float,
     residual: Tensor | None,
-    gated: bool,
+    gates: bool,
     dtype: torch.dtype,
+    activation: Activation = "silu",
 ) -> Tensor:
-    inner, num_rows = x.shape[1], weight.shape[0] // (2 if gated else 1)
-    block_rows, block_inner, num_warps, num_stages, unroll = CONFIGS[shape_class(num_rows, inner, gated)]
+    inner, num_rows = x.shape[1], weight.shape[0] // (2 if gates else 1)
+    block_rows, block_inner, num_warps, num_stages, unroll = CONFIGS[shape_class(num_rows, inner, gates)]
     out = torch.empty(1, num_rows, dtype=dtype, device=weight.device)
     _gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
         x, weight, weight if norm_weight is None else norm_weight, out if residual is None else residual.contiguous(),
-        out, eps, num_rows, INNER=inner, NORMS=norm_weight is not None, GATES=gated, ADDS_RESIDUAL=residual is not None,
+        out, eps, num_rows, INNER=inner, NORMS=norm_weight is not None, GATES=gates,
+        GELU=activation == "gelu_tanh", ADDS_RESIDUAL=residual is not None,
         BLOCK_ROWS=block_rows, BLOCK_INNER=block_inner, STAGES=num_stages, UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out

@@ -31,10 +31,16 @@ PROGRAMS_PER_SM = 4
 # (itemsize, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
 CONFIGS = {
     (2, 64): (64, 4, 3),
+    (2, 96): (64, 4, 2),
     (2, 128): (64, 4, 2),
+    (2, 256): (32, 4, 2),
     (4, 64): (32, 4, 2),
+    (4, 96): (32, 4, 2),
     (4, 128): (32, 4, 2),
+    (4, 256): (16, 4, 2),
 }
+
+DECODED_DIMS = tuple(sorted({dim for _, dim in CONFIGS}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,7 @@ def paged_decode_attention_reference(
 def _split_kernel(
     query, key_pages, value_pages, page_table, slots, context_lens, maxima,
     split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits, maxima_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -146,24 +152,25 @@ def _split_kernel(
     if first >= num_blocks:  # short contexts leave splits empty; the reduction knows which
         return
 
-    rows = tl.load(query + request * query_stride + head[:, None] * DIM + tl.arange(0, DIM)[None, :],
-                   mask=is_head[:, None], other=0.0)  # fmt: skip
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    rows = tl.load(query + request * query_stride + head[:, None] * DIM + column,
+                   mask=is_head[:, None] & (column < DIM), other=0.0)  # fmt: skip
     pages = page_table + tl.load(slots + request).to(tl.int64) * max_pages
     highest = maxima + (request * (KV_HEADS * GROUP) + head) * maxima_stride
     last = tl.minimum(first + split_blocks, num_blocks)
     top, mass, out, covered = attend_blocks(
         rows, key_pages, value_pages, pages, highest, kv_head, first, last, context, is_head, scale_log2,
-        KV_HEADS, DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED,
+        KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED,
     )  # fmt: skip
     row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
-    store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, COUNTED)
+    store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED)
 
 
 @triton.jit
 def _reduce_kernel(
     split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, num_splits,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    COUNTED: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
@@ -171,7 +178,7 @@ def _reduce_kernel(
     split_blocks = tl.maximum(tl.cdiv(num_blocks, num_splits), 1)
     split = tl.arange(0, BLOCK_SPLITS)
     is_used = (split * split_blocks < num_blocks) & (split < num_splits)
-    column = tl.arange(0, DIM)
+    column = tl.arange(0, BLOCK_DIM)
     row = (request * num_splits + split) * HEADS + head
     lse2 = tl.load(split_lse + row, mask=is_used, other=float("-inf"))
     top = tl.max(lse2, 0)
@@ -181,11 +188,11 @@ def _reduce_kernel(
     has_mass = mass != 0.0
     divisor = tl.where(has_mass, mass, 1.0)
     parts = tl.load(split_out + row[:, None] * DIM + column[None, :],
-                    mask=(lse2 != float("-inf"))[:, None], other=0.0)  # fmt: skip
+                    mask=(lse2 != float("-inf"))[:, None] & (column < DIM)[None, :], other=0.0)  # fmt: skip
     merged = tl.sum(parts * weights[:, None], 0) / divisor
     LN2: tl.constexpr = 0.6931471805599453
     to = request * HEADS + head
-    tl.store(out + to * DIM + column, merged)
+    tl.store(out + to * DIM + column, merged, mask=column < DIM)
     tl.store(lse + to, tl.where(has_mass, (top + tl.log2(divisor)) * LN2, float("-inf")))
     if COUNTED:
         tl.store(covered + to, tl.sum(tl.load(split_covered + row, mask=is_used, other=0), 0))
@@ -246,7 +253,7 @@ def paged_decode_attention(
             f"{op}: {requests} requests of {(heads, dim)}, {parts} parts, the workspace holds {held}; allocate a larger"
         )
     if (query.element_size(), dim) not in CONFIGS:
-        raise ValueError(f"{op}: dim is {dim}; wanted one of {sorted({dim for _, dim in CONFIGS})}")
+        raise ValueError(f"{op}: dim is {dim}; wanted one of {DECODED_DIMS}")
     out = torch.empty(parts, requests, heads, dim, dtype=torch.float32, device=device)
     lse = torch.empty(parts, requests, heads, dtype=torch.float32, device=device)
     covered = torch.empty(parts, requests, heads, dtype=torch.int32, device=device) if is_counted else None
@@ -289,13 +296,13 @@ def _launch_splits(
         query, key_pages, value_pages, page_table, slots, context_lens, lse if maxima is None else maxima,
         workspace.out, workspace.lse, split_covered, scale * 1.4426950408889634, query.stride(0), page_table.stride(0),
         splits, 0 if maxima is None else maxima.shape[-1],
-        GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
+        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_TOKENS=page_tokens,
         BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
         MAXIMA=maxima is not None, COUNTED=is_counted, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     _reduce_kernel[(requests, heads)](
         workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,
         context_lens, splits,
-        HEADS=heads, DIM=dim, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_TOKENS=block_tokens,
-        COUNTED=is_counted, num_warps=4,
+        HEADS=heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
+        BLOCK_TOKENS=block_tokens, COUNTED=is_counted, num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""RMSNorm, alone and after a residual addition.
+"""RMSNorm, alone, after a residual addition, and before one.
 
-Arithmetic of Hugging Face's LlamaRMSNorm: float32 inside, rounded to x.dtype, then times the weight. It refuses to know
-what the hidden states are. Bytes moved per token: 2 * hidden * itemsize, and 4 * hidden * itemsize with the residual.
+Arithmetic of Hugging Face's LlamaRMSNorm: float32 inside, rounded to x.dtype, then times the weight; and of its
+Gemma3RMSNorm where the weight is float32 and x is not: times the weight, then rounded. It refuses to know what the
+hidden states are. Bytes moved per token: 2 * hidden * itemsize, and more by 1 or 2 times that with a residual.
 """
 
 import torch
@@ -16,7 +17,14 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Plain torch. x `[tokens, hidden]`, weight `[hidden]` -> `[tokens, hidden]`. float64 stays float64."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+        return (wide * scale).mul_(weight).to(x.dtype)
     return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def rms_norm_add_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """Plain torch: `residual + rms_norm(x)`."""
+    return rms_norm_reference(x, weight, eps).add_(residual)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -27,8 +35,9 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADDS_RESIDUAL: tl.constexpr
-):
+    x, residual, weight, out, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS_RESIDUAL: tl.constexpr, ADDS_AFTER: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -40,20 +49,45 @@ def _rms_norm_kernel(
         tl.store(residual + token * HIDDEN + column, rounded, mask=inside)
         row = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
-    normed = (row * scale).to(dtype).to(tl.float32)
+    normed = row * scale
+    if weight.dtype.element_ty == dtype:
+        normed = normed.to(dtype).to(tl.float32)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * HIDDEN + column, (normed * gain).to(dtype), mask=inside)
+    result = (normed * gain).to(dtype)
+    if ADDS_AFTER:
+        before = tl.load(residual + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        result = (before + result.to(tl.float32)).to(dtype)
+    tl.store(out + token * HIDDEN + column, result, mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / rms(x): x `[tokens, hidden]`, weight `[hidden]`, one dtype and device -> `[tokens, hidden]`.
+    """weight * x / rms(x): x `[tokens, hidden]`, weight `[hidden]` of x.dtype or float32 -> `[tokens, hidden]`.
 
     Raises ValueError for a weight of another shape, dtype or device.
     """
-    check("rms_norm", "weight", weight, (x.shape[-1],), x.dtype, x.device)
+    check_norm("rms_norm", "weight", weight, x)
     if not runs_on_triton(x) or x.numel() == 0:
         return rms_norm_reference(x, weight, eps)
-    return _launch("rms_norm", x, None, weight, eps)
+    return _launch("rms_norm", x, None, weight, eps, False)
+
+
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """`residual + rms_norm(x, weight, eps)`, new: x, residual `[tokens, hidden]` of one dtype.
+
+    Raises ValueError for a weight or residual of another shape, dtype or device, or a residual that is not contiguous.
+    """
+    check_norm("rms_norm_add", "weight", weight, x)
+    check("rms_norm_add", "residual", residual, tuple(x.shape), x.dtype, x.device)
+    if not runs_on_triton(x) or x.numel() == 0:
+        return rms_norm_add_reference(x, weight, eps, residual)
+    check_contiguous("rms_norm_add", "residual", residual)
+    return _launch("rms_norm_add", x, residual, weight, eps, True)
+
+
+def check_norm(op: str, name: str, weight: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless `weight` is a norm's for rows of x: of x.dtype, or float32."""
+    dtype = torch.float32 if weight.dtype == torch.float32 else x.dtype
+    check(op, name, weight, (x.shape[-1],), dtype, x.device)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -61,22 +95,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     Raises ValueError for a weight or residual of another shape, dtype or device, or a residual that is not contiguous.
     """
-    check("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype, x.device)
+    check_norm("add_rms_norm", "weight", weight, x)
     check("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, x.device)
     if not runs_on_triton(x) or x.numel() == 0:
         return add_rms_norm_reference(x, residual, weight, eps)
     check_contiguous("add_rms_norm", "residual", residual)
-    return _launch("add_rms_norm", x, residual, weight, eps), residual
+    return _launch("add_rms_norm", x, residual, weight, eps, False), residual
 
 
-def _launch(op: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _launch(op: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, adds_after: bool) -> Tensor:
     check_dtype(op, x)
     tokens, hidden = x.shape
-    check(op, "x", x, (tokens, hidden), weight.dtype, weight.device)
+    check(op, "x", x, (tokens, hidden), x.dtype, weight.device)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
         x, x if residual is None else residual, weight, out, x.stride(0), eps,
-        HIDDEN=hidden, BLOCK=block, ADDS_RESIDUAL=residual is not None, num_warps=min(16, max(1, block // 512)),
+        HIDDEN=hidden, BLOCK=block, ADDS_RESIDUAL=residual is not None and not adds_after, ADDS_AFTER=adds_after,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out

@@ -54,7 +54,7 @@ def rope_kv_write_reference(
 def _rope_kv_write_kernel(
     qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, query, qkv_stride, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -65,27 +65,29 @@ def _rope_kv_write_kernel(
     page = tl.load(page_table + slot * max_pages + cell // PAGE_TOKENS, mask=is_token, other=0).to(tl.int64)
     page_row = page * KV_HEADS * PAGE_TOKENS + cell % PAGE_TOKENS
 
-    half = tl.arange(0, HALF)[None, :]
-    cosine = tl.load(cos + position * HALF + half)
-    sine = tl.load(sin + position * HALF + half)
+    half = tl.arange(0, BLOCK_HALF)[None, :]
+    is_half = half < HALF  # of a dim that is no power of two
+    cosine = tl.load(cos + position * HALF + half, mask=is_half, other=0.0)
+    sine = tl.load(sin + position * HALF + half, mask=is_half, other=0.0)
     head = tl.arange(0, BLOCK_ROTATED)[:, None]
     source = qkv + token * qkv_stride + head * DIM + half
-    first = tl.load(source, mask=head < HEADS + KV_HEADS, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=head < HEADS + KV_HEADS, other=0.0).to(tl.float32)
+    is_rotated = (head < HEADS + KV_HEADS) & is_half
+    first = tl.load(source, mask=is_rotated, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=is_rotated, other=0.0).to(tl.float32)
     low = (first * cosine - second * sine).to(query.dtype.element_ty)
     high = (second * cosine + first * sine).to(query.dtype.element_ty)
     to_query = query + (token * HEADS + head) * DIM + half
-    tl.store(to_query, low, mask=head < HEADS)
-    tl.store(to_query + HALF, high, mask=head < HEADS)
+    tl.store(to_query, low, mask=(head < HEADS) & is_half)
+    tl.store(to_query + HALF, high, mask=(head < HEADS) & is_half)
     num_written = tl.where(is_token, KV_HEADS, 0)
-    is_key = (head >= HEADS) & (head < HEADS + num_written)
+    is_key = (head >= HEADS) & (head < HEADS + num_written) & is_half
     to_key = key_pages + (page_row + (head - HEADS) * PAGE_TOKENS) * DIM + half
     tl.store(to_key, low, mask=is_key)
     tl.store(to_key + HALF, high, mask=is_key)
 
     kv_head = tl.arange(0, BLOCK_KV)[:, None]
-    column = tl.arange(0, DIM)[None, :]
-    is_value = kv_head < num_written
+    column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+    is_value = (kv_head < num_written) & (column < DIM)
     value = tl.load(qkv + token * qkv_stride + (HEADS + KV_HEADS + kv_head) * DIM + column, mask=is_value, other=0.0)
     tl.store(value_pages + (page_row + kv_head * PAGE_TOKENS) * DIM + column, value, mask=is_value)
 
@@ -137,6 +139,7 @@ def rope_kv_write(
         page_table.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
         BLOCK_ROTATED=triton.next_power_of_2(num_heads + kv_heads), BLOCK_KV=triton.next_power_of_2(kv_heads),
+        BLOCK_HALF=triton.next_power_of_2(dim // 2),
         num_warps=8,
     )  # fmt: skip
     return query

@@ -93,7 +93,7 @@ class Demand:
 
     @property
     def rope_token_bytes(self) -> int:
-        return self.shape.dim * 4  # cosine and sine of half the dimensions, float32
+        return len(self.shape.ropes) * self.shape.dim * 4  # cosine and sine of half the dimensions, float32
 
     @property
     def page_table_token_bytes(self) -> float:
@@ -144,7 +144,8 @@ class Demand:
         qkv = query + 2 * shape.num_kv_heads * shape.dim
         num_pieces = (shape.max_context_tokens // PIECE_TOKENS).bit_length() if self.device == "cuda" else 0
         num_queries = 6 + num_pieces + RING_OUTPUTS * self.reuses
-        width = 4 * shape.hidden + qkv + num_queries * query + 3 * shape.intermediate
+        num_hidden = 4 + any(spec.post_norms for spec in shape.layer_pattern)
+        width = num_hidden * shape.hidden + qkv + num_queries * query + 3 * shape.intermediate
         return num_tokens * width * self.dtype_bytes
 
     def _weights(self) -> tuple[MemoryItem, ...]:

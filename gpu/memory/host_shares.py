@@ -13,6 +13,7 @@ from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.machine import GIB
+from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
 
 DENSE_SHARE = 0.6  # of the KV pages, at most, for the dense layers of the longest context that nobody asked for
 
@@ -45,9 +46,15 @@ class Budget:
 def resolve_host(
     host: HostConfig, kept: Kept, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int
 ) -> HostDemand:
-    """kept: what stays on the device of contexts that go down (`gpu.profiles.find_kept`). Raises PlanError for a layer
-    that the model has not, and for all of them.
+    """kept: what stays on the device of contexts that go down (`gpu.profiles.find_kept`). Raises PlanError for
+    heads that the host does not read, for a layer that the model has not, and for all of them.
     """
+    if shape.dim not in HOST_DIMS or shape.group > MAX_HOST_GROUP:
+        dims = ", ".join(map(str, HOST_DIMS))
+        raise PlanError(
+            f"host.rows: are read for heads of {dims}, up to {MAX_HOST_GROUP} to a KV head; {shape.name} has heads of "
+            f"{shape.dim}, {shape.group} to a KV head: leave out `host`"
+        )
     outside = [layer for layer in kept.dense_layers if not 0 <= layer < shape.num_layers]
     if outside:
         raise PlanError(
@@ -55,9 +62,10 @@ def resolve_host(
         )
     num_dense = len(kept.dense_layers)
     if num_dense == shape.num_layers:
-        raise PlanError(
-            f"host.dense_layers: asked all {num_dense} layers, nothing would go down; name fewer, or leave out `host`"
-        )
+        why = f"asked all {num_dense} layers"
+        if shape.window_layers:
+            why = f"all {num_dense} layers stay on the device, {len(shape.window_layers)} since they have a window"
+        raise PlanError(f"host.dense_layers: {why}, nothing would go down; name fewer, or leave out `host`")
     return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running)
 
 

@@ -45,7 +45,8 @@ class LayerReads:
     `gpu.kernels.paged_decode_attention` (bounds None: all of each context). asks: whether the host is asked in this
     layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
     kept: what methods keep of the layer from before they read it until after. attended: all that was read, merged, by
-    methods that do that themselves; None: nobody has.
+    methods that do that themselves; None: nobody has. window: of the layer, in cells, or None: bounds say so already,
+    and methods have no part in it.
     """
 
     layer: int
@@ -61,6 +62,7 @@ class LayerReads:
     excluded: Tensor | None = None
     kept: dict["DeviceSide", Any] = field(default_factory=dict)
     attended: Partial | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

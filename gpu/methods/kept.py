@@ -23,9 +23,9 @@ class Kept:
 
 
 def keep_as_set(settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
-    """What the `host` section says; layers that it leaves open are 0 and half the depth."""
+    """What the `host` section says; layers that it leaves open are 0 and half the depth. Window layers go nowhere."""
     layers = (0, architecture.num_layers // 2) if host.dense_layers is None else host.dense_layers
-    return Kept(host.sink_tokens, host.window_tokens, tuple(sorted(set(layers))))
+    return Kept(host.sink_tokens, host.window_tokens, tuple(sorted({*layers, *architecture.window_layers})))
 
 
 def join_kept(kept: Iterable[Kept]) -> Kept:

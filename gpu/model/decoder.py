@@ -1,4 +1,4 @@
-"""The layers of a Llama-family decoder, as functions over tensors.
+"""The layers of a decoder, as its specs say, as functions over tensors.
 
 It refuses to know requests, batching and sampling: attention is handed in, or stands between the two halves of a layer.
 Invariant: each hidden state depends on its own row and on what attention returns for that row, so padding rows and
@@ -7,14 +7,15 @@ packed neighbours change nothing.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gpu.cpu_device.attention import applies, rope_kv_write_cpu
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kv.pool import KvPool
-from gpu.model.architecture import Architecture
 from gpu.model.projections import Projections
-from gpu.model.rope import rope_tables
+from gpu.model.rope import layer_rope_tables
+from gpu.model.spec import Architecture
 from gpu.model.weights import Weights
 
 # (query, pre_rope_query), both [tokens, heads, dim], to attention's output, of that shape and any floating dtype.
@@ -32,15 +33,30 @@ class Decoder:
         self.architecture = architecture
         self.weights = weights
         self.pool = pool
-        self.projections = Projections(weights, architecture.rms_norm_eps)
+        self.projections = Projections(weights, architecture)
         self.scale = architecture.dim**-0.5
-        self.cos, self.sin = rope_tables(architecture, max_context_tokens, pool.device)
+        self.specs = architecture.layers
+        self.windows = sorted({spec.window_tokens for spec in self.specs if spec.window_tokens is not None})
+        self._rope_tables = layer_rope_tables(architecture, max_context_tokens, pool.device)
         self._rope_kv_write = rope_kv_write_cpu if applies(pool.key_pages[0]) else rope_kv_write
+        scale = torch.tensor(architecture.embedding_scale, dtype=weights.embedding.dtype)
+        self._embedding_scale = float(scale)  # rounded as the rows are
         self.query_columns = architecture.num_heads * architecture.dim
+
+    @property
+    def cos(self) -> Tensor:
+        """Of the first layer, and of a plain model's all: float32 `[max_context_tokens, dim // 2]`."""
+        return self._rope_tables[0][0]
+
+    @property
+    def sin(self) -> Tensor:
+        """As `cos`."""
+        return self._rope_tables[0][1]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states `[tokens, hidden]` of token ids, int64 `[tokens]`."""
-        return self.weights.embedding.index_select(0, token_ids)
+        rows = self.weights.embedding.index_select(0, token_ids)
+        return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
               pages: Pages | None = None) -> Tensor:  # fmt: skip
@@ -65,7 +81,7 @@ class Decoder:
         )  # fmt: skip
         qkv = self.projections.qkv(index, hidden)
         query = self._rope_kv_write(
-            qkv, self.cos, self.sin, positions, cells, slots, page_table, key_pages, value_pages,
+            qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages,
             self.architecture.num_heads,
         )  # fmt: skip
         return query, qkv[:, : self.query_columns].view(query.shape)

@@ -19,6 +19,7 @@ from transfer.partial import Partial, merge
 FLASH_DIM_MULTIPLE = 8
 MASKED_ENTRIES = 2**24  # of a mask of scattered queries at once
 MASK_MULTIPLE = 16
+WINDOW_ROWS = 512  # queries of a window at once, where a mask says what they see
 
 
 def prefill_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
@@ -82,14 +83,43 @@ class Packing:
     most_keys: int
 
 
-def packed_prefill_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
-    """What `prefill_attention` of each prompt puts out, by one kernel; where `has_flash`.
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Attended:
+    """As `prefill_attention`, of queries that see themselves and the tokens before them, `window` together.
+
+    FlashAttention where there is one, else WINDOW_ROWS queries at once with a mask.
+    """
+    tokens, context = query.shape[0], key.shape[1]
+    first = max(0, context - tokens - window + 1)  # the first key that any query sees
+    key, value, context = key[:, first:], value[:, first:], context - first
+    if has_flash(query):
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], None, None, tokens, context, 0.0, True,
+            False, scale=scale, window_size_left=window - 1, window_size_right=0,
+        )  # fmt: skip
+        return Attended(out[0], lse[0].transpose(0, 1))
+    attended = []
+    for begin in range(0, tokens, WINDOW_ROWS):
+        rows = query[begin : begin + WINDOW_ROWS]
+        last = torch.arange(len(rows), device=query.device) + (context - tokens + begin)  # key that each sees last
+        low, high = max(0, context - tokens + begin - window + 1), context - tokens + begin + len(rows)
+        seen = torch.arange(low, high, device=query.device)
+        mask = torch.zeros(len(rows), high - low, dtype=query.dtype, device=query.device)
+        mask.masked_fill_((seen > last[:, None]) | (seen <= last[:, None] - window), float("-inf"))
+        attended.append(_masked(rows, key[:, low:high], value[:, low:high], mask, scale))
+    return Attended(torch.cat([one.out for one in attended]), torch.cat([one.partial_lse for one in attended]))
+
+
+def packed_prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None
+) -> Tensor:
+    """What `prefill_attention` of each prompt puts out, or `windowed_attention`, by one kernel; where `has_flash`.
 
     query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`. As query.
     """
     out, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, packing.query_begins, packing.key_begins, packing.most_queries, packing.most_keys,
-        0.0, True, False, scale=scale,
+        0.0, True, False, scale=scale, window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
     )  # fmt: skip
     return out
 

@@ -19,7 +19,7 @@ from gpu.kv.pool import KvPool
 from gpu.methods.device_side import ReuseSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.model.decoder import Decoder
-from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention
+from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, windowed_attention
 from gpu.prefill.query import PrefillQuery
 from gpu.prefill.scored_rows import cut_rows
 from gpu.prefill.staging import StagedPrompt, Staging
@@ -291,12 +291,13 @@ class Prefill:
     def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
         """Attention of a packed chunk: all prompts at once, or prompt by prompt; all `[tokens, heads, dim]`."""
         parts = state.parts(unit)
-        is_packed = unit.method == DENSE and len(parts) > 1 and has_flash(query)
+        window = self.decoder.specs[unit.layer].window_tokens
+        is_packed = (unit.method == DENSE or window is not None) and len(parts) > 1 and has_flash(query)
         if is_packed and sum(part.context for part in parts) <= self._most_packed_tokens:
             packed = self._pack(state, unit, parts)
             keys, values = self.gathered.pack(unit.layer, packed.rows)
-            out = packed_prefill_attention(query, keys, values, packed.packing, self.decoder.scale)
-            for part in parts:
+            out = packed_prefill_attention(query, keys, values, packed.packing, self.decoder.scale, window)
+            for part in parts if window is None else ():
                 if any(method.has_ring(part.prompt.slot) for method in self._reusing):
                     self._show(self._ask(state, unit, part, query, pre_rope_query), part.prompt.slot)
             return out
@@ -315,6 +316,11 @@ class Prefill:
         """Attention of one prompt's part by the unit's method; both queries are the unit's."""
         side, prompt = self._sides[unit.method], part.prompt
         num_prompt_tokens = len(prompt.token_ids)
+        window = self.decoder.specs[unit.layer].window_tokens
+        if window is not None:  # which methods have no part in
+            keys, values = self._keys_and_values(state, prompt, unit.layer, part.context)
+            own = slice(part.begin - unit.begin, part.end - unit.begin)
+            return windowed_attention(query[own], keys, values, window, self.decoder.scale).out
         begin = part.context - (part.end - part.begin)
         if begin == prompt.begin:
             state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)

@@ -43,6 +43,9 @@ SHAPES = [  # (rows, queries, heads, kv_heads, dim)
     ("bf16", "float32", 4, 4, 64),
     ("int8", "float32", 6, 2, 64),
     pytest.param("int8", "bf16", 8, 1, 128, marks=pytest.mark.long),  # each takes half a minute to compile
+    pytest.param("bf16", "bf16", 16, 1, 256, marks=pytest.mark.long),
+    pytest.param("int8", "bf16", 16, 1, 256, marks=pytest.mark.long),
+    pytest.param("float32", "float32", 8, 4, 256, marks=pytest.mark.long),
     pytest.param("float32", "float32", 7, 1, 64, marks=pytest.mark.long),  # no deployment has such rows
 ]
 
@@ -304,9 +307,9 @@ def test_a_table_that_is_none_is_refused() -> None:
         wrong[name][1] = value
         with pytest.raises(ValueError, match="pieces"):
             kernel.attend(wrong, queries, None, 1)
-    with pytest.raises(ValueError, match="groups of 1 to 8"):
-        attention("bf16", "float32", 9, 1, 64, BITS, TABLES)
-    with pytest.raises(ValueError, match="groups of 1 to 8"):
+    with pytest.raises(ValueError, match="groups of 1 to 16"):
+        attention("bf16", "float32", 17, 1, 64, BITS, TABLES)
+    with pytest.raises(ValueError, match="groups of 1 to 16"):
         attention("bf16", "float32", 4, 1, 80, BITS, TABLES)
 
 

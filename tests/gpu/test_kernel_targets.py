@@ -6,7 +6,7 @@ No device is needed.
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +25,13 @@ from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import centre_of, deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
 from gpu.kernels.gather_pages import gather_pages
+from gpu.kernels.head_norm import head_norm
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.merge_attended import merge_attended
 from gpu.kernels.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.kernels.race import race
 from gpu.kernels.restore_rows import restore_rows
-from gpu.kernels.rms_norm import add_rms_norm, rms_norm
+from gpu.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.scatter_runs import launch as scatter
 from gpu.kernels.swiglu import swiglu
@@ -58,6 +59,7 @@ TRITON_TYPES = {
 }
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 SERVED = ("tiny", "llama-3.1-8b")
+FAMILIES = ("phi-3-mini", "gemma-3-4b", "glm-4-9b")  # heads of 96 and of 256, and 16 to a KV head
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -68,10 +70,21 @@ def _norms(shape: Architecture, dtype: torch.dtype) -> None:
     )
     rms_norm(x, weight, 1e-5)
     add_rms_norm(x, torch.empty_like(x), weight, 1e-5)
+    for norm in (weight, torch.empty(shape.hidden, device="cuda")):
+        rms_norm(x, norm, 1e-5)
+        rms_norm_add(x, norm, 1e-5, torch.empty_like(x))
 
 
 def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
-    swiglu(torch.empty(2, 2 * shape.intermediate, dtype=dtype, device="cuda"))
+    for activation in ("silu", "gelu_tanh"):
+        swiglu(torch.empty(2, 2 * shape.intermediate, dtype=dtype, device="cuda"), activation)
+
+
+def _heads(shape: Architecture, dtype: torch.dtype) -> None:
+    heads = shape.num_heads, shape.num_kv_heads
+    qkv = torch.empty(2, (heads[0] + 2 * heads[1]) * shape.dim, dtype=dtype, device="cuda")
+    for norm in (torch.empty(shape.dim, dtype=dtype, device="cuda"), torch.empty(shape.dim, device="cuda")):
+        head_norm(qkv, norm, norm, 1e-5, *heads)
 
 
 def _pages(shape: Architecture, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +120,7 @@ def _projections(shape: Architecture, dtype: torch.dtype) -> None:
         return
     attention = shape.num_heads * shape.dim
     qkv_rows = attention + 2 * shape.num_kv_heads * shape.dim
-    norm = torch.empty(shape.hidden, dtype=dtype, device="cuda")
+    norm, wide = (torch.empty(shape.hidden, dtype=kind, device="cuda") for kind in (dtype, torch.float32))
 
     def weight(rows: int, inner: int) -> torch.Tensor:
         return torch.empty(rows, inner, dtype=dtype, device="cuda")
@@ -115,8 +128,11 @@ def _projections(shape: Architecture, dtype: torch.dtype) -> None:
     for tokens in (1, 4):
         x = torch.empty(tokens, shape.hidden, dtype=dtype, device="cuda")
         norm_linear(x, norm, 1e-5, weight(qkv_rows, shape.hidden))
+        bias = torch.empty(qkv_rows, dtype=dtype, device="cuda")
+        norm_linear(x, wide, 1e-5, weight(qkv_rows, shape.hidden), bias)
         linear(torch.empty(tokens, attention, device="cuda"), weight(shape.hidden, attention), x)
         norm_gate_up_swiglu(x, norm, 1e-5, weight(2 * shape.intermediate, shape.hidden))
+        norm_gate_up_swiglu(x, wide, 1e-5, weight(2 * shape.intermediate, shape.hidden), "gelu_tanh")
         gate_up_swiglu(x, weight(2 * shape.intermediate, shape.hidden))
         middle = torch.empty(tokens, shape.intermediate, dtype=dtype, device="cuda")
         linear(middle, weight(shape.hidden, shape.intermediate), x)
@@ -226,6 +242,7 @@ def _mac(shape: Architecture, dtype: torch.dtype) -> None:
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rms_norm_kernel": _norms,
     "_swiglu_kernel": _swiglu,
+    "_head_norm_kernel": _heads,
     "_rope_kv_write_kernel": _rope,
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
@@ -297,13 +314,23 @@ def _source(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any])
 @pytest.fixture(scope="module")
 def launches() -> list[Launch]:
     """Each distinct launch of the shapes that are served."""
+    return _record(LAUNCHES.values(), SERVED)
+
+
+@pytest.fixture(scope="module")
+def family_launches() -> list[Launch]:
+    """Of decode steps of other families' shapes."""
+    return _record((LAUNCHES[name] for name in FAMILY_KERNELS), FAMILIES)
+
+
+def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes: Sequence[str]) -> list[Launch]:
     recorded: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
         patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128))
         for module, name, kernel in list(_kernels()):
             patch.setattr(module, name, Recorder(kernel, recorded))
-        for call in dict.fromkeys(LAUNCHES.values()):
-            for name in SERVED:
+        for call in dict.fromkeys(calls):
+            for name in shapes:
                 for dtype in COMPILED_DTYPES:
                     call(NAMED_SHAPES[name], dtype)
     return recorded
@@ -320,8 +347,25 @@ TARGETS = [
 ]
 
 
+FAMILY_KERNELS = (
+    "_head_norm_kernel", "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_gemv_kernel", "_swiglu_kernel",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "capability"), TARGETS)
 def test_every_launch_compiles_within_the_shared_memory_of_the_card(name, capability, launches):
+    _compile_all(name, capability, launches)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "_rope_kv_write_kernel" else pytest.param(name, marks=pytest.mark.long)
+             for name in FAMILY_KERNELS]
+)  # fmt: skip
+def test_every_launch_of_other_families_compiles_likewise(name, family_launches):
+    _compile_all(name, 89, family_launches)
+
+
+def _compile_all(name: str, capability: int, launches: list[Launch]) -> None:
     seen = set()
     for kernel, args, options in launches:
         if kernel.__name__ != name:

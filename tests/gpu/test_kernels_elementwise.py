@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.rms_norm import add_rms_norm, rms_norm
+from gpu.kernels.head_norm import head_norm
+from gpu.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.swiglu import swiglu
 from tests.gpu import kernel_oracles as oracle
@@ -48,6 +49,48 @@ def test_add_rms_norm_adds_into_the_residual_and_norms_what_it_stored(tokens, hi
     assert updated is residual
     assert distance(residual, total) < KERNEL_TOLERANCE[dtype]
     assert distance(normed, oracle.rms_norm(wide(residual), wide(weight), NORM_EPS)) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_norm_behind_a_product_is_added_to_what_went_in(tokens, hidden, is_wide, dtype, device):
+    """Weights of the rows' dtype or float32, which is multiplied by before anything is rounded."""
+    generator = np.random.default_rng(hidden)
+    x, residual = (random(generator, (tokens, hidden), dtype, device) for _ in range(2))
+    weight = random(generator, (hidden,), torch.float32 if is_wide else dtype, device)
+    normed = oracle.rms_norm(wide(x), wide(weight), NORM_EPS)
+    before = residual.clone()
+    assert distance(rms_norm_add(x, weight, NORM_EPS, residual), wide(residual) + normed) < KERNEL_TOLERANCE[dtype]
+    assert torch.equal(residual, before)
+    assert distance(rms_norm_add(x, weight, NORM_EPS, residual), normed) > KERNEL_TOLERANCE[dtype]
+    assert distance(rms_norm(x, weight, NORM_EPS), normed) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 96), (2, 2, 256), (16, 1, 128)])
+def test_head_norm_norms_queries_and_keys_and_leaves_values(heads, kv_heads, dim, dtype, device):
+    generator = np.random.default_rng(dim)
+    qkv = random(generator, (5, (heads + 2 * kv_heads) * dim), dtype, device)
+    of_query, of_key = (random(generator, (dim,), dtype, device) for _ in range(2))
+    rows = wide(qkv).reshape(5, -1, dim)
+    wanted = rows.copy()
+    wanted[:, :heads] = oracle.rms_norm(rows[:, :heads], wide(of_query), NORM_EPS)
+    wanted[:, heads : heads + kv_heads] = oracle.rms_norm(rows[:, heads:][:, :kv_heads], wide(of_key), NORM_EPS)
+    swapped = wanted.copy()
+    swapped[:, heads : heads + kv_heads] = oracle.rms_norm(rows[:, heads:][:, :kv_heads], wide(of_query), NORM_EPS)
+    head_norm(qkv, of_query, of_key, NORM_EPS, heads, kv_heads)
+    got = qkv.view(5, -1, dim)
+    assert distance(got, wanted) < KERNEL_TOLERANCE[dtype]
+    assert distance(got, swapped) > KERNEL_TOLERANCE[dtype]
+    assert np.array_equal(wide(got)[:, heads + kv_heads :], rows[:, heads + kv_heads :])
+
+
+def test_geglu_equals_its_formula(dtype, device):
+    gate_up = random(np.random.default_rng(3), (3, 200), dtype, device)
+    gate, up = np.split(wide(gate_up), 2, axis=1)
+    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    wanted = 0.5 * gate * (1 + np.tanh(inner)) * up
+    assert distance(swiglu(gate_up, "gelu_tanh"), wanted) < KERNEL_TOLERANCE[dtype]
+    assert distance(swiglu(gate_up), wanted) > KERNEL_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), SHAPES)

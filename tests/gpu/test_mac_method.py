@@ -62,8 +62,14 @@ def test_settings_that_cannot_be_are_refused_with_the_number(given: dict[str, An
 
 def test_a_layer_that_is_off_is_said_as_yaml_has_it() -> None:
     settings = MacSettings.model_validate({"layer_tau": {"1": False, "2": 0.7, "3": "off"}})
-    assert settings.layers(5) == [0, 2, 4]
-    assert (settings.tau_of(2), settings.tau_of(4)) == (0.7, 0.45)
+    assert settings.layers(named_shape("tiny")) == [0, 2]
+    assert (settings.tau_of(2), settings.tau_of(0)) == (0.7, 0.45)
+
+
+def test_layers_with_a_window_are_left_as_they_are() -> None:
+    shape = named_shape("tiny-gemma3")
+    assert shape.window_layers
+    assert set(MacSettings().layers(shape)) == set(range(shape.num_layers)) - set(shape.window_layers)
 
 
 CHANGES = [

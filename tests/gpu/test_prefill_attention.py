@@ -5,7 +5,15 @@ import pytest
 import torch
 
 import gpu.prefill.attention
-from gpu.prefill.attention import Whole, prefill_attention, prefill_attention_reference, scattered_attention
+from gpu.prefill.attention import (
+    Packing,
+    Whole,
+    packed_prefill_attention,
+    prefill_attention,
+    prefill_attention_reference,
+    scattered_attention,
+    windowed_attention,
+)
 from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
 
 SHAPES = [(1, 1), (5, 5), (64, 64), (1, 77), (33, 130), (200, 1031)]  # (tokens, context)
@@ -101,3 +109,48 @@ def test_the_comparison_sees_one_lost_token(atol: float) -> None:
     lost = prefill_attention_reference(query, key[:, 1:], value[:, 1:], 0.125)
     assert (whole.out - lost.out).abs().max() > atol
     assert (whole.lse - lost.lse).abs().max() > atol
+
+
+def windowed_oracle(query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int, scale: float) -> np.ndarray:
+    """By definition: a query sees its own position and the `window - 1` before it."""
+    tokens, heads, _ = query.shape
+    context, group = key.shape[1], heads // key.shape[0]
+    out = np.empty_like(query)
+    for token in range(tokens):
+        end = context - tokens + token + 1
+        for head in range(heads):
+            seen = slice(max(0, end - window), end)
+            logits = key[head // group, seen] @ query[token, head] * scale
+            weights = np.exp(logits - logits.max())
+            out[token, head] = weights @ value[head // group, seen] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize("dim", [96, 256])
+@pytest.mark.parametrize(("tokens", "context", "window"), [(1, 77, 16), (64, 64, 7), (33, 130, 200), (600, 700, 33)])
+def test_windowed_attention_equals_the_definition(
+    tokens: int, context: int, window: int, dim: int, device: str, dtype: torch.dtype
+) -> None:
+    query, key, value = (tensor.to(dtype) for tensor in inputs(tokens, context, 4, 2, dim))
+    scale = dim**-0.5
+    got = windowed_attention(query.to(device), key.to(device), value.to(device), window, scale).out
+    atol = ATTENTION_F32_ATOL if dtype == torch.float32 else ATTENTION_BF16_ATOL
+    wide = [tensor.double().numpy() for tensor in (query, key, value)]
+    off = np.abs(got.double().cpu().numpy() - windowed_oracle(*wide, window, scale)).max()
+    assert off < atol
+    if window < context:  # power: one token more is seen
+        assert np.abs(got.double().cpu().numpy() - windowed_oracle(*wide, window + 1, scale)).max() > atol
+
+
+@pytest.mark.gpu
+def test_prompts_that_are_packed_have_their_windows_each() -> None:
+    query, key, value = (tensor.to("cuda", torch.bfloat16) for tensor in inputs(300, 300, 4, 2, 128))
+    begins = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    packing = Packing(begins, begins, 200, 200)
+    flat = [rows.transpose(0, 1).contiguous() for rows in (key, value)]
+    got = packed_prefill_attention(query, *flat, packing, 128**-0.5, 50)
+    for begin, end in ((0, 100), (100, 300)):
+        own = [rows.double().cpu().numpy() for rows in (query[begin:end], key[:, begin:end], value[:, begin:end])]
+        wanted = windowed_oracle(*own, 50, 128**-0.5)
+        assert np.abs(got[begin:end].double().cpu().numpy() - wanted).max() < ATTENTION_BF16_ATOL

@@ -1,5 +1,7 @@
 """Inverse frequencies equal Hugging Face's for every served scaling, and so do cosines and sines."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,12 @@ from gpu.model.rope import inverse_frequencies, rope_tables
 from tests.tolerances import ROPE_FREQUENCY_RTOL, ROPE_TABLE_ATOL
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0 + 0.01 * pair for pair in range(32)],
+    "long_factor": [1.0 + 0.7 * pair for pair in range(32)],
+}
 SCALINGS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -28,6 +36,8 @@ SCALINGS = {
     "yarn with attention_factor": YARN | {"attention_factor": 1.7},
     "yarn with mscale": YARN | {"mscale": 0.9, "mscale_all_dim": 0.4},
     "yarn without truncation": YARN | {"truncate": False},
+    "longrope": LONGROPE,
+    "longrope with attention_factor": LONGROPE | {"attention_factor": 1.3},
 }
 MAX_TOKENS = 16_384
 
@@ -74,6 +84,24 @@ def test_tables_equal_hugging_face_at_the_models_length(name: str) -> None:
     half = got_cos.shape[1]
     torch.testing.assert_close(got_cos, cos[:, :half], rtol=0, atol=ROPE_TABLE_ATOL)
     torch.testing.assert_close(got_sin, sin[:, :half], rtol=0, atol=ROPE_TABLE_ATOL)
+
+
+def test_longrope_has_its_short_factors_where_no_context_is_longer_than_the_original() -> None:
+    for length, key in ((4096, "short_factor"), (4097, "long_factor")):
+        wanted, _ = ROPE_INIT_FUNCTIONS["longrope"](hugging_face(LONGROPE), torch.device("cpu"), seq_len=length)
+        got, _ = inverse_frequencies(architecture_of(LONGROPE), length)
+        torch.testing.assert_close(got, wanted, rtol=ROPE_FREQUENCY_RTOL, atol=0)
+        with pytest.raises(ModelError, match=rf"'longrope': {key} is 5 numbers; wanted 32"):
+            inverse_frequencies(architecture_of(LONGROPE | {key: [1.0] * 5}), length)
+
+
+def test_what_is_not_rotated_has_angle_zero() -> None:
+    shape = replace(architecture_of(YARN | {"attention_factor": 1.7}), rotary_dim=48)
+    cos, sin = rope_tables(shape, 64, torch.device("cpu"))
+    assert cos.shape == (64, 32)
+    assert torch.equal(cos[:, 24:], torch.ones(64, 8))
+    assert torch.equal(sin[:, 24:], torch.zeros(64, 8))
+    assert cos[0, 0] == pytest.approx(1.7)
 
 
 def test_table_comparison_sees_a_shift_of_one_position() -> None:

@@ -24,7 +24,7 @@ def entry_bytes(settings: MacSettings, architecture: Architecture) -> int:
 
 def ring_bytes(settings: MacSettings, architecture: Architecture) -> int:
     """One sequence's, all layers that match."""
-    layers = len(settings.layers(architecture.num_layers))
+    layers = len(settings.layers(architecture))
     return layers * architecture.num_heads * settings.capacity * entry_bytes(settings, architecture)
 
 

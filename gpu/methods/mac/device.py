@@ -47,7 +47,7 @@ class Mac(ReuseSide):
     def __init__(self, settings: MacSettings, site: Site, num_rings: int) -> None:
         shape, device = site.architecture, site.device
         self.settings = settings
-        self.layers = settings.layers(shape.num_layers)
+        self.layers = settings.layers(shape)
         sizes = (len(self.layers), num_rings, shape.num_heads, settings.capacity)
         self._store = Ring(
             queries=torch.zeros(*sizes, shape.dim, dtype=torch.bfloat16, device=device),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from gpu.model.architecture import Architecture
 from transfer.settings import Settings
 
 LayerTau = float | Literal["off"]
@@ -60,9 +61,10 @@ class MacSettings(Settings):
         """Positions at a prompt's end that are seeded."""
         return self.capacity if self.seed_tokens is None else self.seed_tokens
 
-    def layers(self, num_layers: int) -> list[int]:
-        """Those that match: all but the ones that are off."""
-        return [layer for layer in range(num_layers) if self.layer_tau.get(layer) != "off"]
+    def layers(self, architecture: Architecture) -> list[int]:
+        """Those that match: all but the ones that are off, and those with a window, which read little as it is."""
+        off = {layer for layer, tau in self.layer_tau.items() if tau == "off"} | set(architecture.window_layers)
+        return [layer for layer in range(architecture.num_layers) if layer not in off]
 
     def tau_of(self, layer: int) -> float:
         """Of a layer that is not off."""

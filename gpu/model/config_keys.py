@@ -1,0 +1,84 @@
+"""The keys of one `config.json`, as a family reads them. No torch.
+
+It refuses to know families. Invariant: every key is read, listed as harmless, empty, or refused by name: what is not
+understood is never passed over.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from gpu.model.end_tokens import as_ids
+from gpu.model.spec import ModelError
+
+# What decoding does not depend on: how a model was trained, saved and is run by others.
+HARMLESS = frozenset(
+    (
+        "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
+        "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
+        "id2label", "initializer_range", "label2id", "max_sequence_length", "model_type", "output_attentions",
+        "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "task_specific_params",
+        "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    )
+)  # fmt: skip
+
+
+class ConfigKeys:
+    """defaults: what absent keys of this family mean; source: names the file in errors."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], source: str) -> None:
+        self._config, self._defaults, self.source = config, defaults, source
+        self._read: set[str] = set()
+
+    def get(self, key: str) -> Any:
+        """Its value, the family's default where it is absent, or None."""
+        self._read.add(key)
+        return self._config.get(key, self._defaults.get(key))
+
+    def positive(self, key: str, kind: type) -> Any:
+        value = self.get(key)
+        if not _is_positive(value, kind):
+            raise ModelError(f"model: {self.source}: {key} is {value!r}; wanted a positive {kind.__name__}")
+        return value
+
+    def optional(self, key: str, kind: type) -> Any:
+        """As `positive`, or None where it is absent, null or 0."""
+        value = self.get(key)
+        return None if value is None or (value == 0 and not isinstance(value, bool)) else self.positive(key, kind)
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelError(f"model: {self.source}: {key} is {value!r}; wanted true or false")
+        return bool(value)
+
+    def only(self, key: str, *served: Any) -> Any:
+        """Its value, which must be one of these. Absent and null mean the family's default, or else the first."""
+        value = self.get(key)
+        if value is None:
+            value = self._defaults.get(key, served[0])
+        if value not in served:
+            raise ModelError(f"model: {self.source}: {key} is {value!r}; served: {', '.join(map(repr, served))}")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        return as_ids(self._config.get(key))
+
+    def refuse_unread(self, harmless: Collection[str], ignored: Sequence[str]) -> None:
+        """Raises ModelError for the first key that is neither read, harmless, empty nor `ignored`."""
+        for key, value in self._config.items():
+            if key in self._read or key in HARMLESS or key in harmless or key in ignored or value is None:
+                continue
+            raise ModelError(
+                f"model: {self.source}: {key} is {_short(value)}, and nothing here knows what that means; if the model "
+                f"computes the same without it, name it in model.ignore_config_keys"
+            )
+
+
+def _is_positive(value: Any, kind: type) -> bool:
+    kinds = (int, float) if kind is float else (kind,)
+    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,38 @@
+"""The tokens that end a model's texts: what its folder's files say, all together. No torch.
+
+It refuses to know texts. Invariant: whoever serves and whoever measures a model ends its texts by the same tokens.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from gpu.model.json_files import read_object
+
+
+def end_token_ids(folder: Path) -> tuple[int, ...]:
+    """Of `config.json` and the decoder's part of it, `generation_config.json`, and the tokenizer's own; sorted.
+
+    Raises ModelError for a file that is no JSON object.
+    """
+    config = read_object(folder / "config.json") or {}
+    trees = [config, config.get("text_config"), read_object(folder / "generation_config.json")]
+    ids = {token_id for tree in trees if isinstance(tree, dict) for token_id in as_ids(tree.get("eos_token_id"))}
+    return tuple(sorted(ids | _tokenizers_own(folder)))
+
+
+def as_ids(value: Any) -> tuple[int, ...]:
+    """`eos_token_id`, which is a number, a list of them, or null."""
+    return tuple(value if isinstance(value, list) else [] if value is None else [value])
+
+
+def _tokenizers_own(folder: Path) -> set[int]:
+    settings = read_object(folder / "tokenizer_config.json") or {}
+    text = settings.get("eos_token")
+    text = text.get("content") if isinstance(text, dict) else text
+    if not isinstance(text, str):
+        return set()
+    added = settings.get("added_tokens_decoder")
+    if isinstance(added, dict):
+        return {int(token_id) for token_id, token in added.items() if token.get("content") == text}
+    tokens = (read_object(folder / "tokenizer.json") or {}).get("added_tokens") or []
+    return {token["id"] for token in tokens if token.get("content") == text}

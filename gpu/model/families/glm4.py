@@ -1,0 +1,37 @@
+"""GLM-4 (0414): half of each head is rotated, in pairs of neighbours; biases; norms behind attention and MLP, too."""
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.family import LAYER_TENSORS, QKV_BIASES, Family, parse_sizes
+from gpu.model.spec import Architecture, LayerSpec
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    keys.only("hidden_act", "silu")
+    keys.only("mlp_bias", False)
+    spec = LayerSpec(qkv_bias=keys.flag("attention_bias"), post_norms=True)
+    return parse_sizes(keys, name, (spec,), rotates_part=True, is_interleaved=True)
+
+
+def tensors(shape: Architecture) -> dict[str, str]:
+    names = {name: what for name, what in LAYER_TENSORS.items() if what not in ("gate", "up")} | {
+        "mlp.gate_up_proj.weight": "gate_up",
+        "post_self_attn_layernorm.weight": "attention_post_norm",
+        "post_mlp_layernorm.weight": "mlp_post_norm",
+    }
+    return names | QKV_BIASES if shape.layer_pattern[0].qkv_bias else names
+
+
+FAMILY = Family(
+    model_types=("glm4",),
+    parse=parse,
+    tensors=tensors,
+    defaults={
+        "attention_bias": True,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+        "rope_theta": 10_000.0,
+    },
+)

@@ -1,0 +1,32 @@
+"""Llama 2 to 3.3, CodeLlama, ProLong, and LongChat, whose condensed positions are linear scaling by another name."""
+
+from dataclasses import replace
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
+from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    keys.only("hidden_act", "silu")
+    keys.only("attention_bias", False)
+    keys.only("mlp_bias", False)
+    shape = parse_sizes(keys, name, (LayerSpec(),))
+    ratio = keys.optional("rope_condense_ratio", float)
+    if ratio is None:
+        return shape
+    if shape.rope.kind != "default":
+        raise ModelError(
+            f"model: {keys.source}: rope_condense_ratio is {ratio} beside rope scaling {shape.rope.kind!r}; wanted one"
+        )
+    rope = RopeScaling("linear", shape.rope.theta, {"factor": ratio})
+    return replace(shape, rope=rope, max_context_tokens=int(shape.max_context_tokens * ratio))
+
+
+FAMILY = Family(
+    model_types=("llama",),
+    parse=parse,
+    tensors=lambda shape: LAYER_TENSORS,
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
+    harmless=frozenset({"pretraining_tp"}),  # how products are cut, not what they are
+)

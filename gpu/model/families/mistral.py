@@ -1,0 +1,28 @@
+"""Mistral and MegaBeam, all of whose layers may have a window, and Ministral, some of whose may."""
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
+from gpu.model.spec import Architecture, LayerSpec
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    keys.only("hidden_act", "silu")
+    if keys.get("model_type") == "mistral":
+        keys.only("layer_types", None)  # there it is passed over by whoever else reads it
+    num_layers = keys.positive("num_hidden_layers", int)
+    windows = find_windows(keys, keys.optional("sliding_window", int), [True] * num_layers)
+    return parse_sizes(keys, name, [LayerSpec(window_tokens=window) for window in windows])
+
+
+FAMILY = Family(
+    model_types=("mistral", "ministral"),
+    parse=parse,
+    tensors=lambda shape: LAYER_TENSORS,
+    defaults={
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "sliding_window": 4096,
+    },
+)

@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5: queries, keys and values have biases; the last layers may have a window."""
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.family import LAYER_TENSORS, QKV_BIASES, Family, find_windows, parse_sizes
+from gpu.model.spec import Architecture, LayerSpec
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    keys.only("hidden_act", "silu")
+    return parse_sizes(keys, name, [LayerSpec(qkv_bias=True, window_tokens=window) for window in qwen_windows(keys)])
+
+
+def qwen_windows(keys: ConfigKeys) -> list[int | None]:
+    """From `max_window_layers` on, if windows are used at all."""
+    num_layers, first = keys.positive("num_hidden_layers", int), keys.get("max_window_layers")
+    window = keys.optional("sliding_window", int) if keys.flag("use_sliding_window") else None
+    keys.get("sliding_window")
+    return find_windows(keys, window, [layer >= first for layer in range(num_layers)])
+
+
+QWEN_DEFAULTS = {
+    "max_position_embeddings": 32_768,
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+
+FAMILY = Family(
+    model_types=("qwen2",),
+    parse=parse,
+    tensors=lambda shape: LAYER_TENSORS | QKV_BIASES,
+    defaults=QWEN_DEFAULTS,
+    harmless=frozenset({"use_mrope"}),
+)

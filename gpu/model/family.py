@@ -1,0 +1,160 @@
+"""What a model family is: the file of `gpu.model.families` that makes an Architecture of its `config.json`. No torch.
+
+It refuses to know any family. Invariant: a family is found by its file, and no list names it.
+"""
+
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import gpu.model.families
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.config_rope import parse_rope, rotary_share, with_rope
+from gpu.model.spec import Architecture, LayerSpec, ModelError
+
+# A layer's tensors, without `model.layers.N.`, and what of `gpu.model.weights.LayerWeights` each of them is.
+LAYER_TENSORS = {
+    "input_layernorm.weight": "attention_norm",
+    "self_attn.q_proj.weight": "query",
+    "self_attn.k_proj.weight": "key",
+    "self_attn.v_proj.weight": "value",
+    "self_attn.o_proj.weight": "output",
+    "post_attention_layernorm.weight": "mlp_norm",
+    "mlp.gate_proj.weight": "gate",
+    "mlp.up_proj.weight": "up",
+    "mlp.down_proj.weight": "down",
+}
+QKV_BIASES = {
+    "self_attn.q_proj.bias": "query_bias",
+    "self_attn.k_proj.bias": "key_bias",
+    "self_attn.v_proj.bias": "value_bias",
+}
+QK_NORMS = {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """model_types: of `config.json`, the first one names the family. parse: an Architecture of its keys. tensors: where
+    a layer's go, as LAYER_TENSORS. defaults: what absent keys mean; harmless: keys that change nothing. unwrap: the
+    part of a configuration that is the decoder's. prefixes: of names of tensors, taken off; skipped: of tensors that
+    the decoder has no use for.
+    """
+
+    model_types: tuple[str, ...]
+    parse: Callable[[ConfigKeys, str], Architecture]
+    tensors: Callable[[Architecture], Mapping[str, str]]
+    defaults: Mapping[str, Any]
+    harmless: frozenset[str] = frozenset()
+    unwrap: Callable[[dict[str, Any]], dict[str, Any]] = field(default=lambda config: config)
+    prefixes: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.model_types[0]
+
+    def canonical(self, name: str) -> str | None:
+        """A checkpoint's name of a tensor as `model. ...`; None: it is skipped."""
+        if name.startswith(self.skipped):
+            return None
+        for prefix, instead in self.prefixes:
+            if name.startswith(prefix):
+                return instead + name.removeprefix(prefix)
+        return name
+
+
+@cache
+def families() -> dict[str, Family]:
+    """By every model type that they serve."""
+    modules = sorted(module.name for module in pkgutil.iter_modules(gpu.model.families.__path__))
+    found = [import_module(f"gpu.model.families.{name}").FAMILY for name in modules]
+    return {model_type: family for family in found for model_type in family.model_types}
+
+
+def find_family(model_type: object, source: str) -> Family:
+    """Raises ModelError, with what is served, for a type that no family has."""
+    known = families()
+    if not isinstance(model_type, str) or model_type not in known:
+        raise ModelError(f"model: {source}: model_type is {model_type!r}; served: {', '.join(map(repr, known))}")
+    return known[model_type]
+
+
+def parse_config(
+    config: dict[str, Any], name: str, source: str, ignored_keys: Sequence[str],
+    rope: Mapping[str, Any] | None = None,
+) -> Architecture:  # fmt: skip
+    """An Architecture of a configuration that `source` names in errors. rope: `model.rope`, in place of its scaling;
+    ignored_keys: those that mean nothing here. Raises ModelError for what is not served.
+    """
+    family = find_family(config.get("model_type"), source)
+    config = family.unwrap(config)
+    keys = ConfigKeys(config if rope is None else with_rope(config, rope), family.defaults, source)
+    shape = family.parse(keys, name)
+    keys.refuse_unread(family.harmless, ignored_keys)
+    return replace(shape, family=family.name)
+
+
+def parse_sizes(
+    keys: ConfigKeys, name: str, layer_pattern: Sequence[LayerSpec], rotates_part: bool = False, **more: Any
+) -> Architecture:
+    """An Architecture of the keys that all families have. rotates_part: whether `partial_rotary_factor` means
+    something; `more`: further fields, in place of these.
+    """
+    hidden, intermediate, num_layers, heads, vocab = (keys.positive(key, int) for key in SIZES)
+    kv_heads = keys.optional("num_key_value_heads", int) or heads
+    if heads % kv_heads:
+        raise ModelError(f"model: {keys.source}: {heads} query heads over {kv_heads} KV heads; wanted a multiple")
+    dim = keys.optional("head_dim", int) or hidden // heads
+    if dim % 2:
+        raise ModelError(f"model: {keys.source}: head_dim is {dim}; wanted an even number")
+    rope, max_positions = parse_rope(keys) if "rope" not in more else (more["rope"], more["max_context_tokens"])
+    share = rotary_share(keys)
+    if share != 1 and not rotates_part:
+        raise ModelError(f"model: {keys.source}: partial_rotary_factor is {share}; served: 1.0")
+    bos = keys.token_ids("bos_token_id")
+    fields: dict[str, Any] = {
+        "name": name,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "dim": dim,
+        "vocab_size": vocab,
+        "max_context_tokens": max_positions,
+        "rms_norm_eps": float(keys.positive("rms_norm_eps", float)),
+        "tied_embeddings": keys.flag("tie_word_embeddings"),
+        "rope": rope,
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": keys.token_ids("eos_token_id"),
+        "layer_pattern": _period(tuple(layer_pattern)),
+        "rotary_dim": None if share == 1 else int(dim * share),
+    }
+    return Architecture(**(fields | more))
+
+
+def _period(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The shortest pattern that gives all of these, repeated."""
+    lengths = range(1, len(specs) + 1)
+    return specs[: next(length for length in lengths if specs[length:] == specs[: len(specs) - length])]
+
+
+def find_windows(keys: ConfigKeys, window: int | None, is_window_layer: Sequence[bool]) -> list[int | None]:
+    """A window for each layer, or None: as `layer_types` says, or where it is absent `is_window_layer`.
+
+    A window of as many tokens as there are positions is none.
+    """
+    types = keys.get("layer_types")
+    if types is not None:
+        known = ("sliding_attention", "full_attention")
+        if not isinstance(types, list) or len(types) != len(is_window_layer) or any(t not in known for t in types):
+            wanted = f"{len(is_window_layer)} of {', '.join(map(repr, known))}"
+            raise ModelError(f"model: {keys.source}: layer_types is {types!r}; wanted {wanted}")
+        is_window_layer = [one == known[0] for one in types]
+    if window is None or window >= keys.positive("max_position_embeddings", int):
+        return [None] * len(is_window_layer)
+    return [window if is_window else None for is_window in is_window_layer]

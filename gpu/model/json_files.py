@@ -1,0 +1,20 @@
+"""Objects in the JSON files of a model's folder. No torch. It refuses to know what they say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gpu.model.spec import ModelError
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file. Raises ModelError for one that holds anything but a JSON object."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"model: {path} is not valid JSON ({error})") from None
+    if not isinstance(tree, dict):
+        raise ModelError(f"model: {path} holds {type(tree).__name__}; wanted a JSON object")
+    return tree

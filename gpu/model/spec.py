@@ -1,0 +1,145 @@
+"""A decoder's shape: its sizes, and what each of its layers computes. No torch.
+
+It refuses to know configuration files and checkpoints: a family's adapter (`gpu.model.families`) makes an Architecture
+of the one and says where the tensors of the other go. Invariant: what a spec does not say, no layer does. Byte and FLOP
+formulas stand here, so that plans, floors and the cost model follow it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn", "longrope")
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class ModelError(Exception):
+    """A model folder or shape that cannot be served; the message names file, key, value and what was wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """RoPE frequencies: `kind` is one of ROPE_TYPES, `settings` the remaining keys of the config as they are."""
+
+    kind: str
+    theta: float
+    settings: dict[str, Any] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What a layer computes beside two norms, projections, rotary attention and a gated MLP.
+
+    qkv_bias: added to queries, keys and values; qk_norm: RMSNorm of each query and key head before the rotation;
+    post_norms: of attention's and the MLP's outputs, before they are added. activation: of the gate. window_tokens: a
+    token sees itself and those before it, so many together; None: all. rope: its own frequencies, None: the model's.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    activation: Activation = "silu"
+    window_tokens: int | None = None
+    rope: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim: of a head's leading
+    elements that are rotated, None: all; is_interleaved: a checkpoint's pairs are neighbours, not halves.
+    norm_offset: added to a checkpoint's norm weights; query_gain: what its query norms are multiplied by, so that the
+    logits' scale is always dim**-0.5; embedding_scale: of the input embedding, in the model's dtype.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    vocab_size: int
+    max_context_tokens: int
+    rms_norm_eps: float
+    tied_embeddings: bool
+    rope: RopeScaling
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    family: str = "llama"
+    layer_pattern: tuple[LayerSpec, ...] = (LayerSpec(),)
+    rotary_dim: int | None = None
+    is_interleaved: bool = False
+    norm_offset: float = 0.0
+    query_gain: float = 1.0
+    embedding_scale: float = 1.0
+
+    @property
+    def group(self) -> int:
+        """Query heads to a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """One spec a layer."""
+        return tuple(self.layer_pattern[layer % len(self.layer_pattern)] for layer in range(self.num_layers))
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Those that never look further back than their window."""
+        return tuple(layer for layer, spec in enumerate(self.layers) if spec.window_tokens is not None)
+
+    @property
+    def ropes(self) -> tuple[RopeScaling, ...]:
+        """Each kind of frequencies once, the model's own first."""
+        ropes = [self.rope]
+        for spec in self.layer_pattern:
+            if spec.rope is not None and spec.rope not in ropes:
+                ropes.append(spec.rope)
+        return tuple(ropes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer is one of a Llama: nothing beyond norms, projections, one rotation, attention to all."""
+        return self.layer_pattern == (LayerSpec(),) and self.embedding_scale == 1.0
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Of one layer; of the mean one, where they differ."""
+        qkv = self.dim * (self.num_heads + 2 * self.num_kv_heads)
+        matrices = self.hidden * (qkv + self.dim * self.num_heads) + 3 * self.hidden * self.intermediate
+        vectors = sum(
+            spec.qkv_bias * qkv + spec.qk_norm * 2 * self.dim + (2 + 2 * spec.post_norms) * self.hidden
+            for spec in self.layers
+        )
+        return matrices + vectors // self.num_layers
+
+    @property
+    def num_embedding_weights(self) -> int:
+        return self.vocab_size * self.hidden
+
+    @property
+    def num_weights(self) -> int:
+        embeddings = self.num_embedding_weights * (1 if self.tied_embeddings else 2)
+        return self.num_layers * self.num_layer_weights + embeddings + self.hidden
+
+    @property
+    def num_weights_read_per_token(self) -> int:
+        """All layers, the final norm and the output projection; of the input embedding a step reads one row a token."""
+        return self.num_layers * self.num_layer_weights + self.num_embedding_weights + self.hidden
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.dim * dtype_bytes
+
+    def seen_tokens(self, context: float) -> float:
+        """How many tokens of a context its last one sees, in the mean over layers."""
+        seen = sum(context if spec.window_tokens is None else min(context, spec.window_tokens) for spec in self.layers)
+        return seen / self.num_layers
+
+    def num_pairs(self, begin: int, end: int) -> int:
+        """Of tokens `[begin, end)` and those that each of them sees, itself counted, summed over layers."""
+        return sum(_pairs(end, spec.window_tokens) - _pairs(begin, spec.window_tokens) for spec in self.layers)
+
+
+def _pairs(num_tokens: int, window: int | None) -> int:
+    full = num_tokens if window is None else min(num_tokens, window)
+    return full * (full + 1) // 2 + (num_tokens - full) * (0 if window is None else window)

@@ -1,0 +1,165 @@
+"""Tiny random checkpoints of every family, made by transformers, whose own forward pass is the oracle.
+
+Configurations are spelled as published files are. Weights are drawn so that attention is neither flat nor one-hot and
+norms and biases matter.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gpu.config import GpuConfig, ModelConfig
+from gpu.load import load_runner
+from gpu.runner import Runner
+from gpu.sampling.params import SamplingParams
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
+
+PAGE_TOKENS = 16
+CHUNK_TOKENS = 128
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 512}  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LONGROPE = {"type": "longrope", "short_factor": [1.0 + 0.02 * i for i in range(36)],
+            "long_factor": [1.0 + 0.5 * i for i in range(36)]}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama2": {"model_type": "llama", "num_key_value_heads": 4, "rope_theta": 10_000.0, "pretraining_tp": 1,
+               "hidden_act": "silu", "rope_scaling": None, "architectures": ["LlamaForCausalLM"]},
+    "llama3": {"model_type": "llama", "head_dim": 64, "rope_theta": 500_000.0, "rope_scaling": LLAMA3,
+               "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "head_dim": 64, "rope_theta": 10_000.0, "sliding_window": 64},
+    "ministral": {"model_type": "ministral", "head_dim": 32, "rope_theta": 10_000.0, "sliding_window": 48,
+                  "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1_000_000.0, "use_sliding_window": False, "sliding_window": 4096,
+              "max_window_layers": 28, "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112},
+    "qwen2 with yarn": {"model_type": "qwen2", "rope_theta": 10_000.0, "rope_scaling": YARN},
+    "qwen3": {"model_type": "qwen3", "head_dim": 128, "rope_theta": 1_000_000.0, "attention_bias": False,
+              "max_window_layers": 3, "sliding_window": None, "use_sliding_window": False,
+              "num_attention_heads": 8, "num_key_value_heads": 1},
+    "phi3": {"model_type": "phi3", "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1,
+             "rope_scaling": LONGROPE, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+             "rope_theta": 10_000.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "sliding_window": 262144,
+             "pad_token_id": 0},
+    "glm4": {"model_type": "glm4", "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 1,
+             "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10_000.0, "pad_token_id": 0},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+               "query_pre_attn_scalar": 168, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
+               "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 32,
+               "sliding_window_pattern": 3, "num_hidden_layers": 4, "tie_word_embeddings": True,
+               "final_logit_softcapping": None, "attn_logit_softcapping": None, "cache_implementation": "hybrid"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """folder: as published, `config.json` and safetensors; model: transformers' own, which is to be agreed with."""
+
+    folder: Path
+    model: Any
+    owner: TemporaryDirectory
+
+    @torch.inference_mode()
+    def logits(self, token_ids: np.ndarray) -> torch.Tensor:
+        """float32 `[tokens, vocab]`."""
+        return self.model(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0]
+
+
+@cache
+def checkpoint(name: str, **changes: Any) -> Checkpoint:
+    """Drawn once a process; the folder is gone at its end."""
+    owner = TemporaryDirectory(prefix="tandem-family-")
+    folder = Path(owner.name)
+    written = SIZES | CONFIGS[name] | changes
+    (folder / "config.json").write_text(json.dumps(written))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(11)
+    is_offset = written["model_type"].startswith("gemma3")
+    for key, parameter in model.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if "norm" in key:
+            drawn = 0.3 * drawn + (0.0 if is_offset else 1.0)
+        elif key.endswith("bias"):
+            drawn *= 0.5
+        else:
+            drawn *= (0.4 if "embed" in key and written["tie_word_embeddings"] else 1.5) * parameter.shape[-1] ** -0.5
+        parameter.data.copy_(drawn)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(written))  # as published, not as it was saved
+    return Checkpoint(folder, model, owner)
+
+
+def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True) -> Runner:
+    """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole."""
+    runner = load_runner(
+        ModelConfig(path=folder),
+        GpuConfig(device="cpu", dtype=dtype, threads=None, page_tokens=PAGE_TOKENS, check_coverage=is_counted),
+        max_running=2,
+        max_context_tokens=max_context_tokens,
+        chunk_tokens=CHUNK_TOKENS,
+        max_hidden_tokens=4096,
+        num_pages=260,
+        tier=None,
+        parts=(),
+        on_progress=lambda stage, fraction: None,
+    )
+    runner.pool.poison()
+    return runner
+
+
+def generate(runner: Runner, prompt: np.ndarray, steps: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens `[1 + steps]`, and the logits that each was chosen by, float32 `[1 + steps, vocab]`; the prompt in
+    chunks of CHUNK_TOKENS.
+    """
+    seen: list[torch.Tensor] = []
+    sampler = runner._sampler
+    sample = sampler.sample
+
+    def recording(logits: torch.Tensor, *rest: Any) -> Any:
+        seen.append(logits.clone())
+        return sample(logits, *rest)
+
+    sampler.sample = recording
+    length = len(prompt)
+    pages = list(range(-(-(length + steps) // PAGE_TOKENS)))[::-1]
+    job = PrefillJob(0, [PrefillPrompt(0, prompt, 0, length, SamplingParams(temperature=0.0), "exact")])
+    units = [
+        PrefillUnit(0, layer, begin, min(begin + CHUNK_TOKENS, length))
+        for layer in range(runner.architecture.num_layers)
+        for begin in range(0, length, CHUNK_TOKENS)
+    ]
+    plan = StepPlan(page_writes=[PageWrite(0, 0, pages)], new_jobs=[job], units=units)
+    tokens = [runner.launch(plan).collect().tokens[0].token_id]
+    for step in range(steps):
+        group = DecodeGroup([0], [length + step], [1 + step])
+        tokens.append(runner.launch(StepPlan(decode=[group])).collect().tokens[0].token_id)
+    runner.launch(StepPlan(released_slots=[0])).collect()
+    sampler.sample = sample
+    return tokens, torch.cat(seen)
+
+
+def draw_prompt(length: int, vocab: int = SIZES["vocab_size"]) -> np.ndarray:
+    return np.random.default_rng(length).integers(3, vocab, length, dtype=np.int32)

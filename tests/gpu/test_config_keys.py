@@ -1,0 +1,229 @@
+"""Configurations of published models are understood, and a key that is not understood is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Vocabulary
+
+from gpu.config import ModelConfig
+from gpu.load import load_architecture
+from gpu.memory.demand import PlanError
+from gpu.memory.host_shares import resolve_host
+from gpu.methods.kept import keep_as_set
+from gpu.model.architecture import Architecture, LayerSpec, ModelError, named_shape, parse_architecture
+from gpu.model.end_tokens import end_token_ids
+from gpu.model.family import families
+from gpu.model.spec import RopeScaling
+from server.config import ConfigError
+from server.tokenizer import Tokenizer
+from tests.gpu.family_checkpoints import CONFIGS, SIZES
+from tests.gpu.reference_model import FOLDER
+from transfer.config import HostConfig
+
+BASE = {name: SIZES | config for name, config in CONFIGS.items()}
+
+
+def parse(config: dict, **more) -> Architecture:
+    return parse_architecture(config, "test", "config.json", **more)
+
+
+# What computes something else, and what the refusal says of it.
+MEANING = [
+    ("llama2", {"attention_bias": True}, "attention_bias is True; served: False"),
+    ("llama2", {"mlp_bias": True}, "mlp_bias is True; served: False"),
+    ("llama2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
+    ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; served: 1.0"),
+    ("llama2", {"sliding_window": 4096}, "sliding_window is 4096, and nothing here knows"),
+    ("llama2", {"num_local_experts": 8}, "num_local_experts is 8, and nothing here knows"),
+    ("llama2", {"logit_scale": 0.5}, "logit_scale is 0.5, and nothing here knows"),
+    ("llama2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope scaling 'mrope'; served: default, "),
+    ("llama2", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "'linear' has beta; known: factor"),
+    ("llama2", {"rope_condense_ratio": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, "8 beside rope scaling"),
+    ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, and nothing here knows"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is .*; served: None"),
+    ("mistral", {"num_experts": 8}, "num_experts is 8, and nothing here knows"),
+    ("ministral", {"layer_types": ["linear_attention"] * 3}, "layer_types is .*; wanted 3 of 'sliding_attention'"),
+    ("qwen2", {"use_sliding_window": 1}, "use_sliding_window is 1; wanted true or false"),
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config is .*nothing here"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is True; served: False"),
+    ("qwen3", {"num_experts": 128}, "num_experts is 128, and nothing here knows"),
+    ("phi3", {"lm_head_bias": True}, "lm_head_bias is True; served: False"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod is 2; served: 1"),
+    ("phi3", {"blocksparse_block_size": 64}, "blocksparse_block_size is 64, and nothing here knows"),
+    ("glm4", {"rope_ratio": 500}, "rope_ratio is 500, and nothing here knows"),
+    ("glm4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; wanted a share of a head"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; served: None"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; served: None"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; served: False"),
+    ("gemma3", {"altup_num_inputs": 4}, "altup_num_inputs is 4, and nothing here knows"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), MEANING)
+def test_a_key_that_changes_meaning_is_refused_in_one_line(name: str, change: dict, words: str) -> None:
+    parse(BASE[name])
+    with pytest.raises(ModelError, match=rf"^model: config\.json: .*{words}") as caught:
+        parse(BASE[name] | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_family_is_among_those_that_refuse() -> None:
+    assert {families()[BASE[name]["model_type"]].name for name, _, _ in MEANING} == {
+        family.name for family in families().values()
+    }
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3", "gemma2", "phi", "chatglm", None, 7])
+def test_other_families_are_refused_with_those_that_are_served(model_type: object) -> None:
+    with pytest.raises(ModelError, match=r"model_type is .*; served: 'gemma3_text', 'gemma3', 'glm4', 'llama', "):
+        parse(BASE["llama2"] | {"model_type": model_type})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_persons_word_overrules_a_refusal_and_nothing_else(name: str, tmp_path: Path) -> None:
+    unknown = BASE[name] | {"made_up": 3}
+    (tmp_path / "config.json").write_text(json.dumps(unknown))
+    with pytest.raises(ModelError, match=r"made_up is 3, .*name it in model\.ignore_config_keys"):
+        load_architecture(ModelConfig(path=tmp_path))
+    overruled = load_architecture(ModelConfig(path=tmp_path, ignore_config_keys=("made_up",)))
+    (tmp_path / "config.json").write_text(json.dumps(BASE[name]))
+    assert overruled == load_architecture(ModelConfig(path=tmp_path))
+
+
+def test_null_and_what_is_listed_as_harmless_pass() -> None:
+    more = {"made_up": None, "unsloth_version": "1", "_name_or_path": "x", "transformers_version": "4.43"}
+    assert parse(BASE["llama2"] | more) == parse(BASE["llama2"])
+
+
+def test_absent_keys_mean_what_their_family_says() -> None:
+    without = {name: {k: v for k, v in BASE[name].items() if k != "sliding_window"} for name in ("mistral", "phi3")}
+    assert parse(without["mistral"] | {"max_position_embeddings": 32_768}).layers[0].window_tokens == 4096
+    assert parse(without["mistral"] | {"sliding_window": None}).window_layers == ()
+    assert parse(without["phi3"]).window_layers == ()
+    bare = {key: BASE["llama2"][key] for key in ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                                 "num_attention_heads", "vocab_size")}  # fmt: skip
+    shape = parse(bare)
+    assert (shape.rms_norm_eps, shape.rope.theta, shape.max_context_tokens, shape.num_kv_heads, shape.dim) == (
+        1e-6, 10_000.0, 2048, 4, 16,
+    )  # fmt: skip
+    assert parse(bare | {"model_type": "glm4"}).layers == (LayerSpec(qkv_bias=True, post_norms=True),) * 3
+    with pytest.raises(ModelError, match="hidden_size is None; wanted a positive int"):
+        parse({key: value for key, value in bare.items() if key != "hidden_size"})
+
+
+def test_longchats_condensed_positions_are_linear_scaling() -> None:
+    shape = parse(BASE["llama2"] | {"rope_condense_ratio": 8, "max_position_embeddings": 2048})
+    assert (shape.rope, shape.max_context_tokens) == (RopeScaling("linear", 10_000.0, {"factor": 8}), 16_384)
+
+
+def test_yarn_reaches_its_factor_times_its_original_positions() -> None:
+    qwen = BASE["qwen2"] | {"max_position_embeddings": 32_768}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert parse(qwen | {"rope_scaling": yarn}).max_context_tokens == 131_072
+    own = parse(qwen, rope={"rope_type": "yarn", "factor": 4.0})
+    assert own == parse(qwen | {"rope_scaling": yarn})
+    longer = parse(BASE["llama2"], rope={"rope_type": "linear", "factor": 4.0, "max_position_embeddings": 16_384})
+    assert longer.max_context_tokens == 16_384
+
+
+def test_a_window_as_long_as_all_positions_is_none() -> None:
+    assert parse(BASE["mistral"] | {"sliding_window": 4096}).window_layers == ()
+    assert parse(BASE["mistral"] | {"sliding_window": 4095}).window_layers == (0, 1, 2)
+
+
+def test_both_spellings_of_a_rotation_are_one() -> None:
+    for name in ("llama3", "qwen2 with yarn", "phi3"):
+        old = BASE[name]
+        new = {key: value for key, value in old.items() if key not in ("rope_theta", "rope_scaling")}
+        scaling = dict(old["rope_scaling"])
+        scaling["rope_type"] = scaling.pop("type", None) or scaling["rope_type"]
+        given = scaling | {"rope_theta": old["rope_theta"]}
+        if "partial_rotary_factor" in new:
+            given["partial_rotary_factor"] = new.pop("partial_rotary_factor")
+        assert parse(new | {"rope_parameters": given}) == parse(old)
+    old = BASE["gemma3"]
+    dropped = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern")
+    new = {key: value for key, value in old.items() if key not in dropped} | {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    }
+    assert parse(new).layers == parse(old).layers
+    assert parse(new).rope == parse(old).rope
+
+
+# The whole of a published `config.json`, as far as it says anything of the decoder.
+PUBLISHED = {
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                        "sliding_window": 1024},
+        "vision_config": {"hidden_size": 1152, "image_size": 896},
+    },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960,
+        "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+        "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2",
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_give_the_named_shapes(name: str) -> None:
+    shape, named = parse(PUBLISHED[name]), named_shape(name)
+    ignored = {"name", "bos_token_id", "eos_token_ids"}
+    assert {key: getattr(shape, key) for key in shape.__slots__ if key not in ignored} == {
+        key: getattr(named, key) for key in shape.__slots__ if key not in ignored
+    }
+    assert shape.eos_token_ids
+
+
+def test_end_tokens_are_those_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE["llama2"]))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
+    assert load_architecture(ModelConfig(path=tmp_path)).eos_token_ids == (2, 9)
+
+
+def test_end_tokens_are_the_same_for_who_serves_and_who_measures(tmp_path: Path) -> None:
+    """Of both files, of the decoder's part, and the tokenizer's own."""
+    (tmp_path / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
+    text = Vocabulary.from_file(str(tmp_path / "tokenizer.json")).id_to_token(5)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": text}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 7}} | BASE["gemma3"]))
+    assert end_token_ids(tmp_path) == (2, 5, 7, 9)
+    assert Tokenizer(tmp_path, None).eos_ids == [2, 5, 7, 9]
+    assert Tokenizer(FOLDER, FOLDER).eos_ids == list(load_architecture(ModelConfig(path=FOLDER)).eos_token_ids)
+
+
+def test_a_sentencepiece_file_alone_says_how_to_make_the_one_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model and no tokenizer\.json; write one .*save_pretrained"):
+        Tokenizer(tmp_path, None)
+
+
+@pytest.mark.parametrize(("name", "words"), [("phi-3-mini", "96, 1 to"), ("glm-4-32b", "128, 24 to")])
+def test_heads_that_the_host_does_not_read_are_refused_when_it_is_planned(name: str, words: str) -> None:
+    shape = named_shape(name)
+    with pytest.raises(
+        PlanError, match=rf"^host\.rows: .* 64, 128, 256, up to 16 .*heads of {words} a KV head: leave out"
+    ):
+        resolve_host(HostConfig(), keep_as_set(None, HostConfig(), shape), shape, 16, 2, 8)

@@ -1,0 +1,163 @@
+"""Models of every family agree with transformers' own forward pass, and so do the CPU's two ways to take a step."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bench.decode_loop import build_runner, decode
+from bench.plain_decode import PlainDecode
+from evals.decode import decode_greedy, prefill_batch
+from evals.forward import load_decoder
+from evals.methods.attention import attend_all
+from evals.methods.registry import parse_method
+from gpu.cpu_device.step import CpuStep, serves
+from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape, read_architecture
+from gpu.model.checkpoint import load_weights
+from gpu.model.weights import random_weights
+from tests.gpu.family_checkpoints import CONFIGS, checkpoint, draw_prompt, generate, load
+from tests.tolerances import FAMILY_LOGITS
+
+CPU = torch.device("cpu")
+TINY = [name for name in NAMED_SHAPES if name.startswith("tiny")]
+STEPS = 64
+LENGTHS = [pytest.param(5), pytest.param(200), pytest.param(3000, marks=pytest.mark.long)]
+
+
+def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference over the largest logit."""
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> None:
+    """Its choice behind the same text is our choice at every step, so the texts are the same. Coverage is counted."""
+    known = checkpoint(name)
+    steps = STEPS if length != 200 else 16
+    prompt = draw_prompt(length)
+    tokens, logits = generate(load(known.folder), prompt, steps)
+    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[length - 1 :]
+    assert off(logits, wanted) < FAMILY_LOGITS
+    assert wanted.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mistral", {"sliding_window": 63}),
+        ("ministral", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+        ("glm4", {"partial_rotary_factor": 0.75}),
+        ("gemma3", {"query_pre_attn_scalar": 176}),
+        ("gemma3", {"rope_local_base_freq": 10_100.0}),
+        ("phi3", {"original_max_position_embeddings": 4000}),
+        (
+            "qwen2 with yarn",
+            {"rope_scaling": {"type": "yarn", "factor": 4.2, "original_max_position_embeddings": 1024}},
+        ),
+    ],
+)
+def test_the_comparison_sees_one_setting_that_is_off(name: str, change: dict, tmp_path) -> None:
+    """Power: the same weights under a configuration that differs in one setting, just so."""
+    known, prompt = checkpoint(name), draw_prompt(200)
+    for file in known.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((known.folder / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, logits = generate(load(tmp_path), prompt, 2)
+    assert off(logits[:1], known.logits(prompt)[-1:]) > FAMILY_LOGITS
+
+
+def test_beyond_its_original_positions_longrope_has_its_other_frequencies() -> None:
+    """One set a deployment: the long one, where contexts may be longer than the original; transformers goes by text."""
+    known = checkpoint("phi3", original_max_position_embeddings=128)
+    prompt = draw_prompt(200)
+    _, logits = generate(load(known.folder), prompt, 2)
+    assert off(logits[:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
+    short = draw_prompt(64)
+    assert off(generate(load(known.folder, 128), short, 2)[1][:1], known.logits(short)[-1:]) < FAMILY_LOGITS
+    assert off(generate(load(known.folder), short, 2)[1][:1], known.logits(short)[-1:]) > FAMILY_LOGITS
+
+
+def test_a_rope_of_ones_own_is_as_if_the_file_had_it() -> None:
+    plain, scaled = checkpoint("qwen2"), checkpoint(
+        "qwen2", rope_scaling=None, max_position_embeddings=2048, rope_theta=20_000.0
+    )  # fmt: skip
+    asked = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048, "rope_theta": 20_000.0}
+    shape = read_architecture(plain.folder, asked)
+    assert (shape.rope.kind, shape.rope.theta, shape.max_context_tokens) == ("yarn", 20_000.0, 4096)
+    written = read_architecture(scaled.folder, {key: asked[key] for key in asked if key != "rope_theta"})
+    assert (written.rope, written.max_context_tokens) == (shape.rope, 4096)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_decoder_of_the_evals_agrees_with_transformers(name: str) -> None:
+    known, length, steps = checkpoint(name), 90, 4
+    text = draw_prompt(length + steps)
+    wanted = known.logits(text)
+    decoder = load_decoder(known.folder, CPU, torch.float32)
+    tokens = torch.from_numpy(text.astype(np.int64))[None]
+    cache, hidden = decoder.prefill(tokens[:, :length], torch.tensor([length]), length, length + steps, lambda _: None)
+    got = [decoder.logits(hidden)]
+    for step in range(steps):
+        size = length + step + 1
+        got.append(
+            decoder.step(cache, tokens[:, size - 1], torch.tensor([size]), size, lambda step: attend_all(step).out)
+        )
+    assert off(torch.cat(got), wanted[length - 1 :]) < FAMILY_LOGITS
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_random_weights_of_every_family_are_decoded_as_the_benchmarks_peer_decodes_them(name: str) -> None:
+    shape = named_shape(name)
+    length = 140 if shape.window_layers else 20  # beyond the window
+    weights = random_weights(shape, 5, torch.float32, CPU, lambda fraction: None)
+    prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (1, length), dtype=np.int32)
+    tokens = decode(build_runner(shape, weights, 1, length + 10, torch.float32, CPU), prompts, 8).tokens
+    assert PlainDecode(shape, weights, 1, length + 10, CPU).follow(prompts, tokens) == 1.0
+    assert len(set(tokens[0].tolist())) > 1
+
+
+def test_the_compiled_step_serves_layers_of_a_llama_alone_and_agrees_where_it_does() -> None:
+    assert [name for name in TINY if serves(named_shape(name), torch.float32, CPU)] == ["tiny", "tiny-phi3"]
+    plain = named_shape("tiny")
+    for change in ({"qkv_bias": True}, {"qk_norm": True}, {"post_norms": True}, {"activation": "gelu_tanh"},
+                   {"window_tokens": 64}, {"rope": plain.rope}):  # fmt: skip
+        assert not serves(replace(plain, layer_pattern=(LayerSpec(**change),)), torch.float32, CPU)
+    assert not serves(replace(plain, embedding_scale=2.0), torch.float32, CPU)
+
+
+def test_the_compiled_step_computes_llamas_as_the_general_path_does() -> None:
+    known, prompt = checkpoint("llama3"), draw_prompt(40)
+    compiled, general = load(known.folder, is_counted=False), load(known.folder)
+    assert isinstance(compiled.decode_steps._compiled, CpuStep)
+    assert general.decode_steps._compiled is None
+    (tokens, logits), (wanted_tokens, wanted) = (generate(runner, prompt, 8) for runner in (compiled, general))
+    assert tokens == wanted_tokens
+    assert off(logits, wanted) < FAMILY_LOGITS
+
+
+def test_fused_and_interleaved_tensors_are_put_in_our_order() -> None:
+    known = checkpoint("glm4")
+    shape = read_architecture(known.folder)
+    layer = load_weights(known.folder, shape, torch.float32, CPU, lambda fraction: None).layers[1]
+    stored = dict(known.model.named_parameters())["model.layers.1.self_attn.q_proj.weight"].view(16, 64, -1)
+    ours = layer.qkv[: 16 * 64].view(16, 64, -1)
+    assert torch.equal(ours[:, 1], stored[:, 2])  # the first element of the second pair
+    assert torch.equal(ours[:, 33], stored[:, 3])  # and what it is rotated against
+    assert torch.equal(ours[:, 16], stored[:, 32])  # the first element that is not rotated
+    gate_up = dict(known.model.named_parameters())["model.layers.1.mlp.gate_up_proj.weight"]
+    assert torch.equal(layer.gate_up, gate_up)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "ministral"])
+def test_methods_of_the_evals_have_their_part_in_layers_without_a_window(name: str) -> None:
+    known = checkpoint(name)
+    decoder = load_decoder(known.folder, CPU, torch.float32)
+    prompt = draw_prompt(200)
+    batch = prefill_batch(decoder, [prompt.tolist()], 6, [parse_method("full"), parse_method("quest:budget=0.1")], None)
+    tokens = decode_greedy(batch, 0, 6, frozenset(), None).tokens[0]
+    assert tokens == generate(load(known.folder), prompt, 5)[0]
+    assert len(decode_greedy(batch, 1, 6, frozenset(), None).tokens[0]) == 6

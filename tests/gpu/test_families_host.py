@@ -1,0 +1,100 @@
+"""Contexts of other families that outgrow the device: what is down is read as if it were not; windows go nowhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cpu.tier import open_tier
+from gpu.config import GpuConfig
+from gpu.memory.demand import PlanError
+from gpu.memory.host_shares import resolve_host
+from gpu.methods.kept import keep_as_set
+from gpu.model.architecture import named_shape, read_architecture
+from tests.gpu import twin_runners
+from tests.gpu.family_checkpoints import checkpoint, draw_prompt
+from tests.gpu.test_families import off
+from tests.gpu.twin_runners import Twins, tier_shape
+from tests.reference_tier import ReferenceTier
+from tests.tolerances import FAMILY_LOGITS
+from transfer.config import HostConfig
+from transfer.tier import HostTier
+
+LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3}  # heads of 128, 64, 256 and 8; 8, 16, 2 and 7 to a KV head
+ALL = (1, 64)  # bits and tables with which nearly every key is sampled
+MIB = 2**20
+
+
+@contextmanager
+def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int] | None = None,
+             is_sampled: bool = False) -> Iterator[Twins]:  # fmt: skip
+    """tables: of the tier that serves, or None: the plain one."""
+    known = checkpoint(name, num_hidden_layers=LAYERS[name])
+    shape = read_architecture(known.folder)
+    for key, value in {"NUM_LAYERS": shape.num_layers, "NUM_HEADS": shape.num_heads, "DIM": shape.dim,
+                       "NUM_KV_HEADS": shape.num_kv_heads,
+                       "shallow_model": lambda _: SimpleNamespace(name=str(known.folder))}.items():  # fmt: skip
+        monkeypatch.setattr(twin_runners, key, value)
+    dense = keep_as_set(None, HostConfig(), shape).dense_layers
+    tier: HostTier = ReferenceTier(tier_shape(dense), 100_000, 256, 200)
+    if tables is not None:
+        tier = open_tier(tier_shape(dense, *tables), torch.float32, 128 * MIB, num_threads=1, is_pinned=False)
+    try:
+        yield Twins(dense_layers=dense, tier=tier, is_sampled=is_sampled)
+    finally:
+        if tables is not None:
+            tier.shutdown()
+
+
+def decode(twins: Twins, steps: int) -> float:
+    """How far logits are off the exact profile's, at most."""
+    twins.prefill([draw_prompt(300), draw_prompt(150)])
+    most = 0.0
+    for _ in range(steps):
+        assert not twins.step([0, 1]).failures
+        most = max([most, *(off(*twins.logits(slot)) for slot in (0, 1))])
+    return most
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_offloaded_logits_are_those_of_the_exact_profile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with twins_of(name, monkeypatch) as twins:
+        assert decode(twins, 20) < FAMILY_LOGITS
+        assert twins.sequences[0].released > 200
+
+
+def test_that_comparison_sees_one_token_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with twins_of("gemma3", monkeypatch) as twins:
+        twins.prefill([draw_prompt(300)])
+        twins.step([0])
+        assert off(*twins.logits(0)) < FAMILY_LOGITS
+        page = twins._exact_pages(0, 96, 112)[0]
+        twins.exact.pool.value_pages[2][page, :, 4] *= -3  # what is down still has it as it was
+        twins.step([0])
+        assert off(*twins.logits(0)) > FAMILY_LOGITS
+
+
+@pytest.mark.long  # each head dimension and group is compiled, half a minute
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "gemma3"])
+def test_the_tier_that_serves_reads_them_all_likewise(
+    name: str, is_sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with twins_of(name, monkeypatch, ALL, is_sampled) as twins:
+        bound = (
+            FAMILY_LOGITS if not is_sampled else 100 * FAMILY_LOGITS
+        )  # a few keys opposite to the query are left out
+        assert decode(twins, 6) < bound
+
+
+def test_layers_with_a_window_stay_and_a_model_of_nothing_else_has_nothing_to_send() -> None:
+    gemma, mistral = named_shape("gemma-3-4b"), named_shape("mistral-7b-v0.1")
+    kept = keep_as_set(None, HostConfig(), gemma)
+    assert set(range(34)) - set(kept.dense_layers) == {5, 11, 23, 29}  # 17 is half the depth
+    assert keep_as_set(None, HostConfig(dense_layers=()), gemma).dense_layers == gemma.window_layers
+    page_tokens = GpuConfig().page_tokens
+    assert resolve_host(HostConfig(), kept, gemma, page_tokens, 2, 8).tier_shape.layers == (5, 11, 23, 29)
+    with pytest.raises(PlanError, match="all 32 layers stay on the device, 32 since they have a window, nothing"):
+        resolve_host(HostConfig(), keep_as_set(None, HostConfig(), mistral), mistral, page_tokens, 2, 8)

@@ -1,0 +1,45 @@
+"""Tiny models of every family on the GPU: float32 text as the CPU has it, bf16 text as plain torch has it."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from bench.decode_loop import build_runner, decode
+from bench.engine import MIN_AGREEMENT, draw_prompts
+from bench.plain_decode import PlainDecode
+from gpu.model.architecture import named_shape
+from gpu.model.weights import LayerWeights, Weights, random_weights
+
+pytestmark = pytest.mark.gpu
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NAMES = ("tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-phi3", "tiny-glm4", "tiny-gemma3")
+PROMPT_TOKENS, STEPS = 200, 12  # beyond the windows
+
+
+def moved(weights: Weights, dtype: torch.dtype, wide_norms: bool) -> Weights:
+    """On the GPU; what a family keeps in float32 stays so."""
+
+    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        return tensor.to(CUDA, torch.float32 if wide_norms and tensor.ndim == 1 else dtype)
+
+    layers = [LayerWeights(*(move(getattr(layer, part.name)) for part in fields(layer))) for layer in weights.layers]
+    embedding = move(weights.embedding)
+    logits = embedding if weights.logits is weights.embedding else move(weights.logits)
+    return Weights(embedding, layers, move(weights.final_norm), logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_on_the_gpu_are_those_of_the_cpu_and_of_plain_torch(name: str) -> None:
+    shape, context = named_shape(name), PROMPT_TOKENS + STEPS + 2
+    weights = random_weights(shape, 5, torch.float32, CPU, lambda fraction: None)
+    prompts = draw_prompts(2, PROMPT_TOKENS, shape.vocab_size)
+    wanted = decode(build_runner(shape, weights, 2, context, torch.float32, CPU), prompts, STEPS).tokens
+    for dtype in (torch.float32, torch.bfloat16):
+        own = moved(weights, dtype, shape.norm_offset != 0)
+        tokens = decode(build_runner(shape, own, 2, context, dtype, CUDA), prompts, STEPS).tokens
+        if dtype == torch.float32:
+            assert (tokens == wanted).mean() >= MIN_AGREEMENT[dtype] - 1 / tokens.size  # one near-tie
+        assert PlainDecode(shape, own, 2, context, CUDA).follow(prompts, tokens) >= MIN_AGREEMENT[dtype]
