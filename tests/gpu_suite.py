@@ -60,7 +60,7 @@ MODULES = {
     "httptools": "httptools", "uvloop": "uvloop", "httpx": "httpx", "jinja2": "jinja2", "psutil": "psutil",
     "cpuinfo": "py-cpuinfo", "pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client", "rich": "rich",
     "typer": "typer", "yaml": "pyyaml", "packaging": "packaging", "aiohttp": "aiohttp",
-    "matplotlib": "matplotlib", "rapidfuzz": "rapidfuzz",
+    "matplotlib": "matplotlib", "rapidfuzz": "rapidfuzz", "xxhash": "xxhash",
 }  # fmt: skip
 
 

@@ -214,6 +214,14 @@ MUON_SINGULAR_VALUES = (0.6, 1.3)
 # --- rows in the host tier ---
 # Steps of an int8 row's scale: rounding is half of one, and float32 quotients of up to 127 are off by 1e-5.
 INT8_HALF_STEP = 0.5001
+# Steps of a row's own scale: rounding is half of one. The format divides by the span plus 1e-8, which in rows around
+# 1e-3 (a span of 4e-3) moves the last of 255 steps by 6e-4 of one.
+FUSED_HALF_STEP = 0.501
+# Of a row's largest element: what one rounding in place of two can change (Triton's interpreter rounds a product's sum
+# twice), and in bf16, where a number between two others falls to the other.
+FUSED_READ = {"float32": 2e-7, "bfloat16": 8e-3}
+# Of each element of a chunk kept in bf16: half a unit of 8 significant bits, and the float32 that it came from.
+CHUNK_BFLOAT16 = 2**-8 * 1.0001
 # Share of codes that two orders of summation agree on: a product within some ulps of zero decides a bit of ten.
 SAME_CODES = 0.999
 

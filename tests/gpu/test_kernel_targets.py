@@ -24,6 +24,7 @@ import transfer.merge
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import centre_of, deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.head_norm import head_norm
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
@@ -57,6 +58,7 @@ TRITON_TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 SERVED = ("tiny", "llama-3.1-8b")
 FAMILIES = ("phi-3-mini", "gemma-3-4b", "glm-4-9b")  # heads of 96 and of 256, and 16 to a KV head
@@ -164,6 +166,13 @@ def _rows(shape: Architecture, dtype: torch.dtype) -> None:
         restore_rows(rows, rows, centre, *scales, keys, keys)
 
 
+def _fused(shape: Architecture, dtype: torch.dtype) -> None:
+    rows = torch.empty(512, shape.num_kv_heads, shape.dim, dtype=dtype, device="cuda")
+    fused = torch.empty(512, shape.num_kv_heads, shape.dim + 8, dtype=torch.uint8, device="cuda")
+    fuse_rows(rows, fused)
+    widen_rows(fused, rows)
+
+
 def _codes(shape: Architecture, dtype: torch.dtype) -> None:
     planes = Hyperplanes(torch.empty(10, shape.dim, 160, dtype=dtype, device="cuda"), 150)
     codes = torch.empty(shape.num_kv_heads, 150, 64, dtype=torch.uint16, device="cuda")
@@ -257,6 +266,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_deposit_kernel": _rows,
     "_restore_kernel": _rows,
     "_sum_kernel": _rows,
+    "_fuse_kernel": _fused,
+    "_widen_kernel": _fused,
     "_gather_pages_kernel": _gather,
     "_merge_attended_kernel": _pieces,
     "_encode_kernel": _codes,
@@ -294,7 +305,7 @@ class Recorder:
 def _source(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[ASTSource, dict[str, int]]:
     """What Triton's launcher would compile: pointers and integers divisible by 16 are marked so, ones are constants."""
     options = dict(options)
-    compile_options = {name: options.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+    compile_options = {name: options.pop(name) for name in COMPILE_OPTIONS if name in options}
     signature, constants, attributes = {}, {}, {}
     for index, (name, value) in enumerate({**dict(zip(kernel.arg_names, args, strict=False)), **options}.items()):
         if name in options or (isinstance(value, int) and value == 1):

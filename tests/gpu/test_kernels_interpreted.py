@@ -13,7 +13,8 @@ import pytest
 from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac")
+KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",
+           "fused")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -31,6 +32,7 @@ SELECTED = " or ".join(
         "(test_kernels_momo and cpu and float32 and union and not 32-8-12)",
         "(test_partial and cpu and not partition)",
         "(test_kernels_gather and cpu and float32)",
+        "(test_kernels_fused and cpu and float32 and not shape3)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
     )
 )
