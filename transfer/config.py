@@ -1,8 +1,11 @@
-"""Settings of the host tier: where deposited KV lives, what stays on the device, and how the CPU samples.
+"""Settings of the host tier (where deposited KV lives, what the device keeps, how the CPU samples) and of documents.
 
-Both sides of the tier read them: the device keeps sink, window and dense layers, the CPU holds the rest.
+Both sides of the tier read them: the device keeps sink, window and dense layers, the CPU holds the rest. Documents'
+keys and values are kept on disk, for whatever prompt they come in.
 """
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -37,3 +40,20 @@ class HostConfig(Settings):
         "(`adaptive`: what is read where depends on the load), or leaves at once (`fixed`: same prompt, same answer)",
     )
     sampled: SampledConfig = SampledConfig()
+
+
+class DocumentsConfig(Settings):
+    """Documents' keys and values, computed once, kept on disk and in memory. Servers may share a folder."""
+
+    folder: Path | None = Field(None, description="on a fast disk; default: tandem/chunks in the user's cache folder")
+    disk_limit_gib: float = Field(64.0, gt=0, description="of all models in the folder; the least recently used go")
+    memory_limit_gib: float = Field(8.0, ge=0, description="of host memory for the last used ones, beside `host`'s own")
+    rows: Literal["bfloat16", "float32", "int8"] = Field(
+        "bfloat16", description="how keys and values are kept; int8: with a scale for each token and KV head"
+    )
+    threads: int = Field(4, ge=1, le=64, description="layers that are read from the disk at a time")
+
+    @property
+    def resolved_folder(self) -> Path:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return self.folder or cache / "tandem" / "chunks"

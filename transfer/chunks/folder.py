@@ -1,0 +1,269 @@
+"""Chunks on disk: a folder a model, a file a chunk, written aside and renamed, the least recently used given up first.
+
+It refuses to know tensors and memory; several processes share the folder, its lock and its files' times, no more.
+Invariants: what has a chunk's name is a whole file, or one that its reader finds out; the files of all models stay
+below the limit, with those that are being written; to give up a file never hurts who has it open. No torch.
+
+Room is reserved under the folder's lock, as a file of full size that its writer keeps locked: what a dead writer left
+is told by its free lock. A file's time is its last use, so the order survives restarts and is one for all processes.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from transfer.chunks.file import ChunkFile, read_bytes, write_bytes
+from transfer.chunks.format import (
+    ChunkError,
+    ChunkKey,
+    ChunkShape,
+    checksum,
+    header_bytes,
+    layer_ranges,
+    read_header,
+    write_header,
+)
+
+LOCK_SECONDS = 5.0  # for a process that looks for room; one that stands still is not waited for
+_POLL_SECONDS = 0.005
+_OURS = re.compile(r"[0-9a-f]{64}\.(kv|bad|[0-9a-f]{8}\.part)")
+_MODEL = re.compile(r"[0-9a-f]{32}")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file of ours; those set aside go first, then the ones that were used longest ago."""
+
+    is_whole: bool
+    used_ns: int
+    num_bytes: int
+    path: Path
+
+
+class ChunkFolder:
+    """Chunks of one model below `root`, which other models and processes share. From any thread."""
+
+    def __init__(self, root: Path, model: str, shape: ChunkShape, limit_bytes: int) -> None:
+        """`model`: the digest of its weights. `limit_bytes`: of the files of all models. A folder that cannot be made
+        or written is told of, and nothing is found or stored."""
+        assert _MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
+        self.root, self.model, self.shape, self.limit_bytes = root, model, shape, limit_bytes
+        self.counts: Counter[str] = Counter()  # stored, refused, evicted, set_aside
+        self._folder = root / model
+        self._is_refusing = False
+        self._lock = Lock()  # of the counts
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._make_room(0)
+        except OSError as error:
+            self._refuse(error)
+
+    def open(self, key: ChunkKey) -> ChunkFile | None:
+        """The chunk, now the last one used, or None. A file that is not it is set aside."""
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("chunk_unreadable name=%s error=%s", key.name, error)
+            return None
+        try:
+            checksums = self._examine(descriptor, key)
+        except (ChunkError, OSError) as error:
+            os.close(descriptor)
+            self.set_aside(key, str(error))
+            return None
+        with suppress(OSError):  # a folder that is only read: its order is of no use
+            _mark_used(descriptor)
+        return ChunkFile(descriptor, key, self.shape, checksums)
+
+    def touch(self, key: ChunkKey) -> None:
+        """The chunk was used, out of memory."""
+        with suppress(OSError):
+            _mark_used(self._path(key))
+
+    def put(self, key: ChunkKey, layers: Sequence[memoryview]) -> bool:
+        """Store the bytes of every layer; False where there is no room or the disk refuses, which is told once."""
+        assert [layer.nbytes for layer in layers] == [self.shape.layer_bytes(key.num_tokens)] * self.shape.num_layers
+        path = self._path(key)
+        try:
+            if path.exists():
+                self.touch(key)
+                return True
+            with self._locked():
+                part, descriptor = self._reserve(key)
+            try:
+                self._write(descriptor, key, layers)
+                with self._locked():  # who counts files meets this one under one name
+                    os.rename(part, path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._refuse(error)
+            return False
+        self._is_refusing = False
+        self._count("stored")
+        return True
+
+    def delete(self, key: ChunkKey) -> None:
+        """No process finds the chunk any more; those that read it go on."""
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("chunk_not_deleted name=%s error=%s", key.name, error)
+
+    def set_aside(self, key: ChunkKey, reason: str) -> None:
+        """Nobody finds this file again; it stays to be looked at, until its room is needed."""
+        path = self._path(key)
+        self._count("set_aside")
+        log.warning("chunk_set_aside path=%s reason=%s", path.with_suffix(".bad"), reason)
+        try:
+            path.rename(path.with_suffix(".bad"))
+        except FileNotFoundError:
+            return  # another process did, or gave it up
+        except OSError as error:
+            log.warning("chunk_stays path=%s error=%s", path, error)
+
+    def bytes_held(self) -> int:
+        """Of the files of all models."""
+        return sum(found.num_bytes for found in self._scan())
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+    def _path(self, key: ChunkKey) -> Path:
+        return self._folder / f"{key.name}.kv"
+
+    def _examine(self, descriptor: int, key: ChunkKey) -> list[str]:
+        size, wanted = os.fstat(descriptor).st_size, self.shape.file_bytes(key.num_tokens)
+        raw = bytearray(min(header_bytes(self.shape), size))
+        num_read = read_bytes(descriptor, memoryview(raw), 0)
+        checksums = read_header(bytes(raw[:num_read]), self.model, key, self.shape)
+        if size != wanted:
+            raise ChunkError(f"it has {size:,} bytes, wanted {wanted:,}")
+        return checksums
+
+    def _reserve(self, key: ChunkKey) -> tuple[Path, int]:
+        """A file of full size that stands for what is being written. The folder's lock is held."""
+        size = self.shape.file_bytes(key.num_tokens)
+        self._make_room(size)
+        part = self._folder / f"{key.name}.{secrets.token_hex(4)}.part"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(descriptor, 0, size)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        return part, descriptor
+
+    def _write(self, descriptor: int, key: ChunkKey, layers: Sequence[memoryview]) -> None:
+        """Layers first, the header last, and all of it on the disk before the file has its name: after a loss of power
+        a chunk is whole or not there. (If the disk lies, checksums tell.)"""
+        begin = header_bytes(self.shape)
+        checksums = []
+        for layer, (at, _) in zip(layers, layer_ranges(self.shape, key.num_tokens), strict=True):
+            checksums.append(checksum(layer))
+            write_bytes(descriptor, layer, begin + at)
+        write_bytes(descriptor, memoryview(write_header(self.model, key, self.shape, checksums)), 0)
+        _mark_used(descriptor)  # the system's own times are some milliseconds coarse
+        os.fsync(descriptor)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Give up files until so many bytes fit below the limit. Raises OSError (EDQUOT) where they cannot."""
+        found = sorted(self._scan(), key=lambda one: (one.is_whole, one.used_ns))
+        parts = [one for one in found if one.path.suffix == ".part" and not _remove_abandoned(one.path)]
+        found = [one for one in found if one.path.suffix != ".part"]
+        room = self.limit_bytes - num_bytes - sum(one.num_bytes for one in parts)
+        if num_bytes and room < 0:
+            raise OSError(
+                errno.EDQUOT,
+                f"a chunk of {num_bytes:,} bytes, and what is being written are above the limit, {self.limit_bytes:,}",
+            )
+        held = sum(one.num_bytes for one in found)
+        for one in found:
+            if held <= room:
+                break
+            one.path.unlink(missing_ok=True)
+            held -= one.num_bytes
+            self._count("evicted")
+
+    def _scan(self) -> Iterator[_Found]:
+        """Every file of ours, of whatever model. It costs a call of the system a file, small beside writing a chunk."""
+        for folder in self.root.iterdir():
+            if not _MODEL.fullmatch(folder.name) or not folder.is_dir():
+                continue
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if _OURS.fullmatch(entry.name):
+                        with suppress(FileNotFoundError):
+                            state = entry.stat(follow_symlinks=False)
+                            is_whole = not entry.name.endswith(".bad")
+                            yield _Found(is_whole, state.st_mtime_ns, state.st_size, Path(entry.path))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The folder's lock. Raises OSError (EAGAIN) where another process keeps it for LOCK_SECONDS."""
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            ends = time.monotonic() + LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > ends:
+                        raise
+                    time.sleep(_POLL_SECONDS)
+            yield
+        finally:
+            os.close(descriptor)  # and the lock with it
+
+    def _refuse(self, error: OSError) -> None:
+        """Said once, until a chunk is stored again."""
+        self._count("refused")
+        if not self._is_refusing:
+            log.warning(
+                "chunks_not_stored folder=%s error=%s wanted=room that can be written: see documents.folder and "
+                "documents.disk_limit_gib; documents are computed anew meanwhile", self._folder, error,
+            )  # fmt: skip
+        self._is_refusing = True
+
+
+def _mark_used(file: int | Path) -> None:
+    now = time.time_ns()
+    os.utime(file, ns=(now, now))
+
+
+def _remove_abandoned(part: Path) -> bool:
+    """Whether nobody writes this file any more; then it goes. The folder's lock is held, so none is about to begin."""
+    try:
+        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        part.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,141 @@
+"""A chunk's file: a header that says whose keys and values these are, then those of each layer. Knows bytes, no torch.
+
+It refuses to know folders and caches. A layer is keys `[tokens, kv_heads, row]` before rotation, then values of that
+shape; a row is bf16 or float32 `[dim]`, or `dim` codes of 8 bits with a float32 scale and bias. Layers follow the
+header without gaps. Invariant: every byte of a file is covered. The header is what its reader would have written, to
+the bit, and a layer has the checksum that stands there, so that each can be read and trusted alone.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+MAGIC = b"TANDEMKV"
+VERSION = 1
+ALIGN_BYTES = 4096  # layers begin on a page of the file
+_PREFIX = struct.Struct("<8sII16s")  # magic, version, bytes of the header, digest of what follows
+_CHECKSUM = "0" * 32  # of a layer: XXH3, 128 bits
+_TAIL_BYTES = 8  # scale and bias of a row of codes
+
+Rows = Literal["bfloat16", "float32", "int8"]
+
+
+class ChunkError(Exception):
+    """A chunk that is not what it was stored as; whoever asked computes it anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """What a model's chunks have in common."""
+
+    num_layers: int
+    num_kv_heads: int
+    dim: int
+    rows: Rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token and KV head."""
+        return {"bfloat16": 2 * self.dim, "float32": 4 * self.dim, "int8": self.dim + _TAIL_BYTES}[self.rows]
+
+    def layer_bytes(self, num_tokens: int) -> int:
+        return 2 * num_tokens * self.num_kv_heads * self.row_bytes
+
+    def chunk_bytes(self, num_tokens: int) -> int:
+        return self.num_layers * self.layer_bytes(num_tokens)
+
+    def file_bytes(self, num_tokens: int) -> int:
+        return header_bytes(self) + self.chunk_bytes(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """`name`: of the file, 64 hexadecimal digits; `tokens`: the digest of the token ids."""
+
+    name: str
+    num_tokens: int
+    tokens: str
+
+
+def name_chunk(token_ids: Sequence[int], shape: ChunkShape, kv_key: str) -> ChunkKey:
+    """The key of a chunk of at least one token. `kv_key`: all else that its KV depends on, beside the weights: the type
+    that computes, the method that attends, whose secret it is."""
+    assert len(token_ids), "a chunk has tokens"
+    tokens = _hash(np.asarray(token_ids, "<i8").tobytes())
+    content = json.dumps([VERSION, asdict(shape), kv_key, tokens])
+    return ChunkKey(_hash(content.encode("utf-8", "surrogatepass")), len(token_ids), tokens)
+
+
+def checksum(layer: memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(layer)
+
+
+def header_bytes(shape: ChunkShape) -> int:
+    """The same for all chunks of a shape."""
+    longest = ChunkKey("0" * 64, 2**31, "0" * 64)
+    text = _describe("0" * 32, longest, shape, [_CHECKSUM] * shape.num_layers)
+    return -(-(_PREFIX.size + len(text)) // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def write_header(model: str, key: ChunkKey, shape: ChunkShape, checksums: Sequence[str]) -> bytes:
+    """`model`: the digest of its weights, 32 hexadecimal digits; `checksums`: one a layer."""
+    size = header_bytes(shape)
+    body = _describe(model, key, shape, checksums).ljust(size - _PREFIX.size)
+    return _PREFIX.pack(MAGIC, VERSION, size, _digest(body)) + body
+
+
+def read_header(raw: bytes, model: str, key: ChunkKey, shape: ChunkShape) -> list[str]:
+    """The layers' checksums. Raises ChunkError for a header that is not that of this chunk of this model."""
+    if len(raw) < _PREFIX.size or not raw.startswith(MAGIC):
+        raise ChunkError("it does not begin as a chunk's file does")
+    _, version, _, _ = _PREFIX.unpack_from(raw)
+    if version != VERSION:
+        raise ChunkError(f"its format is {version}, wanted {VERSION}")
+    try:
+        said = json.loads(raw[_PREFIX.size :])
+        checksums = [str(one) for one in said["checksums"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ChunkError(f"its header cannot be read ({error!r})") from None
+    wanted = json.loads(_describe(model, key, shape, checksums))
+    for field, value in wanted.items():
+        if said.get(field) != value:
+            raise ChunkError(f"its {field} is {said.get(field)}, wanted {value}")
+    if len(checksums) != shape.num_layers:
+        raise ChunkError(f"it has checksums of {len(checksums)} layers, wanted {shape.num_layers}")
+    if raw != write_header(model, key, shape, checksums):
+        raise ChunkError("its header does not have its digest")
+    return checksums
+
+
+def has_finite_scales(layer: memoryview, shape: ChunkShape) -> bool:
+    """Whether all rows of a layer can be read as numbers, as far as it can be told: of rows of codes it can."""
+    if shape.rows != "int8":
+        return True
+    rows = np.frombuffer(layer, np.uint8).reshape(-1, shape.row_bytes)
+    return bool(np.isfinite(np.ascontiguousarray(rows[:, shape.dim :]).view("<f4")).all())
+
+
+def layer_ranges(shape: ChunkShape, num_tokens: int) -> list[tuple[int, int]]:
+    """Where each layer of a chunk begins and ends, behind the header."""
+    size = shape.layer_bytes(num_tokens)
+    return list(pairwise(range(0, (shape.num_layers + 1) * size, size)))
+
+
+def _describe(model: str, key: ChunkKey, shape: ChunkShape, checksums: Sequence[str]) -> bytes:
+    fields = {"model": model, **asdict(key), **asdict(shape), "checksums": list(checksums)}
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).digest()

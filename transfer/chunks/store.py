@@ -1,0 +1,282 @@
+"""Chunks as a prefill asks for them: out of host memory, where the last used are, or layer by layer from the disk.
+
+It refuses to know what rows mean and where they go. Invariants: bytes that are handed out are those that were stored,
+or the future says that the chunk is lost; memory that somebody reads is neither given up nor written again before the
+lease ends; nobody waits for a disk who only wants to store. Methods may be called from any thread.
+"""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+
+from transfer.chunks.file import ChunkFile
+from transfer.chunks.folder import ChunkFolder
+from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, has_finite_scales, layer_ranges
+from transfer.config import DocumentsConfig
+from transfer.host_memory import slab_bytes
+from transfer.host_pages import Pages, map_pages, pin_pages, unpin_pages
+from transfer.slabs import GIB, PageSource, Slab, SlabPool
+from transfer.tier import HostMemoryError
+
+MAX_MAPPING_THREADS = 4
+
+log = logging.getLogger(__name__)
+
+
+def open_chunks(config: DocumentsConfig, model: str, shape: ChunkShape, is_pinned: bool) -> "ChunkStore":
+    """The store of one model, `model` the digest of its weights. is_pinned: memory is registered with CUDA."""
+    pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
+    folder = ChunkFolder(config.resolved_folder, model, shape, int(config.disk_limit_gib * GIB))
+    slabs = SlabPool(int(config.memory_limit_gib * GIB), PageSource(map_pages, pin, unpin), MAX_MAPPING_THREADS)
+    return ChunkStore(folder, slabs, config.threads)
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A chunk that is in use or in memory. `file`: until every layer is in the slab; without a slab, until the end."""
+
+    key: ChunkKey
+    slab: Slab | None
+    file: ChunkFile | None
+    ranges: list[tuple[int, int]]
+    num_missing: int
+    layers: dict[int, "Future[Pages]"] = field(default_factory=dict)  # of the slab
+    num_leases: int = 0
+    is_lost: bool = False
+
+
+class ChunkLease:
+    """The right to read a chunk. What it reads into, and the memory that it reads, stays until `release`."""
+
+    def __init__(self, store: "ChunkStore", entry: _Entry) -> None:
+        self._store, self._entry = store, entry
+        self._reads: list[Future[Pages]] = []
+        self.key = entry.key
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether `layer` never needs `out`."""
+        return self._entry.slab is not None
+
+    def layer(self, index: int, out: Pages) -> "Future[Pages]":
+        """uint8 `[layer_bytes]` of a layer, once it is there: in host memory, else in `out`, of that size.
+
+        Raises ChunkError (the future does) where the chunk turns out to be lost: layers read before are right, and
+        whoever needs the others computes the chunk anew.
+        """
+        read = self._store.start_read(self._entry, index, out)
+        self._reads.append(read)
+        return read
+
+    def release(self) -> None:
+        """Once, when copies of what was handed out are over. Waits for reads that are under way."""
+        for read in self._reads:
+            if not self.is_in_memory:
+                read.cancel()
+        wait(self._reads)
+        self._store.end_lease(self._entry)
+
+
+class ChunkStore:
+    """A folder, and memory in front of it that is taken from `slabs`, pinned or not; the least recently used goes."""
+
+    def __init__(self, folder: ChunkFolder, slabs: SlabPool, num_threads: int) -> None:
+        """`num_threads`: how many layers are read from the disk at a time."""
+        self.folder = folder
+        self._slabs = slabs
+        self._lock = Lock()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # with a slab; the last used is last
+        self._has_memory = True
+        self._counts: Counter[str] = Counter()
+        self._readers = ThreadPoolExecutor(num_threads, "chunk-reads")
+        self._writer = ThreadPoolExecutor(1, "chunk-writes")
+
+    def find(self, key: ChunkKey) -> ChunkLease | None:
+        """A lease of the chunk, or None: whoever asked computes it. Looks at the file's header, and reads no layer."""
+        with self._lock:
+            entry = self._lease(key)
+        if entry is not None:
+            self.folder.touch(key)
+            return ChunkLease(self, entry)
+        file = self.folder.open(key)
+        with self._lock:
+            entry = self._lease(key)  # another thread's, by now
+            if entry is None and file is not None:
+                entry, file = self._enter(key, file), None
+                self._counts["found_on_disk"] += 1
+            elif entry is None:
+                self._counts["absent"] += 1
+        if file is not None:
+            file.close()
+        return None if entry is None else ChunkLease(self, entry)
+
+    def put(self, key: ChunkKey, layers: Sequence[Pages]) -> "Future[bool]":
+        """Keep the bytes of every layer, uint8 `[layer_bytes]`, in memory and on disk; whether they are on the disk.
+
+        `layers` stay as they are until the future is done. Rows of codes that are not numbers are refused.
+        """
+        return self._writer.submit(self._put, key, [layer.data for layer in layers])
+
+    def delete(self, key: ChunkKey) -> "Future[None]":
+        """After what was to be stored before: nobody finds the chunk again. Leases go on."""
+        return self._writer.submit(self._delete, key)
+
+    def counts(self) -> Mapping[str, int]:
+        """found_in_memory, found_on_disk, absent, lost (while it was read), stored, refused, evicted, set_aside."""
+        with self._lock:
+            return Counter(self._counts) + self.folder.counts
+
+    @property
+    def bytes_in_memory(self) -> int:
+        return self._slabs.bytes_in_use
+
+    def shutdown(self) -> None:
+        """Finish what is being written and give memory back; no lease is held."""
+        self._writer.shutdown()
+        self._readers.shutdown()
+        with self._lock:
+            for entry in self._entries.values():
+                self._end(entry)
+            self._entries.clear()
+        self._slabs.shutdown()
+
+    def start_read(self, entry: _Entry, index: int, out: Pages) -> "Future[Pages]":
+        """For leases."""
+        with self._lock:
+            if entry.slab is None:
+                return self._readers.submit(self._read, entry, index, out)
+            if index not in entry.layers:
+                entry.layers[index] = self._readers.submit(self._read_to_slab, entry, index, entry.slab)
+            return entry.layers[index]
+
+    def end_lease(self, entry: _Entry) -> None:
+        """For leases. What is not wholly in memory by then is not kept there."""
+        with self._lock:
+            entry.num_leases -= 1
+            if entry.num_leases == 0 and entry.num_missing > 0:
+                self._forget(entry)
+            if entry.num_leases == 0 and self._entries.get(entry.key.name) is not entry:
+                self._end(entry)
+
+    def _lease(self, key: ChunkKey) -> _Entry | None:
+        entry = self._entries.get(key.name)
+        if entry is not None:
+            self._entries.move_to_end(key.name)
+            entry.num_leases += 1
+            self._counts["found_in_memory"] += 1
+        return entry
+
+    def _enter(self, key: ChunkKey, file: ChunkFile | None) -> _Entry:
+        """A leased entry, in memory if there is room that nobody reads."""
+        shape = self.folder.shape
+        slab = self._claim(shape.chunk_bytes(key.num_tokens))
+        entry = _Entry(key, slab, file, layer_ranges(shape, key.num_tokens), shape.num_layers, num_leases=1)
+        if slab is not None:
+            self._entries[key.name] = entry
+        return entry
+
+    def _claim(self, num_bytes: int) -> Slab | None:
+        if not self._has_memory or slab_bytes(num_bytes) > self._slabs.limit_bytes:
+            return None
+        idle = [entry for entry in self._entries.values() if entry.num_leases == 0]
+        while True:
+            try:
+                return self._slabs.claim([num_bytes])[0]
+            except HostMemoryError:
+                if not idle:
+                    return None
+                oldest = idle.pop(0)
+                self._forget(oldest)
+                self._end(oldest)
+
+    def _forget(self, entry: _Entry) -> None:
+        """Nobody finds it in memory again."""
+        if self._entries.get(entry.key.name) is entry:
+            del self._entries[entry.key.name]
+
+    def _end(self, entry: _Entry) -> None:
+        if entry.file is not None:
+            entry.file.close()
+            entry.file = None
+        if entry.slab is not None:
+            self._slabs.release([entry.slab])
+
+    def _read_to_slab(self, entry: _Entry, index: int, slab: Slab) -> Pages:
+        begin, end = entry.ranges[index]
+        try:
+            pages = slab.wait()[begin:end]
+        except HostMemoryError as error:
+            with self._lock:
+                self._forget(entry)
+                self._has_memory = False  # the host has refused: chunks are read past it from now on
+            raise ChunkError(f"chunk {entry.key.name}: {error}") from error
+        self._read(entry, index, pages)
+        with self._lock:
+            entry.num_missing -= 1
+            if entry.num_missing == 0 and entry.file is not None:
+                entry.file.close()
+                entry.file = None
+        return pages
+
+    def _read(self, entry: _Entry, index: int, pages: Pages) -> Pages:
+        assert entry.file is not None, "the file is open while layers are missing"
+        try:
+            entry.file.read(index, pages.data)
+        except ChunkError as error:
+            with self._lock:
+                is_first, entry.is_lost = not entry.is_lost, True
+                self._forget(entry)
+                self._counts["lost"] += is_first
+            if is_first:
+                self.folder.set_aside(entry.key, str(error))
+            raise ChunkError(f"chunk {entry.key.name}: {error}; compute it anew") from error
+        return pages
+
+    def _put(self, key: ChunkKey, layers: list[memoryview]) -> bool:
+        if not all(has_finite_scales(layer, self.folder.shape) for layer in layers):
+            log.warning(
+                "chunk_not_finite name=%s tokens=%d wanted=finite rows: with documents.rows int8, keys and values that "
+                "overflow are not stored", key.name, key.num_tokens,
+            )  # fmt: skip
+            with self._lock:
+                self._counts["refused"] += 1
+            return False
+        self._keep_in_memory(key, layers)
+        return self.folder.put(key, layers)
+
+    def _keep_in_memory(self, key: ChunkKey, layers: list[memoryview]) -> None:
+        with self._lock:
+            if key.name in self._entries:
+                return
+            slab = self._claim(self.folder.shape.chunk_bytes(key.num_tokens))
+        if slab is None:
+            return
+        entry = _Entry(key, slab, None, layer_ranges(self.folder.shape, key.num_tokens), 0)
+        try:
+            pages = slab.wait()
+        except HostMemoryError:
+            with self._lock:
+                self._has_memory = False
+                self._end(entry)
+            return
+        for index, ((begin, end), layer) in enumerate(zip(entry.ranges, layers, strict=True)):
+            pages[begin:end] = np.frombuffer(layer, np.uint8)
+            entry.layers[index] = Future()
+            entry.layers[index].set_result(pages[begin:end])
+        with self._lock:
+            if key.name in self._entries:  # found on the disk meanwhile, where another process put it
+                self._end(entry)
+            else:
+                self._entries[key.name] = entry
+
+    def _delete(self, key: ChunkKey) -> None:
+        self.folder.delete(key)
+        with self._lock:
+            entry = self._entries.pop(key.name, None)
+            if entry is not None and entry.num_leases == 0:
+                self._end(entry)
