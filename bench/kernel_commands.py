@@ -160,6 +160,31 @@ def mac_steps(
     print(json.dumps({"shape": shape, "context": context, "batch": batch, "rows": [asdict(one) for one in times]}))
 
 
+@app.command("fused-rows")
+def fused_rows(
+    tokens: Annotated[int, typer.Option(min=1, help="of a layer's keys")] = 65_536,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time writing and reading rows of 8 bits that carry their own scale, as documents on disk have them."""
+    from bench.fused_rows import fused_row_rows
+
+    run_kernel(device, json_file, lambda resolved, console: fused_row_rows(tokens, resolved, console))
+
+
+@app.command()
+def chunks(
+    num_chunks: Annotated[int, typer.Option("--chunks", min=1, help="of 512 tokens, 64 MiB each")] = 8,
+    threads: Annotated[int, typer.Option(min=1, help="layers that are read at a time")] = 4,
+    folder: Annotated[Path | None, typer.Option(help="on the disk that counts; default: for temporary files")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Time reading documents' keys and values from the page cache and from the disk."""
+    from bench.chunk_reads import SHAPE, chunk_read_rows
+
+    run_kernel("cpu", json_file, lambda _, console: chunk_read_rows(SHAPE, num_chunks, threads, folder, console))
+
+
 def run_kernel(
     device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
 ) -> None:

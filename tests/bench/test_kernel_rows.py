@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench import exchange_hop, simhash_codes
+from bench import chunk_reads, exchange_hop, fused_rows, simhash_codes
 from bench.cli import app
 from bench.rows import GateError
+from transfer.chunks.format import ChunkShape
 from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot
 
 CPU, QUIET = torch.device("cpu"), Console(quiet=True)
@@ -95,3 +97,34 @@ def test_the_commands_report_json_last() -> None:
     done = CliRunner().invoke(app, ["kernel", "hop", "--batch", "1", "--hops", "3", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.strip().splitlines()[-1])[0]["name"] == "hop behind its answer"
+
+
+def test_fused_rows_are_timed_beside_a_copy() -> None:
+    rows = fused_rows.fused_row_rows(33, CPU, QUIET)
+    assert [row.name for row in rows] == ["rows fused", "rows widened"]
+    assert all(row.ms > 0 and row.peer_ms > 0 for row in rows)
+
+
+def test_fused_rows_that_come_back_as_others_give_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_rows, "widen_rows", lambda fused, rows: rows.zero_())
+    with pytest.raises(GateError, match="rows come back within"):
+        fused_rows.fused_row_rows(33, CPU, QUIET)
+
+
+SMALL_CHUNKS = ChunkShape(num_layers=2, num_kv_heads=1, dim=8, rows="bfloat16")
+
+
+def test_chunks_are_read_from_the_page_cache_and_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_reads, "measure_host_rates", lambda threads: {"host_stream_gb_s": 10.0})
+    rows = chunk_reads.chunk_read_rows(SMALL_CHUNKS, 3, 2, tmp_path, QUIET)
+    assert [row.name for row in rows] == ["chunks from the page cache", "chunks from the disk"]
+    assert all(row.ms > 0 and row.peer_ms > 0 for row in rows)
+    assert rows[0].floor_ms == pytest.approx(2 * 3 * 2 * 2 * 512 * 16 / 10 / 1e6)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_chunks_that_are_not_stored_give_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_reads, "measure_host_rates", lambda threads: {"host_stream_gb_s": 10.0})
+    monkeypatch.setattr("transfer.chunks.folder.ChunkFolder.put", lambda *_: False)
+    with pytest.raises(GateError, match="every chunk is stored"):
+        chunk_reads.chunk_read_rows(SMALL_CHUNKS, 1, 1, tmp_path, QUIET)
