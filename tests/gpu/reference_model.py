@@ -80,7 +80,9 @@ def encode(text: str) -> np.ndarray:
 def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: int = 24, num_pages: int = 5000,
                      max_context_tokens: int = 9216, graph_batch_sizes: tuple[int, ...] = (),
                      max_hidden_tokens: int = 65_536) -> Runner:  # fmt: skip
-    """A runner of the reference model whose pages are NaN until written."""
+    """A runner of the reference model whose pages are NaN until written, and whose prompts' kernel is not chosen by
+    times: bits follow from it.
+    """
     runner = load_runner(
         ModelConfig(path=FOLDER),
         GpuConfig(device=device, dtype=dtype, threads=None, graph_batch_sizes=graph_batch_sizes),
@@ -93,6 +95,7 @@ def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: i
         parts=(),
         on_progress=lambda stage, fraction: None,
     )
+    runner.dense.choice = None
     runner.pool.poison()
     return runner
 

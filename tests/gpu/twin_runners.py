@@ -91,6 +91,7 @@ def load(
         num_rings={str(part): 3 for part in more_parts if part.method.rings is not None},
         sink_tokens=page_tokens if tier is not None else 0,
     )
+    runner.dense.choice = None  # which kernel attends to prompts follows from times, and bits from the kernel
     runner.pool.poison()
     return runner
 
@@ -137,7 +138,6 @@ class Twins:
         self._dense = layout.dense_pages(range(num_pages, layout.num_pages), 0, num_pages)
         self._logits: dict[Runner, dict[int, torch.Tensor]] = {}
         for runner in (self.exact, self.deposits):
-            runner.dense.choice = None  # which kernel attends to prompts follows from times, and bits from the kernel
             self._record_logits(runner)
 
     def prefill(self, prompts: list[np.ndarray]) -> None:
