@@ -161,7 +161,7 @@ def _predict_kernel(
             0, STEPS, 0, STEPS, 2, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
         )  # fmt: skip
     else:
-        outer, none = _sum_rows(
+        outer, _unused = _sum_rows(
             history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
             0, STEPS, 0, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
         )  # fmt: skip
@@ -169,7 +169,7 @@ def _predict_kernel(
             history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
             0, STEPS, STEPS - 3, STEPS, STEPS - 3, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
         )  # fmt: skip
-        left, none = _sum_rows(
+        left, _unused = _sum_rows(
             history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
             -1, STEPS, 1, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
         )  # fmt: skip
@@ -188,7 +188,7 @@ def predict_blocks(
     history: `[heads, steps + 1, blocks]` float32, bf16 or uint8 (`gpu.predictor.history`), heads and rows strided;
     heads of many layers and requests stand for one axis. oldest: int32 `[heads]`, the slot of the window's first row.
     widths: int32 `[heads]`. interior: float32 `[heads, blocks]`, kept from call to call and written here. is_whole:
-    bool `[heads]`; where it is not set, `interior` must be of the step before, and of the same rows, and widths grown by
+    bool `[heads]`; where it is not set, `interior` must be of the step before, of the same rows, and widths grown by
     one at most; ignored off the GPU, where all is made whole. Raises ValueError for another shape, dtype or device.
     """
     op, (heads, slots, blocks), device = "predict_blocks", history.shape, history.device
