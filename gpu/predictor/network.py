@@ -32,7 +32,7 @@ class PredictorError(ValueError):
 
 
 class PredictorNetwork(nn.Module):
-    """4,897 parameters, whatever the model, the history's length and the context."""
+    """4,833 parameters, whatever the model, the history's length and the context."""
 
     def __init__(self) -> None:
         super().__init__()

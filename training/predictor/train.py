@@ -17,11 +17,11 @@ from rich.console import Console
 
 from evals.fidelity import text_prompts
 from evals.forward import load_decoder
-from evals.session import progress_bar, resolve_device
 from evals.tasks.haystack import TextSource
 from gpu.predictor.network import save_network
 from training.predictor.capture import Cut, Track, capture
 from training.predictor.fit import Epoch, Recipe, fit
+from training.progress import progress_bar
 from training.reference.narrative import Narrator
 
 HELD_OUT_SHARE = 4
@@ -70,7 +70,8 @@ def split(tracks: dict[int, list[list[Track]]]) -> tuple[list[Track], list[Track
 
 def train(model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device: str) -> None:
     """Write the predictor and, beside it, a report of what made it. Progress goes to stderr."""
-    begun, on = time.monotonic(), torch.device(resolve_device(device))
+    begun = time.monotonic()
+    on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     decoder = load_decoder(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
     prompts = read_prompts(model, plan)
     tracks: dict[int, list[list[Track]]] = {}
