@@ -363,21 +363,25 @@ def recovery(
 
 
 def print_recovery(rows: list, budgets: list[int], console: "Console") -> None:
-    """A line for each length, task and method, a column for each budget; then means over lengths and tasks."""
+    """A line for each length, task and method, a column for each budget; then means over lengths and tasks.
+
+    The last column: rows of KV that the heads of a group read together, where each for itself may read the budget.
+    """
     from rich.table import Table
 
     from evals.recovery import pool
 
-    table = Table("length", "task", "method", *(f"{budget:,} tokens" for budget in budgets))
+    table = Table("length", "task", "method", *(f"{budget:,} tokens" for budget in budgets), "KV rows / budget")
     means = [{"length": 0, "task": "mean", **row} for row in
              pool([{**row, "prompts": 1} for row in rows], ("budget", "method"))]  # fmt: skip
     several = len({(row["length"], row["task"]) for row in rows}) > 1
     shown = [*rows, *(means if several else [])]
     for length, task, method in dict.fromkeys((row["length"], row["task"], row["method"]) for row in shown):
-        shares = {row["budget"]: row["recovery"] for row in shown
-                  if (row["length"], row["task"], row["method"]) == (length, task, method)}  # fmt: skip
+        own = [row for row in shown if (row["length"], row["task"], row["method"]) == (length, task, method)]
+        shares = {row["budget"]: row["recovery"] for row in own}
+        reads = sum(row["kv_rows"] / row["budget"] for row in own) / len(own)
         table.add_row(f"{length:,}" if length else "all", task, method,
-                      *(f"{100 * shares[budget]:.2f} %" for budget in budgets))  # fmt: skip
+                      *(f"{100 * shares[budget]:.2f} %" for budget in budgets), f"{reads:.2f}")  # fmt: skip
     console.print(table)
 
 

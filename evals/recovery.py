@@ -18,6 +18,7 @@ from evals.methods.method import DecodeMethod, PromptLayer, Step
 from evals.methods.registry import parse_method
 from evals.rows import Row
 
+NUMBERS = ("recovery", "tokens", "kv_rows")
 DENSE = "0-1"
 """Layers that no method is applied to."""
 
@@ -62,8 +63,9 @@ def labels_of(budget: int, weights: Sequence[str], ablation: Ablation) -> dict[s
     }
 
 
-def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[float, float]:
-    """Mean share of the attention that a method's reads hold over the last `steps` queries, and tokens it read.
+def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[float, float, float]:
+    """Means over the last `steps` queries: the share of a query head's attention that the reads hold, the tokens that
+    a query head read, and rows of KV that its heads read together of a KV head.
 
     prompt: a layer of whole prompts; what stands before the last `steps` tokens is the method's prompt.
     """
@@ -74,7 +76,7 @@ def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[
         prompt.values, begin, longest))  # fmt: skip
     state = method.begin(before)
     requests = torch.arange(len(begin), device=begin.device)
-    kept, read = [], []
+    kept, read, rows = [], [], []
     for number in range(steps):
         lengths, end = begin + number + 1, longest + number + 1
         query, plain = (of[requests, :, lengths - 1] for of in (prompt.queries, prompt.pre_rope_queries))
@@ -83,14 +85,16 @@ def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[
         result = method.step(step, state)
         kept.append((result.lse - exact).exp().mean())
         read.append(result.keys_scored.mean())
-    return torch.stack(kept).mean().item(), torch.stack(read).mean().item()
+        rows.append(result.rows_read.mean())
+    share, tokens, together = (torch.stack(values).mean().item() for values in (kept, read, rows))
+    return share, tokens, together
 
 
 def measure(
     decoder: ReferenceDecoder, prompts: Sequence[Sequence[int]], budgets: Sequence[int], steps: int,
     labels: Callable[[int], dict[str, str]], advance: Callable[[], None],
 ) -> list[Row]:  # fmt: skip
-    """Rows of (layer, budget, method): `recovery`, a share, and `tokens` read a query head and step.
+    """Rows of (layer, budget, method): `recovery`, a share; `tokens` and `kv_rows` read, see `recovery_of`.
 
     Raises ValueError for a prompt that is not longer than its steps.
     """
@@ -107,9 +111,9 @@ def measure(
         for budget, name, method in methods:
             assert isinstance(method, DecodeMethod)
             if method.handles(prompt.layer, decoder.architecture.num_layers):
-                recovery, read = recovery_of(method, prompt, steps)
+                recovery, read, kv_rows = recovery_of(method, prompt, steps)
                 rows.append({"layer": prompt.layer, "budget": budget, "method": name, "recovery": recovery,
-                             "tokens": read, "prompts": len(sizes)})  # fmt: skip
+                             "tokens": read, "kv_rows": kv_rows, "prompts": len(sizes)})  # fmt: skip
         advance()
 
     lengths = torch.tensor(sizes, device=decoder.device)
@@ -125,6 +129,6 @@ def pool(rows: Sequence[Row], key: tuple[str, ...]) -> list[Row]:
     pooled = []
     for values, own in groups.items():
         count = sum(row["prompts"] for row in own)
-        means = {name: sum(row[name] * row["prompts"] for row in own) / count for name in ("recovery", "tokens")}
+        means = {name: sum(row[name] * row["prompts"] for row in own) / count for name in NUMBERS}
         pooled.append({**dict(zip(key, values, strict=True)), **means})
     return pooled

@@ -147,9 +147,9 @@ def test_recovery_is_the_share_of_exact_attention_that_is_read():
             )
             weights = np.exp(logits - logits.max())
             wanted.append(np.sort(weights / weights.sum())[::-1][:budget].sum())
-    got, read = recovery_of(parse_method(f"topk:budget={budget}"), prompt, steps)
+    got, read, rows = recovery_of(parse_method(f"topk:budget={budget}"), prompt, steps)
     assert got == pytest.approx(np.mean(wanted), abs=METHOD_FLOAT32)
-    assert read == budget
+    assert (read, rows) == (budget, 2 * budget), "two heads of a group, each for itself"
     assert recovery_of(Full(), prompt, steps)[0] == pytest.approx(1, abs=METHOD_FLOAT32)
     assert recovery_of(parse_method(f"topk:budget={budget - 1}"), prompt, steps)[0] < got - METHOD_FLOAT32
 
