@@ -55,6 +55,7 @@ def labels_of(budget: int, weights: Sequence[str], ablation: Ablation) -> dict[s
         "Quest, moments": "quest:page=16,bounds=moments",
         "SnapKV": "snapkv:observe=64",
         "StreamingLLM": f"streaming:sink={budget // 2}",
+        "best blocks": "topk:block=16,sink=64,window=64",
         "top-k": "topk:",
     }
     return labels | {

@@ -130,6 +130,21 @@ def test_quest_by_moments_ranks_pages_by_mean_and_deviation():
     check(case, parse_method("quest:budget=12,page=4,bounds=moments"), rule)
 
 
+def test_the_best_blocks_are_those_with_most_of_a_groups_attention():
+    case, block = Case(6), 4
+
+    def rule(row, head, step, length):
+        group = range(head // GROUP * GROUP, head // GROUP * GROUP + GROUP)
+        weights = np.zeros(-(-length // block) * block)
+        weights[:length] = sum(case.weights(row, one, length - 1) for one in group)
+        blocks = best(weights.reshape(-1, block).sum(1), 3)
+        return [key for one in blocks for key in range(one * block, min(length, one * block + block))]
+
+    check(case, parse_method("topk:budget=12,block=4"), rule)
+    first = run(case, parse_method("topk:budget=12,block=4"))[0]
+    assert (first.rows_read == first.keys_scored[:, ::GROUP]).all()
+
+
 def layer(tokens: int, seed: int) -> PromptLayer:
     generator = torch.Generator().manual_seed(seed)
     queries = 3 * torch.randn(1, 4, tokens, 16, generator=generator)

@@ -152,7 +152,7 @@ def test_a_ring_gives_the_last_steps_oldest_first():
     assert history.window(0, 0, blocks, torch.float64).abs().sum() == 0
     put = []
     for number in range(14):
-        rows = torch.rand(2, 3, 4 if number % 2 else blocks)
+        rows = torch.rand(2, 3, 4 if number % 4 == 1 else blocks)
         history.advance()
         for layer in range(2):
             history.put(layer, rows[layer])
