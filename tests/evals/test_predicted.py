@@ -1,5 +1,6 @@
 """Predicted blocks against the paper's algorithm in numpy, and how much attention they and others recover."""
 
+import json
 import math
 from pathlib import Path
 
@@ -14,12 +15,16 @@ from evals.methods.full import Full
 from evals.methods.method import MethodError, PromptLayer
 from evals.methods.registry import parse_method
 from evals.recovery import Ablation, labels_of, measure, pool, recovery_of
-from gpu.predictor.network import PredictorNetwork, save_network
+from evals.recovery_prompts import recovery_prompts
+from evals.run import load_tokenizer
+from gpu.predictor.network import PredictorNetwork, load_network, save_network
 from tests.evals.test_methods import GROUP, HEADS, LENGTHS, STEPS, Case, best, check, run
 from tests.gpu import predictor_oracle
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import METHOD_FLOAT32
 
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "deploy" / "models" / "reference"
 BLOCK, HISTORY, SINK, WINDOW, BUDGET = 4, 6, 3, 5, 18
 ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",))
 
@@ -196,3 +201,25 @@ def test_the_command_prints_a_table_and_writes_rows(tmp_path, weights):
     assert '"recovery"' in out.read_text()
     done = CliRunner().invoke(app, [*command[:4], str(tmp_path / "none.safetensors"), *command[5:]])
     assert done.exit_code == 1
+
+
+def test_a_tasks_prompts_end_with_their_answers():
+    tokenizer = load_tokenizer(REFERENCE)
+    for prompt in recovery_prompts(REFERENCE, "needle", 512, 2, 0, ()):
+        assert 480 < len(prompt) <= 512
+        answer = tokenizer.decode(prompt).rpartition("<|assistant|>")[2].strip()
+        assert answer.isdigit()
+        assert len(answer) == 7
+    (text,) = recovery_prompts(REFERENCE, "text", 300, 1, 0, ())
+    assert len(text) == 300
+
+
+def test_the_reference_models_predictor_is_there_and_follows_what_was_attended_to():
+    network = load_network(ROOT / "deploy" / "predictors" / "reference.safetensors")
+    report = json.loads((ROOT / "deploy" / "predictors" / "reference.json").read_text())
+    assert report["best"]["recovery"] == max(epoch["recovery"] for epoch in report["epochs"])
+    history = torch.zeros(1, 64, 40)
+    history[0, :, 5], history[0, -1, 20] = 0.3, 0.3
+    scores = network(history, None)[0]
+    assert scores.argsort(descending=True)[0] == 5, "what was attended to in every step"
+    assert scores[20] > scores[[10, 12, 30, 35]].max(), "and what was in the last"
