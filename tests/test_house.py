@@ -63,7 +63,7 @@ def test_every_entry_point_names_what_is_there() -> None:
     project = read_project()["project"]
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     points = [EntryPoint(name, value, group) for group, named in groups.items() for name, value in named.items()]
-    assert [point.name for point in points if callable(point.load())] == ["tandem", "bench", "eval", "tune"]
+    assert [point.name for point in points if callable(point.load())] == ["tandem", "bench", "eval", "train", "tune"]
 
 
 def test_every_dependency_is_pinned() -> None:

@@ -309,3 +309,14 @@ MAC_SUMMARY_STORED_ATOL = 5e-2
 # Of the largest logit: float32 sums in another order than transformers', through a few layers; seen to 1e-5. One
 # setting that is off by little (a window by one token, a base by a hundredth) gives more.
 FAMILY_LOGITS = 1e-4
+
+# --- the predictor of attention ---
+# Scores of order one in float32: sums of 144 and of 64 * 32 * 9 terms of order one over the rows' number, and in steps
+# a few hundred roundings of a running sum. The published module in float32 is as far off.
+PREDICTOR_FLOAT32 = 1e-5
+# Products of bf16 numbers (2**-9 relative each), averaged over a history, of scores of order one.
+PREDICTOR_BFLOAT16 = 2e-2
+# Attention whose logarithm is stored to eight codes an octave: half a code is 2**(1 / 16).
+HISTORY_CODE_RTOL = 0.0443
+# Attention of a few hundred keys in float32 against float64, values up to one.
+HISTORY_FLOAT32 = 2e-6

@@ -1,11 +1,12 @@
 """Quest: pages of keys ranked by an upper bound of their logits, from the minimum and maximum of each channel.
 
-Paper: Tang et al. 2024, algorithm 1: a page's score is sum over channels of max(q min, q max). The bounds cost two
-vectors a page, read by the heads of a group together; the pages are chosen by each query head.
+Paper: Tang et al. 2024, algorithm 1: a page's score is sum over channels of max(q min, q max). With `bounds=moments`
+mean - deviation and mean + deviation stand for minimum and maximum, and one far key moves them less. The bounds cost
+two vectors a page, read by the heads of a group together; the pages are chosen by each query head.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -31,25 +32,43 @@ class Quest(DecodeMethod):
     page: int = Field(16, ge=1)
     sink: int = Field(0, ge=0)
     window: int = Field(0, ge=0)
+    bounds: Literal["extremes", "moments"] = "extremes"
 
     def begin(self, prompt: PromptLayer) -> PageBounds:
         def bounds() -> PageBounds:
+            if self.bounds == "moments":
+                return spread(prompt.keys, prompt.lengths, self.page)
             low = split_blocks(prompt.keys, prompt.lengths, self.page, torch.inf).amin(3)
             high = split_blocks(prompt.keys, prompt.lengths, self.page, -torch.inf).amax(3)
             return PageBounds(low, high)
 
-        shared = prompt.once(("page_bounds", self.page), bounds)
+        shared = prompt.once(("page_bounds", self.page, self.bounds), bounds)
         return PageBounds(shared.low.clone(), shared.high.clone())
 
     def step(self, step: Step, state: PageBounds) -> StepResult:
         requests = torch.arange(len(step.lengths), device=step.lengths.device)
         last, page = step.lengths - 1, (step.lengths - 1) // self.page
         new = step.keys[requests, :, last]  # [requests, kv_heads, dim]
-        state.low[requests, :, page] = torch.minimum(state.low[requests, :, page], new)
-        state.high[requests, :, page] = torch.maximum(state.high[requests, :, page], new)
+        if self.bounds == "moments":
+            begin = page * self.page
+            index = (begin[:, None] + torch.arange(self.page, device=last.device)).clamp(max=step.longest - 1)
+            own = spread(step.keys[requests[:, None], :, index].transpose(1, 2), step.lengths - begin, self.page)
+            state.low[requests, :, page], state.high[requests, :, page] = own.low[:, :, 0], own.high[:, :, 0]
+        else:
+            state.low[requests, :, page] = torch.minimum(state.low[requests, :, page], new)
+            state.high[requests, :, page] = torch.maximum(state.high[requests, :, page], new)
         pages = num_blocks(step.longest, self.page)
         # Pages behind a shorter row's end are empty: infinite bounds become 0, and attend_blocks never takes them.
         low = state.low[:, :, :pages].nan_to_num(posinf=0.0)
         high = state.high[:, :, :pages].nan_to_num(neginf=0.0)
         bound = score_keys(step.query.clamp(min=0), high) + score_keys(step.query.clamp(max=0), low)
         return attend_blocks(step, bound, self.page, self.budget, self.sink, self.window, index_rows=1.0)
+
+
+def spread(keys: torch.Tensor, lengths: torch.Tensor, page: int) -> PageBounds:
+    """Mean - deviation and mean + deviation of each page and channel of `[requests, kv_heads, n, dim]` keys."""
+    rows = split_blocks(keys, lengths, page, torch.nan).float()  # [requests, kv_heads, pages, page, dim]
+    mean = rows.nanmean(3)
+    deviation = (rows - mean[:, :, :, None]).square().nanmean(3).sqrt()
+    low, high = mean - deviation, mean + deviation
+    return PageBounds(low.nan_to_num(nan=torch.inf).to(keys.dtype), high.nan_to_num(nan=-torch.inf).to(keys.dtype))

@@ -12,6 +12,7 @@ from evals.methods.mean_pool import MeanPool
 from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
 from evals.methods.momo import Momo
 from evals.methods.oracle import Oracle
+from evals.methods.predicted import Predicted
 from evals.methods.quest import Quest
 from evals.methods.sampled import Sampled
 from evals.methods.snapkv import SnapKV
@@ -23,7 +24,7 @@ METHODS: dict[str, type[DecodeMethod] | type[PrefillMethod]] = {
     method.name: method
     for method in (
         Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, Sampled, Loki, MeanPool, VerticalSlash, MeanPoolPrefill,
-        Momo, Mac,
+        Momo, Mac, Predicted,
     )
 }  # fmt: skip
 

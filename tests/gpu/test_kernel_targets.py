@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 import gpu.kernels
 import gpu.methods
+import gpu.predictor
 import transfer.merge
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import centre_of, deposit_rows
@@ -45,6 +46,7 @@ from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.momo.union import unite
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
+from gpu.predictor.predict import PackedNetwork, predict_blocks
 from transfer.exchange import new_slot
 from transfer.partial import Partial
 
@@ -54,6 +56,7 @@ TRITON_TYPES = {
     torch.int8: "*i8",
     torch.int16: "*i16",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -247,6 +250,17 @@ def _mac(shape: Architecture, dtype: torch.dtype) -> None:
             complete(side, side, filled, query, matched, ring, ids, cells, limits, flags)
 
 
+def _predict(shape: Architecture, dtype: torch.dtype) -> None:
+    first, second = (torch.empty(*size, dtype=dtype, device="cuda") for size in ((16, 16), (9, 16, 32)))
+    wide = torch.empty(32, device="cuda")
+    network = PackedNetwork(first, second, wide, torch.empty_like(wide), torch.empty(1, device="cuda"))
+    heads = torch.empty(shape.num_heads, dtype=torch.int32, device="cuda")
+    interior = torch.empty(shape.num_heads, 256, device="cuda")
+    for stored in (torch.bfloat16, torch.uint8):
+        history = torch.empty(shape.num_heads, 65, 256, dtype=stored, device="cuda")
+        predict_blocks(history, heads, heads, heads.bool(), interior, network)
+
+
 # Every kernel, and the launches of it that a step makes. A kernel that is not here fails the last test.
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rms_norm_kernel": _norms,
@@ -274,6 +288,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_query_sparse_kernel": _prefill,
     "_unite_kernel": _prefill,
     "_block_sparse_kernel": _prefill,
+    "_predict_kernel": _predict,
     "_pack_kernel": _pack,
     "_await_answer_kernel": _pack,
     "_scatter_kernel": _scatter,
@@ -283,7 +298,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
 def _kernels() -> Iterator[tuple[Any, str, JITFunction]]:
     """Every jitted function that is launched (its name ends in `_kernel`), with its module."""
     found = (*pkgutil.iter_modules(gpu.kernels.__path__, "gpu.kernels."),
-             *pkgutil.walk_packages(gpu.methods.__path__, "gpu.methods."))  # fmt: skip
+             *pkgutil.walk_packages(gpu.methods.__path__, "gpu.methods."),
+             *pkgutil.iter_modules(gpu.predictor.__path__, "gpu.predictor."))  # fmt: skip
     names = [module.name for module in found]
     for module in map(importlib.import_module, [*names, "transfer.merge"]):
         for name, value in vars(module).items():

@@ -1,0 +1,144 @@
+"""AttentionPredictor: blocks that a small network expects to matter next, from the attention of the last steps.
+
+Paper: section 4.2 and Algorithm 1. Sink and recent tokens are read always, of the blocks between them the best that the
+budget leaves room for; they were known before the step's query was. Invariant: the history holds what was read, 0 for
+blocks that were not, and everything only at the prompt's end and in the steps that calibrate.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from evals.methods.attention import (
+    attend_chosen,
+    choose_best,
+    last_positions,
+    prompt_weights,
+    step_logits,
+)
+from evals.methods.blocks import num_blocks
+from evals.methods.budget import Budget
+from evals.methods.method import BudgetSetting, DecodeMethod, MethodError, PromptLayer, Step, StepResult
+from gpu.predictor.history import STORED, History, attended_maxima, block_maxima, new_history
+from gpu.predictor.network import load_network
+from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
+
+
+@dataclass(slots=True)
+class Seen:
+    """history: of one layer, requests * heads; step: decode steps so far; network: packed for the device."""
+
+    history: History
+    step: int
+    network: PackedNetwork
+
+
+class Predicted(DecodeMethod):
+    """`group`: a KV head's score is the maximum over its query heads, after the network or before it, or each query
+    head reads for itself (apart). `calibrate`: every so many steps the history gets everything's attention. `rotate`:
+    in each step one block of so many is calibrated, in turn; 0: none.
+    """
+
+    name: ClassVar[str] = "predicted"
+    paper: ClassVar[str] = "AttentionPredictor"
+    budget: BudgetSetting = Budget(0.05, None)
+    weights: str = Field("", description="predictor: .safetensors, or the authors' .pth")
+    block: int = Field(16, ge=1)
+    history: int = Field(64, ge=5, description="steps (the paper's H)")
+    calibrate: int = Field(5, ge=1, description="steps (the paper's M); 1: always")
+    rotate: int = Field(0, ge=0)
+    sink: int = Field(64, ge=0)
+    window: int = Field(64, ge=1)
+    group: Literal["after", "before", "apart"] = "after"
+    stored: Literal["float32", "bfloat16", "uint8"] = "uint8"
+    dense_layers: str = Field("0-1", description="layers read in full; the paper keeps the first two")
+
+    def begin(self, prompt: PromptLayer) -> Seen:
+        def maxima() -> torch.Tensor:
+            weights = prompt_weights(prompt, last_positions(prompt, self.history))
+            return block_maxima(weights, self.block, 0.0).flatten(0, 1)  # [requests * heads, steps, blocks]
+
+        rows = prompt.once(("block_maxima", self.history, self.block), maxima)
+        device, blocks = rows.device, num_blocks(prompt.capacity, self.block)
+        history = new_history(1, rows.shape[0], self.history, blocks, STORED[self.stored], device)
+        for row in rows.unbind(1):
+            history.advance()
+            history.put(0, row)
+        return Seen(history, 0, read_network(self.weights, device))
+
+    def step(self, step: Step, state: Seen) -> StepResult:
+        sink_blocks = num_blocks(self.sink, self.block)
+        cut = ((step.lengths - self.window) // self.block).clamp(min=sink_blocks)  # the first block of recent tokens
+        local = (step.lengths - cut * self.block).clamp(min=0)
+        counts = (self.budget.of(step.lengths) - sink_blocks * self.block - local) // self.block
+        most = num_blocks(self.budget.most(step.longest), self.block)
+        scores = self._score(step, state, sink_blocks, cut - sink_blocks)
+        blocks, chosen = choose_best(scores, counts.clamp(min=0), max(most, 1))
+        index, chosen = self._spread(step, blocks + sink_blocks, chosen, sink_blocks, cut)
+        result = attend_chosen(step, index, chosen)
+        self._note(step, state, result.lse, index, chosen)
+        if self.group == "apart":
+            return result
+        rows = result.keys_scored[:, :: step.group]  # the heads of a group read together
+        return StepResult(result.out, result.lse, result.keys_scored, rows)
+
+    def _score(self, step: Step, state: Seen, sink_blocks: int, widths: torch.Tensor) -> torch.Tensor:
+        """Scores `[requests, heads, blocks]` of the blocks from the sink's end on, -inf behind `widths [requests]`."""
+        requests, heads = step.query.shape[:2]
+        ring = state.history.ring[0, :, :, sink_blocks : max(num_blocks(step.longest, self.block), sink_blocks + 1)]
+        if self.group == "before":
+            ring = ring.unflatten(0, (-1, step.group)).amax(1)
+        rows = ring.shape[0]
+        oldest = torch.full((rows,), state.history.oldest, dtype=torch.int32, device=ring.device)
+        each = widths.int().repeat_interleave(rows // requests)
+        whole = torch.ones(rows, dtype=torch.bool, device=ring.device)
+        interior = torch.empty(rows, ring.shape[2], device=ring.device)
+        scores = predict_blocks(ring, oldest, each, whole, interior, state.network).view(requests, rows // requests, -1)
+        if self.group == "after":
+            scores = scores.unflatten(1, (-1, step.group)).amax(2)
+        return scores.repeat_interleave(heads // scores.shape[1], 1)
+
+    def _spread(
+        self, step: Step, blocks: torch.Tensor, chosen: torch.Tensor, sink_blocks: int, cut: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions `[requests, heads, m]` of sink, chosen blocks and recent tokens, and which of them are read."""
+        requests, heads = step.query.shape[:2]
+        device, end = blocks.device, step.lengths[:, None]
+        sink = torch.arange(sink_blocks * self.block, device=device).expand(requests, -1)
+        recent = cut[:, None] * self.block + torch.arange(self.window + self.block, device=device)
+        ends = torch.cat([sink, recent], 1)
+        middle = (blocks[..., None] * self.block + torch.arange(self.block, device=device)).flatten(2)
+        index = torch.cat([ends[:, None].expand(-1, heads, -1), middle], 2)
+        reads = torch.cat([(ends < end)[:, None].expand(-1, heads, -1), chosen.repeat_interleave(self.block, 2)], 2)
+        return index, reads
+
+    def _note(self, step: Step, state: Seen, lse: torch.Tensor, index: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Put the step into the history: what was read, or everything where it calibrates."""
+        state.step += 1
+        logits = step_logits(step)
+        maxima = block_maxima(logits, self.block, -torch.inf)  # [requests, heads, blocks]
+        if state.step % self.calibrate:
+            is_read = torch.zeros_like(maxima, dtype=torch.bool)
+            place = (index // self.block).clamp(max=maxima.shape[2] - 1)
+            is_read = is_read.float().scatter_add_(2, place, chosen.float()) > 0
+            if self.rotate:
+                turn = torch.arange(maxima.shape[2], device=maxima.device) % self.rotate
+                is_read |= turn == state.step % self.rotate
+            maxima = maxima.masked_fill(~is_read, -torch.inf)
+        else:
+            lse = logits.logsumexp(-1)
+        state.history.advance()
+        state.history.put(0, attended_maxima(maxima, lse).clamp(max=1).flatten(0, 1))
+
+
+@cache
+def read_network(weights: str, device: torch.device) -> PackedNetwork:
+    """Of a file, packed: products of bf16 on a GPU, of float32 elsewhere. Raises MethodError without a file."""
+    if not weights:
+        raise MethodError("method predicted: no weights; give weights=FILE, made by `tandem train predictor`")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return pack(load_network(Path(weights)), dtype, device)

@@ -1,0 +1,103 @@
+"""What each query head attended to in its last steps: block maxima of attention, compressed, in a ring.
+
+AttentionPredictor, section 4.2 (block-wise compression) and Algorithm 1. It refuses to know who reads which blocks.
+Invariants: an entry is exp(max - lse) of a block's logits, of exactly read mass or of a calibration, and 0 of a block
+that was not read; the lse of a sampled mass never comes here, since a sample's hits recur from step to step and would
+choose what is excluded from it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+SPARE_ROWS = 1  # the row that left the window last: what the next step takes out of its sums
+STEPS_PER_OCTAVE = 8
+TOP_CODE = 255
+STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+
+
+def block_maxima(values: Tensor, block: int, fill: float) -> Tensor:
+    """Maxima over blocks of the last axis, `[..., tokens]` -> `[..., blocks]`; `fill` behind its end."""
+    tokens = values.shape[-1]
+    padded = functional.pad(values, (0, -tokens % block), value=fill)
+    return padded.unflatten(-1, (-1, block)).amax(-1)
+
+
+def attended_maxima(logit_maxima: Tensor, lse: Tensor) -> Tensor:
+    """exp(max - lse) of logit maxima `[..., blocks]`, -inf for a block that was not read, and lse `[...]`."""
+    return (logit_maxima - lse[..., None]).exp().masked_fill(logit_maxima == -torch.inf, 0)
+
+
+def compress(values: Tensor, stored: torch.dtype) -> Tensor:
+    """Attention in [0, 1] as it is stored: in uint8 by its logarithm, eight codes an octave, 0 below 2**-31.75."""
+    if stored != torch.uint8:
+        return values.to(stored)
+    codes = (TOP_CODE + STEPS_PER_OCTAVE * values.float().log2()).round()
+    return codes.clamp(0, TOP_CODE).to(torch.uint8)
+
+
+def restore(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `compress` stored, in a float dtype."""
+    if codes.dtype != torch.uint8:
+        return codes.to(dtype)
+    values = torch.exp2((codes.to(dtype) - TOP_CODE) / STEPS_PER_OCTAVE)
+    return values.masked_fill(codes == 0, 0)
+
+
+@dataclass(slots=True)
+class History:
+    """ring: `[layers, heads, steps + 1, blocks]` float or uint8; newest: the slot of the last step that was put in.
+
+    `heads` may stand for requests times heads: a step is put in for all of a layer at once. All layers have put in the
+    same number of steps whenever `advance` is called.
+    """
+
+    ring: Tensor
+    newest: int
+
+    @property
+    def steps(self) -> int:
+        return self.ring.shape[2] - SPARE_ROWS
+
+    @property
+    def oldest(self) -> int:
+        """The slot of the window's first row; rows of the window follow it around the ring."""
+        return (self.newest + 1 + SPARE_ROWS) % self.ring.shape[2]
+
+    def advance(self) -> None:
+        """Begin a step: the oldest row's slot becomes the newest row, which holds zeros until it is put in."""
+        self.newest = (self.newest + 1) % self.ring.shape[2]
+        self.ring[:, :, self.newest] = 0
+
+    def put(self, layer: int, attended: Tensor) -> None:
+        """The newest step of a layer: attention maxima `[heads, blocks]`, fewer blocks than there is room for."""
+        self.ring[layer, :, self.newest, : attended.shape[1]] = compress(attended, self.ring.dtype)
+
+    def window(self, layer: int, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """`[heads, steps, end - begin]` of blocks [begin, end), oldest step first: sink and recent blocks cut off."""
+        rows = (self.oldest + torch.arange(self.steps, device=self.ring.device)) % self.ring.shape[2]
+        return restore(self.ring[layer][:, rows, begin:end], dtype)
+
+
+def new_history(layers: int, heads: int, steps: int, blocks: int, stored: torch.dtype, device: torch.device) -> History:
+    """Zeros: what a head without steps has. Bytes: layers * heads * (steps + 1) * blocks, times the dtype's size."""
+    ring = torch.zeros(layers, heads, steps + SPARE_ROWS, blocks, dtype=stored, device=device)
+    return History(ring, steps - 1)
+
+
+def prompt_maxima(queries: Tensor, keys: Tensor, context: int, block: int) -> Tensor:
+    """Block maxima of the exact attention of a prompt's last queries: what a history begins with.
+
+    queries: `[heads, tokens, dim]`, of the last positions below `context`; keys: `[kv_heads, context or more, dim]`.
+    Returns float32 `[heads, tokens, blocks]`, a row a query, 0 behind it. Plain torch: a layer at a time.
+    """
+    heads, tokens, dim = queries.shape
+    kv_heads = keys.shape[0]
+    grouped = queries.unflatten(0, (kv_heads, -1)).flatten(1, 2).float()  # [kv_heads, group * tokens, dim]
+    logits = (grouped @ keys[:, :context].float().transpose(1, 2)).mul_(dim**-0.5).view(heads, tokens, context)
+    position = torch.arange(context - tokens, context, device=queries.device)
+    hidden = torch.arange(context, device=queries.device) > position[:, None]
+    logits.masked_fill_(hidden, -torch.inf)
+    return attended_maxima(block_maxima(logits, block, -torch.inf), logits.logsumexp(-1))

@@ -1,0 +1,218 @@
+"""Next-step scores of all blocks, for many heads and layers at once: the network of `network.py`, fused.
+
+AttentionPredictor, section 4.2. It refuses to know layers, requests and who reads the scores. Invariant: scores of a
+head depend on its own history and width alone.
+
+A program takes one head's tile of blocks through the rows of its window. An activation row of the first convolution
+serves the three output rows that it touches, so it is computed once a row (three times for its neighbours' columns),
+as a product [blocks, 16] x [16, 16] whose tenth input is 1, for the bias; the second convolution is nine products
+[blocks, 16] x [16, 32]. Nothing but scores is written: H bytes (uint8) or 2H (bf16) are read a block, for
+2 * (144 + 4,608) * H operations, 3.6 TFLOP a token of an 8B model at 96K.
+
+What a step changes: the window moves by one row, and an output row depends on the five rows around it. So `interior`,
+the sum over output rows that see no edge of the window, gains one row and loses one, and the rows at the edges, two at
+either end, are made again: 10 rows of activations instead of 64, a sixth. Tiles at a head's last blocks are made whole,
+since its width grows; a head whose older rows were changed by a late calibration must be, by `is_whole`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import check, runs_on_triton
+from gpu.predictor.history import SPARE_ROWS, STEPS_PER_OCTAVE, TOP_CODE, restore
+from gpu.predictor.network import CHANNELS, WIDE_CHANNELS, PredictorNetwork
+
+TAPS = 9
+EDGE_ROWS = 2  # output rows at either end of a window that see its edge
+FEWEST_STEPS = 2 * EDGE_ROWS + 1
+BLOCKS_A_TILE = 64
+CODE_SCALE, CODE_TOP = tl.constexpr(1 / STEPS_PER_OCTAVE), tl.constexpr(TOP_CODE)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedNetwork:
+    """first: `[16, 16]`, nine taps, the bias and zeros by channels. second: `[9, 16, 32]`, taps by channels. Both
+    float32 or bf16, which is what products are made of. second_bias, last: float32 `[32]`; last_bias: float32 `[1]`.
+    """
+
+    first: Tensor
+    second: Tensor
+    second_bias: Tensor
+    last: Tensor
+    last_bias: Tensor
+
+
+def pack(network: PredictorNetwork, dtype: torch.dtype, device: torch.device) -> PackedNetwork:
+    """The network's parameters as the kernel takes them."""
+    first = torch.zeros(CHANNELS, CHANNELS)
+    first[:TAPS] = network.conv1.weight.detach().flatten(1).t()
+    first[TAPS] = network.conv1.bias.detach()
+    second = network.conv2.weight.detach().flatten(2).permute(2, 1, 0).contiguous()  # [taps, 16, 32]
+    narrow = [tensor.to(device, dtype) for tensor in (first, second)]
+    wide = (network.conv2.bias, network.conv3.weight[0, :, 0], network.conv3.bias)
+    return PackedNetwork(*narrow, *(tensor.detach().to(device, torch.float32).contiguous() for tensor in wide))
+
+
+def predict_reference(
+    history: Tensor, oldest: Tensor, widths: Tensor, network: PackedNetwork, dtype: torch.dtype
+) -> Tensor:
+    """Plain torch in `dtype`: see `predict_blocks`; always whole."""
+    steps, blocks = history.shape[1] - SPARE_ROWS, history.shape[2]
+    slots = (oldest[:, None] + torch.arange(steps, device=history.device)) % history.shape[1]
+    rows = restore(history.gather(1, slots[..., None].long().expand(-1, -1, blocks)), dtype)
+    is_inside = (torch.arange(blocks, device=history.device) < widths[:, None])[:, None, None]
+    conv = torch.nn.functional.conv2d
+    kernel = network.first[:TAPS].to(dtype).t().reshape(CHANNELS, 1, 3, 3)
+    narrow = conv(rows[:, None] * is_inside, kernel, network.first[TAPS].to(dtype), padding=1).relu() * is_inside
+    kernel = network.second.to(dtype).permute(2, 1, 0).reshape(WIDE_CHANNELS, CHANNELS, 3, 3)
+    wide = conv(narrow, kernel, network.second_bias.to(dtype), padding=1).relu().mean(2)  # [heads, 32, blocks]
+    scores = torch.einsum("hcb,c->hb", wide, network.last.to(dtype)) + network.last_bias.to(dtype)
+    return scores.masked_fill(~is_inside[:, 0, 0], -torch.inf)
+
+
+@triton.jit
+def _activate(
+    history, row_stride, slots, oldest, row, low, high, column, width, first,
+    CODED: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """The first convolution of one row at the columns, `[columns, 16]`; 0 outside the window and the head's blocks."""
+    tap = tl.arange(0, 16)
+    from_row, from_column = row + tap // 3 - 1, column[:, None] + (tap % 3 - 1)[None, :]
+    is_there = ((tap < 9) & (from_row >= low) & (from_row < high))[None, :]
+    is_there = is_there & (from_column >= 0) & (from_column < width)
+    slot = (oldest + from_row + slots) % slots
+    stored = tl.load(history + slot.to(tl.int64)[None, :] * row_stride + from_column, mask=is_there, other=0)
+    value = stored.to(tl.float32)
+    if CODED:
+        value = tl.where(value > 0, tl.exp2((value - CODE_TOP) * CODE_SCALE), 0.0)
+    value = tl.where((tap == 9)[None, :], 1.0, value)
+    narrow = tl.maximum(tl.dot(value.to(PRODUCT), first, input_precision="ieee"), 0.0)
+    is_valid = (column >= 0) & (column < width) & (row >= low) & (row < high)
+    return tl.where(is_valid[:, None], narrow, 0.0).to(PRODUCT)
+
+
+@triton.jit
+def _sum_rows(
+    history, row_stride, slots, oldest, column, width, first, second, second_bias, last,
+    LOW: tl.constexpr, HIGH: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, INNER_BEGIN: tl.constexpr,
+    INNER_END: tl.constexpr, BLOCKS: tl.constexpr, CODED: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """What output rows [BEGIN, END) of the window [LOW, HIGH) add to the scores, summed: of rows outside and inside of
+    [INNER_BEGIN, INNER_END), `[columns]` each."""
+    channel, wide = tl.arange(0, 16), tl.arange(0, 32)
+    tile = channel[:, None] * 32 + wide[None, :]
+    above = tl.zeros([BLOCKS, 32], tl.float32) + second_bias[None, :]  # of the output row before this one
+    here = tl.zeros([BLOCKS, 32], tl.float32) + second_bias[None, :]
+    outer = tl.zeros([BLOCKS], tl.float32)
+    inner = tl.zeros([BLOCKS], tl.float32)
+    FIRST: tl.constexpr = BEGIN - 1 if BEGIN > LOW else BEGIN
+    STOP: tl.constexpr = END + 1 if END < HIGH else END
+    for row in range(FIRST, STOP):
+        below = tl.zeros([BLOCKS, 32], tl.float32) + second_bias[None, :]
+        for side in tl.static_range(3):
+            narrow = _activate(
+                history, row_stride, slots, oldest, row, LOW, HIGH, column + side - 1, width, first, CODED, PRODUCT
+            )
+            below += tl.dot(narrow, tl.load(second + side * 512 + tile), input_precision="ieee")
+            here += tl.dot(narrow, tl.load(second + (3 + side) * 512 + tile), input_precision="ieee")
+            above += tl.dot(narrow, tl.load(second + (6 + side) * 512 + tile), input_precision="ieee")
+        adds = tl.sum(tl.maximum(above, 0.0) * last[None, :], 1)
+        is_inner = (row > INNER_BEGIN) & (row <= INNER_END)  # the finished output row is row - 1
+        inner += tl.where(is_inner, adds, 0.0)
+        outer += tl.where((row > BEGIN) & (is_inner == 0), adds, 0.0)
+        above = here
+        here = below
+    if END == HIGH:  # nothing comes behind the window: its last row is finished
+        adds = tl.sum(tl.maximum(above, 0.0) * last[None, :], 1)
+        if INNER_END == END:
+            inner += adds
+        else:
+            outer += adds
+    return outer, inner
+
+
+@triton.jit
+def _predict_kernel(
+    history, oldest_rows, widths, is_whole, interior, scores, first, second, second_bias, last, last_bias,
+    head_stride, row_stride, interior_stride, score_stride, blocks,
+    STEPS: tl.constexpr, BLOCKS: tl.constexpr, CODED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    width, oldest = tl.load(widths + head), tl.load(oldest_rows + head)
+    column = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    to = scores + head * score_stride + column
+    if tl.program_id(0) * BLOCKS >= width:
+        tl.store(to, float("-inf"), mask=column < blocks)
+        return
+    history += head * head_stride
+    channel, wide = tl.arange(0, 16), tl.arange(0, 32)
+    weights = tl.load(first + channel[:, None] * 16 + channel[None, :])
+    bias, final = tl.load(second_bias + wide), tl.load(last + wide)
+    kept = interior + head * interior_stride + column
+    is_mine = column < width
+    # Window rows are 0 .. STEPS - 1, and -1 is the spare row. Inner output rows are 2 .. STEPS - 3.
+    if (tl.load(is_whole + head) != 0) | ((tl.program_id(0) + 1) * BLOCKS > width - 3):
+        outer, inner = _sum_rows(
+            history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
+            0, STEPS, 0, STEPS, 2, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
+        )  # fmt: skip
+    else:
+        outer, _unused = _sum_rows(
+            history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
+            0, STEPS, 0, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
+        )  # fmt: skip
+        last_rows, entered = _sum_rows(
+            history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
+            0, STEPS, STEPS - 3, STEPS, STEPS - 3, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
+        )  # fmt: skip
+        left, _unused = _sum_rows(
+            history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
+            -1, STEPS, 1, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
+        )  # fmt: skip
+        outer += last_rows
+        inner = tl.load(kept, mask=is_mine, other=0.0) + entered - left
+    tl.store(kept, inner, mask=is_mine)
+    score = (outer + inner) / STEPS + tl.load(last_bias)
+    tl.store(to, tl.where(is_mine, score, float("-inf")), mask=column < blocks)
+
+
+def predict_blocks(
+    history: Tensor, oldest: Tensor, widths: Tensor, is_whole: Tensor, interior: Tensor, network: PackedNetwork
+) -> Tensor:
+    """Scores of the next step, float32 `[heads, blocks]`, -inf at and behind a head's width.
+
+    history: `[heads, steps + 1, blocks]` float32, bf16 or uint8 (`gpu.predictor.history`), heads and rows strided;
+    heads of many layers and requests stand for one axis. oldest: int32 `[heads]`, the slot of the window's first row.
+    widths: int32 `[heads]`. interior: float32 `[heads, blocks]`, kept from call to call and written here. is_whole:
+    bool `[heads]`; where it is not set, `interior` must be of the step before, of the same rows, and widths grown by
+    one at most; ignored off the GPU, where all is made whole. Raises ValueError for another shape, dtype or device.
+    """
+    op, (heads, slots, blocks), device = "predict_blocks", history.shape, history.device
+    steps = slots - SPARE_ROWS
+    if steps < FEWEST_STEPS:
+        raise ValueError(f"{op}: history of {steps} steps; wanted {FEWEST_STEPS} or more")
+    if history.dtype not in (torch.float32, torch.bfloat16, torch.uint8) or history.stride(2) != 1:
+        raise ValueError(
+            f"{op}: history is {history.dtype}, strides {history.stride()}; wanted float32, bfloat16 or uint8, blocks "
+            "contiguous"
+        )
+    check(op, "oldest", oldest, (heads,), torch.int32, device)
+    check(op, "widths", widths, (heads,), torch.int32, device)
+    check(op, "is_whole", is_whole, (heads,), torch.bool, device)
+    check(op, "interior", interior, (heads, blocks), torch.float32, device)
+    check(op, "network.first", network.first, (CHANNELS, CHANNELS), network.first.dtype, device)
+    check(op, "network.second", network.second, (TAPS, CHANNELS, WIDE_CHANNELS), network.first.dtype, device)
+    if not runs_on_triton(history):
+        return predict_reference(history, oldest, widths, network, torch.float32)
+    scores = torch.empty(heads, blocks, dtype=torch.float32, device=device)
+    _predict_kernel[(triton.cdiv(blocks, BLOCKS_A_TILE), heads)](
+        history, oldest, widths, is_whole, interior, scores,
+        network.first, network.second, network.second_bias, network.last, network.last_bias,
+        history.stride(0), history.stride(1), interior.stride(0), scores.stride(0), blocks,
+        STEPS=steps, BLOCKS=BLOCKS_A_TILE, CODED=history.dtype == torch.uint8, num_warps=4,
+    )  # fmt: skip
+    return scores

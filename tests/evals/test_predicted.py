@@ -1,0 +1,225 @@
+"""Predicted blocks against the paper's algorithm in numpy, and how much attention they and others recover."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from evals.cli import app
+from evals.forward import load_decoder
+from evals.methods.full import Full
+from evals.methods.method import MethodError, PromptLayer
+from evals.methods.registry import parse_method
+from evals.recovery import Ablation, labels_of, measure, pool, recovery_of
+from evals.recovery_prompts import recovery_prompts
+from evals.run import load_tokenizer
+from gpu.predictor.network import PredictorNetwork, load_network, save_network
+from tests.evals.test_methods import GROUP, HEADS, LENGTHS, STEPS, Case, best, check, run
+from tests.gpu import predictor_oracle
+from tests.gpu.reference_model import FOLDER
+from tests.tolerances import METHOD_FLOAT32
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "deploy" / "models" / "reference"
+BLOCK, HISTORY, SINK, WINDOW, BUDGET = 4, 6, 3, 5, 18
+ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",))
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network that ranks blocks by what it has seen of them, roughly: random, but of activations above zero."""
+    network = PredictorNetwork()
+    parameters = predictor_oracle.random_parameters(4)
+    network.load_state_dict({name: torch.from_numpy(value).float() for name, value in parameters.items()})
+    path = tmp_path_factory.mktemp("predictor") / "random.safetensors"
+    save_network(network, path, {})
+    return path
+
+
+def label(weights: Path, **settings: object) -> str:
+    given = {"budget": BUDGET, "block": BLOCK, "history": HISTORY, "sink": SINK, "window": WINDOW,
+             "stored": "float32", "dense_layers": "", **settings}  # fmt: skip
+    return f"predicted:weights={weights}," + ",".join(f"{name}={value}" for name, value in given.items())
+
+
+def maxima(weights: np.ndarray) -> np.ndarray:
+    """Block maxima in rows long enough for any context of the case."""
+    padded = np.zeros(BLOCK * (max(LENGTHS) // BLOCK + 2))
+    padded[: len(weights)] = weights
+    return padded.reshape(-1, BLOCK).max(1)
+
+
+def simulate(case: Case, group: str, calibrate: int) -> dict[tuple[int, int, int], list[int]]:
+    """Keys that each (row, head, step) reads, by Algorithm 1 of the paper on a history of what was read."""
+    parameters, chosen = predictor_oracle.random_parameters(4), {}
+    sink_blocks = math.ceil(SINK / BLOCK)
+    for row, start in enumerate(LENGTHS):
+        past = range(start - HISTORY, start)
+        history = [[maxima(case.weights(row, head, place)) for place in past] for head in range(HEADS)]
+        for step in range(STEPS):
+            length = start + step + 1
+            cut = (length - WINDOW) // BLOCK
+            count = (BUDGET - sink_blocks * BLOCK - (length - cut * BLOCK)) // BLOCK
+            rows = np.array([of_head[-HISTORY:] for of_head in history])[:, :, sink_blocks:cut]
+            if group == "before":
+                rows = rows.reshape(-1, GROUP, *rows.shape[1:]).max(1)
+            scores = np.array([predictor_oracle.predict(one, parameters) for one in rows])
+            if group == "after":
+                scores = scores.reshape(-1, GROUP, scores.shape[1]).max(1)
+            scores = np.repeat(scores, HEADS // len(scores), 0)
+            for head in range(HEADS):
+                blocks = [sink_blocks + number for number in best(scores[head], count)]
+                middle = [key for one in blocks for key in range(one * BLOCK, (one + 1) * BLOCK)]
+                keys = [*range(sink_blocks * BLOCK), *middle, *range(cut * BLOCK, length)]
+                chosen[row, head, step] = keys
+                mass = case.weights(row, head, length - 1)
+                if (step + 1) % calibrate:
+                    kept = np.zeros_like(mass)
+                    kept[keys] = mass[keys] / mass[keys].sum()
+                    mass = kept
+                history[head].append(maxima(mass))
+    return chosen
+
+
+@pytest.mark.parametrize("group", ["after", "before", "apart"])
+@pytest.mark.parametrize("calibrate", [1, 2, 9])
+def test_what_is_read_is_what_the_papers_algorithm_chooses(group, calibrate, weights):
+    case = Case(21)
+    chosen = simulate(case, group, calibrate)
+    method = parse_method(label(weights, group=group, calibrate=calibrate))
+    check(case, method, lambda row, head, step, length: chosen[row, head, step])
+    first = run(case, method)[0]
+    together = first.keys_scored.view(len(LENGTHS), -1, GROUP)
+    assert (first.rows_read == (together.sum(-1) if group == "apart" else together[..., 0])).all()
+    assert (first.keys_scored <= BUDGET).all()
+
+
+def test_a_choice_by_other_heads_or_another_history_is_seen(weights):
+    case = Case(21)
+    chosen = simulate(case, "after", 2)
+    for settings in ({"group": "apart"}, {"group": "after", "history": HISTORY + 1}):
+        with pytest.raises(AssertionError):
+            check(case, parse_method(label(weights, **settings, calibrate=2)), lambda *place: chosen[place[:3]])
+
+
+@pytest.mark.parametrize("group", ["after", "before", "apart"])
+def test_with_the_whole_context_as_budget_it_equals_dense(group, weights):
+    case = Case(22)
+    method = parse_method(label(weights, budget=400, group=group, stored="uint8", rotate=3))
+    for mine, dense in zip(run(case, method), run(case, Full()), strict=True):
+        torch.testing.assert_close(mine.out, dense.out, atol=METHOD_FLOAT32, rtol=0)
+        torch.testing.assert_close(mine.lse, dense.lse, atol=METHOD_FLOAT32, rtol=0)
+
+
+def test_a_predictor_without_weights_says_what_it_needs():
+    with pytest.raises(MethodError, match=r"no weights; give weights=FILE, made by `tandem train predictor`"):
+        run(Case(0), parse_method("predicted:budget=20"))
+
+
+def test_quest_by_moments_ranks_pages_by_mean_and_deviation():
+    case, page = Case(4), 4
+
+    def rule(row, head, step, length):
+        query, bounds = case.q[row, head, length - 1], []
+        for begin in range(0, length, page):
+            keys = case.k[row, head // GROUP, begin : min(begin + page, length)]
+            mean, deviation = keys.mean(0), keys.std(0)
+            bounds.append((query * mean + np.abs(query) * deviation).sum())
+        pages = best(np.array(bounds), math.ceil(12 / page))
+        return [key for number in pages for key in range(number * page, min(number * page + page, length))]
+
+    check(case, parse_method("quest:budget=12,page=4,bounds=moments"), rule)
+
+
+def test_the_best_blocks_are_those_with_most_of_a_groups_attention():
+    case, block = Case(6), 4
+
+    def rule(row, head, step, length):
+        group = range(head // GROUP * GROUP, head // GROUP * GROUP + GROUP)
+        weights = np.zeros(-(-length // block) * block)
+        weights[:length] = sum(case.weights(row, one, length - 1) for one in group)
+        blocks = best(weights.reshape(-1, block).sum(1), 3)
+        return [key for one in blocks for key in range(one * block, min(length, one * block + block))]
+
+    check(case, parse_method("topk:budget=12,block=4"), rule)
+    first = run(case, parse_method("topk:budget=12,block=4"))[0]
+    assert (first.rows_read == first.keys_scored[:, ::GROUP]).all()
+
+
+def layer(tokens: int, seed: int) -> PromptLayer:
+    generator = torch.Generator().manual_seed(seed)
+    queries = 3 * torch.randn(1, 4, tokens, 16, generator=generator)
+    keys, values = torch.randn(2, 1, 2, tokens, 16, generator=generator)
+    return PromptLayer(2, queries, queries, keys, values, torch.tensor([tokens]), tokens)
+
+
+def test_recovery_is_the_share_of_exact_attention_that_is_read():
+    prompt, steps, budget = layer(90, 1), 5, 12
+    wanted = []
+    for place in range(85, 90):
+        for head in range(4):
+            logits = (
+                prompt.keys[0, head // 2, : place + 1].double().numpy() @ prompt.queries[0, head, place].numpy() / 4
+            )
+            weights = np.exp(logits - logits.max())
+            wanted.append(np.sort(weights / weights.sum())[::-1][:budget].sum())
+    got, read, rows = recovery_of(parse_method(f"topk:budget={budget}"), prompt, steps)
+    assert got == pytest.approx(np.mean(wanted), abs=METHOD_FLOAT32)
+    assert (read, rows) == (budget, 2 * budget), "two heads of a group, each for itself"
+    assert recovery_of(Full(), prompt, steps)[0] == pytest.approx(1, abs=METHOD_FLOAT32)
+    assert recovery_of(parse_method(f"topk:budget={budget - 1}"), prompt, steps)[0] < got - METHOD_FLOAT32
+
+
+def test_every_layer_but_the_exempt_ones_is_measured_and_pooled(weights):
+    decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
+    prompts = [list(range(100, 330)), list(range(200, 420))]
+    rows = measure(
+        decoder, prompts, [160, 1000], 4, lambda size: labels_of(size, [str(weights)], ABLATION), lambda: None
+    )
+    num_layers = decoder.architecture.num_layers
+    assert {row["layer"] for row in rows} == set(range(2, num_layers))
+    pooled = {(row["budget"], row["method"]): row["recovery"] for row in pool(rows, ("budget", "method"))}
+    assert {name for _, name in pooled} == set(labels_of(160, [str(weights)], ABLATION))
+    assert all(pooled[160, "top-k"] >= share for (budget, _), share in pooled.items() if budget == 160)
+    for name in ("predicted after", "Quest", "top-k"):
+        assert pooled[1000, name] == pytest.approx(1, abs=METHOD_FLOAT32)
+    with pytest.raises(ValueError, match=r"a prompt of 220 tokens, 300 steps; ask for fewer steps"):
+        measure(decoder, prompts, [160], 300, lambda size: {}, lambda: None)
+
+
+def test_the_command_prints_a_table_and_writes_rows(tmp_path, weights):
+    out = tmp_path / "recovery.json"
+    command = ["recovery", "--model", str(FOLDER), "--weights", str(weights), "--lengths", "200", "--budgets", "150",
+               "--steps", "2", "--history", "8", "--device", "cpu", "--json", str(out)]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "top-k" in done.output
+    assert '"recovery"' in out.read_text()
+    done = CliRunner().invoke(app, [*command[:4], str(tmp_path / "none.safetensors"), *command[5:]])
+    assert done.exit_code == 1
+
+
+def test_a_tasks_prompts_end_with_their_answers():
+    tokenizer = load_tokenizer(REFERENCE)
+    for prompt in recovery_prompts(REFERENCE, "needle", 512, 2, 0, ()):
+        assert 480 < len(prompt) <= 512
+        answer = tokenizer.decode(prompt).rpartition("<|assistant|>")[2].strip()
+        assert answer.isdigit()
+        assert len(answer) == 7
+    (text,) = recovery_prompts(REFERENCE, "text", 300, 1, 0, ())
+    assert len(text) == 300
+
+
+def test_the_reference_models_predictor_is_there_and_follows_what_was_attended_to():
+    network = load_network(ROOT / "deploy" / "predictors" / "reference.safetensors")
+    report = json.loads((ROOT / "deploy" / "predictors" / "reference.json").read_text())
+    assert report["best"]["recovery"] == max(epoch["recovery"] for epoch in report["epochs"])
+    history = torch.zeros(1, 64, 40)
+    history[0, :, 5], history[0, -1, 20] = 0.3, 0.3
+    scores = network(history, None)[0]
+    assert scores.argsort(descending=True)[0] == 5, "what was attended to in every step"
+    assert scores[20] > scores[[10, 12, 30, 35]].max(), "and what was in the last"

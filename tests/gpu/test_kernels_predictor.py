@@ -1,0 +1,136 @@
+"""The predictor's kernel against the paper's formula: whole, step by step, ragged, and in each stored form."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.kernels.arguments import INTERPRETED
+from gpu.predictor.history import compress, new_history, restore
+from gpu.predictor.network import PredictorNetwork
+from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
+from tests.gpu import predictor_oracle as oracle
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, wide
+from tests.tolerances import PREDICTOR_BFLOAT16, PREDICTOR_FLOAT32
+
+PARAMETERS = oracle.random_parameters(1)
+STEPS = 4 if INTERPRETED else 40
+ATOL = {torch.float32: PREDICTOR_FLOAT32, torch.bfloat16: PREDICTOR_BFLOAT16}
+
+
+def packed(dtype: torch.dtype, device: str) -> PackedNetwork:
+    network = PredictorNetwork()
+    network.load_state_dict({name: torch.from_numpy(value).float() for name, value in PARAMETERS.items()})
+    return pack(network, dtype, torch.device(device))
+
+
+def attended(heads: int, rows: int, blocks: int, seed: int) -> np.ndarray:
+    """Attention-like rows: a few blocks that stand out and drift, many that were not read."""
+    generator = np.random.default_rng(seed)
+    values = generator.random((heads, rows, blocks)) ** 6
+    values[generator.random(values.shape) < 0.3] = 0
+    return values
+
+
+class Driver:
+    """A history that is filled a step at a time, and what the kernel says after each; NaN wherever it may not look."""
+
+    def __init__(
+        self, widths: list[int], steps: int, room: int, stored: torch.dtype, product: torch.dtype, device: str
+    ):
+        self.network, self.device, self.heads = packed(product, device), torch.device(device), len(widths)
+        self.history = new_history(1, self.heads, steps, room, stored, self.device)
+        if stored != torch.uint8:
+            for head, width in enumerate(widths):
+                self.history.ring[0, head, :, width:] = torch.nan
+        self.widths = torch.tensor(widths, dtype=torch.int32, device=device)
+        self.interior = torch.full((self.heads, room), torch.nan, device=device)
+
+    def put(self, rows: np.ndarray) -> None:
+        self.history.advance()
+        for head, width in enumerate(self.widths.tolist()):
+            given = torch.from_numpy(rows[head, :width]).float().to(self.device)
+            self.history.ring[0, head, self.history.newest, :width] = compress(given, self.history.ring.dtype)
+
+    def predict(self, is_whole: list[bool]) -> Tensor:
+        oldest = torch.full((self.heads,), self.history.oldest, dtype=torch.int32, device=self.device)
+        whole = torch.tensor(is_whole, device=self.device)
+        return predict_blocks(self.history.ring[0], oldest, self.widths, whole, self.interior, self.network)
+
+    def wanted(self, head: int) -> np.ndarray:
+        width = int(self.widths[head])
+        stored = self.history.window(0, 0, width, torch.float64)[head]
+        return oracle.predict(wide(stored), PARAMETERS)
+
+    def check(self, scores: Tensor, atol: float) -> None:
+        for head, width in enumerate(self.widths.tolist()):
+            np.testing.assert_allclose(wide(scores[head, :width]), self.wanted(head), atol=atol, rtol=0)
+            assert (scores[head, width:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("product", DTYPES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.uint8], ids=["in32", "in16", "in8"])
+@pytest.mark.parametrize(
+    ("widths", "steps", "room"),
+    [
+        pytest.param([1, 0, 64], 5, 64, id="few"),
+        pytest.param([130, 67, 3], 8, 131, id="ragged"),
+        pytest.param([200], 64, 200, id="published"),
+    ],
+)
+def test_scores_are_those_of_the_published_network(widths, steps, room, stored, product, device):
+    driver = Driver(widths, steps, room, stored, product, device)
+    for row in attended(len(widths), steps + 3, room, 7).transpose(1, 0, 2):
+        driver.put(row)
+    driver.check(driver.predict([True] * len(widths)), ATOL[product])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("product", DTYPES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.uint8], ids=["in32", "in8"])
+def test_scores_made_step_by_step_are_those_made_whole(stored, product, device):
+    driver = Driver([66, 70], 6, 96, stored, product, device)
+    rows = attended(2, 6 + STEPS, 96, 3).transpose(1, 0, 2)
+    for row in rows[:6]:
+        driver.put(row)
+    driver.predict([True] * 2)
+    for number, row in enumerate(rows[6:]):
+        if number % 2:  # a block leaves the recent window now and then
+            driver.history.ring[0, 0, :, driver.widths[0]] = compress(torch.tensor(0.25), stored)
+            driver.widths += torch.tensor([1, 0], dtype=torch.int32, device=device)
+        driver.put(row)
+        driver.check(driver.predict([False, number == 4]), ATOL[product])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_that_is_missing_or_shifted_is_seen(device):
+    driver = Driver([70], 6, 70, torch.float32, torch.float32, device)
+    for row in attended(1, 6, 70, 5).transpose(1, 0, 2):
+        driver.put(row)
+    right = driver.predict([True])
+    driver.history.ring[0, :, driver.history.newest, 40] += 0.001
+    assert (driver.predict([True]) - right).abs().max() > 10 * PREDICTOR_FLOAT32
+    driver.history.ring[0, :, driver.history.newest, 40] -= 0.001
+    driver.history.newest -= 1
+    assert (driver.predict([True]) - right).abs().max() > 2 * PREDICTOR_BFLOAT16
+
+
+def test_a_wrong_argument_is_named():
+    driver = Driver([70], 6, 70, torch.float32, torch.float32, "cpu")
+    oldest, whole = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.bool)
+    ring, rest = driver.history.ring[0], (driver.interior, driver.network)
+    with pytest.raises(ValueError, match=r"history of 4 steps; wanted 5 or more"):
+        predict_blocks(ring[:, :5], oldest, driver.widths, whole, *rest)
+    with pytest.raises(ValueError, match=r"history is torch.float16.*wanted float32, bfloat16 or uint8"):
+        predict_blocks(ring.half(), oldest, driver.widths, whole, *rest)
+    with pytest.raises(ValueError, match=r"predict_blocks: widths is \(1,\) torch.int64"):
+        predict_blocks(ring, oldest, driver.widths.long(), whole, *rest)
+
+
+def test_a_stored_history_is_restored_as_the_kernel_reads_it():
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = restore(codes, torch.float64)
+    assert values[0] == 0
+    assert values[255] == 1
+    torch.testing.assert_close(compress(values[1:].float(), torch.uint8), codes[1:])

@@ -1,0 +1,112 @@
+"""A predictor's training: captured is the attention that follows, the fit learns, and the best epoch is kept."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from evals.forward import load_decoder
+from evals.methods.method import PromptLayer
+from gpu.predictor.network import load_network
+from tests.gpu.reference_model import FOLDER
+from tests.tolerances import HISTORY_FLOAT32
+from training.cli import app
+from training.predictor.capture import Cut, Track, capture
+from training.predictor.fit import Recipe, draw_pairs, fit, recover
+from training.predictor.train import narrated
+
+CUT = Cut(block=4, sink=3, window=6, steps=5, dense=2)
+CPU = torch.device("cpu")
+
+
+def exact_rows(layer: PromptLayer, head: int, places: range) -> list[np.ndarray]:
+    keys, queries = layer.keys[0, head // (layer.queries.shape[1] // layer.keys.shape[1])], layer.queries[0, head]
+    rows = []
+    for place in places:
+        logits = keys[: place + 1].double().numpy() @ queries[place].double().numpy() / np.sqrt(queries.shape[1])
+        weights = np.exp(logits - logits.max())
+        rows.append(weights / weights.sum())
+    return rows
+
+
+def test_a_track_is_exact_attention_and_what_followed_it() -> None:
+    decoder, targets, length = load_decoder(FOLDER, CPU, torch.float32), 4, 50
+    prompt = list(range(100, 100 + length))
+    tracks = capture(decoder, prompt, CUT, targets, lambda: None)
+    heads, layers = decoder.architecture.num_heads, decoder.architecture.num_layers
+    assert len(tracks) == heads * (layers - CUT.dense)
+    seen: list[PromptLayer] = []
+    tokens = torch.tensor([prompt])
+    decoder.prefill(tokens, torch.tensor([length]), length, length, seen.append)
+    head, layer = 3, 4
+    track = tracks[(layer - CUT.dense) * heads + head]
+    rows = exact_rows(seen[layer], head, range(length - targets - CUT.steps, length))
+    assert track.widths.tolist() == [(length - targets + 1 + number - 6) // 4 - 1 for number in range(targets)]
+    for number, row in enumerate(rows):
+        padded = np.zeros(52)
+        padded[: len(row)] = row
+        blocks = padded.reshape(-1, 4)[1 : 1 + int(track.widths.max())]
+        np.testing.assert_allclose(track.maxima[number], blocks.max(1), atol=HISTORY_FLOAT32)
+        if number >= CUT.steps:
+            np.testing.assert_allclose(track.mass[number - CUT.steps], blocks.sum(1), atol=HISTORY_FLOAT32)
+    assert np.abs(track.maxima[1:].numpy() - track.maxima[:-1].numpy()).max() > 10 * HISTORY_FLOAT32
+    with pytest.raises(ValueError, match=r"a text of 50 tokens for 5 steps of history, 46 targets"):
+        capture(decoder, prompt, CUT, 46, lambda: None)
+
+
+def moving(seed: int, targets: int, blocks: int) -> Track:
+    """A heavy block that moves on by one in each step: what the last row's maximum does not say, its trend does."""
+    draw = random.Random(seed)
+    maxima = torch.zeros(CUT.steps + targets, blocks)
+    begin, way = draw.randrange(blocks), 1
+    for step in range(CUT.steps + targets):
+        maxima[step, (begin + way * step) % blocks] = 0.5
+    return Track(maxima, torch.full((targets,), blocks), maxima[CUT.steps :])
+
+
+def test_the_fit_learns_where_attention_moves_and_keeps_its_best_epoch() -> None:
+    tracks = [moving(seed, 8, 12) for seed in range(20)]
+    recipe = Recipe(epochs=12, batch=16, per_epoch=12, learning_rate=0.02, budget_blocks=1, seed=0)
+    network, epochs = fit(tracks[:15], tracks[15:], CUT, recipe, CPU, lambda _: None, lambda: None)
+    best = max(epoch.recovery for epoch in epochs)
+    assert recover(network, tracks[15:], CUT, 1, CPU) == pytest.approx(best)
+    assert best > 0.8 > 0.3 > epochs[0].recovery, "what stood still would recover nothing"
+    assert len(epochs) == 12
+
+
+def test_pairs_are_histories_and_the_step_behind_them() -> None:
+    tracks = [moving(1, 3, 12), moving(2, 4, 7)]
+    history, follows, widths = draw_pairs(tracks, CUT, 20, random.Random(0), CPU)
+    assert set(widths.tolist()) == {7, 12}
+    for row, width in enumerate(widths.tolist()):
+        heavy, then = int(history[row, -1].argmax()), int(follows[row].argmax())
+        assert then == (heavy + 1) % width
+        assert history[row, :, width:].abs().sum() == 0
+
+
+def test_the_command_writes_a_predictor_and_its_report(tmp_path) -> None:
+    out = tmp_path / "made" / "predictor.safetensors"
+    settings = {"lengths": 180, "texts": 2, "targets": 4, "history": 8, "epochs": 2, "per-epoch": 2, "batch": 4}
+    command = ["predictor", "--model", str(FOLDER), "--out", str(out), "--device", "cpu"]
+    command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    load_network(out)
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert report["best"]["recovery"] == max(epoch["recovery"] for epoch in report["epochs"])
+    assert (report["tracks"], report["held_out_tracks"]) == (80, 80)
+    assert json.loads(done.stdout.splitlines()[-1])["out"] == str(out)
+    for place, wrong in ((4, "x.pth"), (2, "none"), (8, "many")):
+        refused = CliRunner().invoke(app, [*command[:place], wrong, *command[place + 1 :]])
+        assert refused.exit_code == 1
+        assert refused.stderr.startswith("error: ")
+
+
+def test_its_text_is_the_same_for_the_same_seed() -> None:
+    first, again, other = narrated(1), narrated(1), narrated(2)
+    sentences = [next(first) for _ in range(3)]
+    assert sentences == [next(again) for _ in range(3)]
+    assert sentences != [next(other) for _ in range(3)]

@@ -1,0 +1,6 @@
+"""`python -m training predictor ...`: the group `tandem train` where nothing is installed but what it needs."""
+
+from training.cli import app
+
+if __name__ == "__main__":
+    app(prog_name="python -m training")

@@ -1,0 +1,72 @@
+"""The `tandem train` group. Each command imports what it runs when it runs, so that listing them is quick."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Train what a method needs on your own model.")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """The world's errors as one line on stderr and status 1."""
+    from gpu.model.architecture import ModelError
+
+    try:
+        yield
+    except (ModelError, OSError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """`2048,4096` -> (2048, 4096). Raises ValueError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"--lengths: got {text!r}; wanted tokens with commas between, such as 2048,4096")
+    return tuple(int(part) for part in parts)
+
+
+@app.callback()
+def group() -> None:
+    """Train what a method needs on your own model."""
+
+
+@app.command()
+def predictor(
+    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder of the model")],
+    out: Annotated[Path, typer.Option("--out", help="the .safetensors to write; a report goes beside it (.json)")],
+    text: Annotated[list[Path], typer.Option("--text", help="UTF-8 text, repeatable; default: generated prose")] = [],  # noqa: B006
+    lengths: Annotated[str, typer.Option("--lengths", help="tokens of a text, commas between")] = "2048,4096,8192",
+    texts: Annotated[int, typer.Option("--texts", min=2, help="a length; the last quarter is held out")] = 8,
+    targets: Annotated[int, typer.Option("--targets", min=1, help="steps of a text that are predicted")] = 64,
+    history: Annotated[int, typer.Option("--history", min=5, help="steps (the paper's H)")] = 64,
+    block: Annotated[int, typer.Option("--block", min=1, help="tokens (the paper's b)")] = 16,
+    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 30,
+    per_epoch: Annotated[int, typer.Option("--per-epoch", min=1, help="steps of an epoch")] = 100,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="pairs of a step")] = 64,
+    learning_rate: Annotated[float, typer.Option("--lr", min=0)] = 3e-3,
+    budget: Annotated[int, typer.Option("--budget", min=16, help="tokens between sink and recent ones that the best "
+                                        "epoch is chosen by")] = 512,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N")] = "auto",
+) -> None:  # fmt: skip
+    """Train a predictor of the blocks that a model's heads attend to next.
+
+    Captures full attention over texts, fits the network to it and keeps the epoch that recovers most of texts that
+    were held out.
+    """
+    with one_line_errors():
+        from training.predictor.capture import Cut
+        from training.predictor.fit import Recipe
+        from training.predictor.train import TextPlan, train
+
+        if out.suffix != ".safetensors":
+            raise ValueError(f"--out: {out}; wanted a name that ends in .safetensors")
+        plan = TextPlan(tuple(text), parse_lengths(lengths), texts, targets, seed)
+        recipe = Recipe(epochs, batch, per_epoch, learning_rate, max(1, budget // block), seed)
+        train(model, out, plan, Cut(block, 64, 64, history, 2), recipe, device)

@@ -1,0 +1,73 @@
+"""Block maxima of full attention over texts: histories of a head's steps, each followed by what it should predict.
+
+AttentionPredictor, appendix B. It knows the reference decoder and token ids, no network. Invariants: a target is the
+step right behind its history, over the blocks that were candidates then; sink and recent blocks are in neither.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evals.forward import ReferenceDecoder
+from evals.methods.attention import last_positions, prompt_weights
+from evals.methods.method import PromptLayer
+from gpu.predictor.history import block_maxima
+
+
+@dataclass(frozen=True)
+class Cut:
+    """block, sink, window: tokens; steps: rows of a history; dense: layers from 0 on that nothing is predicted in."""
+
+    block: int
+    sink: int
+    window: int
+    steps: int
+    dense: int
+
+
+@dataclass(frozen=True)
+class Track:
+    """One head over one text: maxima `[steps + targets, blocks]` without the sink, on the CPU; widths `[targets]`,
+    the candidates at each target; mass `[targets, blocks]`, each block's whole attention then, for the recovery rate.
+    """
+
+    maxima: Tensor
+    widths: Tensor
+    mass: Tensor
+
+
+def capture(
+    decoder: ReferenceDecoder, prompt: Sequence[int], cut: Cut, targets: int, advance: Callable[[], None]
+) -> list[Track]:
+    """Tracks of every head of the layers that predict: the text's last `targets` queries are what is predicted.
+
+    Raises ValueError for a text that leaves no candidates.
+    """
+    length = len(prompt)
+    first_block = -(-cut.sink // cut.block)
+    lengths_then = torch.arange(length - targets, length) + 1
+    widths = (lengths_then - cut.window) // cut.block - first_block
+    if length < cut.steps + targets or int(widths.min()) < 1:
+        raise ValueError(
+            f"predictor: a text of {length} tokens for {cut.steps} steps of history, {targets} targets, a sink of "
+            f"{cut.sink} and a window of {cut.window}; give longer texts"
+        )
+    last = int(widths.max())
+    tracks: list[Track] = []
+
+    def look(layer: PromptLayer) -> None:
+        if layer.layer >= cut.dense:
+            weights = prompt_weights(layer, last_positions(layer, cut.steps + targets))[0]  # [heads, steps, tokens]
+            columns = slice(first_block, first_block + last)
+            maxima = block_maxima(weights, cut.block, 0.0)[..., columns].cpu()
+            then = weights[:, cut.steps :]
+            padded = torch.nn.functional.pad(then, (0, -length % cut.block))
+            mass = padded.unflatten(-1, (-1, cut.block)).sum(-1)[..., columns].cpu()
+            tracks.extend(Track(one, widths, own) for one, own in zip(maxima, mass, strict=True))
+        advance()
+
+    tokens = torch.tensor([list(prompt)], device=decoder.device)
+    decoder.prefill(tokens, torch.tensor([length], device=decoder.device), length, length, look)
+    return tracks

@@ -1,0 +1,108 @@
+"""Fit the network to tracks: mean squared error, Adam, and the epoch with the best attention recovery rate kept.
+
+AttentionPredictor, appendix B. It knows tracks and no model. Invariant: tracks that are held out are never fitted to.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu.predictor.network import PredictorNetwork
+from training.predictor.capture import Cut, Track
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """batch: pairs of a step; per_epoch: steps of an epoch; budget_blocks: what a held-out recovery is taken at."""
+
+    epochs: int
+    batch: int
+    per_epoch: int
+    learning_rate: float
+    budget_blocks: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """loss: mean over its steps. recovery: of the candidates' attention, the share in the blocks chosen."""
+
+    number: int
+    loss: float
+    recovery: float
+
+
+def draw_pairs(
+    tracks: Sequence[Track], cut: Cut, count: int, draw: random.Random, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """history `[count, steps, blocks]`, what follows `[count, blocks]` and widths `[count]`, padded with zeros."""
+    chosen = [(track, draw.randrange(len(track.widths))) for track in draw.choices(tracks, k=count)]
+    widths = torch.stack([track.widths[target] for track, target in chosen])
+    most = int(widths.max())
+    history, follows = torch.zeros(count, cut.steps, most), torch.zeros(count, most)
+    for row, (track, target) in enumerate(chosen):
+        width = int(widths[row])
+        history[row, :, :width] = track.maxima[target : target + cut.steps, :width]
+        follows[row, :width] = track.maxima[target + cut.steps, :width]
+    return history.to(device), follows.to(device), widths.to(device)
+
+
+@torch.inference_mode()
+def recover(
+    network: PredictorNetwork, tracks: Sequence[Track], cut: Cut, budget_blocks: int, device: torch.device
+) -> float:
+    """Mean share of the candidates' attention that the best `budget_blocks` by prediction hold (equation 4)."""
+    shares = []
+    for track in tracks:
+        places = range(0, len(track.widths), max(1, len(track.widths) // 4))
+        rows = torch.stack([track.maxima[place : place + cut.steps] for place in places]).to(device)
+        widths = track.widths[list(places)].to(device)
+        scores = network(rows.masked_fill(behind(rows, widths)[:, None], 0), widths)
+        scores = scores.masked_fill(behind(rows, widths), -torch.inf)
+        mass = track.mass[list(places)].to(device).masked_fill(behind(rows, widths), 0)
+        best = scores.topk(min(budget_blocks, scores.shape[1]), dim=-1).indices
+        shares.append((mass.gather(1, best).sum(1) / mass.sum(1).clamp(min=1e-12)).mean())
+    return float(torch.stack(shares).mean())
+
+
+def behind(rows: Tensor, widths: Tensor) -> Tensor:
+    """bool `[rows, blocks]`: no candidates."""
+    return torch.arange(rows.shape[-1], device=rows.device) >= widths[:, None]
+
+
+def fit(
+    tracks: Sequence[Track], held_out: Sequence[Track], cut: Cut, recipe: Recipe, device: torch.device,
+    show: Callable[[Epoch], None], advance: Callable[[], None],
+) -> tuple[PredictorNetwork, list[Epoch]]:  # fmt: skip
+    """The network of the epoch that recovered most of the held-out attention, and all epochs. Starts from the seed."""
+    torch.manual_seed(recipe.seed)
+    draw = random.Random(recipe.seed)
+    network = PredictorNetwork().to(device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
+    total = recipe.epochs * recipe.per_epoch
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=total)
+    epochs: list[Epoch] = []
+    best, kept = -1.0, copy.deepcopy(network.state_dict())
+    for number in range(recipe.epochs):
+        losses = []
+        for _ in range(recipe.per_epoch):
+            history, follows, widths = draw_pairs(tracks, cut, recipe.batch, draw, device)
+            error = (network(history, widths) - follows).masked_fill(behind(history, widths), 0).square()
+            loss = error.sum() / widths.sum()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.detach())
+            advance()
+        recovery = recover(network, held_out, cut, recipe.budget_blocks, device)
+        epochs.append(Epoch(number, float(torch.stack(losses).mean()), recovery))
+        show(epochs[-1])
+        if recovery > best:
+            best, kept = recovery, copy.deepcopy(network.state_dict())
+    network.load_state_dict(kept)
+    return network.eval(), epochs

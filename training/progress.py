@@ -1,0 +1,16 @@
+"""A bar on stderr for what takes minutes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+@contextmanager
+def progress_bar(total: int, what: str) -> Iterator[Callable[[], None]]:
+    """A function to call once a unit."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
