@@ -307,7 +307,7 @@ def recovery(
     names: Annotated[str, typer.Option("--tasks", help="names with commas; default: running text")] = "",
     samples: Annotated[int, typer.Option("--samples", min=1, help="prompts a task and length")] = 1,
     steps: Annotated[int, typer.Option("--steps", min=1, help="last queries, which stand for decode steps")] = 64,
-    group: Annotated[str, typer.Option("--group", help="after, before or apart, with commas")] = "after",
+    group: Annotated[str, typer.Option("--group", help="before, after or apart, with commas")] = "before",
     block: Annotated[str, typer.Option("--block", help="tokens (the paper's b), with commas")] = "16",
     history: Annotated[str, typer.Option("--history", help="steps (the paper's H), with commas")] = "64",
     calibrate: Annotated[str, typer.Option("--calibrate", help="steps (the paper's M), with commas")] = "5",

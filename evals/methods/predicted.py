@@ -53,7 +53,7 @@ class Predicted(DecodeMethod):
     rotate: int = Field(0, ge=0)
     sink: int = Field(64, ge=0)
     window: int = Field(64, ge=1)
-    group: Literal["after", "before", "apart"] = "after"
+    group: Literal["after", "before", "apart"] = "before"
     stored: Literal["float32", "bfloat16", "uint8"] = "uint8"
     dense_layers: str = Field("0-1", description="layers read in full; the paper keeps the first two")
 
