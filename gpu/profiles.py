@@ -130,10 +130,18 @@ def served_parts(profiles: Iterable[Profile]) -> tuple[Part, ...]:
 
 
 def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tuple[MethodState, ...]:
-    """What the methods of these profiles keep on the device for sequences that run; of those that keep anything."""
+    """What the methods of these profiles keep on the device for sequences that run; of those that keep anything.
+
+    Raises ProfileError where a method has no layer of this model to work in.
+    """
     states = []
     for part in served_parts(profiles):
         num_bytes, rings = part.method.slot_bytes(part.settings, architecture), part.method.rings
+        if rings is not None and not num_bytes:
+            raise ProfileError(
+                f"profiles: {part.method.name!r} has no layer of {architecture.name} to work in: each one has a "
+                "window, or is off; take it out of the profiles"
+            )
         if num_bytes:
             count = None if rings is None else rings.count(part.settings)
             states.append(MethodState(str(part), part.method.name, num_bytes, rings is not None, count))

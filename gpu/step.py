@@ -59,8 +59,8 @@ class HostPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RingCopy:
-    """What a ring begins with: another's entries of cells before `begin`. That one's sequence has written its cells
-    before `end`, none of them as others than the copy's but from `begin` on.
+    """What a ring begins with: another's entries of cells before `begin`, at the places of none of `[begin, end)`: the
+    other sequence has written these otherwise, or the copy's prompt has them in front of what it will write.
     """
 
     ring: int

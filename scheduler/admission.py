@@ -118,10 +118,10 @@ class Admission:
         for sequence in list(self.waiting):
             if sequence.num_in_flight or (sequence.run_end and this.is_depositing):
                 continue
-            start, is_waiting = None, self._rings.lacks(sequence)
-            if is_waiting:
-                pass  # one that leaves gives its ring back, whoever passes
-            elif sequence.run_end:
+            if self._rings.lacks(sequence):
+                continue  # one that leaves gives its ring back, whoever goes first
+            start, is_waiting = None, False
+            if sequence.run_end:
                 start = self._try_down(sequence, this)
             else:
                 other = prefixes.look(sequence)

@@ -72,5 +72,5 @@ class Rings:
             if other.ring is None or other.ring[0] != sequence.ring[0] or len(other.hashes) <= block:
                 continue
             if other.hashes[block] == sequence.hashes[block]:
-                return RingCopy(other.ring[1], begin, other.next_position)
+                return RingCopy(other.ring[1], begin, max(other.next_position, sequence.num_tokens))
         return None

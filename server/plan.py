@@ -38,7 +38,7 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]
     if model.shape is not None and not model.path.exists():
         shape = named_shape(model.shape)
         return shape, (f"{model.path} is not there: planned with the shape {model.shape}; serving needs the folder",)
-    architecture = read_architecture(model.path)
+    architecture = read_architecture(model.path, model.rope, model.ignore_config_keys)
     if model.shape is not None and architecture.num_weights != named_shape(model.shape).num_weights:
         raise ModelError(
             f"model.shape: {model.shape} has {named_shape(model.shape).num_weights:,} weights, {model.path} has "

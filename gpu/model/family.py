@@ -143,10 +143,12 @@ def _period(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     return specs[: next(length for length in lengths if specs[length:] == specs[: len(specs) - length])]
 
 
-def find_windows(keys: ConfigKeys, window: int | None, is_window_layer: Sequence[bool]) -> list[int | None]:
+def find_windows(
+    keys: ConfigKeys, window: int | None, is_window_layer: Sequence[bool], max_positions: int
+) -> list[int | None]:
     """A window for each layer, or None: as `layer_types` says, or where it is absent `is_window_layer`.
 
-    A window of as many tokens as there are positions is none.
+    A window of as many tokens as there are positions, after their scaling, is none.
     """
     types = keys.get("layer_types")
     if types is not None:
@@ -155,6 +157,6 @@ def find_windows(keys: ConfigKeys, window: int | None, is_window_layer: Sequence
             wanted = f"{len(is_window_layer)} of {', '.join(map(repr, known))}"
             raise ModelError(f"model: {keys.source}: layer_types is {types!r}; wanted {wanted}")
         is_window_layer = [one == known[0] for one in types]
-    if window is None or window >= keys.positive("max_position_embeddings", int):
+    if window is None or window >= max_positions:
         return [None] * len(is_window_layer)
     return [window if is_window else None for is_window in is_window_layer]

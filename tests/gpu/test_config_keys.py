@@ -130,6 +130,21 @@ def test_yarn_reaches_its_factor_times_its_original_positions() -> None:
 def test_a_window_as_long_as_all_positions_is_none() -> None:
     assert parse(BASE["mistral"] | {"sliding_window": 4096}).window_layers == ()
     assert parse(BASE["mistral"] | {"sliding_window": 4095}).window_layers == (0, 1, 2)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    longer = parse(BASE["mistral"] | {"sliding_window": 4096, "rope_scaling": yarn})
+    assert (longer.max_context_tokens, longer.window_layers) == (16_384, (0, 1, 2))
+
+
+def test_which_layers_have_a_window_is_read_however_it_is_written() -> None:
+    assert parse(BASE["qwen2"] | {"max_window_layers": None}).window_layers == ()
+    qwen = BASE["qwen2"] | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    shape = parse(qwen)
+    assert shape.window_layers == tuple(range(1, shape.num_layers))
+    gemma = {
+        key: value for key, value in BASE["gemma3"].items() if key not in ("sliding_window_pattern", "layer_types")
+    }
+    shape = parse(gemma | {"_sliding_window_pattern": 2})
+    assert shape.window_layers == tuple(range(0, shape.num_layers, 2))
 
 
 def test_both_spellings_of_a_rotation_are_one() -> None:

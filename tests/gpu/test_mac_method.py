@@ -1,5 +1,6 @@
 """What MAC says of itself: settings, memory, whose KV is whose, and when a layer stops matching."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gpu.methods.mac.break_even import PAUSE_WINDOWS, WINDOW_STEPS, BreakEven
 from gpu.methods.mac.match import Count
 from gpu.methods.mac.settings import MacSettings
 from gpu.model.architecture import named_shape
-from gpu.profiles import Profile, find_kept, list_states, resolve_profiles
+from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from transfer.config import HostConfig
 from transfer.machine import load_machine
 
@@ -70,6 +71,12 @@ def test_layers_with_a_window_are_left_as_they_are() -> None:
     shape = named_shape("tiny-gemma3")
     assert shape.window_layers
     assert set(MacSettings().layers(shape)) == set(range(shape.num_layers)) - set(shape.window_layers)
+
+
+def test_a_model_of_nothing_but_windows_is_refused_in_one_line() -> None:
+    shape = replace(SHAPE, layer_pattern=(replace(SHAPE.layer_pattern[0], window_tokens=4096),))
+    with pytest.raises(ProfileError, match=r"has no layer of llama-3\.1-8b to work in: each one has a window"):
+        list_states(profiles_of({}).values(), shape)
 
 
 CHANGES = [

@@ -179,7 +179,8 @@ class PageRunner:
             tokens = [self._read(other, position) for position in range(begin)]
             assert tokens == prompt.token_ids[:begin].tolist()
             assert begin == prompt.begin
-            assert self.num_cells[other] == source.end, "all that the source has written is there, and no more"
+            last = max(self.num_cells[other], len(prompt.token_ids))
+            assert source.end == last, "nothing stands for what the other wrote, or for the prompt's own"
             self.copies.append(source)
         self.ring_of[write.slot] = write.part, write.ring
 

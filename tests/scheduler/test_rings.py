@@ -114,6 +114,21 @@ def test_choices_of_one_prompt_begin_with_a_copy_of_the_first_ones_ring() -> Non
     check_idle(engine, runner)
 
 
+def test_a_longer_prompt_takes_over_nothing_for_cells_of_its_own() -> None:
+    engine, runner = make_engine(num_rings=2)
+    first = ask("first", prompt_of(150), 60, "reusing")
+    deltas = start(engine, [first])
+    longer = ask("longer", prompt_of(150) + prompt_of(200, salt=1), 12, "reusing")
+    engine.submit([longer])
+    rest = drain(engine)
+    check_output(first, deltas["first"] + rest["first"])
+    check_output(longer, rest["longer"])
+    (source,) = [write.source for write in ring_writes(runner) if write.source is not None]
+    assert source.begin <= 150
+    assert source.end >= 350
+    check_idle(engine, runner)
+
+
 def test_a_ring_is_not_copied_from_a_prompt_of_other_tokens_or_of_another_profile() -> None:
     engine, runner = make_engine(num_rings=3)
     start(

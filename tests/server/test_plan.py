@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from gpu.config import Composition, ModelConfig
+from gpu.load import load_architecture
 from gpu.model.architecture import ModelError, named_shape
 from server.commands.plan_page import describe_plan, print_plan
 from server.config import Deployment, load_deployment
@@ -144,6 +145,19 @@ def test_a_folder_that_is_there_decides_over_the_named_shape(tmp_path: Path) -> 
     architecture, notes = find_architecture(ModelConfig(path=reference))
     assert architecture.vocab_size == 8192
     assert notes == ()
+
+
+def test_what_is_planned_is_the_shape_that_is_loaded(tmp_path: Path) -> None:
+    config = json.loads((DEPLOY / "models" / "reference" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"of_nobodys": 1}))
+    positions = config["max_position_embeddings"]
+    model = ModelConfig(
+        path=tmp_path, ignore_config_keys=("of_nobodys",),
+        rope={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": positions},
+    )  # fmt: skip
+    architecture, _ = find_architecture(model)
+    assert architecture == load_architecture(model)
+    assert architecture.max_context_tokens == 2 * positions
 
 
 def test_a_missing_folder_is_an_error_without_a_shape_and_a_note_with_one(tmp_path: Path) -> None:

@@ -161,15 +161,17 @@ def _match_kernel(
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ring = tl.load(rings + row).to(tl.int64)
     cell = tl.load(cells + row).to(tl.int32)
+    nothing: tl.constexpr = 0x7F800000 << 32  # of distance inf
+    to = best + (row * HEADS + head) * tl.num_programs(2) + split
     if (ring < 0) | (tl.load(is_matching) == 0) | (cell + 1 < min_cells) | (cell + 1 - band <= sink):
-        return  # nor is it looked at
+        tl.store(to, nothing)  # the other lane may turn matching on before it is looked at
+        return
     released = tl.load(holes + holes_plane + row)
     column = tl.arange(0, DIM)
     own = tl.load(query + row.to(tl.int64) * query_row + head * query_head + column)
     own = own.to(tl.bfloat16).to(tl.float32)
     own_norm = tl.sum(own * own, 0)
     first = (ring * HEADS + head) * CAPACITY
-    nothing: tl.constexpr = 0x7F800000 << 32  # of distance inf
     least = tl.full([ENTRIES], nothing, tl.int64)
     for begin in range(split * split_entries, tl.minimum((split + 1) * split_entries, CAPACITY), ENTRIES):
         entry = begin + tl.arange(0, ENTRIES)
@@ -185,7 +187,7 @@ def _match_kernel(
         is_candidate = is_in_reach & (cell - origin <= max_age) & (norm < float("inf")) & (distance2 < float("inf"))
         packed = (distance2.to(tl.int32, bitcast=True).to(tl.int64) << 32) | gap.to(tl.int64)
         least = tl.minimum(least, tl.where(is_candidate, packed, nothing))
-    tl.store(best + (row * HEADS + head) * tl.num_programs(2) + split, tl.min(least, 0))
+    tl.store(to, tl.min(least, 0))
 
 
 @triton.jit

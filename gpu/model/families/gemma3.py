@@ -21,9 +21,11 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("attention_bias", False)
     keys.only("use_bidirectional_attention", False)
     num_layers, max_positions = (keys.positive(key, int) for key in ("num_hidden_layers", "max_position_embeddings"))
-    pattern = keys.positive("sliding_window_pattern", int)
+    other = keys.optional("_sliding_window_pattern", int)  # as transformers writes it
+    pattern = other or keys.positive("sliding_window_pattern", int)
+    keys.get("sliding_window_pattern")
     is_window_layer = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-    windows = find_windows(keys, keys.optional("sliding_window", int), is_window_layer)
+    windows = find_windows(keys, keys.optional("sliding_window", int), is_window_layer, max_positions)
     whole, local = _ropes(keys, max_positions)
     types = keys.get("layer_types")
     is_local = [one == "sliding_attention" for one in types] if types is not None else is_window_layer
@@ -98,7 +100,6 @@ FAMILY = Family(
         "tie_word_embeddings": True,
         "vocab_size": 262_208,
     },
-    harmless=frozenset({"_sliding_window_pattern"}),
     unwrap=unwrap,
     prefixes=(("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", "")),
     skipped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),

@@ -1,6 +1,7 @@
 """Mistral and MegaBeam, all of whose layers may have a window, and Ministral, some of whose may."""
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.config_rope import parse_rope
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec
 
@@ -10,7 +11,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     if keys.get("model_type") == "mistral":
         keys.only("layer_types", None)  # there it is passed over by whoever else reads it
     num_layers = keys.positive("num_hidden_layers", int)
-    windows = find_windows(keys, keys.optional("sliding_window", int), [True] * num_layers)
+    windows = find_windows(keys, keys.optional("sliding_window", int), [True] * num_layers, parse_rope(keys)[1])
     return parse_sizes(keys, name, [LayerSpec(window_tokens=window) for window in windows])
 
 

@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5: queries, keys and values have biases; the last layers may have a window."""
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.config_rope import parse_rope
 from gpu.model.family import LAYER_TENSORS, QKV_BIASES, Family, find_windows, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec
 
@@ -12,10 +13,11 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
 
 def qwen_windows(keys: ConfigKeys) -> list[int | None]:
     """From `max_window_layers` on, if windows are used at all."""
-    num_layers, first = keys.positive("num_hidden_layers", int), keys.get("max_window_layers")
+    num_layers = keys.positive("num_hidden_layers", int)
+    first = keys.optional("max_window_layers", int) if keys.get("max_window_layers") is not None else num_layers
     window = keys.optional("sliding_window", int) if keys.flag("use_sliding_window") else None
     keys.get("sliding_window")
-    return find_windows(keys, window, [layer >= first for layer in range(num_layers)])
+    return find_windows(keys, window, [layer >= (first or 0) for layer in range(num_layers)], parse_rope(keys)[1])
 
 
 QWEN_DEFAULTS = {
