@@ -117,7 +117,7 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
         ("x", {"host": "offloaded"}, "profiles.x.host: 'offloaded' keeps KV in host memory; this deployment has"),
         ("x", {"host": "exakt"}, "profiles.x.host: unknown method 'exakt'; the nearest known one is 'exact'"),
         ("x", {"prefill": "exact"}, "profiles.x.prefill: method 'exact' fills the slot `host`"),
-        ("x", {"reuse": "mac"}, "profiles.x.reuse: asked 'mac', but no method fills the slot `reuse` yet"),
+        ("x", {"reuse": "mak"}, "profiles.x.reuse: unknown method 'mak'; the nearest known one is 'mac'"),
         ("exact", {}, "profiles.exact: is built in"),
     ):
         yield made({"model": reference, "profiles": {name: composition}}), words
