@@ -319,18 +319,21 @@ class Recorder:
 
 
 def _source(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[ASTSource, dict[str, int]]:
-    """What Triton's launcher would compile: pointers and integers divisible by 16 are marked so, ones are constants."""
+    """What Triton's launcher would compile: pointers and integers divisible by 16 are marked so and ones are constants,
+    but for those that the kernel says are not to be looked at.
+    """
     options = dict(options)
     compile_options = {name: options.pop(name) for name in COMPILE_OPTIONS if name in options}
     signature, constants, attributes = {}, {}, {}
     for index, (name, value) in enumerate({**dict(zip(kernel.arg_names, args, strict=False)), **options}.items()):
-        if name in options or (isinstance(value, int) and value == 1):
+        is_looked_at = not kernel.params[index].do_not_specialize
+        if name in options or (isinstance(value, int) and value == 1 and is_looked_at):
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(index,)] = TRITON_TYPES[value.dtype], [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and is_looked_at:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
@@ -415,6 +418,25 @@ def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_li
     before = max(number for number, line in enumerate(lines[:flag]) if "st.global" in line)
     assert any("bar.sync" in line for line in lines[before:flag])
     assert not any("atom." in line for line in lines)
+
+
+def test_a_unit_of_momo_runs_what_another_one_compiled():
+    """Of any number of query blocks at any place: the first long prompt finds what was compiled at start."""
+    sources: dict[str, set[str]] = {}
+    for begin, tokens in ((24_576, 8_064), (32_768, 8_192), (128, 128), (0, 2_048)):
+        for kernel, args, options in _record([lambda *_: _momo_unit(begin, tokens)], SERVED[:1]):  # noqa: B023
+            source, compile_options = _source(kernel, args, options)
+            sources.setdefault(kernel.__name__, set()).add(f"{source.constants} {source.attrs} {compile_options}")
+    assert {name: len(kinds) for name, kinds in sources.items()} == dict.fromkeys(sources, 1)
+    assert len(sources) == 3
+
+
+def _momo_unit(begin: int, tokens: int) -> None:
+    query = torch.empty(tokens, 32, 128, dtype=torch.bfloat16, device="cuda")
+    keys = torch.empty(8, begin + tokens, 128, dtype=torch.bfloat16, device="cuda")
+    rows = query_sparse_attention(query, keys, keys, begin, 16, 64, MomoSettings().how, 1.0)
+    lists = unite(rows, begin // 64, 8, 2, 64)
+    block_sparse_attention(query, keys, keys, begin, 128, 64, lists, 1.0)
 
 
 def test_every_kernel_is_listed():

@@ -72,7 +72,7 @@ def _pass_block(
     return higher, mass, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _block_sparse_kernel(
     query, keys, values, lists, counts, out, lse, begin, scale_log2,
     query_stride, key_head_stride, key_token_stride, value_head_stride, value_token_stride,

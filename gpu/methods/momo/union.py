@@ -52,7 +52,7 @@ def unite_reference(rows: SparseRows, begin: int, rows_per_block: int, own_block
     return KeyLists(torch.cat([first, order], -1).int(), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "most_blocks"])
 def _unite_kernel(
     blocks, scores, lse, sums, lists, counts, begin, most_blocks, row_stride, head_stride,
     HEADS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
