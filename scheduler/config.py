@@ -4,7 +4,7 @@ from pydantic import Field
 
 from gpu.config import GpuConfig, ModelConfig, Profiles
 from gpu.memory.plan import MemoryPlan
-from transfer.config import HostConfig
+from transfer.config import DocumentsConfig, HostConfig
 from transfer.settings import Settings
 
 
@@ -37,6 +37,7 @@ class EngineConfig(Settings):
     model: ModelConfig
     gpu: GpuConfig = GpuConfig()
     host: HostConfig | None = None
+    documents: DocumentsConfig | None = None
     profiles: Profiles = {}
     scheduler: SchedulerConfig = SchedulerConfig()
 

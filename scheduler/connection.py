@@ -2,7 +2,7 @@
 
 Knows nothing of steps. What costs time in a submission, unpacking and hashing its prompts, is done while the engine
 steps, a tenth of a millisecond at a time: the loop never waits longer than that for the interpreter, and the socket is
-read after each. Invariants: Cancel and Shutdown are handed over as they are read. Submissions take one of two lanes, by
+read after each. Invariants: all but submissions is handed over as it is read. Submissions take one of two lanes, by
 the tokens to hash; those of a lane are handed over in the order in which they were sent, each once. A short one waits
 for no long one, and a long one goes on after each short one. What was cancelled before it was ready is not handed over.
 """
@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from scheduler.capacity import TooLargeError
-from scheduler.messages import Cancel, EngineRequest, FromEngine, Refused, Shutdown, Submit, ToEngine
+from scheduler.messages import Cancel, EngineRequest, FromEngine, Refused, Shutdown, StoreChunks, Submit, ToEngine
 from scheduler.sequence import Sequence
 
 _POLL_MS = 100
@@ -37,7 +37,7 @@ class Prepared:
     sequences: list[Sequence]
 
 
-Arrival = Prepared | Refused | Cancel | Shutdown
+Arrival = Prepared | Refused | Cancel | Shutdown | StoreChunks
 
 
 class Connection:

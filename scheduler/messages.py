@@ -20,6 +20,31 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
+class ChunkSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `[begin, end)` of a prompt, 0-based, are a document's chunk whose keys and values may be stored: computed
+    once, at positions from 0.
+
+    `salt` is of the chunk's name beside its token ids: chunks of other salts are not shared (`cache_isolation: key`).
+    """
+
+    begin: int
+    end: int
+    salt: str = ""
+
+
+class Fusion(msgspec.Struct, frozen=True, kw_only=True):
+    """How a prompt with chunks is computed. policy: a name of `gpu.fusion.policies`; ratio: of all prompt tokens,
+    recomputed, in [0, 1]; select_layer, seam_tokens: of policies that score; keep_tokens: after the first token, of the
+    context, a layer and head (0: all).
+    """
+
+    policy: str
+    ratio: float
+    select_layer: int = 1
+    seam_tokens: int = 0
+    keep_tokens: int = 0
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. `max_tokens` bounds the output, and prompt + output never exceed the model's context.
 
@@ -38,6 +63,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     attention_profile: str
     arrival_s: float
     cache_salt: str = ""  # prefixes are shared among requests of one salt alone
+    chunks: list[ChunkSpan] = []  # of the prompt, in its order; they do not overlap
+    fusion: Fusion | None = None  # None: vanilla, `chunks` are ignored
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,7 +117,18 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Exit now; the API process sends it once it has drained."""
 
 
-ToEngine = Submit | Cancel | Shutdown
+class StoreChunks(msgspec.Struct, frozen=True, tag=True):
+    """Compute these chunks' keys and values, behind all requests, and store them: answered by one `ChunksStored`.
+
+    Each is packed token ids (`pack_tokens`); `salt` as in `ChunkSpan`.
+    """
+
+    request_id: str
+    chunks: list[bytes]
+    salt: str
+
+
+ToEngine = Submit | Cancel | Shutdown | StoreChunks
 
 
 # --- engine -> API process -------------------------------------------------------------------------------------------
@@ -143,6 +181,15 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class ChunksStored(msgspec.Struct, frozen=True, tag=True):
+    """What became of `StoreChunks`. `num_known` were stored before; `reason`: why the others could not be, or empty."""
+
+    request_id: str
+    num_stored: int
+    num_known: int
+    reason: str
+
+
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """Of one token: its natural-log probability and the `(token id, logprob)` of the most likely, best first."""
 
@@ -160,6 +207,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     error: str | None = None  # with finish_reason error
     num_cached_tokens: int = 0
+    reused_tokens: int = 0  # of chunks, whose keys and values were stored and stay as they were
+    recomputed_tokens: int = 0  # of chunks, whose stored ones were replaced
     queue_seconds: float | None = None  # with the first delta: from arrival to the start of its prefill
 
 
@@ -238,4 +287,4 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     stats: Stats | None
 
 
-FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | Outputs
+FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | ChunksStored | Outputs

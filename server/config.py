@@ -161,7 +161,10 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
     model = deployment.model
     paths = {key: getattr(model, key) for key in ("path", "tokenizer", "chat_template")}
     anchored = {key: folder / path for key, path in paths.items() if path is not None}
-    server = deployment.server
+    server, documents = deployment.server, deployment.documents
     if server.api_keys_file is not None:
         server = server.model_copy(update={"api_keys_file": folder / server.api_keys_file})
-    return deployment.model_copy(update={"model": model.model_copy(update=anchored), "server": server})
+    if documents is not None and documents.folder is not None:
+        documents = documents.model_copy(update={"folder": folder / documents.folder})
+    update = {"model": model.model_copy(update=anchored), "server": server, "documents": documents}
+    return deployment.model_copy(update=update)

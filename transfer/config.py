@@ -42,10 +42,36 @@ class HostConfig(Settings):
     sampled: SampledConfig = SampledConfig()
 
 
+Policy = Literal["a3", "cacheblend", "legolink", "random", "pie", "full_reuse", "vanilla"]
+
+
 class DocumentsConfig(Settings):
-    """Documents' keys and values, computed once, kept on disk and in memory. Servers may share a folder."""
+    """Documents over HTTP: their texts, and their keys and values, computed once, kept on disk and in memory.
+
+    A deployment without this section refuses them. Servers may share a folder.
+    """
 
     folder: Path | None = Field(None, description="on a fast disk; default: tandem/chunks in the user's cache folder")
+    chunk_tokens: int = Field(
+        512,
+        ge=16,
+        le=65536,
+        description="of a chunk, the unit that is stored; it ends with a sentence where one is near",
+    )
+    policy: Policy = Field(
+        "legolink",
+        description="which tokens of a prompt are computed again where it reuses documents (requests may say another): "
+        "those that the question attends to (`a3`), whose values change most (`cacheblend`), the ends of chunks "
+        "(`legolink`), drawn ones (`random`), none (`pie`; `full_reuse`: positions neither), all (`vanilla`)",
+    )
+    ratio: float = Field(0.15, ge=0, le=1, description="of a prompt's tokens, computed again; requests may say another")
+    select_layer: int = Field(1, ge=1, description="whose scores choose the tokens, of `a3` and `cacheblend`")
+    seam_tokens: int = Field(0, ge=0, description="first ones of a chunk, always computed again and counted to `ratio`")
+    keep_tokens: int = Field(
+        0, ge=0, description="of a prompt with documents, a layer and KV head, kept after its first token; 0: all"
+    )
+    max_documents: int = Field(10_000, ge=1, description="of one API key; one more is refused")
+    texts_limit_mib: float = Field(1024.0, gt=0, description="of all documents' texts; one more is refused")
     disk_limit_gib: float = Field(64.0, gt=0, description="of all models in the folder; the least recently used go")
     memory_limit_gib: float = Field(8.0, ge=0, description="of host memory for the last used ones, beside `host`'s own")
     rows: Literal["bfloat16", "float32", "int8"] = Field(
