@@ -28,7 +28,11 @@ class Error(Answer):
 
 
 class PromptTokensDetails(Answer):
+    """`reused`: of documents, computed before; `recomputed`: of these, computed again for this prompt."""
+
     cached_tokens: Count
+    reused_tokens: Count
+    recomputed_tokens: Count
 
 
 class Usage(Answer):
@@ -109,6 +113,45 @@ class Tokens(Answer):
 
 class Text(Answer):
     prompt: str
+
+
+class Document(Answer):
+    """`content_hash`: SHA-256 of the text in UTF-8."""
+
+    id: str
+    object: Literal["document"]
+    title: str
+    content_hash: str
+    num_bytes: Count
+    created: Count
+
+
+class WholeDocument(Document):
+    text: str
+
+
+class NewDocument(Document):
+    """Of its chunks, `num_stored` were stored now and `num_known` before; `reason`: why others were not, if any."""
+
+    num_tokens: Count
+    num_chunks: Count
+    num_stored: Count | None
+    num_known: Count | None
+    reason: str | None
+
+
+class DocumentList(Answer):
+    """Oldest first; the next page begins `after` the last one."""
+
+    object: Literal["list"]
+    data: list[Document]
+    has_more: bool
+
+
+class DeletedDocument(Answer):
+    id: str
+    object: Literal["document.deleted"]
+    deleted: Literal[True]
 
 
 class Model(Answer):

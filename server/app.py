@@ -21,10 +21,19 @@ from starlette.middleware.cors import CORSMiddleware
 
 from gpu.memory.plan import MemoryPlan
 from scheduler.messages import Loading
-from server import logs, routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens
+from server import (
+    logs,
+    routes_discovery,
+    routes_docs,
+    routes_documents,
+    routes_generation,
+    routes_status,
+    routes_tokens,
+)
 from server.api_error import ApiError, invalid, unavailable
 from server.config import ConfigError, Deployment
 from server.connection import Connection, Limits, connection_type
+from server.registry import RegistryError, RegistryFull
 from server.request_scope import RequestScope, error_response
 from server.service import Service, build_service
 
@@ -53,18 +62,21 @@ def create_app(
     """The API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory` says.
 
     `engine_command` is called with two socket addresses and this process's id. `app.state.service` holds what the
-    routes share. Raises ConfigError if the tokenizer, the chat template or the keys cannot be read.
+    routes share. Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.
     """
     service = build_service(deployment, memory, engine_command, on_loading)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.supervisor.start()
+        await routes_documents.count_documents(service)
         try:
             yield
         finally:
             service.texts.shutdown()
             await service.supervisor.stop()
+            if service.documents is not None:
+                service.documents.registry.close()
 
     app = FastAPI(
         title="Tandem",
@@ -76,7 +88,14 @@ def create_app(
         telemetry=_NO_TELEMETRY,
     )
     app.state.service = service
-    for routes in (routes_generation, routes_tokens, routes_status, routes_discovery, routes_docs):
+    for routes in (
+        routes_generation,
+        routes_documents,
+        routes_tokens,
+        routes_status,
+        routes_discovery,
+        routes_docs,
+    ):
         app.include_router(routes.router)
     app.add_middleware(RequestScope, service=service)
     if deployment.server.cors_origins:
@@ -89,6 +108,8 @@ def create_app(
         )
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RegistryFull, _on_registry_full)
+    app.add_exception_handler(RegistryError, _on_registry_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     return app
 
@@ -272,6 +293,17 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     }.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return error_response(ApiError(error.status_code, what, code=code, headers=dict(error.headers or {})))
+
+
+async def _on_registry_full(request: Request, error: Exception) -> Response:
+    return error_response(invalid("documents", str(error), "documents_full"))
+
+
+async def _on_registry_error(request: Request, error: Exception) -> Response:
+    logs.warning("documents_unavailable", reason=str(error))
+    what = "documents: they cannot be read or written now; the server's log says why, under this x-request-id"
+    retry_after_seconds = request.app.state.service.settings.retry_after_seconds
+    return error_response(unavailable(what, "documents_unavailable", retry_after_seconds))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

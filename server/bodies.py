@@ -21,7 +21,10 @@ from server.known_fields import (
     COMPLETION,
     CUSTOM,
     DETOKENIZE,
+    DOCUMENT,
     FUNCTION,
+    FUSION,
+    INLINE_DOCUMENT,
     MESSAGE,
     PART,
     RESPONSE_FORMAT,
@@ -30,8 +33,11 @@ from server.known_fields import (
     TOOL,
 )
 from server.text_pool import TextPool
+from transfer.config import Policy
 
 MAX_CHOICES = 128
+MAX_DOCUMENTS = 1024  # of a chat
+MAX_TITLE_CHARS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128
@@ -58,6 +64,11 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "min_tokens": (0, 2**31 - 1, True),
     "top_logprobs": (0, MAX_TOP_LOGPROBS, True),
 }
+
+
+CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+DocumentTitle = Annotated[str, msgspec.Meta(max_length=MAX_TITLE_CHARS)]
+DocumentText = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -94,7 +105,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     attention_profile: str | None = None
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
     return_progress: bool | None = None
 
     def stop_strings(self) -> list[str]:
@@ -140,8 +151,24 @@ class Tool(msgspec.Struct, kw_only=True):
     defer_loading: bool | None = None
 
 
+class InlineDocument(msgspec.Struct, kw_only=True):
+    """A document that comes with a chat, stored by its first use."""
+
+    text: DocumentText
+    title: DocumentTitle | None = None
+
+
+class FusionChoice(msgspec.Struct, kw_only=True):
+    """How a chat's documents are computed, where it is not as the deployment says; without effect if it has none."""
+
+    policy: Policy | None = None
+    ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+
+
 class ChatBody(GenerationBody, kw_only=True):
     messages: list[Message]
+    documents: list[str | InlineDocument] | None = None
+    fusion: FusionChoice | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -161,6 +188,17 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
+class DocumentBody(msgspec.Struct, kw_only=True):
+    """A text, or messages, which become one. wait: answer when its chunks are stored, which is the default."""
+
+    model: str | None = None
+    title: DocumentTitle | None = None
+    text: DocumentText | None = None
+    messages: list[Message] | None = None
+    cache_salt: CacheSalt | None = None
+    wait: bool | None = None
+
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 FIELDS: dict[type[msgspec.Struct], Fields] = {
@@ -168,6 +206,9 @@ FIELDS: dict[type[msgspec.Struct], Fields] = {
     ChatBody: CHAT,
     TokenizeBody: TOKENIZE,
     DetokenizeBody: DETOKENIZE,
+    DocumentBody: DOCUMENT,
+    InlineDocument: INLINE_DOCUMENT,
+    FusionChoice: FUSION,
     StreamOptions: STREAM_OPTIONS,
     ResponseFormat: RESPONSE_FORMAT,
     Message: MESSAGE,
@@ -309,6 +350,8 @@ def check_chat(body: ChatBody) -> None:
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise invalid("max_tokens", "differs from max_completion_tokens; send one of the two")
+    if len(body.documents or ()) > MAX_DOCUMENTS:
+        raise invalid("documents", f"{len(body.documents or ())} documents, at most {MAX_DOCUMENTS} are allowed")
     check_messages(body.messages)
 
 

@@ -11,6 +11,7 @@ from server.bodies import (
     FIELDS,
     MAX_BIASES,
     MAX_CHOICES,
+    MAX_DOCUMENTS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -20,12 +21,16 @@ from server.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    DocumentBody,
+    InlineDocument,
     Message,
     Part,
     ResponseFormat,
     TokenizeBody,
 )
+from server.documents import DOCUMENTS_OFF
 from server.fields import Fate, Free, Neutral
+from server.registry import DOCUMENT_ID
 
 Tree = dict[str, Any]
 
@@ -42,6 +47,7 @@ class BodyLimits:
     profiles: tuple[str, ...]
     vocab_size: int | None
     max_context_tokens: int | None
+    has_documents: bool
 
 
 def complete_schemas(components: Tree, limits: BodyLimits) -> None:
@@ -98,14 +104,28 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
             "messages": {"minItems": 1},
             "max_tokens": {"minimum": 1},
             "tool_choice": {"enum": [None, "none", "auto"], "description": "tools are not called by this server"},
+            **_of_documents(limits),
         },
         Message: {"role": {"pattern": f"^{ROLE}$"}, "content": {"type": ["string", "array"]}},
         Part: {"type": {"enum": ["text"]}, "text": {"type": "string"}},
         ResponseFormat: {"type": {"enum": ["text"]}},
         TokenizeBody: {"prompt": {"maxLength": limits.max_tokenize_items}, "messages": {"minItems": 1}},
         DetokenizeBody: {"tokens": {"items": _token_id(limits), "maxItems": limits.max_tokenize_items}},
+        DocumentBody: {"messages": {"minItems": 1}},
     }
     return bounds.get(struct, {})
+
+
+def _of_documents(limits: BodyLimits) -> dict[str, Tree]:
+    """Of a chat: ids, or texts with their titles."""
+    if not limits.has_documents:
+        return {"documents": {"enum": [None, []], "description": DOCUMENTS_OFF}}
+    items = {"anyOf": [{"type": "string", "pattern": DOCUMENT_ID}, _refer_to(InlineDocument)]}
+    return {"documents": {"anyOf": [{"type": "array", "items": items, "maxItems": MAX_DOCUMENTS}, _NULL]}}
+
+
+def _refer_to(struct: type) -> Tree:
+    return {"$ref": f"#/components/schemas/{struct.__name__}"}
 
 
 def _prompts(limits: BodyLimits) -> list[Tree]:
@@ -128,6 +148,13 @@ def _unless(name: str, value: object, otherwise: Tree) -> Tree:
     return {"if": {"properties": {name: {"const": value}}, "required": [name]}, "else": {"properties": otherwise}}
 
 
+def _text_or_messages(text: str) -> list[Tree]:
+    return [
+        {"required": [text], "properties": {text: {"type": "string"}, "messages": _NULL}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}, text: _NULL}},
+    ]
+
+
 _NULL = {"type": "null"}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _TOKEN_KEY = {"pattern": "^[0-9]{1,9}$", "description": "a token id"}
@@ -143,10 +170,6 @@ _CONDITIONS: dict[type, Tree] = {
             _unless("tool_choice", "none", {"tools": {"maxItems": 0}}),
         ]
     },
-    TokenizeBody: {
-        "oneOf": [
-            {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": _NULL}},
-            {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": _NULL}},
-        ]
-    },
+    TokenizeBody: {"oneOf": _text_or_messages("prompt")},
+    DocumentBody: {"oneOf": _text_or_messages("text")},
 }

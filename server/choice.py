@@ -45,12 +45,16 @@ class Choice:
         self._pending: list[TokenEntry] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.num_reused_tokens = 0
+        self.num_recomputed_tokens = 0
         self.finish_reason: str | None = None
 
     def feed(self, delta: Delta) -> Piece:
         """Stop strings may finish it before the engine does; then `finish_reason` is set and the caller cancels."""
         if delta.num_cached_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
+        self.num_reused_tokens = max(self.num_reused_tokens, delta.reused_tokens)
+        self.num_recomputed_tokens = max(self.num_recomputed_tokens, delta.recomputed_tokens)
         text = ""
         last = len(delta.token_ids) - 1
         for i, token_id in enumerate(delta.token_ids):

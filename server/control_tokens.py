@@ -34,11 +34,11 @@ class ControlTokens:
         """The text with a mark behind each character of a control token that it spells out."""
         return self._pattern.sub(lambda found: "".join(char + mark for char in found[0]), text)
 
-    def encode(self, text: str, mark: str, most_tokens: int) -> list[int]:
-        """Token ids of a template's text with hidden control tokens. Raises TooManyTokens."""
+    def encode(self, text: str, mark: str, most_tokens: int, is_inside: bool = False) -> list[int]:
+        """Token ids of a template's text with hidden control tokens, or of a part inside it. Raises TooManyTokens."""
         specials = self._tokenizer.special_ids
         self._tokenizer.check_fits(text.replace(mark, ""), most_tokens)
-        token_ids, offsets = self._tokenizer.encode_with_offsets(text)
+        token_ids, offsets = self._tokenizer.encode_with_offsets(text, is_inside)
         found: list[int] = []
         begin = first = 0
         for i in [*(i for i, token_id in enumerate(token_ids) if token_id in specials), len(token_ids)]:

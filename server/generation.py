@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpu.profiles import why_unknown
 from gpu.sampling.params import SamplingParams
-from scheduler.messages import Delta, EngineRequest, Progress, Ready, pack_tokens
+from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
 from server import logs
 from server.api_error import internal, invalid, unavailable
 from server.bodies import GenerationBody
@@ -38,10 +38,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt and how much to generate from it."""
+    """A prompt, how much to generate from it, and how its documents are computed (None: like all of it)."""
 
     prompt: Prompt
     max_tokens: int
+    fusion: Fusion | None = None
 
 
 class Generation:
@@ -58,7 +59,7 @@ class Generation:
         self._service = service
         self._body = body
         self._limits = limits
-        self._cache_salt = cache_salt if body.cache_salt is None else join_salts(cache_salt, body.cache_salt)
+        self._cache_salt = join_salts(cache_salt, body.cache_salt)
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
         self.choices = [Choice(service.tokenizer, stops, body.min_tokens or 0) for _ in range(num_choices)]
@@ -121,6 +122,16 @@ class Generation:
         """Of the prompts, counted once each as `num_prompt_tokens` does."""
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_each])
 
+    @property
+    def num_reused_tokens(self) -> int:
+        """Of documents' chunks, keys and values that were stored; counted as `num_cached_tokens`."""
+        return sum(choice.num_reused_tokens for choice in self.choices[:: self.num_each])
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Of documents' chunks, those whose stored ones were replaced; counted as `num_cached_tokens`."""
+        return sum(choice.num_recomputed_tokens for choice in self.choices[:: self.num_each])
+
     def job_of(self, index: int) -> Job:
         return self.jobs[index // self.num_each]
 
@@ -170,6 +181,8 @@ class Generation:
                     attention_profile=profile,
                     arrival_s=self._arrival_s,
                     cache_salt=self._cache_salt,
+                    chunks=[ChunkSpan(*span, self._cache_salt) for span in job.prompt.chunks] if job.fusion else [],
+                    fusion=job.fusion,
                 )
             )
         return requests
@@ -193,6 +206,8 @@ class Generation:
             self._end(delta.request_id, piece.finish_reason, forget=delta.finish_reason is None)
             self._service.metrics.request_s.observe(now - self._arrival_s)
             if self.done:
+                self._service.metrics.reused_tokens.inc(self.num_reused_tokens)
+                self._service.metrics.recomputed_tokens.inc(self.num_recomputed_tokens)
                 self._log(now)
         return Update(index, delta, piece)
 
@@ -221,6 +236,7 @@ class Generation:
             id=self.id,
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
+            reused_tokens=self.num_reused_tokens,
             generated_tokens=self.num_generated_tokens,
             finish=",".join(sorted({choice.finish_reason or "" for choice in self.choices})),
             ttft_ms=1e3 * ((self._first_token_s or now) - self._arrival_s),

@@ -120,12 +120,18 @@ COMPLETION = Fields(
     },
 )  # fmt: skip
 
+INLINE_DOCUMENT = Fields("InlineDocument", served("title", "text"))
+
+FUSION = Fields("Fusion", served("policy", "ratio"))
+
 CHAT = Fields(
     "Chat",
     {
         **GENERATION,
         "messages": Each(MESSAGE),
         "tools": Each(TOOL),
+        "documents": Each(INLINE_DOCUMENT),
+        "fusion": FUSION,
         **served("max_completion_tokens", "top_logprobs", "tool_choice"),
         **free("parallel_tool_calls"),
         **refused("ranking of candidates is not offered", "best_of", at=(1,)),
@@ -138,7 +144,7 @@ CHAT = Fields(
         **refused(_NO_REASONING, "reasoning_effort", at=("none",)),
         **refused(_NO_REASONING, "reasoning", "thinking"),
         **refused("answers have one verbosity here", "verbosity", at=("medium",)),
-        **refused(_OWN_TEMPLATE, "chat_template", "documents"),
+        **refused(_OWN_TEMPLATE, "chat_template"),
         **refused(_OWN_TEMPLATE, "chat_template_kwargs", at=({},)),
         **refused(_OWN_TEMPLATE, "add_generation_prompt", at=(True,)),
         **refused(_OWN_TEMPLATE, "continue_final_message", "add_special_tokens", "echo", at=(False,)),
@@ -162,3 +168,5 @@ TOKENIZE = Fields(
 )
 
 DETOKENIZE = Fields("Detokenize", served("model", "tokens"))
+
+DOCUMENT = Fields("Document", {"messages": Each(MESSAGE), **served("model", "title", "text", "cache_salt", "wait")})

@@ -87,6 +87,17 @@ class Metrics:
             "tandem_reuse_matching", "settings by which the layer looks for matches now", ["layer"],
             registry=self._registry,
         )  # fmt: skip
+        self.documents = self._gauge("tandem_documents", "documents that are stored, of all keys")
+        self.document_chats = self._counter("tandem_document_chats", "chats that came with documents")
+        self.document_tokens = self._counter("tandem_document_tokens", "tokens of documents in their prompts")
+        self.reused_tokens = self._counter(
+            "tandem_document_reused_tokens", "of these, tokens whose keys and values were stored"
+        )
+        self.recomputed_tokens = self._counter(
+            "tandem_document_recomputed_tokens", "of these, tokens whose keys and values were computed again"
+        )
+        self.chunks_stored = self._counter("tandem_document_chunks_stored", "chunks that clients had stored ahead")
+        self.chunks_known = self._counter("tandem_document_chunks_known", "of chunks to be stored, those that were")
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
         )  # stop, length, error, cancelled, lost (with the engine, or to a drain), refused

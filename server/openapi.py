@@ -9,19 +9,22 @@ from typing import Any
 import msgspec
 
 from server import answers
-from server.bodies import FIELDS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.bodies import FIELDS, ChatBody, CompletionBody, DetokenizeBody, DocumentBody, TokenizeBody
 from server.body_schemas import BodyLimits, Tree, complete_schemas
+from server.registry import DOCUMENT_ID
+from server.routes_documents import DEFAULT_PAGE, MAX_PAGE
 
 _ANSWERS = (
     answers.Error, answers.Completion, answers.ChatCompletion, answers.Tokens, answers.Text, answers.Models,
     answers.Model, answers.Health, answers.Live, answers.Version, answers.CompletionChunk, answers.ChatChunk,
-    answers.TokenizerInfo, answers.ServerInfo, answers.Loads,
+    answers.TokenizerInfo, answers.ServerInfo, answers.Loads, answers.NewDocument, answers.WholeDocument,
+    answers.DocumentList, answers.DeletedDocument,
 )  # fmt: skip
 _REF = "#/components/schemas/{name}"
 _REFUSALS = {
     "400": "a field, or the whole body, cannot be served: `param` names it",
     "401": "no key, or an unknown one",
-    "404": "no such model",
+    "404": "no such model, or no such document of this key",
     "408": "headers or body were not complete in time",
     "413": "the body is larger than `server.max_body_mib`",
     "415": "not JSON, or compressed",
@@ -30,6 +33,8 @@ _REFUSALS = {
     "500": "the request failed in the engine",
     "503": "loading, draining, hung or dead; `retry-after` says when to come again",
 }
+_DOCUMENT_ID = {"type": "string", "pattern": DOCUMENT_ID}
+_PAGE = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE}
 _OF_ANY = ("401", "404", "408", "431", "503")
 
 
@@ -64,12 +69,33 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
         },
         "components": {"schemas": components},
     }
+    if limits.has_documents:
+        document["paths"] |= _document_paths()
     if has_keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
         for path in ("/health", "/live", "/version", "/metrics"):
             document["paths"][path]["get"]["security"] = []
     return document
+
+
+def _document_paths() -> Tree:
+    document_id = {"name": "document_id", "in": "path", "required": True, "schema": _DOCUMENT_ID}
+    page = [
+        {"name": "limit", "in": "query", "schema": _PAGE},
+        {"name": "after", "in": "query", "schema": _DOCUMENT_ID},
+    ]
+    lists = _gets("The key's documents, oldest first", answers.DocumentList, parameters=page)
+    lists["responses"] |= _errors(["400"])
+    shows = _gets("A document and its text", answers.WholeDocument, parameters=[document_id])
+    deletes = _gets("Delete a document", answers.DeletedDocument, parameters=[document_id])
+    return {
+        "/v1/documents": {
+            "post": _posts("Store a document, and its chunks ahead of chats", DocumentBody, answers.NewDocument, None),
+            "get": lists,
+        },
+        "/v1/documents/{document_id}": {"get": shows, "delete": deletes},
+    }
 
 
 def _posts(summary: str, body: type, answer: type, chunk: type | None) -> Tree:

@@ -6,6 +6,9 @@ from functools import partial
 from scheduler.messages import Ready
 from server.api_error import ApiError, invalid, too_long
 from server.bodies import ChatBody, CompletionBody, GenerationBody, Message, message_text
+from server.chunker import count_tokens
+from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt
+from server.documents import Documents, GivenText
 from server.service import Service
 from server.text import TextDecoder
 from server.text_pool import INLINE_CHARS
@@ -16,11 +19,15 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what `echo` repeats; its first `num_added` tokens (BOS) are not part of it."""
+    """`text` is what `echo` repeats; its first `num_added` tokens (BOS) are not part of it.
+
+    `chunks`: the half-open ranges of tokens that are documents' chunks.
+    """
 
     token_ids: list[int]
     text: str
     num_added: int
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 async def completion_prompts(service: Service, body: CompletionBody, limits: Ready) -> list[Prompt]:
@@ -70,6 +77,33 @@ async def chat_prompt(service: Service, messages: list[Message], context: int) -
     if not token_ids:
         raise invalid("messages", "the chat template made an empty prompt of them")
     return Prompt(token_ids, "", 0)
+
+
+async def document_prompt(
+    service: Service, documents: Documents, messages: list[Message], texts: list[GivenText], context: int
+) -> Prompt:
+    """A chat with documents, where the template puts them. Raises ApiError 400."""
+    template, control_tokens, tokenizer = service.template, service.control_tokens, service.tokenizer
+    if template is None:
+        raise invalid("messages", "this model has no chat template; set model.chat_template or use /v1/completions")
+
+    def encode() -> ChunkedPrompt:
+        placed = []
+        left = context
+        for given in texts:
+            chunks = documents.chunker.cut(given.text, context)
+            left -= count_tokens(chunks)
+            if left < 0:
+                raise TooManyTokens(context - left)
+            placed.append(PlacedDocument(given.title, chunks))
+        return write_prompt(template, tokenizer, control_tokens, messages, placed, context)
+
+    size = INLINE_CHARS + sum(map(len, [*map(message_text, messages), *(given.text for given in texts)]))
+    try:
+        prompt = await service.texts.run(size, encode)
+    except TooManyTokens as error:
+        raise _too_long("documents", f"with the messages at least {error.num_tokens}", context) from None
+    return Prompt(prompt.token_ids, "", 0, tuple(prompt.chunks))
 
 
 def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:

@@ -52,7 +52,8 @@ class RequestScope:
         counted = scope["path"] not in OPEN_PATHS
         self._service.num_open += counted
         try:
-            inner.setdefault("state", {})["cache_salt"] = self._admit(scope["path"], headers)
+            salt, owner = self._admit(scope["path"], headers)
+            inner.setdefault("state", {}).update(cache_salt=salt, document_owner=owner)
             await self._app(inner, receive, send_with_id)
         except ApiError as error:
             await error_response(error)(scope, receive, send_with_id)
@@ -70,22 +71,22 @@ class RequestScope:
             level("http", method=scope["method"], path=scope["path"], status=status, ms=milliseconds)
             logs.request_id.reset(token)
 
-    def _admit(self, path: str, headers: Headers) -> str:
-        """The salt of the prefixes that the request may meet. Raises ApiError 401 or 503."""
+    def _admit(self, path: str, headers: Headers) -> tuple[str, str]:
+        """The salt of the prefixes that the request may meet, and whose documents. Raises ApiError 401 or 503."""
         service = self._service
-        salt = ""
+        salt = owner = ""
         if path in OPEN_PATHS:
-            return salt
+            return salt, owner
         if service.key_digests:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not key.strip():
                 raise bad_key("authorization: no key; send 'Authorization: Bearer KEY'")
             if not service.knows_key(key.strip()):
                 raise bad_key("authorization: this key is not known here")
-            salt = service.cache_salt(key.strip())
+            salt, owner = service.cache_salt(key.strip()), service.document_owner(key.strip())
         if service.draining:
             raise unavailable("server: shutting down", "draining", service.settings.retry_after_seconds)
-        return salt
+        return salt, owner
 
 
 def error_response(error: ApiError) -> Response:

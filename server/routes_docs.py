@@ -34,6 +34,7 @@ def _of(service: Service) -> tuple[bytes, str]:
         profiles=() if ready is None else tuple(ready.profiles),
         vocab_size=None if ready is None else ready.vocab_size,
         max_context_tokens=None if ready is None else ready.max_context_tokens,
+        has_documents=service.documents is not None,
     )
     return _written(limits, bool(service.key_digests))
 

@@ -4,8 +4,11 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
+from scheduler.messages import Ready
 from server import logs
+from server.api_error import invalid
 from server.bodies import ChatBody, CompletionBody, check_chat, check_completion, read_body
+from server.documents import DOCUMENTS_OFF, choose_fusion, find_texts, store_inline
 from server.generation import Disconnected, Generation, Job, collect
 from server.prompts import (
     chat_max_tokens,
@@ -14,6 +17,7 @@ from server.prompts import (
     completion_max_tokens,
     completion_prompts,
     context_of,
+    document_prompt,
 )
 from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
@@ -47,12 +51,29 @@ async def chat_completions(request: Request) -> Response:
     check_chat(body)
     check_num_sequences(service, 1, body.n or 1)
     limits = service.supervisor.ready()
-    prompt = await chat_prompt(service, body.messages, context_of(body, limits))
-    jobs = [Job(prompt, chat_max_tokens(service, body, prompt, limits))]
+    jobs = [await _chat_job(service, body, limits, request.state.document_owner)]
     generation = Generation(service, "chatcmpl", body, jobs, limits, request.state.cache_salt)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")
     return await _respond(request, service, body, generation, shape)
+
+
+async def _chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) -> Job:
+    """Raises ApiError 400 and 404, and RegistryError."""
+    context = context_of(body, limits)
+    if not body.documents:
+        prompt = await chat_prompt(service, body.messages, context)
+        return Job(prompt, chat_max_tokens(service, body, prompt, limits))
+    documents = service.documents
+    if documents is None:
+        raise invalid("documents", DOCUMENTS_OFF)
+    texts = await find_texts(documents, owner, body.documents)
+    prompt = await document_prompt(service, documents, body.messages, texts, context)
+    job = Job(prompt, chat_max_tokens(service, body, prompt, limits), choose_fusion(documents.config, body.fusion))
+    await store_inline(documents, owner, body.documents)
+    service.metrics.document_chats.inc()
+    service.metrics.document_tokens.inc(sum(end - begin for begin, end in prompt.chunks))
+    return job
 
 
 async def _respond(

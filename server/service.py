@@ -15,6 +15,7 @@ from server.api_error import unknown_model
 from server.body_room import BodyRoom
 from server.config import ConfigError, Deployment, ServerConfig
 from server.control_tokens import ControlTokens
+from server.documents import Documents, open_documents
 from server.metrics import Metrics
 from server.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.supervisor import Supervisor
@@ -48,6 +49,7 @@ class Service:
     supervisor: Supervisor
     model_name: str
     key_digests: list[bytes]
+    documents: Documents | None  # None: the deployment takes none
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_open: int = 0  # HTTP requests that a drain waits for
@@ -77,6 +79,9 @@ class Service:
         matches = [hmac.compare_digest(digest, known) for known in self.key_digests]
         return any(matches)
 
+    def document_owner(self, key: str) -> str:
+        return _digest(f"documents of {key}").hex()
+
     def cache_salt(self, key: str) -> str:
         return _digest(f"prefixes of {key}").hex() if self.settings.cache_isolation == "key" else ""
 
@@ -87,7 +92,7 @@ def build_service(
     engine_command: Sequence[str],
     on_loading: Callable[[Loading], None],
 ) -> Service:
-    """Raises ConfigError if the tokenizer, the chat template or the keys cannot be read."""
+    """Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read."""
     server = deployment.server
     parts = load_parts(deployment)
     metrics = Metrics()
@@ -103,6 +108,7 @@ def build_service(
         supervisor=Supervisor(deployment, memory, engine_command, metrics, on_loading),
         model_name=model_name(deployment),
         key_digests=parts.key_digests,
+        documents=open_documents(deployment, parts.tokenizer),
     )
 
 
@@ -156,8 +162,10 @@ def _keys_in(path: Path) -> list[str]:
     return keys
 
 
-def join_salts(of_key: str, of_request: str) -> str:
-    """A salt of its own for each pair."""
+def join_salts(of_key: str, of_request: str | None) -> str:
+    """A salt of its own for each pair; the key's, where a request has none."""
+    if of_request is None:
+        return of_key
     return _digest(f"{of_key} {of_request}").hex()
 
 

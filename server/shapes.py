@@ -81,7 +81,11 @@ class _Frame:
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": self.generation.num_cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": self.generation.num_cached_tokens,
+                "reused_tokens": self.generation.num_reused_tokens,
+                "recomputed_tokens": self.generation.num_recomputed_tokens,
+            },
         }
 
 

@@ -20,6 +20,7 @@ from scheduler.config import EngineStart
 from scheduler.messages import (
     Accepted,
     Cancel,
+    ChunksStored,
     EngineRequest,
     Failed,
     Loading,
@@ -28,10 +29,11 @@ from scheduler.messages import (
     Ready,
     Refused,
     Shutdown,
+    StoreChunks,
     Submit,
 )
 from server import logs
-from server.api_error import queue_full, too_long, unavailable
+from server.api_error import ApiError, queue_full, too_long, unavailable
 from server.config import Deployment
 from server.engine import EngineGone, EngineProcess
 from server.mailbox import EngineLost, Mailbox
@@ -70,6 +72,7 @@ class Supervisor:
         self._mailboxes: dict[str, Mailbox] = {}
         self._answers: dict[str, asyncio.Future[Refused | None]] = {}
         self._submit_ids = itertools.count()
+        self._storing: dict[str, asyncio.Future[ChunksStored | ApiError]] = {}
         self._stopping = False
         self._lives = 0
         self._ready_since_s: float | None = None  # in this life
@@ -200,6 +203,8 @@ class Supervisor:
                         self._answer(message.submit_id, None)
                     case Refused():
                         self._answer(message.submit_id, message)
+                    case ChunksStored():
+                        self._end_storing(message)
                     case Loading():
                         is_new = message.stage != self.loading.stage
                         self.loading = message
@@ -326,6 +331,32 @@ class Supervisor:
                 raise queue_full(refused.message, self._retry_after())
             raise too_long(param, refused.message)
 
+    def store_chunks(self, chunks: list[bytes], salt: str) -> "asyncio.Future[ChunksStored | ApiError]":
+        """Have chunks computed and stored when nobody else asks for anything; what is told of it, or why nothing is.
+
+        `chunks`: packed token ids. Raises ApiError 503 (no engine).
+        """
+        self.ready()
+        assert self._engine is not None
+        request_id = f"chunks-{next(self._submit_ids)}"
+        try:
+            self._engine.send(StoreChunks(request_id, chunks, salt))
+        except EngineGone as error:
+            raise unavailable(str(error), self._lost.code, self._retry_after()) from None
+        answer: asyncio.Future[ChunksStored | ApiError] = asyncio.get_running_loop().create_future()
+        self._storing[request_id] = answer
+        answer.add_done_callback(lambda _: self._storing.pop(request_id, None))
+        return answer
+
+    def _end_storing(self, stored: ChunksStored) -> None:
+        self._metrics.chunks_stored.inc(stored.num_stored)
+        self._metrics.chunks_known.inc(stored.num_known)
+        if stored.reason:
+            logs.warning("chunks_not_stored", id=stored.request_id, reason=stored.reason)
+        answer = self._storing.get(stored.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(stored)
+
     def forget(self, request_ids: list[str], cancel: bool) -> None:
         """No more output of these; with `cancel`, the engine drops them as well."""
         for request_id in request_ids:
@@ -340,6 +371,9 @@ class Supervisor:
         self._mailboxes.clear()
         for mailbox in waiting:
             mailbox.put(EngineLost(message, code))
+        for answer in self._storing.values():
+            if not answer.done():
+                answer.set_result(unavailable(message, code, self._retry_after()))
 
     def _deliver(self, outputs: Outputs) -> None:
         mailboxes = self._mailboxes

@@ -40,8 +40,13 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self.source = source
 
-    def render(self, messages: list[Message], spell: Callable[[str], str]) -> str:
-        """`spell`: how a text of a message is written. Raises ApiError 400 if the template refuses the messages."""
+    def render(
+        self, messages: list[Message], spell: Callable[[str], str], documents: list[dict[str, str]] | None = None
+    ) -> str:
+        """`spell`: how a text of a message is written; documents are given as they are, each a `title` and a `text`.
+
+        Raises ApiError 400 if the template refuses the messages.
+        """
         plain = [
             {"role": message.role, "content": spell(message_text(message))}
             | ({"name": spell(message.name)} if message.name else {})
@@ -49,7 +54,7 @@ class ChatTemplate:
         ]
         try:
             return self._template.render(
-                messages=plain, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+                messages=plain, tools=None, documents=documents, add_generation_prompt=True, **self._special_tokens
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             what = " ".join(str(error).split()) or type(error).__name__

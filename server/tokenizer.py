@@ -62,8 +62,8 @@ class Tokenizer:
         self.longest_token_chars = max(map(len, self.vocabulary.get_vocab()), default=1)
         self._bytes: dict[int, bytes] = {}
         self._path = path
-        self._plain: Vocabulary | None = None
-        self._plain_lock = Lock()
+        self._inside: dict[bool, Vocabulary] = {}
+        self._inside_lock = Lock()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.vocabulary.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -97,22 +97,44 @@ class Tokenizer:
             if num_tokens > most_tokens:
                 raise TooManyTokens(num_tokens)
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and where each one's text begins and ends, in characters."""
-        encoding = self.vocabulary.encode(text, add_special_tokens=False)
+    def encode_with_offsets(self, text: str, is_inside: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and where each one's text begins and ends, in characters. is_inside: of another text."""
+        vocabulary = self._vocabulary_inside(controls_are_text=False) if is_inside else self.vocabulary
+        encoding = vocabulary.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of a text in the middle of another, in which control tokens are meant."""
+        vocabulary = self._vocabulary_inside(controls_are_text=False)
+        ids: list[int] = vocabulary.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text in the middle of another, in which control tokens are spelled out and not meant."""
-        with self._plain_lock:
-            if self._plain is None:
-                self._plain = Vocabulary.from_file(str(self._path))
-                self._plain.no_truncation()
-                self._plain.encode_special_tokens = True
-                if getattr(self._plain.pre_tokenizer, "prepend_scheme", None) == "first":
-                    self._plain.pre_tokenizer.prepend_scheme = "never"
-        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        vocabulary = self._vocabulary_inside(controls_are_text=True)
+        ids: list[int] = vocabulary.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def encode_plain_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """What `encode_plain` gives, and where each token's text begins and ends, in characters."""
+        encoding = self._vocabulary_inside(controls_are_text=True).encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def _vocabulary_inside(self, controls_are_text: bool) -> Vocabulary:
+        """Puts nothing before a text, which is not the beginning of anything."""
+        begins_words = getattr(self.vocabulary.pre_tokenizer, "prepend_scheme", None) == "first"
+        if not (controls_are_text or begins_words):
+            return self.vocabulary
+        with self._inside_lock:
+            if controls_are_text not in self._inside:
+                vocabulary = Vocabulary.from_file(str(self._path))
+                vocabulary.no_truncation()
+                vocabulary.no_padding()
+                vocabulary.encode_special_tokens = controls_are_text
+                if begins_words:
+                    vocabulary.pre_tokenizer.prepend_scheme = "never"
+                self._inside[controls_are_text] = vocabulary
+            return self._inside[controls_are_text]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text: str = self.vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -17,6 +17,7 @@ import zmq
 from scheduler.messages import (
     Accepted,
     Cancel,
+    ChunksStored,
     Delta,
     EngineRequest,
     Failed,
@@ -30,8 +31,10 @@ from scheduler.messages import (
     Refused,
     Shutdown,
     Stats,
+    StoreChunks,
     Submit,
     ToEngine,
+    pack_tokens,
 )
 from scheduler.pulse import PulseThread
 
@@ -58,6 +61,7 @@ class Running:
     prefill_ends_s: float
     num_tokens: int = 0
     started: bool = field(default=False)
+    reused: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prompt = self.request.prompt_token_ids
@@ -77,6 +81,7 @@ class FakeEngine:
         self.settings = settings
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.running: dict[str, Running] = {}
+        self.stored: set[tuple[str, bytes]] = set()
         self.pulse = PulseThread(replies)
         self.num_pages = json.load(sys.stdin)["memory"]["num_pages"] if "planned" in settings else 1024
         self.steps = 0
@@ -115,7 +120,10 @@ class FakeEngine:
                     self.handle(message)
             self.step()
 
-    def handle(self, message: Submit | Cancel) -> None:
+    def handle(self, message: Submit | Cancel | StoreChunks) -> None:
+        if isinstance(message, StoreChunks):
+            self.store(message)
+            return
         if isinstance(message, Cancel):
             for request_id in message.request_ids:
                 self.running.pop(request_id, None)
@@ -134,6 +142,29 @@ class FakeEngine:
             prefill_s = self.settings.get("prefill_s", 1.0) if request.attention_profile == "long_prefill" else 0.0
             self.running[request.request_id] = Running(request, now + prefill_s, now + prefill_s)
         self.say(Accepted(message.submit_id))
+
+    def store(self, message: StoreChunks) -> None:
+        if "no_store" in self.settings:
+            return
+        most = int(self.settings.get("most_chunks", 1000))
+        new = {(message.salt, chunk) for chunk in message.chunks} - self.stored
+        kept = set(list(new)[: most - len(self.stored)])
+        self.stored |= kept
+        num_known = len({(message.salt, chunk) for chunk in message.chunks}) - len(new)
+        reason = "the disk is full" if len(kept) < len(new) else ""
+        self.say(ChunksStored(message.request_id, len(kept), num_known, reason))
+
+    def reuse(self, request: EngineRequest) -> dict[str, int]:
+        """What is stored is reused but for the request's share of it; what is not is stored by this."""
+        if request.fusion is None:
+            assert not request.chunks, "vanilla needs no chunks"
+            return {}
+        names = {(c.salt, pack_tokens(request.prompt_token_ids[c.begin : c.end])): c.end - c.begin
+                 for c in request.chunks}  # fmt: skip
+        found = sum(size for name, size in names.items() if name in self.stored)
+        self.stored.update(names)
+        again = int(request.fusion.ratio * found)
+        return {"reused_tokens": found - again, "recomputed_tokens": again}
 
     def step(self) -> None:
         now = time.monotonic()
@@ -180,7 +211,10 @@ class FakeEngine:
         prompt_logprobs = None
         if first and sampling.num_prompt_logprobs is not None:
             prompt_logprobs = [logprob_of(token, sampling.num_prompt_logprobs) for token in prompt[1:]]
+        if first:
+            running.reused = self.reuse(request)
         common = {
+            **running.reused,
             "request_id": request.request_id,
             "prompt_logprobs": prompt_logprobs,
             "num_cached_tokens": CACHED if len(prompt) > CACHED else 0,

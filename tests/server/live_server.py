@@ -17,6 +17,7 @@ from server.app import _bind, create_app, http_config
 from server.config import Deployment
 from server.plan import resolve_plan
 from server.service import Service
+from transfer.config import DocumentsConfig
 from transfer.machine import load_machine
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,11 @@ def make_app(deployment: Deployment, command: list[str]) -> FastAPI:
 def make_deployment(**server: object) -> Deployment:
     tree = {"model": {"path": REFERENCE, "name": "reference"}, "server": {"port": 0, **server}}
     return Deployment.model_validate(tree)
+
+
+def with_documents(deployment: Deployment, folder: Path, **settings: object) -> Deployment:
+    config = DocumentsConfig.model_validate({"folder": folder, **settings})
+    return deployment.model_copy(update={"documents": config})
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
+from typing import Any
 
 import httpx
 import msgspec
@@ -26,7 +27,15 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from server import answers, routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens
+from server import (
+    answers,
+    routes_discovery,
+    routes_docs,
+    routes_documents,
+    routes_generation,
+    routes_status,
+    routes_tokens,
+)
 from server.bodies import FIELDS, RANGES
 from server.body_schemas import BodyLimits
 from server.fields import Neutral
@@ -43,7 +52,7 @@ CHECKS = [
     negative_data_rejection,
 ]
 KEY = "sk-fuzz"
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/documents")
 # what compares two fields, or a field with the text of another, no schema can say: all that refuses what one allows
 UNSAID = (
     r"^best_of: got .* wanted n ",
@@ -55,7 +64,9 @@ UNSAID = (
 )
 # Of the bodies that are allowed, so many are served: nine in ten came through in 3,000 cases, of those that no text and
 # no second field limits all. Where the document and the server part, whole kinds of bodies are lost.
-LEAST_SHARE = {"/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/tokenize": 1.0, "/detokenize": 1.0}
+LEAST_SHARE = {
+    "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/tokenize": 1.0, "/detokenize": 1.0, "/v1/documents": 1.0,
+}  # fmt: skip
 LIMITS = BodyLimits(
     model_ids=("a", "alias"),
     refuses_unknown=True,
@@ -65,17 +76,20 @@ LIMITS = BodyLimits(
     profiles=("exact",),
     vocab_size=100,
     max_context_tokens=256,
+    has_documents=True,
 )
+DOCUMENT = "/v1/documents/{document_id}"
 GETS = (
     "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
-    "/health", "/live", "/version", "/metrics",
+    "/health", "/live", "/version", "/metrics", "/v1/documents", DOCUMENT,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Answers end early: a context of 1,024 tokens."""
-    program = Program({"context": 1024}, api_keys=[KEY])
+    folder = str(tmp_path_factory.mktemp("documents"))
+    program = Program({"context": 1024}, documents={"folder": folder}, api_keys=[KEY])
     yield program.ready()
     program.process.send_signal(signal.SIGTERM)
     code, errors = program.end()
@@ -114,6 +128,7 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
     document = httpx.get(f"{url}/openapi.json").json()
     assert set(document["paths"]) == {*POSTS, *GETS}
     del document["security"]  # or half of the bodies that are not allowed would be good ones without a key
+    name_what_is_there(url, document)
     schema = schemathesis.openapi.from_dict(document)
     total = 0
     for path in POSTS:
@@ -128,7 +143,21 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
         print(f"{path}: {dict(found)}")
         assert found[200] == found.total()
         total += found.total()
-    return total
+    deleted = fuzz_operation(url, schema[DOCUMENT]["DELETE"], GenerationMode.POSITIVE, num_of_gets, is_sample)
+    assert (deleted[200], deleted[200] + deleted[404]) == (1, deleted.total())
+    return total + deleted.total()
+
+
+def name_what_is_there(url: str, document: dict[str, Any]) -> None:
+    """A document of the key: no other id could be drawn that some document has."""
+    body = {"text": "The magic number is 7264510."}
+    known = httpx.post(f"{url}/v1/documents", json=body, headers={"authorization": f"Bearer {KEY}"}).json()["id"]
+    chat = document["components"]["schemas"]["ChatBody"]["properties"]["documents"]
+    operations = [*document["paths"][DOCUMENT].values(), document["paths"]["/v1/documents"]["get"]]
+    ids = [parameter["schema"] for operation in operations for parameter in operation["parameters"]]
+    for schema in (*ids, chat["anyOf"][0]["items"]["anyOf"][0]):
+        if schema.pop("pattern", None):
+            schema["enum"] = [known]
 
 
 def test_a_sample_of_whatever_is_sent_gets_an_answer_that_is_in_the_document(url):
@@ -192,7 +221,14 @@ def test_the_document_has_every_route_of_the_application():
     }
     routes = {
         (route.path.replace(":path", ""), method.lower())
-        for routes in (routes_discovery, routes_docs, routes_generation, routes_status, routes_tokens)
+        for routes in (
+            routes_discovery,
+            routes_docs,
+            routes_documents,
+            routes_generation,
+            routes_status,
+            routes_tokens,
+        )
         for route in routes.router.routes
         for method in getattr(route, "methods", ())
     }

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from tests.server.live_server import fake_command, make_app, make_deployment
 
 OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"}
-GUARDED = {
+GUARDED = {"/v1/documents", "/v1/documents/{document_id}", 
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}", "/tokenize", "/detokenize",
     "/tokenizer_info", "/server_info", "/v1/loads",
 }  # fmt: skip

@@ -1,0 +1,118 @@
+"""A chat with documents as a prompt: the template's text with a sentinel for each document, then their tokens instead.
+
+Knows the template and tokens, nothing of where documents are kept. A template that takes `documents` (each a `title`
+and a `text`) and gives every sentinel back as it was decides where they stand. For any other, they stand before the
+first message of the user, in this order:
+
+    Document 1: TITLE
+    TEXT
+
+    Document 2: TITLE
+    TEXT
+
+    the message
+
+Invariants: a document's token ids are its chunks', wherever it stands; no sentinel is ever a token.
+"""
+
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from server.api_error import ApiError, invalid
+from server.bodies import Message, message_text
+from server.chunker import Chunks
+from server.control_tokens import ControlTokens
+from server.template import ChatTemplate
+from server.tokenizer import Tokenizer, TooManyTokens
+
+# What templates do to a text shows: as JSON or HTML, in other letters, cut, indented or wrapped.
+_SENTINEL = "Aa \"'<&>\\\n\t {nonce} {index} \n zZ"
+
+Pieces = list[str | int]  # a text, or which document
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedDocument:
+    title: str
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedPrompt:
+    """`chunks`: the half-open ranges of `token_ids` that are documents' chunks."""
+
+    token_ids: list[int]
+    chunks: list[tuple[int, int]]
+
+
+def write_prompt(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    control_tokens: ControlTokens,
+    messages: list[Message],
+    documents: list[PlacedDocument],
+    most_tokens: int,
+) -> ChunkedPrompt:
+    """Control tokens come from the template alone. Raises ApiError 400 and TooManyTokens."""
+    texts = [text for message in messages for text in (message_text(message), message.name or "")]
+    mark = control_tokens.choose_mark([*texts, *(document.title for document in documents)])
+    spell = str if mark is None else partial(control_tokens.hide, mark=mark)
+    pieces = render_pieces(template, messages, [document.title for document in documents], spell)
+    token_ids: list[int] = []
+    chunks: list[tuple[int, int]] = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            for chunk in documents[piece].chunks:
+                chunks.append((len(token_ids), len(token_ids) + len(chunk)))
+                token_ids.extend(chunk)
+        elif mark is not None:
+            token_ids += control_tokens.encode(piece, mark, most_tokens, is_inside=bool(token_ids))
+        else:
+            tokenizer.check_fits(piece, most_tokens)
+            token_ids += tokenizer.encode_inside(piece) if token_ids else tokenizer.encode(piece, False)
+        if len(token_ids) > most_tokens:
+            raise TooManyTokens(len(token_ids))
+    return ChunkedPrompt(token_ids, chunks)
+
+
+def render_pieces(
+    template: ChatTemplate, messages: list[Message], titles: list[str], spell: Callable[[str], str]
+) -> Pieces:
+    """The template's text, cut where documents stand. `spell`: how a text of a client is written. Raises ApiError."""
+    nonce = f"{secrets.randbits(127):039d}"  # the same in any letters
+    sentinels = [_SENTINEL.format(nonce=nonce, index=index) for index in range(len(titles))]
+    own = [{"title": spell(title), "text": text} for title, text in zip(titles, sentinels, strict=True)]
+    try:
+        pieces = _cut(template.render(messages, spell, own), sentinels, nonce)
+    except ApiError:  # what is wrong with messages alone is told below
+        pieces = None
+    if pieces is None:
+        pieces = _cut(template.render(_place_by_default(messages, titles, sentinels), spell), sentinels, nonce)
+    if pieces is None:
+        raise invalid("documents", "the chat template drops or changes the text of the message that they stand before")
+    return pieces
+
+
+def _place_by_default(messages: list[Message], titles: list[str], sentinels: list[str]) -> list[Message]:
+    first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
+    if first is None:
+        raise invalid("documents", "they stand before the first message of the user, and there is none")
+    blocks = [
+        f"Document {number}{f': {title}' if title else ''}\n{text}\n\n"
+        for number, (title, text) in enumerate(zip(titles, sentinels, strict=True), 1)
+    ]
+    asked = messages[first]
+    content = "".join(blocks) + message_text(asked)
+    return [*messages[:first], Message(role=asked.role, name=asked.name, content=content), *messages[first + 1 :]]
+
+
+def _cut(text: str, sentinels: list[str], nonce: str) -> Pieces | None:
+    """The text's pieces, if every sentinel stands in it once and nothing else has come of one."""
+    index_of = {sentinel: index for index, sentinel in enumerate(sentinels)}
+    parts = re.split(f"({'|'.join(map(re.escape, sentinels))})", text)
+    pieces: Pieces = [index_of.get(part, part) for part in parts if part]
+    placed = sorted(piece for piece in pieces if isinstance(piece, int))
+    return pieces if placed == list(range(len(sentinels))) and text.count(nonce) == len(sentinels) else None

@@ -1,0 +1,98 @@
+"""What a server with a `documents` section has, and how the documents that a chat names become texts.
+
+Knows registry, chunks and settings; no HTTP, no template. Invariant: what cannot be stored is told in the log, and the
+chat that it came with is served.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler.messages import Fusion
+from server import logs
+from server.api_error import ApiError
+from server.bodies import FusionChoice, InlineDocument
+from server.chunker import Chunker
+from server.config import ConfigError, Deployment
+from server.registry import Document, DocumentRegistry, RegistryError, RegistryFull
+from server.tokenizer import Tokenizer
+from transfer.config import DocumentsConfig
+
+DOCUMENTS_OFF = "this deployment takes no documents; its configuration needs the section `documents`"
+_FILE = "documents.sqlite3"
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    config: DocumentsConfig
+    registry: DocumentRegistry
+    chunker: Chunker
+
+
+@dataclass(frozen=True, slots=True)
+class GivenText:
+    """A document of a chat."""
+
+    title: str
+    text: str
+
+
+def open_documents(deployment: Deployment, tokenizer: Tokenizer) -> Documents | None:
+    """None without a section of them. Raises ConfigError if the registry cannot be read and written."""
+    config = deployment.documents
+    if config is None:
+        return None
+    limit_bytes = int(config.texts_limit_mib * 2**20)
+    try:
+        registry = DocumentRegistry(config.resolved_folder / _FILE, config.max_documents, limit_bytes)
+    except RegistryError as error:
+        raise ConfigError(f"documents.folder: {error}") from None
+    return Documents(config, registry, Chunker(tokenizer, config.chunk_tokens))
+
+
+async def find_texts(documents: Documents, owner: str, given: Sequence[str | InlineDocument]) -> list[GivenText]:
+    """The texts of a chat's documents, in their order. Raises ApiError 404 and RegistryError."""
+    ids = [one for one in given if isinstance(one, str)]
+    found: dict[str, Document] = await documents.registry.find(owner, ids) if ids else {}
+    texts = []
+    for i, one in enumerate(given):
+        if isinstance(one, InlineDocument):
+            texts.append(GivenText(one.title or "", one.text))
+        elif one in found:
+            texts.append(GivenText(found[one].entry.title, found[one].text))
+        else:
+            raise unknown_document(f"documents[{i}]", one)
+    return texts
+
+
+async def store_inline(documents: Documents, owner: str, given: Sequence[str | InlineDocument]) -> None:
+    """Leave a chat's own texts in the registry, until others need the room."""
+    for one in given:
+        if isinstance(one, InlineDocument):
+            try:
+                await documents.registry.add(owner, one.title or "", one.text, is_kept=False)
+            except (RegistryFull, RegistryError) as error:
+                logs.warning("document_not_stored", reason=str(error))
+                return
+
+
+def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None) -> Fusion | None:
+    """How a prompt with documents is computed; None: as one without."""
+    policy, ratio = config.policy, config.ratio
+    if choice is not None:
+        policy = choice.policy or policy
+        ratio = ratio if choice.ratio is None else choice.ratio
+    if policy == "vanilla":
+        return None
+    return Fusion(
+        policy=policy,
+        ratio=ratio,
+        select_layer=config.select_layer,
+        seam_tokens=config.seam_tokens,
+        keep_tokens=config.keep_tokens,
+    )
+
+
+def unknown_document(param: str, got: str) -> ApiError:
+    """404: nobody has it, or another key."""
+    what = f"{param}: {got[:80]!r} does not exist, or is another key's; POST /v1/documents makes one"
+    return ApiError(404, what, param=param, code="document_not_found")

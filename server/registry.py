@@ -1,0 +1,214 @@
+"""The documents that clients have left here: their texts on disk, by the API key that made each.
+
+It refuses to know tokens, models and HTTP. A document is named by its owner, title and text, so one that is left twice
+is one. Invariants: an owner finds their own alone; a document that was kept is found by every process that shares the
+file, also after a restart, until it is deleted; what came with a prompt is given up for others, the least recently used
+first; the event loop never waits for the disk.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+R = TypeVar("R")
+
+DOCUMENT_ID = "^doc-[0-9a-f]{32}$"
+
+_VERSION = 1
+_LOCK_SECONDS = 5.0  # another process's turn
+_USED_SECONDS = 60.0  # a use is noted at most this often
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS documents (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    title TEXT NOT NULL,
+    content_hash TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    created REAL NOT NULL,
+    used REAL NOT NULL,
+    is_kept INTEGER NOT NULL,
+    text BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS sizes ON documents (owner, is_kept, used, num_bytes);
+"""
+_ENTRY = "id, title, content_hash, num_bytes, created"
+
+
+class RegistryError(Exception):
+    """The documents cannot be read or written; the message is one line."""
+
+
+class RegistryFull(Exception):
+    """There is no room for one more; the message names the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentEntry:
+    """What is known of a document beside its text. content_hash: SHA-256 of the text in UTF-8, hexadecimal."""
+
+    id: str
+    title: str
+    content_hash: str
+    num_bytes: int
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    entry: DocumentEntry
+    text: str
+
+
+class DocumentRegistry:
+    """A SQLite file. `close` ends it."""
+
+    def __init__(self, path: Path, max_documents: int, limit_bytes: int) -> None:
+        """max_documents: of one owner; limit_bytes: of all texts. Raises RegistryError."""
+        self._path, self._max_documents, self._limit_bytes = path, max_documents, limit_bytes
+        self._thread = ThreadPoolExecutor(1, "documents")
+        with self._told():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._file = sqlite3.connect(path, timeout=_LOCK_SECONDS, check_same_thread=False, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute("PRAGMA synchronous=NORMAL")  # a cut of power takes the last ones, and nothing else
+            version = self._file.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, _VERSION):
+                raise RegistryError(f"{path} is of version {version}, wanted {_VERSION}; name another folder")
+            self._file.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+
+    async def add(self, owner: str, title: str, text: str, is_kept: bool) -> DocumentEntry:
+        """The document, as it is from now on. is_kept: until it is deleted. Raises RegistryFull and RegistryError."""
+        return await self._run(lambda: self._add(owner, title, text, is_kept))
+
+    async def find(self, owner: str, ids: list[str]) -> dict[str, Document]:
+        """Those of the ids that are the owner's. Raises RegistryError."""
+        return await self._run(lambda: self._find(owner, ids))
+
+    async def page(self, owner: str, after: str | None, limit: int) -> list[DocumentEntry] | None:
+        """The owner's, oldest first, behind the one named; None if that is not theirs. Raises RegistryError."""
+        return await self._run(lambda: self._page(owner, after, limit))
+
+    async def delete(self, owner: str, document_id: str) -> bool:
+        """Whether the owner had it. Raises RegistryError."""
+        return await self._run(lambda: self._delete(owner, document_id))
+
+    async def count(self) -> int:
+        """Documents of all owners. Raises RegistryError."""
+        return await self._run(lambda: int(self._file.execute("SELECT count(*) FROM documents").fetchone()[0]))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+    async def _run(self, work: Callable[[], R]) -> R:
+        def told() -> R:
+            with self._told():
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, told)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise RegistryError(f"{self._path}: {' '.join(str(error).split())}") from None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """All of it or nothing, with every other process waiting."""
+        self._file.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._file.execute("COMMIT")
+        except BaseException:
+            if self._file.in_transaction:
+                self._file.execute("ROLLBACK")
+            raise
+
+    def _add(self, owner: str, title: str, text: str, is_kept: bool) -> DocumentEntry:
+        encoded, now = text.encode(), time.time()
+        document_id = name_document(owner, title, text)
+        with self._writing():
+            found = self._file.execute(f"SELECT {_ENTRY}, used, is_kept FROM documents WHERE id = ?", (document_id,))
+            row = found.fetchone()
+            if row is not None:
+                *known, used, was_kept = row
+                if is_kept > was_kept or now - used > _USED_SECONDS:
+                    self._file.execute(
+                        "UPDATE documents SET used = ?, is_kept = max(is_kept, ?) WHERE id = ?",
+                        (now, is_kept, document_id),
+                    )
+                return DocumentEntry(*known)
+            self._make_room(owner, len(encoded))
+            entry = DocumentEntry(document_id, title, hashlib.sha256(encoded).hexdigest(), len(encoded), now)
+            self._file.execute(
+                f"INSERT INTO documents ({_ENTRY}, owner, used, is_kept, text) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (entry.id, title, entry.content_hash, entry.num_bytes, now, owner, now, is_kept, encoded),
+            )
+            return entry
+
+    def _make_room(self, owner: str, num_bytes: int) -> None:
+        """For one more. What is not kept goes, if there is room then. Raises RegistryFull; then nothing has changed."""
+        most, mib = self._max_documents, self._limit_bytes / 2**20
+        mine = self._number("SELECT count(*) FROM documents WHERE owner = ?", owner)
+        if mine >= most and not self._give_up_oldest("owner = ? AND", owner):
+            raise RegistryFull(f"this key has {mine} documents, at most {most} (documents.max_documents); delete one")
+        total = "SELECT coalesce(sum(num_bytes), 0) FROM documents"
+        while self._number(total) + num_bytes > self._limit_bytes:
+            if num_bytes > self._limit_bytes or not self._give_up_oldest(""):
+                raise RegistryFull(f"no room for {num_bytes} bytes in {mib:g} MiB (documents.texts_limit_mib)")
+
+    def _give_up_oldest(self, whose: str, *owner: str) -> bool:
+        oldest = f"SELECT number FROM documents WHERE {whose} is_kept = 0 ORDER BY used LIMIT 1"
+        return self._file.execute(f"DELETE FROM documents WHERE number = ({oldest})", owner).rowcount > 0
+
+    def _number(self, query: str, *values: str) -> int:
+        return int(self._file.execute(query, values).fetchone()[0])
+
+    def _find(self, owner: str, ids: list[str]) -> dict[str, Document]:
+        found: dict[str, Document] = {}
+        now = time.time()
+        for document_id in dict.fromkeys(ids):
+            query = f"SELECT {_ENTRY}, text, used, is_kept FROM documents WHERE owner = ? AND id = ?"
+            row = self._file.execute(query, (owner, document_id)).fetchone()
+            if row is None:
+                continue
+            *entry, text, used, is_kept = row
+            found[document_id] = Document(DocumentEntry(*entry), text.decode())
+            if not is_kept and now - used > _USED_SECONDS:
+                self._file.execute("UPDATE documents SET used = ? WHERE id = ?", (now, document_id))
+        return found
+
+    def _page(self, owner: str, after: str | None, limit: int) -> list[DocumentEntry] | None:
+        number = 0
+        if after is not None:
+            row = self._file.execute(
+                "SELECT number FROM documents WHERE owner = ? AND id = ?", (owner, after)
+            ).fetchone()
+            if row is None:
+                return None
+            number = row[0]
+        query = f"SELECT {_ENTRY} FROM documents WHERE owner = ? AND number > ? ORDER BY number LIMIT ?"
+        return [DocumentEntry(*row) for row in self._file.execute(query, (owner, number, limit))]
+
+    def _delete(self, owner: str, document_id: str) -> bool:
+        with self._writing():
+            query = "DELETE FROM documents WHERE owner = ? AND id = ?"
+            return self._file.execute(query, (owner, document_id)).rowcount > 0
+
+
+def name_document(owner: str, title: str, text: str) -> str:
+    """The id of a document."""
+    return "doc-" + hashlib.sha256(json.dumps([owner, title, text]).encode()).hexdigest()[:32]

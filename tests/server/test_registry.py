@@ -1,0 +1,171 @@
+"""Documents on disk: their owners', within limits, for all processes that share them, whatever ends a process."""
+
+import asyncio
+import hashlib
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.registry import DocumentRegistry, RegistryError, RegistryFull
+from tests.server.live_server import ROOT
+
+MIB = 2**20
+
+
+@pytest.fixture
+def registry(tmp_path: Path):
+    opened = DocumentRegistry(tmp_path / "documents.sqlite3", 10, MIB)
+    yield opened
+    opened.close()
+
+
+async def ids_of(registry: DocumentRegistry, owner: str) -> list[str]:
+    return [entry.id for entry in await registry.page(owner, None, 1000)]
+
+
+async def test_a_document_is_found_by_its_owner_alone(registry) -> None:
+    text = "naïve 東京\x00 <|end|>"
+    mine = await registry.add("a", "T", text, is_kept=True)
+    yours = await registry.add("b", "T", text, is_kept=True)
+    assert mine.id != yours.id
+    assert mine.content_hash == yours.content_hash == hashlib.sha256(text.encode()).hexdigest()
+    found = await registry.find("a", [mine.id, yours.id, "doc-0", mine.id])
+    assert list(found) == [mine.id]
+    assert (found[mine.id].entry, found[mine.id].text) == (mine, text)
+    assert await ids_of(registry, "b") == [yours.id]
+    assert await registry.page("a", yours.id, 10) is None
+    assert not await registry.delete("a", yours.id)
+    assert await registry.delete("b", yours.id)
+    assert not await registry.delete("b", yours.id)
+    assert await registry.count() == 1
+
+
+async def test_the_same_title_and_text_are_one_document_and_any_other_is_another(registry) -> None:
+    one = await registry.add("a", "T", "text", is_kept=True)
+    assert await registry.add("a", "T", "text", is_kept=True) == one
+    others = {
+        (await registry.add("a", *parts, is_kept=True)).id for parts in (("T", "texts"), ("Tt", "ext"), ("", "x"))
+    }
+    assert len(others | {one.id}) == 4
+
+
+async def test_pages_are_in_the_order_of_arrival(registry) -> None:
+    ids = [(await registry.add("a", "", f"text {i}", is_kept=True)).id for i in range(7)]
+    pages, after = [], None
+    while page := await registry.page("a", after, 3):
+        pages.append([entry.id for entry in page])
+        after = page[-1].id
+    assert pages == [ids[:3], ids[3:6], ids[6:]]
+
+
+async def test_one_document_too_many_is_refused_and_what_came_with_a_prompt_goes_first(registry) -> None:
+    inline = [(await registry.add("a", "", f"inline {i}", is_kept=False)).id for i in range(3)]
+    kept = [(await registry.add("a", "", f"kept {i}", is_kept=True)).id for i in range(7)]
+    await registry.add("b", "", "inline of another", is_kept=False)
+    await registry.add("a", "", "inline 1", is_kept=True)  # from now on
+    assert set(await ids_of(registry, "a")) == {*inline, *kept}
+    for i in (7, 8):
+        kept.append((await registry.add("a", "", f"kept {i}", is_kept=True)).id)
+    assert set(await ids_of(registry, "a")) == {inline[1], *kept}
+    with pytest.raises(RegistryFull, match="this key has 10 documents, at most 10"):
+        await registry.add("a", "", "one more", is_kept=True)
+    assert await registry.add("a", "", "kept 0", is_kept=True), "one that is there needs no room"
+    await registry.add("b", "", "another key's", is_kept=True)
+    assert await registry.count() == 12
+
+
+async def test_texts_stay_below_the_limit_the_least_recently_used_inline_one_goes(registry, monkeypatch) -> None:
+    clock = iter(range(1000, 10**6, 100))
+    monkeypatch.setattr("server.registry.time.time", lambda: float(next(clock)))
+    size = MIB // 4
+    first, second, third = [await registry.add(owner, "", owner * size, is_kept=False) for owner in "abc"]
+    await registry.find("a", [first.id])
+    kept = await registry.add("d", "", "d" * size, is_kept=True)
+    with pytest.raises(RegistryFull, match=f"no room for {MIB + 1} bytes in 1 MiB"):
+        await registry.add("e", "", "e" * (MIB + 1), is_kept=True)
+    assert await registry.count() == 4, "nothing is given up for what cannot fit"
+    await registry.add("e", "", "e", is_kept=False)
+    found = {owner: await registry.page(owner, None, 9) for owner in "abcd"}
+    assert [owner for owner, entries in found.items() if entries] == ["a", "c", "d"], "b was used longest ago"
+    with pytest.raises(RegistryFull):
+        await registry.add("e", "", "e" * (MIB - size + 1), is_kept=True)
+    assert [await registry.count(), second.id, third.id, kept.id != ""] == [4, second.id, third.id, True]
+
+
+async def test_documents_survive_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "documents.sqlite3"
+    first = DocumentRegistry(path, 10, MIB)
+    entry = await first.add("a", "T", "text", is_kept=True)
+    first.close()
+    again = DocumentRegistry(path, 10, MIB)
+    assert (await again.find("a", [entry.id]))[entry.id].text == "text"
+    again.close()
+    assert path.stat().st_mode & 0o077 == 0, "texts are their owners'"
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from server.registry import DocumentRegistry
+async def main():
+    registry = DocumentRegistry(Path(sys.argv[1]), 10_000, 2**30)
+    for i in range(10_000):
+        await registry.add("a", sys.argv[2], f"{i} " * 200, is_kept=True)
+        print(i, flush=True)
+asyncio.run(main())
+"""
+
+
+async def test_two_processes_write_at_once_and_one_that_is_killed_leaves_whole_documents(tmp_path: Path) -> None:
+    path = tmp_path / "documents.sqlite3"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, path, name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for name in ("one", "two")
+    ]
+    told = {}
+    for name, writer in zip(("one", "two"), writers, strict=True):
+        while (line := writer.stdout.readline().strip()) != "20":
+            assert line, "it goes on until it is killed"
+        writer.kill()
+        told[name] = max(map(int, writer.stdout.read().split()), default=20)
+        writer.wait()
+        writer.stdout.close()
+    registry = DocumentRegistry(path, 10_000, 2**30)
+    entries = await registry.page("a", None, 20_000)
+    for name in told:
+        mine = [entry.id for entry in entries if entry.title == name]
+        texts = [document.text for document in (await registry.find("a", mine)).values()]
+        assert texts == [f"{i} " * 200 for i in range(len(texts))], "all that was told, in order, and none torn"
+        assert len(texts) > told[name]
+    registry.close()
+
+
+async def test_a_file_that_is_none_of_ours_is_told_of_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "documents.sqlite3"
+    path.write_bytes(b"something else entirely, and long enough to be looked at" * 100)
+    with pytest.raises(RegistryError, match=r"documents\.sqlite3: file is not a database"):
+        DocumentRegistry(path, 10, MIB)
+    assert path.read_bytes().startswith(b"something else")
+    other = tmp_path / "newer.sqlite3"
+    with sqlite3.connect(other) as file:
+        file.execute("PRAGMA user_version=7")
+    with pytest.raises(RegistryError, match="of version 7, wanted 1"):
+        DocumentRegistry(other, 10, MIB)
+    (tmp_path / "folder").write_text("")
+    with pytest.raises(RegistryError):
+        DocumentRegistry(tmp_path / "folder" / "documents.sqlite3", 10, MIB)
+
+
+async def test_a_disk_that_is_full_is_an_error_and_what_was_there_stays(registry) -> None:
+    entry = await registry.add("a", "", "text", is_kept=True)
+    pages = registry._file.execute("PRAGMA page_count").fetchone()[0]
+    registry._file.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(RegistryError, match="full"):
+        await registry.add("a", "", "x" * 500_000, is_kept=True)
+    assert list(await registry.find("a", [entry.id])) == [entry.id]
+    registry._file.execute("PRAGMA max_page_count=1000000")
+    await asyncio.gather(*(registry.add("a", "", f"text {i}", is_kept=True) for i in range(5)))
+    assert await registry.count() == 6
