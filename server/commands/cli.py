@@ -20,6 +20,7 @@ from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
 from scheduler.messages import Loading
+from server.commands import documents
 from server.commands.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document
 from server.commands.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
 from server.commands.plan_page import describe_plan, dump_deployment, print_plan
@@ -30,7 +31,9 @@ from server.plan import resolve_plan
 from server.server_url import find_root
 from transfer.machine import MachineError, load_machine, probe_machine
 
-WORLD_ERRORS = (ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError)
+WORLD_ERRORS = (
+    documents.AddError, ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError,
+)  # fmt: skip
 
 SUMMARY = "Serve long-context language models from one GPU and the memory of its host."
 app = typer.Typer(
@@ -38,6 +41,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(documents.app, name="documents")
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file, or just a model's Hugging Face folder")
