@@ -22,6 +22,8 @@ _CLOSE_S = 1.0
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    reused_tokens: int | None = None
+    recomputed_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -158,6 +160,17 @@ class Client:
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             raise StreamFault(f"/tokenize: {type(error).__name__}") from None
 
+    async def add_document(self, title: str, text: str) -> str:
+        """The id that the server has given it, once its chunks are stored. Raises StreamFault."""
+        url = self.base_url + "/v1/documents"
+        try:
+            async with self.session.post(url, json={"title": title, "text": text}) as response:
+                if response.status != 200:
+                    raise StreamFault(f"{url}: HTTP {response.status}: {_describe_error(await response.text())}")
+                return str((await response.json(content_type=None))["id"])
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+            raise StreamFault(f"{url}: {error or type(error).__name__}") from None
+
     async def _get_json(self, path: str) -> Any:
         try:
             async with asyncio.timeout(self.timeout_s), self.session.get(self.base_url + path) as response:
@@ -194,6 +207,8 @@ def _read_usage(usage: _Usage, record: RequestRecord) -> None:
         record.output_tokens, record.output_source = usage.completion_tokens, "usage"
     if usage.prompt_tokens_details is not None:
         record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        record.reused_tokens = usage.prompt_tokens_details.reused_tokens
+        record.recomputed_tokens = usage.prompt_tokens_details.recomputed_tokens
 
 
 def _fail(record: RequestRecord, reason: str) -> None:

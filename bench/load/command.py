@@ -18,7 +18,12 @@ def serve(
     url: Annotated[str, typer.Option(help="server, with or without http:// and /v1")] = "http://127.0.0.1:8000",
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer key")] = None,
     model: Annotated[str | None, typer.Option(help="default: the first of /v1/models")] = None,
-    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="route to measure")] = "completions",
+    kind: Annotated[
+        Literal["prompts", "rag"], typer.Option(help="rag: chats with documents of a corpus, in new orders")
+    ] = "prompts",
+    endpoint: Annotated[
+        Literal["completions", "chat"] | None, typer.Option(help="route to measure; default: completions, of rag chat")
+    ] = None,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="closed loop: requests open at once (8); with --rate: at most so many")
     ] = None,
@@ -26,7 +31,9 @@ def serve(
     burstiness: Annotated[float, typer.Option(help="gamma shape of the gaps: 1 Poisson, less in bursts")] = 1.0,
     requests: Annotated[int | None, typer.Option(min=1, help="prompts or conversations to send (64)")] = None,
     duration: Annotated[float | None, typer.Option(min=0.1, help="or: send for so many seconds")] = None,
-    input_tokens: Annotated[str, typer.Option(help="1000, 500-2000, 500,2000 or 500:0.8,2000:0.2")] = "1000",
+    input_tokens: Annotated[
+        str | None, typer.Option(help="1000, 500-2000, 500,2000 or 500:0.8,2000:0.2; of rag: the question's (32)")
+    ] = None,
     output_tokens: Annotated[str, typer.Option(help="max_tokens, in the same forms")] = "128",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="ask the server to write all of them")] = False,
     shared_prefix_share: Annotated[float, typer.Option(help="share of each prompt common to all, 0 to 1")] = 0.0,
@@ -37,6 +44,14 @@ def serve(
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="model folder, to count tokens exactly")] = None,
     conversations: Annotated[Path | None, typer.Option(help="JSONL of messages or ShareGPT (chat)")] = None,
+    documents: Annotated[int, typer.Option(min=1, help="rag: documents of the corpus")] = 100,
+    document_tokens: Annotated[str, typer.Option(help="rag: of a document, in the same forms")] = "500-2000",
+    documents_per_prompt: Annotated[int, typer.Option(min=1, help="rag: different ones of each prompt")] = 8,
+    zipf: Annotated[float, typer.Option(help="rag: popularity of rank r is r^-ZIPF; 0: all alike")] = 1.0,
+    documents_as: Annotated[
+        Literal["ids", "inline", "text"],
+        typer.Option(help="rag: stored before and named, sent with each prompt, or as plain text of the message"),
+    ] = "ids",
     attention_profile: Annotated[str | None, typer.Option(help="extension field of requests")] = None,
     extra_body: Annotated[str, typer.Option(help="JSON object merged into each request")] = "{}",
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
@@ -57,26 +72,31 @@ def serve(
     Latencies start when a request was due. Ends with 1 if nothing completed, 2 on options that cannot be run,
     130 on Ctrl-C (which reports what was measured).
     """
-    from bench.load.settings import LoadPlan, PlanError, parse_lengths, parse_slo
+    from bench.load.settings import Corpus, LoadPlan, PlanError, parse_lengths, parse_slo
 
     try:
+        corpus = None
+        if kind == "rag":
+            lengths = parse_lengths("--document-tokens", document_tokens)
+            corpus = Corpus(documents, lengths, documents_per_prompt, zipf, documents_as)
         plan = LoadPlan(
             url=url,
             api_key=api_key,
             model=model,
-            endpoint=endpoint,
+            endpoint=endpoint or ("completions" if corpus is None else "chat"),
             concurrency=concurrency if concurrency or rate is not None else 8,
             rate=rate,
             burstiness=burstiness,
             requests=requests if requests or duration is not None else 64,
             duration_s=duration,
-            input_tokens=parse_lengths("--input-tokens", input_tokens),
+            input_tokens=parse_lengths("--input-tokens", input_tokens or ("1000" if corpus is None else "32")),
             output_tokens=parse_lengths("--output-tokens", output_tokens),
             shared_prefix_share=shared_prefix_share,
             cache=_pick_cache(warm, cold),
             text_files=tuple(text or ()),
             tokenizer=tokenizer,
             conversations=conversations,
+            corpus=corpus,
             ignore_eos=ignore_eos,
             include_usage=usage,
             attention_profile=attention_profile,

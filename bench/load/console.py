@@ -85,6 +85,9 @@ def list_facts(summary: Summary) -> list[tuple[str, str]]:
         ("measured for", f"{summary.wall_s:.1f} s"),
         ("sent late by (p50, max)", f"{summary.send_lag.p50:.1f} ms, {summary.send_lag.max:.1f} ms"),
     ]
+    if summary.reused_share is not None:
+        reused = f"{summary.reused_share:.1%}, and {summary.recomputed_share or 0:.1%} computed again"
+        facts.insert(5, ("prompt tokens from documents' store", reused))
     if summary.goodput_rate is not None:
         limits = ", ".join(f"{key} {limit:g} ms" for key, limit in summary.slo.items())
         goodput = f"{summary.goodput_rate:.2f} per second, {summary.goodput_share or 0:.1%} of all ({limits})"

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from bench.load.client import Client, StreamFault
 from bench.load.console import show_progress
+from bench.load.corpus import CorpusReader
 from bench.load.metrics import Summary, summarise
 from bench.load.notes import list_notes
 from bench.load.prompts import ConversationReader, Job, PromptMaker
@@ -86,15 +87,28 @@ async def _prepare(
     """What makes jobs, the jobs that warm the cache, and how tokens are counted."""
     plan = run.plan
     if plan.conversations is not None:
-        reader = ConversationReader(plan)
-        shared_jobs = reader.make_shared() if plan.cache == "warm" else []
+        conversations = ConversationReader(plan)
+        shared_jobs = conversations.make_shared() if plan.cache == "warm" else []
         if plan.cache == "warm" and not shared_jobs:
             raise PlanError("--warm: no conversation of the file has a system message; nothing is shared")
-        return reader.make, shared_jobs, "as the file has them"
+        return conversations.make, shared_jobs, "as the file has them"
     with console.status("counting tokens of the text"):
         pool = await _make_pool(run, tokenizer, _read_text(plan))
+    if plan.corpus is not None:
+        reader = CorpusReader(plan, plan.corpus, pool)
+        if plan.corpus.sent_as == "ids":
+            await _store_documents(run, reader, console)
+        return reader.make, [], pool.method
     maker = PromptMaker(plan, pool)
     return maker.make, [maker.make_shared()] if plan.cache == "warm" else [], pool.method
+
+
+async def _store_documents(run: LoadRun, reader: CorpusReader, console: Console) -> None:
+    """Leave the corpus with the server, unmeasured. Raises StreamFault."""
+    with console.status("") as status:
+        for number, document in enumerate(reader.documents, 1):
+            status.update(f"storing: document {number} of {len(reader.documents)}")
+            reader.ids.append(await run.client.add_document(document["title"], document["text"]))
 
 
 def _read_text(plan: LoadPlan) -> str:

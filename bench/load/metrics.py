@@ -32,7 +32,9 @@ class Summary:
     """A run in numbers. Latencies in ms, rates per second, shares 0 to 1; None where it cannot be known.
 
     ttft, e2el: from when the request was due. tpot: mean per token after the first. itl: gaps between chunks of output.
-    send_lag: how late the client sent. goodput_*: completed requests within every limit, over the run and over all due.
+    send_lag: how late the client sent. cached, reused, recomputed: of prompt tokens, those that were in the prefix
+    cache, and those of documents whose keys and values were stored and used, or stored and computed again.
+    goodput_*: completed requests within every limit, over the run and over all due.
     """
 
     wall_s: float
@@ -53,6 +55,8 @@ class Summary:
     output_tokens: int
     lost_output_tokens: int
     cached_share: float | None
+    reused_share: float | None
+    recomputed_share: float | None
     output_sources: dict[str, int]
     tokens_per_chunk: float
     num_chunk_mismatches: int
@@ -117,7 +121,9 @@ def summarise(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         lost_output_tokens=sum(record.output_tokens for record in records if record.outcome != "completed"),
-        cached_share=_share_cached(done),
+        cached_share=_share_of_prompts(done, "cached_tokens"),
+        reused_share=_share_of_prompts(done, "reused_tokens"),
+        recomputed_share=_share_of_prompts(done, "recomputed_tokens"),
         output_sources=dict(Counter(record.output_source for record in done)),
         tokens_per_chunk=output_tokens / num_chunks if num_chunks else float("nan"),
         num_chunk_mismatches=sum(record.output_tokens != len(record.chunk_times_s) for record in done),
@@ -158,10 +164,11 @@ def _count_prompt(record: RequestRecord) -> int:
     return record.prompt_tokens if record.prompt_tokens is not None else record.asked_tokens or 0
 
 
-def _share_cached(done: Sequence[RequestRecord]) -> float | None:
-    told = [record for record in done if record.cached_tokens is not None and record.prompt_tokens]
+def _share_of_prompts(done: Sequence[RequestRecord], kind: str) -> float | None:
+    """Of the prompts' tokens, those of a kind that the server told of."""
+    told = [record for record in done if getattr(record, kind) is not None and record.prompt_tokens]
     total = sum(record.prompt_tokens or 0 for record in told)
-    return sum(record.cached_tokens or 0 for record in told) / total if total else None
+    return sum(getattr(record, kind) for record in told) / total if total else None
 
 
 def _replace_nan(tree: Any) -> Any:

@@ -47,7 +47,10 @@ def describe_settings(plan: LoadPlan, model: str, counting: str) -> dict[str, st
     length = f"{plan.requests} requests" if plan.requests is not None else f"{plan.duration_s:g} s"
     settings = {"server": plan.base_url, "model": model, "shape": plan.shape}
     settings |= {"arrival": rate + limit, "length": length}
-    if plan.conversations is None:
+    if plan.corpus is not None:
+        settings["documents"] = f"{plan.corpus.shape}, written by the client"
+        settings["token counts"] = counting
+    elif plan.conversations is None:
         settings["text"] = ", ".join(path.name for path in plan.text_files) or "written by the client"
         settings["token counts"] = counting
     else:

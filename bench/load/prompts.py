@@ -26,13 +26,14 @@ class Job:
     """A prompt, or one conversation whose user turns are sent in order.
 
     turns: the messages before each answer, `[turns][messages]`; asked_tokens and output_tokens: lengths that were
-    drawn (asked_tokens is None for a conversation).
+    drawn (asked_tokens is None for a conversation); documents: ids or texts that are sent beside the messages.
     """
 
     index: int
     turns: tuple[tuple[dict[str, Any], ...], ...]
     asked_tokens: int | None
     output_tokens: int
+    documents: tuple[Any, ...] = ()
 
 
 class PromptMaker:

@@ -34,6 +34,8 @@ class RequestRecord:
     num_429: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    reused_tokens: int | None = None
+    recomputed_tokens: int | None = None
     output_tokens: int = 0
     output_source: str = "chunks"
     finish_reason: str | None = None

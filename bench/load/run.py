@@ -178,6 +178,8 @@ class LoadRun:
             body["prompt"] = messages[0]["content"]
         else:
             body["messages"] = messages
+        if job.documents:
+            body["documents"] = list(job.documents)
         if plan.temperature > 0:
             body["seed"] = plan.seed + max(job.index, 0)
         if plan.include_usage:

@@ -84,6 +84,28 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class Corpus:
+    """Documents of a load of the kind `rag`, and how they come with prompts.
+
+    tokens: of a document; per_prompt: different ones of each; zipf: the document of rank r is drawn in proportion to
+    r ** -zipf; sent_as: named by the server's ids, texts in `documents`, or text in the message (without `documents`).
+    """
+
+    num_documents: int
+    tokens: Lengths
+    per_prompt: int
+    zipf: float
+    sent_as: Literal["ids", "inline", "text"]
+
+    @property
+    def shape(self) -> str:
+        return (
+            f"{self.per_prompt} of {self.num_documents} documents of {describe_lengths(self.tokens)}, "
+            f"Zipf {self.zipf:g}, as {self.sent_as}"
+        )
+
+
+@dataclass(frozen=True)
 class LoadPlan:
     """One load test. Times are seconds, lengths tokens. `requests` counts prompts or whole conversations."""
 
@@ -103,6 +125,7 @@ class LoadPlan:
     text_files: tuple[Path, ...]
     tokenizer: Path | None
     conversations: Path | None
+    corpus: Corpus | None
     ignore_eos: bool
     include_usage: bool
     attention_profile: str | None
@@ -143,6 +166,9 @@ class LoadPlan:
         self._check_prompts()
 
     def _check_prompts(self) -> None:
+        if self.corpus is not None:
+            self._check_corpus(self.corpus)
+            return
         if self.conversations is not None:
             if self.endpoint != "chat":
                 raise PlanError("--conversations: got --endpoint completions; conversations need --endpoint chat")
@@ -153,10 +179,26 @@ class LoadPlan:
         elif self.cache == "warm" and self.shared_prefix_share == 0:
             raise PlanError("--warm: nothing is shared between prompts; set --shared-prefix-share above 0")
 
+    def _check_corpus(self, corpus: Corpus) -> None:
+        if self.endpoint != "chat":
+            raise PlanError("--kind rag: got --endpoint completions; documents come with --endpoint chat")
+        if self.conversations is not None or self.text_files or self.shared_prefix_share > 0:
+            raise PlanError("--kind rag: got --conversations, --text or --shared-prefix-share; it writes its own texts")
+        if self.cache != "as it comes":
+            raise PlanError(f"--kind rag: got --{self.cache}; documents are what is shared, --seed gives new ones")
+        if not 1 <= corpus.per_prompt <= corpus.num_documents:
+            most = corpus.num_documents
+            raise PlanError(f"--documents-per-prompt: got {corpus.per_prompt}; wanted 1 to the {most} of --documents")
+        if not 0 <= corpus.zipf < math.inf:
+            raise PlanError(f"--zipf: got {corpus.zipf}; wanted 0 (all alike) or above")
+
     @property
     def shape(self) -> str:
         """The load in one phrase, for the `shape` of a benchmark row."""
         arrival = f"rate {self.rate:g}/s" if self.rate is not None else f"concurrency {self.concurrency}"
+        if self.corpus is not None:
+            asked = f"question {describe_lengths(self.input_tokens)} out {describe_lengths(self.output_tokens)}"
+            return f"rag {self.corpus.shape}, {asked}, {arrival}"
         if self.conversations is not None:
             return f"{self.endpoint} conversations of {self.conversations.name}, {arrival}"
         return (

@@ -22,6 +22,7 @@ PLAN = LoadPlan(
     text_files=(),
     tokenizer=None,
     conversations=None,
+    corpus=None,
     ignore_eos=False,
     include_usage=True,
     attention_profile=None,

@@ -1,0 +1,60 @@
+"""Prompts of the kind `rag`: a question and some documents of a corpus, drawn by popularity, in an order of their own.
+
+The corpus is written by `prose`, no two documents alike. Knows no HTTP. Invariant: documents, and what a job asks of
+which of them in which order, depend on (seed, index) alone, whatever way they are sent: a run with documents and one
+with their texts in the message ask the same.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from bench.load.prompts import Job
+from bench.load.prose import write_prose
+from bench.load.settings import Corpus, LoadPlan
+from bench.load.tokens import TextPool
+
+_SEEDS = 1_000_003  # of documents, for a seed of the run
+
+
+class CorpusReader:
+    """`ids` are the server's names of the documents, once it has them."""
+
+    def __init__(self, plan: LoadPlan, corpus: Corpus, pool: TextPool) -> None:
+        """`pool`: how long a token is, and what is asked."""
+        self.plan, self.corpus, self.pool = plan, corpus, pool
+        self.documents = [self._write(index) for index in range(corpus.num_documents)]
+        self.ids: list[str] = []
+        ranks = np.arange(1, corpus.num_documents + 1, dtype=np.float64)
+        self._shares = ranks**-corpus.zipf / (ranks**-corpus.zipf).sum()  # [documents]
+        self._num_tokens = [pool.estimate(document["text"]) for document in self.documents]
+
+    def make(self, index: int) -> Job:
+        """The job of this index."""
+        rng = np.random.default_rng([self.plan.seed, 2, index])
+        drawn = rng.choice(len(self.documents), self.corpus.per_prompt, replace=False, p=self._shares)
+        chosen = [int(document) for document in rng.permutation(drawn)]
+        num_tokens = self.plan.input_tokens.draw(rng)
+        output_tokens = self.plan.output_tokens.draw(rng)
+        question = self.pool.cut(int(rng.choice(self.pool.sentences)), num_tokens)
+        asked = num_tokens + sum(self._num_tokens[document] for document in chosen)
+        if self.corpus.sent_as == "text":
+            question = self._write_out(chosen) + question
+        return Job(index, (({"role": "user", "content": question},),), asked, output_tokens, self._name(chosen))
+
+    def _write(self, index: int) -> dict[str, str]:
+        rng = np.random.default_rng([self.plan.seed, 3, index])
+        num_chars = round(self.corpus.tokens.draw(rng) * self.pool.chars_per_token)
+        text = write_prose(_SEEDS * (self.plan.seed + 1) + index, num_chars)[:num_chars]
+        return {"title": f"Report {index + 1}", "text": text}
+
+    def _write_out(self, chosen: list[int]) -> str:
+        """Documents as a server puts them before a message, where the chat template has no place of its own."""
+        found = [self.documents[document] for document in chosen]
+        return "".join(f"Document {i}: {one['title']}\n{one['text']}\n\n" for i, one in enumerate(found, 1))
+
+    def _name(self, chosen: list[int]) -> tuple[Any, ...]:
+        if self.corpus.sent_as == "text":
+            return ()
+        known: list[Any] = self.ids if self.corpus.sent_as == "ids" else self.documents
+        return tuple(known[document] for document in chosen)
