@@ -55,7 +55,9 @@ def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subp
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[tuple[subprocess.Popen, str]]:
-    process, url = serve(tmp_path_factory.mktemp("served"))
+    folder = tmp_path_factory.mktemp("served")
+    documents = {"folder": str(folder / "documents"), "memory_limit_gib": 0.25, "disk_limit_gib": 1.0}
+    process, url = serve(folder, {"documents": documents})
     yield process, url
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 0
@@ -64,6 +66,19 @@ def server(tmp_path_factory) -> Iterator[tuple[subprocess.Popen, str]]:
 @pytest.fixture(scope="module")
 def client(server) -> OpenAI:
     return OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def test_a_document_that_is_stored_is_read_where_a_chat_names_it(client):
+    made = client.post("/documents", body={"text": DOCUMENT, "title": "The house"}, cast_to=object)
+    assert made["num_stored"] + made["num_known"] == made["num_chunks"] or made["reason"]
+    asked = {"model": "reference", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    named = {"documents": [made["id"]], "fusion": {"policy": "vanilla"}}
+    answer = client.chat.completions.create(**asked, max_tokens=24, extra_body=named)
+    assert "4815162" in answer.choices[0].message.content
+    assert answer.usage.prompt_tokens > made["num_tokens"]
+    assert answer.usage.prompt_tokens_details.reused_tokens == 0
+    without = client.chat.completions.create(**asked, max_tokens=24)
+    assert "4815162" not in without.choices[0].message.content
 
 
 def test_a_question_about_a_document_is_answered_and_the_next_one_finds_its_prefix(client):
