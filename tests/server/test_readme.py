@@ -11,7 +11,7 @@ from rich.console import Console
 
 from deploy import demo
 from server.config import load_deployment
-from tests.server.live_server import Running
+from tests.server.live_server import Running, fake_command, make_deployment, running_server, with_documents
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -30,11 +30,12 @@ async def answered(live: Running, body: str) -> None:
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-async def test_the_readmes_requests_are_answered_and_end(live: Running) -> None:
+async def test_the_readmes_requests_are_answered_and_end(tmp_path: Path) -> None:
     bodies = curl_bodies(README)
-    assert bodies
-    for body in bodies:
-        await answered(live, body)
+    assert [json.loads(body)["model"] for body in bodies if "documents" in body] == ["reference"]
+    async with running_server(with_documents(make_deployment(), tmp_path), fake_command()) as live:
+        for body in bodies:
+            await answered(live, body)
 
 
 async def test_the_demos_request_is_answered_and_ends(live: Running) -> None:
