@@ -4,6 +4,7 @@ Knows registry, chunks and settings; no HTTP, no template. Invariant: what canno
 chat that it came with is served.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,23 @@ def open_documents(deployment: Deployment, tokenizer: Tokenizer) -> Documents | 
     except RegistryError as error:
         raise ConfigError(f"documents.folder: {error}") from None
     return Documents(config, registry, Chunker(tokenizer, config.chunk_tokens))
+
+
+def check_documents(deployment: Deployment) -> None:
+    """Raises ConfigError where `open_documents` would, and makes no folder."""
+    config = deployment.documents
+    if config is None:
+        return
+    path = config.resolved_folder / _FILE
+    if path.exists():
+        try:
+            DocumentRegistry(path, config.max_documents, 0).close()
+        except RegistryError as error:
+            raise ConfigError(f"documents.folder: {error}") from None
+        return
+    above = next(folder for folder in path.parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"documents.folder: nothing can be written in {above}; name another folder")
 
 
 async def find_texts(documents: Documents, owner: str, given: Sequence[str | InlineDocument]) -> list[GivenText]:

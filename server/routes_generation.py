@@ -55,6 +55,7 @@ async def chat_completions(request: Request) -> Response:
     generation = Generation(service, "chatcmpl", body, jobs, limits, request.state.cache_salt)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")
+    await _keep_documents(service, body, generation, request.state.document_owner)
     return await _respond(request, service, body, generation, shape)
 
 
@@ -69,11 +70,20 @@ async def _chat_job(service: Service, body: ChatBody, limits: Ready, owner: str)
         raise invalid("documents", DOCUMENTS_OFF)
     texts = await find_texts(documents, owner, body.documents)
     prompt = await document_prompt(service, documents, body.messages, texts, context)
-    job = Job(prompt, chat_max_tokens(service, body, prompt, limits), choose_fusion(documents.config, body.fusion))
-    await store_inline(documents, owner, body.documents)
+    return Job(prompt, chat_max_tokens(service, body, prompt, limits), choose_fusion(documents.config, body.fusion))
+
+
+async def _keep_documents(service: Service, body: ChatBody, generation: Generation, owner: str) -> None:
+    """Store what came with a chat that the engine has accepted, and meanwhile works on."""
+    if not body.documents or service.documents is None:
+        return
     service.metrics.document_chats.inc()
-    service.metrics.document_tokens.inc(sum(end - begin for begin, end in prompt.chunks))
-    return job
+    service.metrics.document_tokens.inc(sum(end - begin for begin, end in generation.jobs[0].prompt.chunks))
+    try:
+        await store_inline(service.documents, owner, body.documents)
+    except BaseException:
+        generation.close()
+        raise
 
 
 async def _respond(

@@ -52,6 +52,7 @@ def serve(
         Literal["ids", "inline", "text"],
         typer.Option(help="rag: stored before and named, sent with each prompt, or as plain text of the message"),
     ] = "ids",
+    turns: Annotated[int, typer.Option(min=1, help="rag: questions about the documents of a prompt, in turn")] = 1,
     attention_profile: Annotated[str | None, typer.Option(help="extension field of requests")] = None,
     extra_body: Annotated[str, typer.Option(help="JSON object merged into each request")] = "{}",
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
@@ -78,7 +79,7 @@ def serve(
         corpus = None
         if kind == "rag":
             lengths = parse_lengths("--document-tokens", document_tokens)
-            corpus = Corpus(documents, lengths, documents_per_prompt, zipf, documents_as)
+            corpus = Corpus(documents, lengths, documents_per_prompt, zipf, documents_as, turns)
         plan = LoadPlan(
             url=url,
             api_key=api_key,

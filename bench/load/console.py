@@ -13,6 +13,7 @@ from bench.load.run import LoadRun
 _REFRESH_S = 0.25
 LATENCIES = (
     ("ttft", "time to first token"),
+    ("later_ttft", "... of later turns"),
     ("tpot", "time per output token"),
     ("itl", "inter-token latency"),
     ("e2el", "end to end"),
@@ -54,8 +55,7 @@ def print_summary(summary: Summary, notes: list[str], console: Console) -> None:
     table = Table(title=f"{summary.completed} of {summary.due} requests completed", title_justify="left")
     for heading in ("ms", "mean", "p50", "p90", "p99", "max", "of"):
         table.add_column(heading, justify="left" if heading == "ms" else "right")
-    for key, label in LATENCIES:
-        spread: Spread = getattr(summary, key)
+    for label, spread in list_latencies(summary):
         values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
         table.add_row(label, *("-" if value != value else f"{value:,.1f}" for value in values), f"{spread.num:,}")
     console.print(table)
@@ -67,6 +67,12 @@ def print_summary(summary: Summary, notes: list[str], console: Console) -> None:
         console.print(f"[red]{count} ×[/red] ", Text(reason), sep="")
     for note in notes:
         console.print("note: ", Text(note), sep="", style="yellow")
+
+
+def list_latencies(summary: Summary) -> list[tuple[str, Spread]]:
+    """Label and spread; later turns only where there were any."""
+    found = [(label, getattr(summary, key)) for key, label in LATENCIES]
+    return [(label, spread) for label, spread in found if spread.num or spread is not summary.later_ttft]
 
 
 def list_facts(summary: Summary) -> list[tuple[str, str]]:

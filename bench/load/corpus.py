@@ -36,11 +36,13 @@ class CorpusReader:
         chosen = [int(document) for document in rng.permutation(drawn)]
         num_tokens = self.plan.input_tokens.draw(rng)
         output_tokens = self.plan.output_tokens.draw(rng)
-        question = self.pool.cut(int(rng.choice(self.pool.sentences)), num_tokens)
-        asked = num_tokens + sum(self._num_tokens[document] for document in chosen)
+        begins = rng.choice(self.pool.sentences, self.corpus.turns)
+        questions = [self.pool.cut(int(begin), num_tokens) for begin in begins]
+        asked = num_tokens + sum(self._num_tokens[document] for document in chosen) if len(questions) == 1 else None
         if self.corpus.sent_as == "text":
-            question = self._write_out(chosen) + question
-        return Job(index, (({"role": "user", "content": question},),), asked, output_tokens, self._name(chosen))
+            questions[0] = self._write_out(chosen) + questions[0]
+        turns = tuple(({"role": "user", "content": question},) for question in questions)
+        return Job(index, turns, asked, output_tokens, self._name(chosen))
 
     def _write(self, index: int) -> dict[str, str]:
         rng = np.random.default_rng([self.plan.seed, 3, index])

@@ -31,10 +31,10 @@ class Spread:
 class Summary:
     """A run in numbers. Latencies in ms, rates per second, shares 0 to 1; None where it cannot be known.
 
-    ttft, e2el: from when the request was due. tpot: mean per token after the first. itl: gaps between chunks of output.
-    send_lag: how late the client sent. cached, reused, recomputed: of prompt tokens, those that were in the prefix
-    cache, and those of documents whose keys and values were stored and used, or stored and computed again.
-    goodput_*: completed requests within every limit, over the run and over all due.
+    ttft, e2el: from when the request was due; later_ttft: of a conversation's turns but its first. tpot: mean per token
+    after the first. itl: gaps between chunks of output. send_lag: how late the client sent. cached, reused, recomputed:
+    of prompt tokens, those that were in the prefix cache, and those of documents whose keys and values were stored and
+    used, or stored and computed again. goodput_*: completed requests within every limit, over the run and over all due.
     """
 
     wall_s: float
@@ -63,6 +63,7 @@ class Summary:
     mean_length_error_tokens: float | None
     peak_concurrency: int
     ttft: Spread
+    later_ttft: Spread
     tpot: Spread
     itl: Spread
     e2el: Spread
@@ -130,6 +131,7 @@ def summarise(
         mean_length_error_tokens=float(np.mean(errors)) if errors else None,
         peak_concurrency=count_peak(records),
         ttft=spread_ms(record.ttft_s for record in done),
+        later_ttft=spread_ms(record.ttft_s for record in done if record.turn > 0),
         tpot=spread_ms(record.tpot_s for record in done if record.tpot_s is not None),
         itl=spread_ms(gap for record in done for gap in record.gaps_s),
         e2el=spread_ms(record.e2el_s for record in done),

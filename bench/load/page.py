@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from bench.load.console import LATENCIES, list_facts
+from bench.load.console import list_facts, list_latencies
 from bench.load.metrics import Summary
 from bench.load.plots import draw_cdfs, draw_requests, draw_timeline, draw_ttft_against_prompt
 from bench.load.records import RequestRecord
@@ -37,7 +37,7 @@ def write_page(
         subtitle=subtitle,
         when=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         headlines=_pick_headlines(summary),
-        latencies=[(label, getattr(summary, key)) for key, label in LATENCIES],
+        latencies=list_latencies(summary),
         facts=list_facts(summary),
         summary=summary,
         pictures=pictures,

@@ -88,7 +88,8 @@ class Corpus:
     """Documents of a load of the kind `rag`, and how they come with prompts.
 
     tokens: of a document; per_prompt: different ones of each; zipf: the document of rank r is drawn in proportion to
-    r ** -zipf; sent_as: named by the server's ids, texts in `documents`, or text in the message (without `documents`).
+    r ** -zipf; sent_as: named by the server's ids, texts in `documents`, or text in the message (without `documents`);
+    turns: questions that are asked about them, one after the other.
     """
 
     num_documents: int
@@ -96,12 +97,14 @@ class Corpus:
     per_prompt: int
     zipf: float
     sent_as: Literal["ids", "inline", "text"]
+    turns: int
 
     @property
     def shape(self) -> str:
+        turns = f", {self.turns} turns" if self.turns > 1 else ""
         return (
             f"{self.per_prompt} of {self.num_documents} documents of {describe_lengths(self.tokens)}, "
-            f"Zipf {self.zipf:g}, as {self.sent_as}"
+            f"Zipf {self.zipf:g}, as {self.sent_as}{turns}"
         )
 
 

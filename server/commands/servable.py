@@ -9,6 +9,7 @@ from pathlib import Path
 from gpu.model.architecture import ModelError
 from gpu.profiles import get_profile, resolve_profiles
 from server.config import Deployment
+from server.documents import check_documents
 from server.service import load_parts
 
 _INDEX = "model.safetensors.index.json"
@@ -16,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 
 def require_servable(deployment: Deployment) -> None:
     """Raises ModelError, ConfigError or ProfileError with one line: the model's files, tokenizer, template, keys,
-    profiles.
+    documents, profiles.
     """
     require_settings(deployment)
     path = deployment.model.path
@@ -25,6 +26,7 @@ def require_servable(deployment: Deployment) -> None:
             raise ModelError(f"model.path: {path} is missing; put the model's Hugging Face folder there")
         require_weights(path)
     load_parts(deployment)
+    check_documents(deployment)
 
 
 def require_settings(deployment: Deployment) -> None:

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from bench.load.client import StreamFault
-from bench.load.console import list_facts
+from bench.load.console import list_facts, list_latencies
 from bench.load.corpus import CorpusReader
 from bench.load.measure import LoadResult, measure
+from bench.load.prose import write_prose
 from bench.load.row import make_row
 from bench.load.settings import Corpus, LoadPlan, PlanError, parse_lengths
 from bench.load.tokens import load_tokenizer, pool_by_tokenizer
@@ -25,7 +26,7 @@ from tests.server.live_server import fake_command, make_deployment, running_serv
 
 MODEL = Path(__file__).parents[2] / "deploy" / "models" / "reference"
 TOKENIZER = load_tokenizer(MODEL)
-CORPUS = Corpus(12, parse_lengths("", "60-120"), 3, 1.0, "inline")
+CORPUS = Corpus(12, parse_lengths("", "60-120"), 3, 1.0, "inline", 1)
 
 
 def make_rag(corpus: Corpus = CORPUS, **changes: Any) -> LoadPlan:
@@ -34,7 +35,7 @@ def make_rag(corpus: Corpus = CORPUS, **changes: Any) -> LoadPlan:
 
 
 def read_corpus(corpus: Corpus = CORPUS, **changes: Any) -> CorpusReader:
-    pool = pool_by_tokenizer("The baker sold three maps of the valley. " * 400, TOKENIZER, "reference")
+    pool = pool_by_tokenizer(write_prose(5, 20_000), TOKENIZER, "reference")
     return CorpusReader(make_rag(corpus, **changes), corpus, pool)
 
 
@@ -63,7 +64,7 @@ def test_prompts_have_different_documents_in_orders_of_their_own_and_can_be_made
 
 
 def test_popularity_falls_as_zipf_says() -> None:
-    one = Corpus(12, parse_lengths("", "60"), 1, 1.0, "inline")
+    one = Corpus(12, parse_lengths("", "60"), 1, 1.0, "inline", 1)
     reader = read_corpus(one)
     num = 3000
     counts = Counter(titles(reader, index)[0] for index in range(num))
@@ -72,13 +73,13 @@ def test_popularity_falls_as_zipf_says() -> None:
         share = 1 / rank / total
         deviation = math.sqrt(share * (1 - share) / num)
         assert abs(counts[f"Report {rank}"] / num - share) < 5 * deviation
-    alike = read_corpus(Corpus(12, one.tokens, 1, 0.0, "inline"))
+    alike = read_corpus(Corpus(12, one.tokens, 1, 0.0, "inline", 1))
     even = Counter(titles(alike, index)[0] for index in range(num))
     assert max(even.values()) < 1.4 * min(even.values())
 
 
 def test_the_same_is_asked_however_documents_are_sent() -> None:
-    ways = {way: read_corpus(Corpus(12, CORPUS.tokens, 3, 1.0, way)) for way in ("ids", "inline", "text")}
+    ways = {way: read_corpus(Corpus(12, CORPUS.tokens, 3, 1.0, way, 1)) for way in ("ids", "inline", "text")}
     ways["ids"].ids = [f"doc-{i}" for i in range(12)]
     for index in range(5):
         ids, inline, text = (ways[way].make(index) for way in ("ids", "inline", "text"))
@@ -92,25 +93,38 @@ def test_the_same_is_asked_however_documents_are_sent() -> None:
         assert abs(len(TOKENIZER.encode(question).ids) - 20) <= 2
 
 
+def test_later_turns_ask_about_the_same_documents() -> None:
+    for way in ("inline", "text"):
+        corpus = Corpus(12, CORPUS.tokens, 3, 1.0, way, 3)
+        job = read_corpus(corpus).make(4)
+        contents = [turn[0]["content"] for turn in job.turns]
+        assert len(set(contents)) == 3
+        assert [content.startswith("Document 1") for content in contents] == [way == "text", False, False]
+        assert len(job.documents) == (3 if way == "inline" else 0)
+
+
 async def run_load(url: str, corpus: Corpus, **changes: Any) -> LoadResult:
     return await measure(make_rag(corpus, url=url, requests=6, **changes), Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize("way", ["ids", "inline", "text"])
 async def test_a_run_measures_first_tokens_and_what_was_reused(tmp_path: Path, way: str) -> None:
-    corpus = Corpus(5, parse_lengths("", "100"), 3, 1.0, way)
+    corpus = Corpus(5, parse_lengths("", "100"), 3, 1.0, way, 2)
     async with running_server(with_documents(make_deployment(), tmp_path, chunk_tokens=64), fake_command()) as live:
         result = await run_load(live.url, corpus, concurrency=1)
         stored = (await live.http.get("/v1/documents")).json()["data"]
     summary = result.summary
-    assert (summary.completed, summary.ttft.num) == (6, 6)
+    assert (summary.completed, summary.ttft.num, summary.later_ttft.num) == (12, 12, 6)
+    assert "... of later turns" in dict(list_latencies(summary))
     assert len(stored) == {"ids": 5, "text": 0}.get(way, len(stored))
     assert {"ids": 0.6, "inline": 0.3, "text": 0.0}[way] <= summary.reused_share < 0.9
     assert (summary.recomputed_share > 0) is (way != "text")
     facts = dict(list_facts(summary))
     assert facts["prompt tokens from documents' store"].startswith(f"{summary.reused_share:.1%}, and ")
     row = make_row(result)
-    assert row["shape"].startswith(f"rag 3 of 5 documents of 100, Zipf 1, as {way}, question 20 out 4, concurrency 1")
+    assert row["shape"].startswith(
+        f"rag 3 of 5 documents of 100, Zipf 1, as {way}, 2 turns, question 20 out 4, concurrency 1"
+    )
     assert row["config"]["documents"] == f"{corpus.shape}, written by the client"
     assert row["extras"]["load"]["reused_share"] == summary.reused_share
 
@@ -118,9 +132,10 @@ async def test_a_run_measures_first_tokens_and_what_was_reused(tmp_path: Path, w
 async def test_a_server_without_documents_is_one_line_and_one_that_tells_nothing_is_no_share() -> None:
     with scripted_server(Behaviour()) as server:
         with pytest.raises(StreamFault, match="/v1/documents: HTTP 404"):
-            await run_load(server.url, Corpus(5, parse_lengths("", "50"), 2, 1.0, "ids"))
-        result = await run_load(server.url, Corpus(5, parse_lengths("", "50"), 2, 1.0, "inline"))
+            await run_load(server.url, Corpus(5, parse_lengths("", "50"), 2, 1.0, "ids", 1))
+        result = await run_load(server.url, Corpus(5, parse_lengths("", "50"), 2, 1.0, "inline", 1))
     assert result.summary.reused_share is None
+    assert "... of later turns" not in dict(list_latencies(result.summary))
     assert not [label for label, _ in list_facts(result.summary) if "documents" in label]
     assert {len(body["documents"]) for body in server.bodies} == {2}
 
@@ -132,8 +147,8 @@ async def test_a_server_without_documents_is_one_line_and_one_that_tells_nothing
         (CORPUS, {"conversations": Path("x")}, "it writes its own texts"),
         (CORPUS, {"shared_prefix_share": 0.5}, "it writes its own texts"),
         (CORPUS, {"cache": "cold"}, "got --cold; documents are what is shared"),
-        (Corpus(2, CORPUS.tokens, 3, 1.0, "ids"), {}, "got 3; wanted 1 to the 2 of --documents"),
-        (Corpus(5, CORPUS.tokens, 3, -1.0, "ids"), {}, "--zipf: got -1.0; wanted 0"),
+        (Corpus(2, CORPUS.tokens, 3, 1.0, "ids", 1), {}, "got 3; wanted 1 to the 2 of --documents"),
+        (Corpus(5, CORPUS.tokens, 3, -1.0, "ids", 1), {}, "--zipf: got -1.0; wanted 0"),
     ],
 )
 def test_options_that_contradict_are_refused(corpus: Corpus, changes: dict[str, Any], words: str) -> None:
@@ -171,7 +186,7 @@ def test_the_command_line_makes_such_a_plan(monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(SystemExit):
         main()
     text, ids, plain = plans
-    assert text.corpus == Corpus(9, parse_lengths("", "70"), 2, 0.5, "text")
+    assert text.corpus == Corpus(9, parse_lengths("", "70"), 2, 0.5, "text", 1)
     assert (ids.corpus.sent_as, ids.endpoint) == ("ids", "chat")
     assert [plan.input_tokens.largest for plan in plans] == [32, 50, 1000]
     assert (plain.corpus, plain.endpoint) == (None, "completions")

@@ -9,6 +9,8 @@ import pytest
 
 from scheduler.messages import EngineRequest
 from server.chunker import Chunker
+from server.config import ConfigError, load_deployment
+from server.documents import check_documents, open_documents
 from tests.server.live_server import Running, fake_command, make_deployment, running_server, with_documents
 
 DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"
@@ -296,3 +298,29 @@ async def test_documents_outlive_the_server(tmp_path: Path) -> None:
     async with running_server(with_documents(make_deployment(), tmp_path), fake_command()) as live:
         assert await live.metric("tandem_documents") == 1
         assert (await chat(live, [made["id"]])).status_code == 200
+
+
+def test_what_serve_would_refuse_is_known_before_and_nothing_is_made(tmp_path: Path) -> None:
+    check_documents(make_deployment())
+    deployment = with_documents(make_deployment(), tmp_path / "deep" / "folder")
+    check_documents(deployment)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "deep").write_text("a file")
+    with pytest.raises(ConfigError, match=r"documents\.folder: nothing can be written in .*/deep"):
+        check_documents(deployment)
+    (tmp_path / "documents.sqlite3").write_text("nothing of ours, and longer than a header would be" * 10)
+    for check in (check_documents, lambda one: open_documents(one, None)):
+        with pytest.raises(ConfigError, match=r"documents\.folder: .*documents\.sqlite3: file is not a database"):
+            check(with_documents(make_deployment(), tmp_path))
+
+
+def test_a_folder_of_documents_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("model: {path: /m}\ndocuments: {folder: kept, ratio: 0.3}\n")
+    config = load_deployment(path).documents
+    assert (config.folder, config.ratio, config.policy) == (tmp_path / "kept", 0.3, "legolink")
+    path.write_text("model: {path: /m}\ndocuments: {}\n")
+    assert load_deployment(path).documents.resolved_folder.parts[-2:] == ("tandem", "chunks")
+    path.write_text("model: {path: /m}\ndocuments: {policy: best}\n")
+    with pytest.raises(ConfigError, match=r"documents\.policy"):
+        load_deployment(path)
