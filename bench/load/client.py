@@ -171,6 +171,11 @@ class Client:
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             raise StreamFault(f"{url}: {error or type(error).__name__}") from None
 
+    async def delete_document(self, document_id: str) -> None:
+        """Best effort: what is left is only in the way."""
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            (await self.session.delete(f"{self.base_url}/v1/documents/{document_id}")).release()
+
     async def _get_json(self, path: str) -> Any:
         try:
             async with asyncio.timeout(self.timeout_s), self.session.get(self.base_url + path) as response:

@@ -2,7 +2,8 @@
 
 The corpus is written by `prose`, no two documents alike. Knows no HTTP. Invariant: documents, and what a job asks of
 which of them in which order, depend on (seed, index) alone, whatever way they are sent: a run with documents and one
-with their texts in the message ask the same.
+with their texts in the message ask the same. The one exception is the run's name in every title, so that no run finds
+the prompts of one before it in the server's prefix cache.
 """
 
 from typing import Any
@@ -20,9 +21,9 @@ _SEEDS = 1_000_003  # of documents, for a seed of the run
 class CorpusReader:
     """`ids` are the server's names of the documents, once it has them."""
 
-    def __init__(self, plan: LoadPlan, corpus: Corpus, pool: TextPool) -> None:
-        """`pool`: how long a token is, and what is asked."""
-        self.plan, self.corpus, self.pool = plan, corpus, pool
+    def __init__(self, plan: LoadPlan, corpus: Corpus, pool: TextPool, run: str) -> None:
+        """`pool`: how long a token is, and what is asked; `run`: its name."""
+        self.plan, self.corpus, self.pool, self.run = plan, corpus, pool, run
         self.documents = [self._write(index) for index in range(corpus.num_documents)]
         self.ids: list[str] = []
         ranks = np.arange(1, corpus.num_documents + 1, dtype=np.float64)
@@ -48,7 +49,7 @@ class CorpusReader:
         rng = np.random.default_rng([self.plan.seed, 3, index])
         num_chars = round(self.corpus.tokens.draw(rng) * self.pool.chars_per_token)
         text = write_prose(_SEEDS * (self.plan.seed + 1) + index, num_chars)[:num_chars]
-        return {"title": f"Report {index + 1}", "text": text}
+        return {"title": f"Report {index + 1} of {self.run}", "text": text}
 
     def _write_out(self, chosen: list[int]) -> str:
         """Documents as a server puts them before a message, where the chat template has no place of its own."""

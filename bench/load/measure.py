@@ -6,6 +6,7 @@ counted, what was cached, whether the client was late) is in the notes.
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ _POOL_CHARS = 400_000
 _MAX_POOL_CHARS = 8_000_000
 _CHARS_FOR_A_TOKEN = 6
 _PROBE_CHARS = 2000
+_CLEANING_S = 10.0  # for the documents of a run; a server that hangs keeps them
 _WARMUP_INDEX = 1_000_003
 """Jobs from here on warm the server; the measured ones start at 0."""
 
@@ -60,10 +62,11 @@ async def measure(plan: LoadPlan, console: Console) -> LoadResult:
     plan.check()
     tokenizer = load_tokenizer(plan.tokenizer) if plan.tokenizer else None
     client = Client(plan.base_url, plan.api_key, plan.timeout_s, plan.retries)
+    document_ids: list[str] = []
     try:
         model = plan.model or await client.find_model()
         run = LoadRun(plan, client, model, _not_ready)
-        run.make_job, shared_jobs, counting = await _prepare(run, tokenizer, console)
+        run.make_job, shared_jobs, counting = await _prepare(run, tokenizer, document_ids, console)
         await _warm(run, shared_jobs, console)
         progress = asyncio.create_task(show_progress(run, console))
         try:
@@ -73,6 +76,10 @@ async def measure(plan: LoadPlan, console: Console) -> LoadResult:
             progress.cancel()
             await asyncio.gather(progress, return_exceptions=True)
     finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLEANING_S):
+                for document_id in document_ids:
+                    await client.delete_document(document_id)
         await client.session.close()
     if tokenizer is not None:
         _count_answers(run.records, tokenizer)
@@ -82,9 +89,12 @@ async def measure(plan: LoadPlan, console: Console) -> LoadResult:
 
 
 async def _prepare(
-    run: LoadRun, tokenizer: Tokenizer | None, console: Console
+    run: LoadRun, tokenizer: Tokenizer | None, document_ids: list[str], console: Console
 ) -> tuple[Callable[[int], Job], list[Job], str]:
-    """What makes jobs, the jobs that warm the cache, and how tokens are counted."""
+    """What makes jobs, the jobs that warm the cache, and how tokens are counted.
+
+    `document_ids`: gets those of the documents that are stored for it.
+    """
     plan = run.plan
     if plan.conversations is not None:
         conversations = ConversationReader(plan)
@@ -95,7 +105,8 @@ async def _prepare(
     with console.status("counting tokens of the text"):
         pool = await _make_pool(run, tokenizer, _read_text(plan))
     if plan.corpus is not None:
-        reader = CorpusReader(plan, plan.corpus, pool)
+        reader = CorpusReader(plan, plan.corpus, pool, secrets.token_hex(4))
+        reader.ids = document_ids
         if plan.corpus.sent_as == "ids":
             await _store_documents(run, reader, console)
         return reader.make, [], pool.method
