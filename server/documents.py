@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from scheduler.messages import Fusion
 from server import logs
-from server.api_error import ApiError
+from server.api_error import ApiError, too_long
 from server.bodies import FusionChoice, InlineDocument
 from server.chunker import Chunker
 from server.config import ConfigError, Deployment
-from server.registry import Document, DocumentRegistry, RegistryError, RegistryFull
+from server.registry import Document, DocumentRegistry, RegistryError, RegistryFull, TextsTooLarge
 from server.tokenizer import Tokenizer
 from transfer.config import DocumentsConfig
 
@@ -67,10 +67,15 @@ def check_documents(deployment: Deployment) -> None:
         raise ConfigError(f"documents.folder: nothing can be written in {above}; name another folder")
 
 
-async def find_texts(documents: Documents, owner: str, given: Sequence[str | InlineDocument]) -> list[GivenText]:
-    """The texts of a chat's documents, in their order. Raises ApiError 404 and RegistryError."""
+async def find_texts(
+    documents: Documents, owner: str, given: Sequence[str | InlineDocument], most_bytes: int
+) -> list[GivenText]:
+    """The texts of a chat's documents, in their order. Raises ApiError 400 and 404, and RegistryError."""
     ids = [one for one in given if isinstance(one, str)]
-    found: dict[str, Document] = await documents.registry.find(owner, ids) if ids else {}
+    try:
+        found: dict[str, Document] = await documents.registry.find(owner, ids, most_bytes) if ids else {}
+    except TextsTooLarge as error:
+        raise too_long("documents", f"{error} bytes; no prompt has room for them") from None
     texts = []
     for i, one in enumerate(given):
         if isinstance(one, InlineDocument):

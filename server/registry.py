@@ -52,6 +52,10 @@ class RegistryFull(Exception):
     """There is no room for one more; the message names the limit."""
 
 
+class TextsTooLarge(Exception):
+    """The texts that were asked for have so many bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
     """What is known of a document beside its text. content_hash: SHA-256 of the text in UTF-8, hexadecimal."""
@@ -91,9 +95,9 @@ class DocumentRegistry:
         """The document, as it is from now on. is_kept: until it is deleted. Raises RegistryFull and RegistryError."""
         return await self._run(lambda: self._add(owner, title, text, is_kept))
 
-    async def find(self, owner: str, ids: list[str]) -> dict[str, Document]:
-        """Those of the ids that are the owner's. Raises RegistryError."""
-        return await self._run(lambda: self._find(owner, ids))
+    async def find(self, owner: str, ids: list[str], most_bytes: int) -> dict[str, Document]:
+        """Those of the ids that are the owner's. Raises TextsTooLarge, before a text is read, and RegistryError."""
+        return await self._run(lambda: self._find(owner, ids, most_bytes))
 
     async def page(self, owner: str, after: str | None, limit: int) -> list[DocumentEntry] | None:
         """The owner's, oldest first, behind the one named; None if that is not theirs. Raises RegistryError."""
@@ -177,9 +181,13 @@ class DocumentRegistry:
     def _number(self, query: str, *values: str) -> int:
         return int(self._file.execute(query, values).fetchone()[0])
 
-    def _find(self, owner: str, ids: list[str]) -> dict[str, Document]:
+    def _find(self, owner: str, ids: list[str], most_bytes: int) -> dict[str, Document]:
         found: dict[str, Document] = {}
         now = time.time()
+        size = "SELECT coalesce(max(num_bytes), 0) FROM documents WHERE owner = ? AND id = ?"
+        sizes = [self._number(size, owner, document_id) for document_id in ids]
+        if sum(sizes) > most_bytes:
+            raise TextsTooLarge(sum(sizes))
         for document_id in dict.fromkeys(ids):
             query = f"SELECT {_ENTRY}, text, used, is_kept FROM documents WHERE owner = ? AND id = ?"
             row = self._file.execute(query, (owner, document_id)).fetchone()

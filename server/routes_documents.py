@@ -4,6 +4,7 @@ A new one is cut into chunks, whose keys and values the engine computes and stor
 document that is deleted is named no more; chunks stay until the store needs their room, since others may have them too.
 """
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -64,7 +65,7 @@ async def list_documents(request: Request) -> Response:
 @router.get("/v1/documents/{document_id}")
 async def show_document(request: Request, document_id: str) -> Response:
     documents = _documents_of(service_of(request))
-    found = await documents.registry.find(request.state.document_owner, [document_id])
+    found = await documents.registry.find(request.state.document_owner, [document_id], sys.maxsize)
     if document_id not in found:
         raise unknown_document("document_id", document_id)
     document = found[document_id]

@@ -25,6 +25,7 @@ from server.sse import EventStream, watch_disconnect
 
 router = APIRouter()
 
+_MOST_CHAR_BYTES = 4  # of a character in UTF-8
 _CLIENT_GONE = 499  # for the log alone: nobody reads it
 
 
@@ -68,7 +69,8 @@ async def _chat_job(service: Service, body: ChatBody, limits: Ready, owner: str)
     documents = service.documents
     if documents is None:
         raise invalid("documents", DOCUMENTS_OFF)
-    texts = await find_texts(documents, owner, body.documents)
+    most_bytes = _MOST_CHAR_BYTES * service.tokenizer.longest_token_chars * context
+    texts = await find_texts(documents, owner, body.documents, most_bytes)
     prompt = await document_prompt(service, documents, body.messages, texts, context)
     return Job(prompt, chat_max_tokens(service, body, prompt, limits), choose_fusion(documents.config, body.fusion))
 

@@ -4,8 +4,8 @@ Knows HTTP and the terminal, nothing of the engine. A file that was added before
 that was interrupted is simply run again. One file's fault does not keep the others out; a server that is gone does.
 """
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,52 +53,63 @@ def add(
     except ValueError as error:
         raise AddError(f"--url: {error}") from None
     notes = Console(stderr=True)
-    total = len(files)
-    faults, reasons, num_stored, num_known = 0, set(), 0, 0
+    added: list[Added] = []
     with WorkBar("files", notes) as bar:
-        bar.show("storing", 0, total)
-        for done, one in enumerate(add_files(root, api_key, files, at_once), 1):
+        bar.show("storing", 0, len(files))
+
+        def tell(one: Added) -> None:
+            added.append(one)
             if one.document is None:
-                faults += 1
                 notes.print(f"{one.path}: {one.fault}", style="red", markup=False, highlight=False)
             else:
                 typer.echo(f"{one.document['id']}  {one.path}")
-                num_stored += one.document["num_stored"]
-                num_known += one.document["num_known"]
-                reasons.add(one.document["reason"])
-            bar.show("storing", done, total)
+            bar.show("storing", len(added), len(files))
+
+        asyncio.run(add_files(root, api_key, files, at_once, tell))
+    made = [one.document for one in added if one.document is not None]
+    num_stored, num_known = (sum(document[count] for document in made) for count in ("num_stored", "num_known"))
     notes.print(
-        f"{total - faults} documents; {num_stored:,} chunks stored, {num_known:,} known before",
-        style="dim", highlight=False,
-    )  # fmt: skip
+        f"{len(made)} documents; {num_stored:,} chunks stored, {num_known:,} known before", style="dim", highlight=False
+    )
+    reasons = {document["reason"] for document in made}
     for reason in sorted(filter(None, reasons)):
         notes.print(f"not all chunks were stored: {reason}", style="yellow", markup=False, highlight=False)
-    if faults:
-        raise AddError(f"documents: {faults} of {total} files were not added")
+    if len(made) < len(files):
+        raise AddError(f"documents: {len(files) - len(made)} of {len(files)} files were not added")
 
 
-def add_files(root: str, api_key: str | None, files: Sequence[Path], at_once: int) -> Iterator[Added]:
-    """Each file as it is done with. Raises AddError if there is no server any more."""
+async def add_files(
+    root: str, api_key: str | None, files: Sequence[Path], at_once: int, tell: Callable[[Added], None]
+) -> None:
+    """`tell` is called as each file is done with. Raises AddError if there is no server any more."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # chunks are computed behind all requests
-    with httpx.Client(base_url=root, headers=headers, timeout=timeout) as client:
-        threads = ThreadPoolExecutor(at_once, "add")
+    room = asyncio.Semaphore(at_once)
+    async with httpx.AsyncClient(base_url=root, headers=headers, timeout=timeout) as client:
+
+        async def add_in_room(path: Path) -> Added:
+            async with room:
+                return await add_file(client, path)
+
+        tasks = [asyncio.create_task(add_in_room(path)) for path in files]
         try:
-            for future in as_completed([threads.submit(add_file, client, path) for path in files]):
-                yield future.result()
+            for task in asyncio.as_completed(tasks):
+                tell(await task)
         except httpx.HTTPError as error:
             raise AddError(f"documents: {root} does not answer ({error or type(error).__name__})") from None
         finally:
-            threads.shutdown(cancel_futures=True)
+            for unfinished in tasks:
+                unfinished.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def add_file(client: httpx.Client, path: Path) -> Added:
+async def add_file(client: httpx.AsyncClient, path: Path) -> Added:
     """Raises httpx.HTTPError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return Added(path, None, f"cannot be read as text: {error}")
-    response = client.post("/v1/documents", json={"title": path.name, "text": text})
+    response = await client.post("/v1/documents", json={"title": path.name, "text": text})
     if response.status_code != 200:
         return Added(path, None, describe_refusal(response.status_code, response.text))
     return Added(path, response.json(), "")

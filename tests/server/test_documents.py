@@ -232,6 +232,16 @@ async def test_what_cannot_be_served_is_a_400_that_names_the_field(docs, path: s
     assert (await docs.http.get(DOCUMENTS)).json()["data"] == [], "nothing is left of it"
 
 
+async def test_ids_of_more_text_than_any_prompt_holds_are_refused_unread(docs, tokenizer) -> None:
+    made = await add(docs, text="word " * 15_000)
+    most = 4 * tokenizer.longest_token_chars * 16384
+    answer = await chat(docs, [made["id"]] * (most // made["num_bytes"] + 1))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "bytes; no prompt has room for them" in answer.json()["error"]["message"]
+    answer = await chat(docs, [made["id"]] * 2)
+    assert "documents: with the messages at least 30" in answer.json()["error"]["message"]
+
+
 async def test_pages_have_a_size_and_begin_behind_a_document_that_is_there(docs) -> None:
     for limit in ("0", "1001", "x", "-1", "1e3", ""):
         answer = await docs.http.get(DOCUMENTS, params={"limit": limit})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.registry import DocumentRegistry, RegistryError, RegistryFull
+from server.registry import DocumentRegistry, RegistryError, RegistryFull, TextsTooLarge
 from tests.server.live_server import ROOT
 
 MIB = 2**20
@@ -32,7 +32,7 @@ async def test_a_document_is_found_by_its_owner_alone(registry) -> None:
     yours = await registry.add("b", "T", text, is_kept=True)
     assert mine.id != yours.id
     assert mine.content_hash == yours.content_hash == hashlib.sha256(text.encode()).hexdigest()
-    found = await registry.find("a", [mine.id, yours.id, "doc-0", mine.id])
+    found = await registry.find("a", [mine.id, yours.id, "doc-0", mine.id], MIB)
     assert list(found) == [mine.id]
     assert (found[mine.id].entry, found[mine.id].text) == (mine, text)
     assert await ids_of(registry, "b") == [yours.id]
@@ -41,6 +41,15 @@ async def test_a_document_is_found_by_its_owner_alone(registry) -> None:
     assert await registry.delete("b", yours.id)
     assert not await registry.delete("b", yours.id)
     assert await registry.count() == 1
+
+
+async def test_texts_that_no_prompt_has_room_for_are_not_read(registry) -> None:
+    ids = [(await registry.add("a", "", letter * 1000, is_kept=True)).id for letter in "xyz"]
+    assert len(await registry.find("a", ids, 3000)) == 3
+    for asked in (ids, [ids[0]] * 3):
+        with pytest.raises(TextsTooLarge, match="3000"):
+            await registry.find("a", asked, 2999)
+    assert await registry.find("b", ids, 0) == {}
 
 
 async def test_the_same_title_and_text_are_one_document_and_any_other_is_another(registry) -> None:
@@ -82,7 +91,7 @@ async def test_texts_stay_below_the_limit_the_least_recently_used_inline_one_goe
     monkeypatch.setattr("server.registry.time.time", lambda: float(next(clock)))
     size = MIB // 4
     first, second, third = [await registry.add(owner, "", owner * size, is_kept=False) for owner in "abc"]
-    await registry.find("a", [first.id])
+    await registry.find("a", [first.id], MIB)
     kept = await registry.add("d", "", "d" * size, is_kept=True)
     with pytest.raises(RegistryFull, match=f"no room for {MIB + 1} bytes in 1 MiB"):
         await registry.add("e", "", "e" * (MIB + 1), is_kept=True)
@@ -101,7 +110,7 @@ async def test_documents_survive_a_restart(tmp_path: Path) -> None:
     entry = await first.add("a", "T", "text", is_kept=True)
     first.close()
     again = DocumentRegistry(path, 10, MIB)
-    assert (await again.find("a", [entry.id]))[entry.id].text == "text"
+    assert (await again.find("a", [entry.id], MIB))[entry.id].text == "text"
     again.close()
     assert path.stat().st_mode & 0o077 == 0, "texts are their owners'"
 
@@ -137,7 +146,7 @@ async def test_two_processes_write_at_once_and_one_that_is_killed_leaves_whole_d
     entries = await registry.page("a", None, 20_000)
     for name in told:
         mine = [entry.id for entry in entries if entry.title == name]
-        texts = [document.text for document in (await registry.find("a", mine)).values()]
+        texts = [document.text for document in (await registry.find("a", mine, MIB)).values()]
         assert texts == [f"{i} " * 200 for i in range(len(texts))], "all that was told, in order, and none torn"
         assert len(texts) > told[name]
     registry.close()
@@ -165,7 +174,7 @@ async def test_a_disk_that_is_full_is_an_error_and_what_was_there_stays(registry
     registry._file.execute(f"PRAGMA max_page_count={pages}")
     with pytest.raises(RegistryError, match="full"):
         await registry.add("a", "", "x" * 500_000, is_kept=True)
-    assert list(await registry.find("a", [entry.id])) == [entry.id]
+    assert list(await registry.find("a", [entry.id], MIB)) == [entry.id]
     registry._file.execute("PRAGMA max_page_count=1000000")
     await asyncio.gather(*(registry.add("a", "", f"text {i}", is_kept=True) for i in range(5)))
     assert await registry.count() == 6
