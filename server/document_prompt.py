@@ -2,7 +2,7 @@
 
 Knows the template and tokens, nothing of where documents are kept. A template that takes `documents` (each a `title`
 and a `text`) and gives every sentinel back as it was decides where they stand. For any other, they stand before the
-first message of the user, in this order:
+first message of the user (of anybody, if that is nobody), in this order:
 
     Document 1: TITLE
     TEXT
@@ -97,9 +97,7 @@ def render_pieces(
 
 
 def _place_by_default(messages: list[Message], titles: list[str], sentinels: list[str]) -> list[Message]:
-    first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
-    if first is None:
-        raise invalid("documents", "they stand before the first message of the user, and there is none")
+    first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
     blocks = [
         f"Document {number}{f': {title}' if title else ''}\n{text}\n\n"
         for number, (title, text) in enumerate(zip(titles, sentinels, strict=True), 1)

@@ -89,12 +89,15 @@ def test_a_template_may_put_them_in_another_order() -> None:
     assert chunks_of(prompt)[-1] == list(CHUNKER.cut(TWO[0][1], 999)[-1])
 
 
-def test_a_template_that_changes_messages_or_a_chat_without_a_question_is_a_400() -> None:
+def test_a_chat_without_a_user_has_them_before_its_first_message() -> None:
+    prompt = write(PLAIN, [Message(role="system", content="Hi"), Message(role="assistant", content="Yes.")], TWO)
+    assert text_of(prompt).startswith(default_text(TWO, "Hi").replace("<|user|>", "<|system|>").split("Hi<")[0])
+
+
+def test_a_template_that_changes_messages_is_a_400() -> None:
     template = ChatTemplate("{{ messages[0].content | upper }}", {})
     with pytest.raises(ApiError, match="documents: the chat template drops or changes"):
         write(template, HI, TWO)
-    with pytest.raises(ApiError, match="documents: they stand before the first message of the user, and there is none"):
-        write(PLAIN, [Message(role="system", content="Hi")], TWO)
     with pytest.raises(ApiError, match="messages: the chat template refused them"):
         write(ChatTemplate("{{ raise_exception('never') }}", {}), HI, TWO)
 

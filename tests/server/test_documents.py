@@ -221,7 +221,6 @@ async def test_messages_make_a_document_too(docs) -> None:
         (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"policy": "best"}}, "fusion.policy"),
         (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"ratio": 1.5}}, "fusion.ratio"),
         (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"rate": 1}}, "fusion.rate"),
-        (CHAT, {"messages": [{"role": "system", "content": "a"}], "documents": [{"text": "a"}]}, "documents"),
     ],
 )
 async def test_what_cannot_be_served_is_a_400_that_names_the_field(docs, path: str, body: dict, param: str) -> None:
