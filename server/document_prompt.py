@@ -29,7 +29,7 @@ from server.template import ChatTemplate
 from server.tokenizer import Tokenizer, TooManyTokens
 
 # What templates do to a text shows: as JSON or HTML, in other letters, cut, indented or wrapped.
-_SENTINEL = "Aa \"'<&>\\\n\t {nonce} {index} \n zZ"
+_BEGIN, _END = "Aa \"'<&>\\\n\t ", " \n zZ"
 
 Pieces = list[str | int]  # a text, or which document
 
@@ -83,14 +83,15 @@ def render_pieces(
 ) -> Pieces:
     """The template's text, cut where documents stand. `spell`: how a text of a client is written. Raises ApiError."""
     nonce = f"{secrets.randbits(127):039d}"  # the same in any letters
-    sentinels = [_SENTINEL.format(nonce=nonce, index=index) for index in range(len(titles))]
+    sentinels = [f"{_BEGIN}{nonce} {index}{_END}" for index in range(len(titles))]
     own = [{"title": spell(title), "text": text} for title, text in zip(titles, sentinels, strict=True)]
     try:
-        pieces = _cut(template.render(messages, spell, own), sentinels, nonce)
+        pieces = _cut(template.render(messages, spell, own), nonce, len(titles))
     except ApiError:  # what is wrong with messages alone is told below
         pieces = None
     if pieces is None:
-        pieces = _cut(template.render(_place_by_default(messages, titles, sentinels), spell), sentinels, nonce)
+        placed = _place_by_default(messages, titles, sentinels)
+        pieces = _cut(template.render(placed, spell), nonce, len(titles))
     if pieces is None:
         raise invalid("documents", "the chat template drops or changes the text of the message that they stand before")
     return pieces
@@ -107,10 +108,9 @@ def _place_by_default(messages: list[Message], titles: list[str], sentinels: lis
     return [*messages[:first], Message(role=asked.role, name=asked.name, content=content), *messages[first + 1 :]]
 
 
-def _cut(text: str, sentinels: list[str], nonce: str) -> Pieces | None:
+def _cut(text: str, nonce: str, num_documents: int) -> Pieces | None:
     """The text's pieces, if every sentinel stands in it once and nothing else has come of one."""
-    index_of = {sentinel: index for index, sentinel in enumerate(sentinels)}
-    parts = re.split(f"({'|'.join(map(re.escape, sentinels))})", text)
-    pieces: Pieces = [index_of.get(part, part) for part in parts if part]
+    parts = re.split(f"{re.escape(_BEGIN + nonce)} ([0-9]+){re.escape(_END)}", text)
+    pieces: Pieces = [int(part) if i % 2 else part for i, part in enumerate(parts) if part]
     placed = sorted(piece for piece in pieces if isinstance(piece, int))
-    return pieces if placed == list(range(len(sentinels))) and text.count(nonce) == len(sentinels) else None
+    return pieces if placed == list(range(num_documents)) and text.count(nonce) == num_documents else None
