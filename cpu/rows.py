@@ -1,7 +1,7 @@
 """Rows of keys and values in their three types, as emitted vector code: scores of rows, weighted sums of rows.
 
 Functions for use inside numba code. `kind` is a scalar whose numba type is that of the rows: uint16 (bf16), int8 or
-float32. `columns` is a tuple of dim // 64 members, so that dim is a constant of the compiled code. Other arguments are
+float32. `columns` is a tuple of dim // 32 members, so that dim is a constant of the compiled code. Other arguments are
 int64: addresses, strides in bytes, counts. It refuses to know softmax. Bytes moved: each row once a call.
 
 A bf16 row is taken apart into its even and its odd columns, so queries and sums beside it have that order too:
@@ -33,7 +33,7 @@ from transfer.simd.emission import (
 )
 from transfer.simd.features import LANES, SIMD
 
-COLUMNS = 64  # of a row, a member of `columns`
+COLUMNS = 32  # of a row, a member of `columns`
 TOGETHER = 4  # rows scored together: they share the query's loads and the sums over lanes
 BLOCK_ROWS = 64  # rows between two looks at the maximum
 AHEAD_ROWS = 16  # how many rows before its use a sampled row is fetched
@@ -198,12 +198,17 @@ def score_samples(typing_context, kind, columns, keys, key_row, values, value_ro
     return types.void(kind, columns, *[types.int64] * 10), emit
 
 
+def _band(dim: int, most: int) -> int:
+    """The most columns, whole steps of 2 * LANES and no more than `most`, that a row of `dim` is cut into evenly."""
+    return max(band for band in range(2 * LANES, most + 1, 2 * LANES) if dim % band == 0)
+
+
 def _weighted(
     builder: ir.IRBuilder, size: int, dim: int, members: int, count: Any, row_at: Callable[[Any], Any],
     weights: Any, rescale: Any, sums: Any, ahead: int,
 ) -> None:  # fmt: skip
     """`sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * row_i)`, a band of columns at a time."""
-    band = min(dim, _SUMS_AT_ONCE // members * LANES)
+    band = _band(dim, _SUMS_AT_ONCE // members * LANES)
     for begin in range(0, dim, band):
         places = [(member, column) for member in range(members) for column in range(begin, begin + band, LANES)]
         targets = [builder.add(sums, int64(4 * (member * dim + column))) for member, column in places]

@@ -24,7 +24,7 @@ PART_ROWS = 512  # of an exact piece and KV head, the same
 
 class Shape(NamedTuple):
     """kind, query_kind: scalars of the rows' and the queries' type; mask: buckets - 1. Beside it goes
-    `columns`, `dim // 64` zeros."""
+    `columns`, `dim // 32` zeros."""
 
     kind: np.uint16 | np.int8 | np.float32
     query_kind: np.uint16 | np.float32

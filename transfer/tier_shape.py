@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-HOST_DIMS = (64, 128, 256)  # of a head, that rows in host memory are read for
+HOST_DIMS = (64, 96, 128, 256)  # of a head, that rows in host memory are read for
 MAX_HOST_GROUP = 16  # query heads to a KV head, likewise
 
 

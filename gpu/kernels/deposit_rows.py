@@ -91,18 +91,19 @@ def _steps(rows: Tensor, scale: Tensor) -> Tensor:
 def _deposit_kernel(
     keys, values, centre, key_scale, value_scale, stored_keys, stored_values, num_tokens,
     key_head, key_token, value_head, value_token, to_key_head, to_key_token, to_value_head, to_value_token,
-    DIM: tl.constexpr, IS_INT8: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_INT8: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
-    element = tl.arange(0, DIM)[None, :]
-    inside = token < num_tokens
-    middle = tl.load(centre + head * DIM + element)
+    element = tl.arange(0, BLOCK_DIM)[None, :]
+    is_element = element < DIM
+    inside = (token < num_tokens) & is_element
+    middle = tl.load(centre + head * DIM + element, mask=is_element, other=0.0)
     key = tl.load(keys + head * key_head + token * key_token + element, mask=inside, other=0.0).to(tl.float32) - middle
     value = tl.load(values + head * value_head + token * value_token + element, mask=inside, other=0.0)
     if IS_INT8:
         key = tl.floor(tl.div_rn(key, tl.load(key_scale + head) + tl.zeros_like(key)) + 0.5)
-        step = tl.load(value_scale + head * DIM + element)
+        step = tl.load(value_scale + head * DIM + element, mask=is_element, other=1.0)
         value = tl.floor(tl.div_rn(value.to(tl.float32), step + tl.zeros_like(key)) + 0.5)
         key = tl.minimum(tl.maximum(key, -127.0), 127.0)
         value = tl.minimum(tl.maximum(value, -127.0), 127.0)
@@ -145,7 +146,7 @@ def deposit_rows(
         keys, values, centre.contiguous(), centre if key_scale is None else key_scale.contiguous(),
         centre if value_scale is None else value_scale.contiguous(), stored_keys, stored_values, shape[1],
         *keys.stride()[:2], *values.stride()[:2], *stored_keys.stride()[:2], *stored_values.stride()[:2],
-        DIM=dim, IS_INT8=is_int8, BLOCK_TOKENS=BLOCK_TOKENS, num_warps=4,
+        DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), IS_INT8=is_int8, BLOCK_TOKENS=BLOCK_TOKENS, num_warps=4,
     )  # fmt: skip
 
 

@@ -37,20 +37,21 @@ def restore_rows_reference(
 def _restore_kernel(
     stored_keys, stored_values, centre, key_scale, value_scale, keys, values, num_tokens,
     from_key_head, from_key_token, from_value_head, from_value_token, key_head, key_token, value_head, value_token,
-    DIM: tl.constexpr, IS_INT8: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_INT8: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
-    element = tl.arange(0, DIM)[None, :]
-    inside = token < num_tokens
+    element = tl.arange(0, BLOCK_DIM)[None, :]
+    is_element = element < DIM
+    inside = (token < num_tokens) & is_element
     from_key = stored_keys + head * from_key_head + token * from_key_token + element
     from_value = stored_values + head * from_value_head + token * from_value_token + element
     key = tl.load(from_key, mask=inside, other=0).to(tl.float32)
     value = tl.load(from_value, mask=inside, other=0).to(tl.float32)
     if IS_INT8:
         key *= tl.load(key_scale + head)
-        value *= tl.load(value_scale + head * DIM + element)
-    key += tl.load(centre + head * DIM + element)
+        value *= tl.load(value_scale + head * DIM + element, mask=is_element, other=0.0)
+    key += tl.load(centre + head * DIM + element, mask=is_element, other=0.0)
     tl.store(keys + head * key_head + token * key_token + element, key.to(keys.dtype.element_ty), mask=inside)
     to_value = values + head * value_head + token * value_token + element
     tl.store(to_value, value.to(values.dtype.element_ty), mask=inside)
@@ -88,5 +89,5 @@ def restore_rows(
         stored_keys, stored_values, centre.contiguous(), centre if key_scale is None else key_scale.contiguous(),
         centre if value_scale is None else value_scale.contiguous(), keys, values, shape[1],
         *stored_keys.stride()[:2], *stored_values.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
-        DIM=dim, IS_INT8=is_int8, BLOCK_TOKENS=BLOCK_TOKENS, num_warps=4,
+        DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), IS_INT8=is_int8, BLOCK_TOKENS=BLOCK_TOKENS, num_warps=4,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]
-SHAPES = [(1, 1, 64), (2, 33, 128), (8, 70, 64), (2, 8193, 64)]
+SHAPES = [(1, 1, 64), (2, 33, 128), (8, 70, 96), (2, 8193, 64)]
 SMALL = SHAPES[1]
 
 

@@ -162,6 +162,11 @@ def test_summaries_in_bfloat16_cost_their_rounding(dtype, device):
     assert run(rows, steps, lambda *_: 3, out=allowed) > 100
 
 
+def test_heads_of_96_are_read_whole_and_nothing_behind_them(dtype, device):
+    rows = MacRows(Shape(2, 1, 96), RULE, [30], 5, dtype, device)
+    assert run(rows, 5, lambda row, head, step: 3 if (step + head) % 3 else 20) > 1
+
+
 @pytest.mark.parametrize(
     "shape", [Shape(32, 8, 128), Shape(32, 4, 128), Shape(8, 8, 64)], ids=["32_over_8", "32_over_4", "8_over_8"]
 )

@@ -51,6 +51,7 @@ def margin_of(scores: np.ndarray, k: int) -> float:
         pytest.param(100, 304, 8, 1, 64, id="group8"),
         pytest.param(70, 208, 3, 3, 128, id="group1"),
         pytest.param(330, 256, 6, 2, 128, id="group3"),
+        pytest.param(70, 208, 2, 1, 96, id="dim96"),
     ],
 )
 def test_sparse_queries_attend_and_choose(tokens, begin, heads, kv_heads, dim, selection, dtype, device):
@@ -155,6 +156,7 @@ def test_the_union_is_trimmed_to_the_heaviest(k, per_block, k_trim, dtype, devic
         pytest.param(3, 192, 4, 1, 64, id="group4"),
         pytest.param(2, 320, 8, 1, 128, id="group8"),
         pytest.param(2, 64, 3, 3, 128, id="group1"),
+        pytest.param(2, 64, 2, 1, 96, id="dim96"),
     ],
 )
 def test_query_blocks_attend_their_lists(num_blocks, begin, heads, kv_heads, dim, dtype, device):

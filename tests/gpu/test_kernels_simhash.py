@@ -36,7 +36,7 @@ def numbers(codes: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("kv_heads", "tokens", "dim", "bits", "tables"),
-    [(1, 1, 64, 10, 150), (2, 129, 64, 9, 33), (8, 40, 128, 16, 3), (2, 8193, 64, 1, 5)],
+    [(1, 1, 64, 10, 150), (2, 129, 96, 9, 33), (8, 40, 128, 16, 3), (2, 8193, 64, 1, 5)],
 )
 def test_codes_of_keys_are_the_signs_by_head_and_table(kv_heads, tokens, dim, bits, tables, dtype, device):
     planes, matrix = hyperplanes(dim, bits, tables, dtype, device)

@@ -1,5 +1,6 @@
 """MOMO's prefill as a whole: Algorithm 1 in float64, what makes it dense, and what it may not depend on."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -8,9 +9,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from gpu.methods.device_side import Site
 from gpu.methods.momo.attend import sparse_attention
+from gpu.methods.momo.prefill import Momo, make_prefill_side
 from gpu.methods.momo.query_sparse import query_sparse_attention, query_sparse_reference
 from gpu.methods.momo.settings import MomoSettings
+from gpu.model.architecture import ModelError, named_shape
 from gpu.prefill.attention import prefill_attention_reference
 from tests.gpu import momo_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random, wide
@@ -148,3 +152,14 @@ def test_settings_that_cannot_be_are_named(given, words):
 def test_estimated_selection_keeps_twice_as_many_unless_told():
     assert (MomoSettings().k, MomoSettings(selection="estimated").k) == (64, 128)
     assert MomoSettings(selection="estimated", k=64).k == 64
+
+
+def test_heads_of_256_are_refused_on_a_gpu_in_one_line():
+    def site(dim: int, device: str) -> Site:
+        shape = replace(named_shape("tiny"), dim=dim)
+        return Site(shape, None, 0, 1, torch.bfloat16, torch.device(device))
+
+    for dim, device in ((64, "cuda"), (96, "cuda"), (128, "cuda"), (256, "cpu")):
+        assert isinstance(make_prefill_side(SMALL, site(dim, device), None), Momo)
+    with pytest.raises(ModelError, match="momo: heads of 256; on a GPU served: 64, 96, 128: take `prefill: momo` out"):
+        make_prefill_side(SMALL, site(256, "cuda"), None)

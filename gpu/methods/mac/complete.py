@@ -76,10 +76,11 @@ def _add(out_a, lse_a, out_b, lse_b):
 def _complete_kernel(
     near_out, near_lse, far_out, far_lse, filled_out, filled_lse, query, entries, bounds, rings, cells, is_sampled_row,
     queries, norms, outs, lses, origins, is_sampled, out, lse, query_row, query_head, plane, sink, band,
-    HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, FILLED: tl.constexpr,
+    HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, DIM)
+    column = tl.arange(0, BLOCK_DIM)
+    is_column = column < DIM
     at = row * HEADS + head
     ring, cell = tl.load(rings + row).to(tl.int64), tl.load(cells + row)
     entry = tl.load(entries + at)
@@ -91,25 +92,27 @@ def _complete_kernel(
     origin = tl.load(origins + first + entry, mask=is_hit, other=0)
     holds_sampled = tl.load(is_sampled + first + entry, mask=is_hit, other=0)
     if FILLED:
-        other = tl.load(filled_out + at * DIM + column, mask=column >= tl.where(is_hit, DIM, 0), other=0.0)
+        is_filled = is_column & (column >= tl.where(is_hit, DIM, 0))
+        other = tl.load(filled_out + at * DIM + column, mask=is_filled, other=0.0)
         other_lse = tl.load(filled_lse + at, mask=entry < 0, other=float("-inf"))
         rest = tl.where(is_hit, rest, other)
         rest_lse = tl.where(is_hit, rest_lse, other_lse)
-    far, near = tl.load(far_out + at * DIM + column), tl.load(near_out + at * DIM + column)
+    far = tl.load(far_out + at * DIM + column, mask=is_column, other=0.0)
+    near = tl.load(near_out + at * DIM + column, mask=is_column, other=0.0)
     prefix, prefix_lse = _add(far, tl.load(far_lse + at), rest, rest_lse)
     whole, whole_lse = _add(near, tl.load(near_lse + at), prefix, prefix_lse)
-    tl.store(out + at * DIM + column, whole)
+    tl.store(out + at * DIM + column, whole, mask=is_column)
     tl.store(lse + at, whole_lse)
     if ring >= 0:
-        own = tl.load(query + row * query_row + head * query_head + column).to(tl.bfloat16)
+        own = tl.load(query + row * query_row + head * query_head + column, mask=is_column, other=0.0).to(tl.bfloat16)
         wide = own.to(tl.float32)
         is_asked = (tl.load(bounds + at) < tl.load(bounds + plane + at)) & (tl.load(is_sampled_row + row) != 0)
         is_reusable = (cell + 1 - band > sink) & (prefix_lse > float("-inf")) & (prefix_lse < float("inf"))
         to = first + cell % CAPACITY
         tl.debug_barrier()  # the entry may be the one that was read
-        tl.store(queries + to * DIM + column, own)
+        tl.store(queries + to * DIM + column, own, mask=is_column)
         tl.store(norms + to, tl.where(is_reusable, tl.sum(wide * wide, 0), float("inf")))
-        tl.store(outs + to * DIM + column, prefix.to(outs.dtype.element_ty))
+        tl.store(outs + to * DIM + column, prefix.to(outs.dtype.element_ty), mask=is_column)
         tl.store(lses + to, prefix_lse)
         tl.store(origins + to, tl.where(is_hit, origin, cell.to(tl.int32)))
         tl.store(is_sampled + to, tl.where(is_hit, holds_sampled, is_asked.to(tl.uint8)))
@@ -160,13 +163,14 @@ def complete(
     sides = [tensor for side in (near, far, filled or far) for tensor in (side.out, side.lse)]
     for tensor in (*own, *sides, matched.entries, matched.bounds):
         check_contiguous(op, "an argument", tensor)
-    if any(side.dtype != torch.float32 for side in sides) or dim & (dim - 1):
-        raise ValueError(f"{op}: partials of {[side.dtype for side in sides]}, dim {dim}; wanted float32, a power of 2")
+    if any(side.dtype != torch.float32 for side in sides):
+        raise ValueError(f"{op}: partials of {[side.dtype for side in sides]}; wanted float32")
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     _complete_kernel[(rows, heads)](
         *sides, query, matched.entries, matched.bounds, rings, cells, is_sampled_row, *own, out, lse, query.stride(0),
         query.stride(1), rows * heads, limits.sink, limits.band,
-        HEADS=heads, CAPACITY=capacity, DIM=dim, FILLED=filled is not None, num_warps=1,
+        HEADS=heads, CAPACITY=capacity, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), FILLED=filled is not None,
+        num_warps=1,
     )  # fmt: skip
     return Partial(out, lse)

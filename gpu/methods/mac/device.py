@@ -22,7 +22,6 @@ from gpu.methods.mac.match import Count, Limits, Matched, match
 from gpu.methods.mac.rings import Ring
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
-from gpu.model.architecture import ModelError
 from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import RingWrite
 from transfer.partial import Partial
@@ -39,10 +38,6 @@ class _RingRows:
 
 
 def make_reuse_side(settings: MacSettings, site: Site, num_rings: int) -> ReuseSide:
-    """Raises ModelError for heads that its kernels do not take."""
-    dim = site.architecture.dim
-    if site.device.type == "cuda" and dim & (dim - 1):
-        raise ModelError(f"mac: heads of {dim}; on a GPU wanted a power of two: take `reuse: mac` out of the profiles")
     return Mac(settings, site, num_rings)
 
 

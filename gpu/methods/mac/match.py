@@ -156,7 +156,7 @@ def _add_counts(
 def _match_kernel(
     query, queries, norms, origins, rings, cells, holes, is_matching, best, query_row, query_head, holes_plane,
     sink, band, max_gap, max_age, min_cells, split_entries,
-    HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, ENTRIES: tl.constexpr,
+    HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ring = tl.load(rings + row).to(tl.int64)
@@ -167,8 +167,9 @@ def _match_kernel(
         tl.store(to, nothing)  # the other lane may turn matching on before it is looked at
         return
     released = tl.load(holes + holes_plane + row)
-    column = tl.arange(0, DIM)
-    own = tl.load(query + row.to(tl.int64) * query_row + head * query_head + column)
+    column = tl.arange(0, BLOCK_DIM)
+    is_column = column < DIM
+    own = tl.load(query + row.to(tl.int64) * query_row + head * query_head + column, mask=is_column, other=0.0)
     own = own.to(tl.bfloat16).to(tl.float32)
     own_norm = tl.sum(own * own, 0)
     first = (ring * HEADS + head) * CAPACITY
@@ -181,7 +182,8 @@ def _match_kernel(
         is_in_reach = is_in_reach & (prefix_end > sink) & (prefix_end >= released)
         norm = tl.load(norms + first + entry, mask=is_in_reach, other=float("inf"))
         origin = tl.load(origins + first + entry, mask=is_in_reach, other=0)
-        rows = tl.load(queries + (first + entry)[:, None] * DIM + column[None, :], mask=is_in_reach[:, None], other=0.0)
+        from_queries = queries + (first + entry)[:, None] * DIM + column[None, :]
+        rows = tl.load(from_queries, mask=is_in_reach[:, None] & is_column[None, :], other=0.0)
         product = tl.sum(rows.to(tl.float32) * own[None, :], 1)
         distance2 = tl.maximum(own_norm + norm - 2.0 * product, 0.0)
         is_candidate = is_in_reach & (cell - origin <= max_age) & (norm < float("inf")) & (distance2 < float("inf"))
@@ -290,10 +292,8 @@ def match(
     if not runs_on_triton(query) or rows == 0:
         return match_reference(query, ring, rings, cells, holes, limits, is_matching, counts, kv_heads)
     check(op, "query", query, (rows, heads, dim), query.dtype, device)
-    if any(not part.is_contiguous() for part in (ring.queries, ring.norms, ring.origins)) or dim & (dim - 1):
-        raise ValueError(
-            f"{op}: a ring of {tuple(ring.queries.shape)}; wanted contiguous, of a dim that is a power of 2"
-        )
+    if any(not part.is_contiguous() for part in (ring.queries, ring.norms, ring.origins)):
+        raise ValueError(f"{op}: a ring of {tuple(ring.queries.shape)}; wanted contiguous")
     programs = max(LEAST_PROGRAMS, PROGRAMS_PER_SM * _num_sms(device))
     splits = max(1, min(-(-programs // (rows * heads)), -(-capacity // BLOCK_ENTRIES)))
     split_entries = -(-capacity // (splits * BLOCK_ENTRIES)) * BLOCK_ENTRIES
@@ -308,7 +308,8 @@ def match(
         query, ring.queries, ring.norms, ring.origins, rings, cells, holes, is_matching, best, query.stride(0),
         query.stride(1), holes.stride(0), limits.sink, limits.band, limits.max_gap, limits.max_age, limits.min_cells,
         split_entries,
-        HEADS=heads, CAPACITY=capacity, DIM=dim, ENTRIES=BLOCK_ENTRIES, num_warps=MATCH_WARPS,
+        HEADS=heads, CAPACITY=capacity, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), ENTRIES=BLOCK_ENTRIES,
+        num_warps=MATCH_WARPS,
     )  # fmt: skip
     group = heads // kv_heads
     _bounds_kernel[(rows, kv_heads)](

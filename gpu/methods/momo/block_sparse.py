@@ -15,7 +15,7 @@ from gpu.kernels.arguments import check, multiplies_on_tensor_cores
 from gpu.methods.momo.union import KeyLists
 from transfer.partial import Partial
 
-CONFIGS = {64: (4, 3), 128: (4, 2)}  # dim: num_warps, num_stages
+CONFIGS = {64: (4, 3), 96: (4, 2), 128: (4, 2)}  # dim: num_warps, num_stages
 
 
 def block_sparse_reference(
@@ -55,12 +55,17 @@ def block_sparse_reference(
 @triton.jit
 def _pass_block(
     rows, top, mass, out, keys, values, key_token_stride, value_token_stride, block, position, scale_log2,
-    DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     token = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
-    column = tl.arange(0, DIM)
-    key = tl.load(keys + token.to(tl.int64)[:, None] * key_token_stride + column[None, :])
-    value = tl.load(values + token.to(tl.int64)[:, None] * value_token_stride + column[None, :])
+    column = tl.arange(0, BLOCK_DIM)
+    key_at = keys + token.to(tl.int64)[:, None] * key_token_stride + column[None, :]
+    value_at = values + token.to(tl.int64)[:, None] * value_token_stride + column[None, :]
+    if BLOCK_DIM == DIM:
+        key, value = tl.load(key_at), tl.load(value_at)
+    else:
+        is_column = (column < DIM)[None, :]
+        key, value = tl.load(key_at, mask=is_column, other=0.0), tl.load(value_at, mask=is_column, other=0.0)
     logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
     if MASKED:
         logits = tl.where(token[None, :] <= position[:, None], logits, float("-inf"))
@@ -76,35 +81,36 @@ def _pass_block(
 def _block_sparse_kernel(
     query, keys, values, lists, counts, out, lse, begin, scale_log2,
     query_stride, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    MOST: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, QUERY_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     LN2: tl.constexpr = 0.6931471805599453
     place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = place * QUERY_BLOCK + tl.arange(0, QUERY_BLOCK)
     position = begin + row
-    column = tl.arange(0, DIM)
-    rows = tl.load(query + row[:, None] * query_stride + head * DIM + column[None, :])
+    column = tl.arange(0, BLOCK_DIM)
+    is_column = (column < DIM)[None, :]
+    rows = tl.load(query + row[:, None] * query_stride + head * DIM + column[None, :], mask=is_column, other=0.0)
     key_head = keys + (head // GROUP).to(tl.int64) * key_head_stride
     value_head = values + (head // GROUP).to(tl.int64) * value_head_stride
     listed = lists + (place * HEADS + head) * MOST
     top = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
     mass = tl.zeros([QUERY_BLOCK], tl.float32)
-    total = tl.zeros([QUERY_BLOCK, DIM], tl.float32)
+    total = tl.zeros([QUERY_BLOCK, BLOCK_DIM], tl.float32)
     for number in range(tl.load(counts + place * HEADS + head)):
         block = tl.load(listed + number)
         top, mass, total = _pass_block(
             rows, top, mass, total, key_head, value_head, key_token_stride, value_token_stride, block, position,
-            scale_log2, DIM, KEY_BLOCK, False,
+            scale_log2, DIM, BLOCK_DIM, KEY_BLOCK, False,
         )  # fmt: skip
     first = (begin // KEY_BLOCK + tl.program_id(0) * (QUERY_BLOCK // KEY_BLOCK)).to(tl.int32)
     for own in range(QUERY_BLOCK // KEY_BLOCK):
         top, mass, total = _pass_block(
             rows, top, mass, total, key_head, value_head, key_token_stride, value_token_stride, first + own, position,
-            scale_log2, DIM, KEY_BLOCK, True,
+            scale_log2, DIM, BLOCK_DIM, KEY_BLOCK, True,
         )  # fmt: skip
     to = row * HEADS + head
-    tl.store(out + to[:, None] * DIM + column[None, :], total / mass[:, None])
+    tl.store(out + to[:, None] * DIM + column[None, :], total / mass[:, None], mask=is_column)
     tl.store(lse + to, (top + tl.log2(mass)) * LN2)
 
 
@@ -144,7 +150,7 @@ def block_sparse_attention(
     _block_sparse_kernel[(num_query_blocks, heads)](
         query, keys, values, lists.blocks, lists.counts, out, lse, begin, scale * 1.4426950408889634,
         query.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, QUERY_BLOCK=query_block, KEY_BLOCK=key_block, MOST=most,
-        num_warps=num_warps, num_stages=num_stages,
+        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), QUERY_BLOCK=query_block,
+        KEY_BLOCK=key_block, MOST=most, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return Partial(out, lse)

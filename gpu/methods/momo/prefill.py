@@ -12,12 +12,19 @@ import torch
 
 from gpu.methods.device_side import Site
 from gpu.methods.momo.attend import sparse_attention
+from gpu.methods.momo.block_sparse import CONFIGS
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.prefill_side import PrefillSide
+from gpu.model.architecture import ModelError
 from gpu.prefill.query import Attended, PrefillQuery
 
 
 def make_prefill_side(settings: MomoSettings, site: Site, dense: PrefillSide) -> PrefillSide:
+    """Raises ModelError for heads that its kernels do not take: a query block's rows are on chip, whole."""
+    dim = site.architecture.dim
+    if site.device.type == "cuda" and dim not in CONFIGS:
+        served = ", ".join(map(str, CONFIGS))
+        raise ModelError(f"momo: heads of {dim}; on a GPU served: {served}: take `prefill: momo` out of the profiles")
     return Momo(settings, dense)
 
 

@@ -22,7 +22,7 @@ from gpu.methods.momo.settings import Selection
 LEAST_ROWS = 16  # of a tile, for tensor cores
 OCTAVES = 126  # float32 exponents below one
 
-CONFIGS = {64: (64, 4, 3), 128: (64, 4, 3)}  # dim: rows, num_warps, num_stages
+CONFIGS = {64: (64, 4, 3), 96: (64, 4, 2), 128: (64, 4, 3)}  # dim: rows, num_warps, num_stages
 
 _OCTAVES = tl.constexpr(OCTAVES)
 
@@ -73,19 +73,22 @@ def _pass_block(
     rows, top, mass, out, best, held, lowest, slot, count, mean, squares,
     keys, values, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
     to_blocks, to_scores, to_leaves, scale_log2,
-    DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr, LOG_K: tl.constexpr,
-    KIND: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr,
+    LOG_K: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key block: softmax goes on, and its score is offered. MASKED: not all rows see all of it."""
     LN2: tl.constexpr = 0.6931471805599453
     token = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
-    column = tl.arange(0, DIM)
+    column = tl.arange(0, BLOCK_DIM)
     key_at = keys + token.to(tl.int64)[:, None] * key_token_stride + column[None, :]
     value_at = values + token.to(tl.int64)[:, None] * value_token_stride + column[None, :]
     if MASKED:
-        inside = (token < context)[:, None]
+        inside = (token < context)[:, None] & (column < DIM)[None, :]
         key = tl.load(key_at, mask=inside, other=0.0)
         value = tl.load(value_at, mask=inside, other=0.0)
+    elif BLOCK_DIM != DIM:
+        key = tl.load(key_at, mask=(column < DIM)[None, :], other=0.0)
+        value = tl.load(value_at, mask=(column < DIM)[None, :], other=0.0)
     else:
         key = tl.load(key_at)
         value = tl.load(value_at)
@@ -113,9 +116,9 @@ def _pass_block(
 def _query_sparse_kernel(
     query, keys, values, out, lse, blocks, scores, leaves, begin, num_rows, context, scale_log2,
     query_stride, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_GROUP: tl.constexpr, ROWS: tl.constexpr,
-    GAMMA: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr, LOG_K: tl.constexpr,
-    NODES: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    ROWS: tl.constexpr, GAMMA: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr,
+    LOG_K: tl.constexpr, NODES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = ROWS // BLOCK_GROUP
     LN2: tl.constexpr = 0.6931471805599453
@@ -128,8 +131,10 @@ def _query_sparse_kernel(
     head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
     position = begin + which * GAMMA
     num_blocks = position // KEY_BLOCK + 1
-    column = tl.arange(0, DIM)
-    rows = tl.load(query + which.to(tl.int64)[:, None] * GAMMA * query_stride + head[:, None] * DIM + column[None, :])
+    column = tl.arange(0, BLOCK_DIM)
+    is_column = (column < DIM)[None, :]
+    from_query = query + which.to(tl.int64)[:, None] * GAMMA * query_stride + head[:, None] * DIM + column[None, :]
+    rows = tl.load(from_query, mask=is_column, other=0.0)
     row = which.to(tl.int64) * (KV_HEADS * GROUP) + head
     to_blocks, to_scores, to_leaves = blocks + row * K, scores + row * NODES, leaves + row * NODES
     key_head = keys + kv_head.to(tl.int64) * key_head_stride
@@ -137,7 +142,7 @@ def _query_sparse_kernel(
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, DIM], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     best, held, lowest, slot, count, mean, squares = begin_selection(ROWS, K, K_CHIP, KIND)
     if KIND == TREE:
         plant_trees(to_scores, to_leaves, is_row, K, LOG_K)
@@ -148,15 +153,16 @@ def _query_sparse_kernel(
         top, mass, total, best, held, lowest, slot, count, mean, squares = _pass_block(
             rows, top, mass, total, best, held, lowest, slot, count, mean, squares,
             key_head, value_head, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
-            to_blocks, to_scores, to_leaves, scale_log2, DIM, KEY_BLOCK, K, K_CHIP, LOG_K, KIND, False,
+            to_blocks, to_scores, to_leaves, scale_log2, DIM, BLOCK_DIM, KEY_BLOCK, K, K_CHIP, LOG_K, KIND, False,
         )  # fmt: skip
     for block in range(num_whole, last // KEY_BLOCK + 1):
         top, mass, total, best, held, lowest, slot, count, mean, squares = _pass_block(
             rows, top, mass, total, best, held, lowest, slot, count, mean, squares,
             key_head, value_head, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
-            to_blocks, to_scores, to_leaves, scale_log2, DIM, KEY_BLOCK, K, K_CHIP, LOG_K, KIND, True,
+            to_blocks, to_scores, to_leaves, scale_log2, DIM, BLOCK_DIM, KEY_BLOCK, K, K_CHIP, LOG_K, KIND, True,
         )  # fmt: skip
-    tl.store(out + row[:, None] * DIM + column[None, :], total / mass[:, None], mask=is_row[:, None])
+    to = out + row[:, None] * DIM + column[None, :]
+    tl.store(to, total / mass[:, None], mask=is_row[:, None] & is_column)
     tl.store(lse + row, (top + tl.log2(mass)) * LN2, mask=is_row)
     if KIND != TREE:
         at = tl.arange(0, K_CHIP)[None, :]
@@ -206,8 +212,8 @@ def query_sparse_attention(
     _query_sparse_kernel[(triton.cdiv(rows, tile_rows // block_group), kv_heads)](
         query, keys, values, out, lse, blocks, scores, leaves, begin, rows, last + 1, scale * 1.4426950408889634,
         query.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_GROUP=block_group, ROWS=tile_rows, GAMMA=gamma,
-        KEY_BLOCK=key_block, K=k, K_CHIP=chip, LOG_K=k.bit_length() - 1, NODES=scores.shape[-1], KIND=kind,
-        num_warps=num_warps, num_stages=num_stages,
+        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_GROUP=block_group,
+        ROWS=tile_rows, GAMMA=gamma, KEY_BLOCK=key_block, K=k, K_CHIP=chip, LOG_K=k.bit_length() - 1,
+        NODES=scores.shape[-1], KIND=kind, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return SparseRows(out, lse, blocks, scores.narrow(2, scores.shape[2] - k, k))

@@ -78,21 +78,22 @@ def encode_rows_reference(rows: Tensor, hyperplanes: Hyperplanes, codes: Tensor)
 @triton.jit
 def _encode_kernel(
     rows, planes, codes, num_rows, head_stride, row_stride, code_head_stride, code_row_stride, code_table_stride,
-    BITS: tl.constexpr, DIM: tl.constexpr, TABLES: tl.constexpr, COLUMNS: tl.constexpr,
+    BITS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TABLES: tl.constexpr, COLUMNS: tl.constexpr,
     IS_WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TABLES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     head = tl.program_id(2).to(tl.int64)
     table = tl.program_id(1) * BLOCK_TABLES + tl.arange(0, BLOCK_TABLES)
-    element = tl.arange(0, DIM)
+    element = tl.arange(0, BLOCK_DIM)
     is_row = row < num_rows
+    is_element = element < DIM
     from_rows = rows + head * head_stride + row[:, None] * row_stride + element[None, :]
-    block = tl.load(from_rows, mask=is_row[:, None], other=0)
+    block = tl.load(from_rows, mask=is_row[:, None] & is_element[None, :], other=0)
     block = block.to(tl.float32) if IS_WIDE else block.to(planes.dtype.element_ty)
     plane = planes + element[:, None] * COLUMNS + table[None, :]
     code = tl.zeros([BLOCK_ROWS, BLOCK_TABLES], tl.int32)
     for bit in range(BITS):
-        normals = tl.load(plane)
+        normals = tl.load(plane) if BLOCK_DIM == DIM else tl.load(plane, mask=is_element[:, None], other=0.0)
         if IS_WIDE:
             normals = normals.to(tl.float32)
         products = tl.dot(block, normals, input_precision="ieee")
@@ -141,12 +142,12 @@ def _launch(rows: Tensor, hyperplanes: Hyperplanes, codes: Tensor, config: tuple
     planes = hyperplanes.planes
     bits, dim, columns = planes.shape
     heads, num_rows, _ = rows.shape
-    if dim < 16 or dim & (dim - 1):
-        raise ValueError(f"simhash_encode: dim is {dim}; on {rows.device} wanted a power of two, 16 or more")
+    if dim < 16:
+        raise ValueError(f"simhash_encode: dim is {dim}; on {rows.device} wanted 16 or more")
     is_wide = torch.float32 in (rows.dtype, planes.dtype)
     block_rows, block_tables, num_warps, num_stages = WIDE_CONFIG if is_wide else config
     _encode_kernel[(triton.cdiv(num_rows, block_rows), triton.cdiv(hyperplanes.num_tables, block_tables), heads)](
         rows, planes, codes.view(torch.int16), num_rows, rows.stride(0), rows.stride(1), *codes.stride(),
-        BITS=bits, DIM=dim, TABLES=hyperplanes.num_tables, COLUMNS=columns, IS_WIDE=is_wide,
-        BLOCK_ROWS=block_rows, BLOCK_TABLES=block_tables, num_warps=num_warps, num_stages=num_stages,
+        BITS=bits, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), TABLES=hyperplanes.num_tables, COLUMNS=columns,
+        IS_WIDE=is_wide, BLOCK_ROWS=block_rows, BLOCK_TABLES=block_tables, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
