@@ -1,6 +1,7 @@
 """Text to token ids and back, from a Hugging Face folder, on `tokenizers` alone (transformers would import torch).
 
-Reads tokenizer.json and tokenizer_config.json; which tokens end a text says `gpu.model.end_tokens`. Holds no
+Reads tokenizer.json, or else sentencepiece's tokenizer.model (`server.sentencepiece_vocabulary`), and
+tokenizer_config.json; which tokens end a text says `gpu.model.end_tokens`. Holds no
 state of a request; the invariant is that `token_bytes` of a sequence, joined, is what its text is made of.
 """
 
@@ -13,8 +14,10 @@ from tokenizers import Tokenizer as Vocabulary
 
 from gpu.config import ModelConfig
 from gpu.model.end_tokens import end_token_ids
+from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
 from gpu.model.spec import ModelError
 from server.config import ConfigError
+from server.sentencepiece_vocabulary import build_vocabulary
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -35,22 +38,11 @@ class Tokenizer:
     """`encode`, `decode`, the bytes of each token, and which ids end a text. Thread-safe; encoding releases the GIL."""
 
     def __init__(self, folder: Path, model_folder: Path | None) -> None:
-        """Raises ConfigError if the folder lacks a usable tokenizer.json."""
-        path = folder / "tokenizer.json"
-        if not path.is_file() and (folder / "tokenizer.model").is_file():
-            raise ConfigError(
-                f"tokenizer: {folder} has a sentencepiece tokenizer.model and no tokenizer.json; write one beside it, "
-                "with transformers and sentencepiece: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
-        if not path.is_file():
-            raise ConfigError(f"tokenizer: {path} is missing; set model.tokenizer to a folder that has tokenizer.json")
-        try:
-            self.vocabulary = Vocabulary.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ConfigError(f"tokenizer: {path} cannot be read: {' '.join(str(error).split())}") from None
+        """Raises ConfigError if the folder lacks a usable tokenizer.json or tokenizer.model."""
+        self.settings = _read_json(folder / "tokenizer_config.json")
+        self.vocabulary = self._read_vocabulary(folder)
         self.vocabulary.no_truncation()
         self.vocabulary.no_padding()
-        self.settings = _read_json(folder / "tokenizer_config.json")
         self.folder = folder
         added = self.vocabulary.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -61,7 +53,6 @@ class Tokenizer:
         self.eos_ids = self._eos_ids(model_folder or folder)
         self.longest_token_chars = max(map(len, self.vocabulary.get_vocab()), default=1)
         self._bytes: dict[int, bytes] = {}
-        self._path = path
         self._inside: dict[bool, Vocabulary] = {}
         self._inside_lock = Lock()
 
@@ -127,7 +118,7 @@ class Tokenizer:
             return self.vocabulary
         with self._inside_lock:
             if controls_are_text not in self._inside:
-                vocabulary = Vocabulary.from_file(str(self._path))
+                vocabulary = Vocabulary.from_str(self.vocabulary.to_str())
                 vocabulary.no_truncation()
                 vocabulary.no_padding()
                 vocabulary.encode_special_tokens = controls_are_text
@@ -163,6 +154,30 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _read_vocabulary(self, folder: Path) -> Vocabulary:
+        path = folder / "tokenizer.json"
+        if not path.is_file() and (folder / MODEL_FILE).is_file():
+            return self._read_sentencepiece(folder)
+        if not path.is_file():
+            raise ConfigError(
+                f"tokenizer: {path} is missing, and so is {MODEL_FILE}; set model.tokenizer to a folder that has one"
+            )
+        try:
+            return Vocabulary.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ConfigError(f"tokenizer: {path} cannot be read: {' '.join(str(error).split())}") from None
+
+    def _read_sentencepiece(self, folder: Path) -> Vocabulary:
+        """Begin and end tokens that the settings do not name are those of the file."""
+        try:
+            pieces = read_sentencepiece(folder / MODEL_FILE)
+            for name, piece_id in (("bos_token", pieces.bos_id), ("eos_token", pieces.eos_id),
+                                   ("unk_token", pieces.unk_id)):  # fmt: skip
+                self.settings[name] = _token_text(self.settings.get(name)) or pieces.text_of(piece_id)
+            return build_vocabulary(pieces, folder, self.settings)
+        except ModelError as error:
+            raise ConfigError(f"tokenizer: {error}") from None
 
     def _spell(self, token_id: int) -> bytes:
         token = self.vocabulary.id_to_token(token_id)

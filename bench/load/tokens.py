@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from bench.load.settings import PlanError
+from gpu.model.sentencepiece_file import MODEL_FILE
+from server.config import ConfigError
+from server.tokenizer import Tokenizer as ServedTokenizer
 
 DEFAULT_CHARS_PER_TOKEN = 4.0
 PIECE_CHARS = 400
@@ -65,6 +68,11 @@ class TextPool:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder (or a tokenizer.json). Raises PlanError."""
     path = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not path.is_file() and (folder / MODEL_FILE).is_file():
+        try:
+            return ServedTokenizer(folder, None).vocabulary
+        except ConfigError as error:
+            raise PlanError(f"--{error}") from None
     if not path.is_file():
         raise PlanError(f"--tokenizer: {path} is missing; wanted a model folder with tokenizer.json")
     try:

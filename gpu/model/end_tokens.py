@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.model.json_files import read_object
+from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
@@ -29,10 +30,13 @@ def _tokenizers_own(folder: Path) -> set[int]:
     settings = read_object(folder / "tokenizer_config.json") or {}
     text = settings.get("eos_token")
     text = text.get("content") if isinstance(text, dict) else text
-    if not isinstance(text, str):
-        return set()
-    added = settings.get("added_tokens_decoder")
+    known, added = {}, settings.get("added_tokens_decoder")
+    if not (folder / "tokenizer.json").exists() and (folder / MODEL_FILE).exists():
+        pieces = read_sentencepiece(folder / MODEL_FILE)
+        known, text = dict(enumerate(pieces.texts)), text or pieces.text_of(pieces.eos_id)
     if isinstance(added, dict):
-        return {int(token_id) for token_id, token in added.items() if token.get("content") == text}
-    tokens = (read_object(folder / "tokenizer.json") or {}).get("added_tokens") or []
-    return {token["id"] for token in tokens if token.get("content") == text}
+        known |= {int(token_id): token.get("content") for token_id, token in added.items()}
+    elif not known:
+        tokens = (read_object(folder / "tokenizer.json") or {}).get("added_tokens") or []
+        known = {token["id"]: token.get("content") for token in tokens}
+    return {token_id for token_id, content in known.items() if content == text} if isinstance(text, str) else set()
