@@ -5,6 +5,7 @@ import typer
 from bench.context_commands import beside, long, prefill
 from bench.kernel_commands import app as kernel
 from bench.load.command import serve
+from bench.load_weights_command import load_weights
 from bench.machine_commands import engine, rates
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
@@ -14,5 +15,6 @@ app.command("engine")(engine)
 app.command("long")(long)
 app.command("beside")(beside)
 app.command("prefill")(prefill)
+app.command("load-weights")(load_weights)
 app.command("rates")(rates)
 app.add_typer(kernel, name="kernel")

@@ -54,7 +54,7 @@ def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, d
     another shape or type than the architecture's.
     """
     files = _find_files(folder)
-    wanted = _wanted_shapes(architecture)
+    wanted = wanted_shapes(architecture)
     _check_tensors(files, wanted, architecture, folder)
     weights = allocate_weights(architecture, dtype, device)
     places = _places(weights, architecture)
@@ -154,7 +154,7 @@ def _canonical(name: str, architecture: Architecture) -> str | None:
     return _family(architecture).canonical(name)
 
 
-def _wanted_shapes(architecture: Architecture) -> dict[str, list[int]]:
+def wanted_shapes(architecture: Architecture) -> dict[str, list[int]]:
     meta = allocate_weights(architecture, torch.bfloat16, torch.device("meta"))
     return {name: list(place.tensor.shape) for name, place in _places(meta, architecture).items()}
 

@@ -117,6 +117,11 @@ _CONFIGS = {
 NAMED_SHAPES = {name: parse_config(config, name, name, ()) for name, config in _CONFIGS.items()}
 
 
+def named_config(name: str) -> dict[str, Any]:
+    """The `config.json` of such a shape."""
+    return dict(_CONFIGS[named_shape(name).name])
+
+
 def named_shape(name: str) -> Architecture:
     """A shape for random weights. Raises ModelError with the list for an unknown name."""
     if name not in NAMED_SHAPES:
