@@ -14,6 +14,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.load import DTYPES, load_architecture, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
+from gpu.model.rope import rope_key
 from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.step import Lane
@@ -64,7 +65,14 @@ def load_engine(
     capacity = plan_capacity(plan, shape)
     has_lanes = tier is not None and plan.device == "cuda" and not LAUNCHES_BLOCK
     lanes = (Lane.HOST, Lane.DEVICE) if has_lanes else (Lane.DEVICE,)
-    scheduler = Scheduler(config.scheduler, architecture, capacity, model_key(config.model, gpu), profiles, lanes)
+    scheduler = Scheduler(
+        config.scheduler,
+        architecture,
+        capacity,
+        model_key(config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
+        profiles,
+        lanes,
+    )
     if plan.device == "cuda":
         rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
@@ -101,7 +109,7 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
     return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned=plan.device == "cuda")
 
 
-def model_key(model: ModelConfig, gpu: GpuConfig) -> bytes:
-    """Names the weights and their precision in prefix hashes."""
-    source = f"{model.path or model.random_weights}:{gpu.dtype}"
+def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
+    """Names the weights, their precision and the rotation (`rope_key`) in prefix hashes."""
+    source = f"{model.path or model.random_weights}:{gpu.dtype}:{rope}"
     return hashlib.blake2b(source.encode(), digest_size=16).digest()

@@ -71,10 +71,12 @@ def rotary_share(keys: ConfigKeys) -> float:
 
 def with_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as if `rope`, what `model.rope` says, stood in it: the scaling, and base and positions where it
-    names them.
+    names them. `dynamic` stretches beyond the file's own positions, to those that `rope` names.
     """
     scaling = dict(rope)
     beside = {key: scaling.pop(key) for key in ("rope_theta", "max_position_embeddings") if key in scaling}
+    if scaling.get("rope_type", scaling.get("type")) == "dynamic" and "max_position_embeddings" in config:
+        scaling.setdefault(_ORIGINAL, config["max_position_embeddings"])
     known = config.get("rope_parameters")
     if isinstance(known, Mapping):
         whole = known.get("full_attention", known)

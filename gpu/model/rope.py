@@ -6,7 +6,9 @@ of a deployment never change, so a key cached at a position stays valid for as l
 Hugging Face's `ROPE_INIT_FUNCTIONS` in float32.
 """
 
+import hashlib
 import math
+import struct
 from typing import Any
 
 import torch
@@ -28,6 +30,19 @@ def rope_tables(architecture: Architecture, max_context_tokens: int, device: tor
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
     still = architecture.dim // 2 - len(frequencies)
     return F.pad(cos, (0, still), value=1.0).to(device), F.pad(sin, (0, still)).to(device)
+
+
+def rope_key(architecture: Architecture, max_context_tokens: int) -> str:
+    """32 hexadecimal digits for all frequencies of a deployment: whatever names KV that outlives it names them, too.
+
+    Values depend on them as rotated keys do: `model.rope` changes them, and of `dynamic` and `longrope` the longest
+    context.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for rope in architecture.ropes:
+        frequencies, factor = inverse_frequencies(architecture, max_context_tokens, rope)
+        digest.update(frequencies.numpy().tobytes() + struct.pack("<d", factor))
+    return digest.hexdigest()
 
 
 def layer_rope_tables(
@@ -55,7 +70,8 @@ def inverse_frequencies(architecture: Architecture, max_context_tokens: int,
     if rope.kind == "linear":
         return _plain(rope.theta, dim) / factor, 1.0
     if rope.kind == "dynamic":
-        stretch = factor * max(max_context_tokens, model_tokens) / model_tokens - (factor - 1)
+        original_tokens = _setting(rope, "original_max_position_embeddings", float(model_tokens))
+        stretch = factor * max(max_context_tokens, original_tokens) / original_tokens - (factor - 1)
         return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
     if rope.kind == "llama3":
         return _llama3(rope, dim, factor), 1.0

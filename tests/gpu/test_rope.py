@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from gpu.model.architecture import Architecture, ModelError, parse_architecture
-from gpu.model.rope import inverse_frequencies, rope_tables
+from gpu.model.architecture import Architecture, ModelError, RopeScaling, named_shape, parse_architecture
+from gpu.model.rope import inverse_frequencies, rope_key, rope_tables
 from tests.tolerances import ROPE_FREQUENCY_RTOL, ROPE_TABLE_ATOL
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
@@ -125,3 +125,31 @@ def test_dynamic_frequencies_depend_on_the_deployment_and_not_on_a_text() -> Non
 def test_a_bad_setting_is_named(value: object) -> None:
     with pytest.raises(ModelError, match=r"'linear': factor is .*wanted a positive number"):
         inverse_frequencies(architecture_of({"rope_type": "linear", "factor": value}), MAX_TOKENS)
+
+
+def test_dynamic_stretches_beyond_the_files_positions_to_those_that_a_person_names() -> None:
+    """Its frequencies are Hugging Face's for a text of the deployment's longest context."""
+    asked = {"rope_type": "dynamic", "factor": 4.0, "max_position_embeddings": 16_384}
+    file = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "vocab_size": 320, "max_position_embeddings": 4096}  # fmt: skip
+    shape = parse_architecture(file, "x", "x", asked)
+    assert shape.max_context_tokens == 16_384
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=4096,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0},
+    )  # fmt: skip
+    for longest in (4096, 9000, 16_384):
+        wanted, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=longest)
+        torch.testing.assert_close(inverse_frequencies(shape, longest)[0], wanted, rtol=ROPE_FREQUENCY_RTOL, atol=0)
+    assert inverse_frequencies(shape, 16_384)[0][1] < 0.9 * inverse_frequencies(shape, 4096)[0][1]
+
+
+def test_all_that_changes_a_frequency_changes_the_name_of_what_was_computed_with_it() -> None:
+    phi, gemma = named_shape("phi-3-mini"), named_shape("gemma-3-4b")
+    assert rope_key(phi, 4096) != rope_key(phi, 4097) == rope_key(phi, 131_072)
+    llama = named_shape("llama-3.1-8b")
+    assert rope_key(llama, 4096) == rope_key(llama, 131_072)
+    other = replace(gemma, rope=replace(gemma.rope, theta=2e6))
+    window = replace(gemma, layer_pattern=(replace(gemma.layer_pattern[0], rope=other.rope), *gemma.layer_pattern[1:]))
+    scaled = replace(llama, rope=RopeScaling("linear", llama.rope.theta, {"factor": 2.0}))
+    assert len({rope_key(one, 4096) for one in (phi, gemma, other, window, llama, scaled)}) == 6

@@ -88,4 +88,5 @@ def test_a_models_key_names_its_weights_and_their_precision() -> None:
         (ModelConfig(path=Path("b")), GpuConfig(dtype="float32")),
         (ModelConfig(random_weights="tiny", tokenizer=Path("a")), GpuConfig(dtype="float32")),
     ]
-    assert len({model_key(model, gpu) for model, gpu in settings}) == len(settings)
+    assert len({model_key(model, gpu, "one") for model, gpu in settings}) == len(settings)
+    assert model_key(*settings[0], "one") != model_key(*settings[0], "another")
