@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Choose settings by measuring them on your own model.")
 
 MODELS = Path("deploy/models")
+DEAR = 2.0  # times what even buckets would have it read
+WRONG = 0.3  # of attention's output, in the mean over layers
 
 
 @app.callback()
@@ -101,7 +103,26 @@ def print_choice(row: Row, budget: float) -> None:
     pair = f"K {row['bits_per_table']}, L {row['num_tables']}"
     print(f"least error within {budget:.2%} of the keys: {pair}, reads {row['read']:.2%}, error {row['error']:.1%}, "
           f"tables {row['memory_bytes'] / 2**30:.3f} GiB a context")  # fmt: skip
+    for warning in warnings_of(row):
+        print(f"warning: {warning}")
     print(f"host:\n  sampled: {{bits_per_table: {row['bits_per_table']}, num_tables: {row['num_tables']}}}")
+
+
+def warnings_of(row: Row) -> list[str]:
+    """What makes sampling dear or wrong for this model's keys, at the setting that is best for it."""
+    found = []
+    if row["read"] > DEAR * row["read_even_buckets"]:
+        found.append(
+            f"sampling is dear for this model: it reads {row['read']:.2%} of the keys where even buckets would be "
+            f"{row['read_even_buckets']:.2%}, for its keys crowd in few of them; `offloaded` reads them all, exactly"
+        )
+    if row["error"] > WRONG or row["worst_error"] > 2 * WRONG:
+        found.append(
+            f"sampling is wrong for this model: attention is off by {row['error']:.1%}, by {row['worst_error']:.1%} in "
+            f"layer {row['worst_layer']}; allow a larger --budget, keep that "
+            "layer in host.dense_layers, or use `offloaded`"
+        )
+    return found
 
 
 @app.command()

@@ -53,7 +53,12 @@ def measure_grid(
         raise ValueError(f"tune: a context of {count} tokens, the model has {room} positions; lower --context")
     positions = torch.linspace(first, count - 1, num_queries, device=decoder.device).long()
     num_layers = decoder.architecture.num_layers
-    dense = parse_layers(dense_layers, num_layers)
+    dense = {*parse_layers(dense_layers, num_layers), *decoder.architecture.window_layers}
+    if len(dense) == num_layers:
+        raise ValueError(
+            f"tune: all {num_layers} layers are read in full, {len(decoder.architecture.window_layers)} since they "
+            "have windows: there is nothing to sample; name fewer in --dense-layers, or serve without `host`"
+        )
     found: dict[int, dict[Setting, Tally]] = {}
 
     def measure(prompt: PromptLayer) -> None:

@@ -12,7 +12,7 @@ from evals.methods.full import Full
 from evals.methods.method import PromptLayer, Step
 from evals.methods.registry import parse_method
 from evals.tuning import grid as grids
-from evals.tuning.command import app
+from evals.tuning.command import app, warnings_of
 from evals.tuning.grid import LayerSamples, Resident, Setting, table_memory_bytes
 from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
 from evals.tuning.prefill import choose_dense_until
@@ -159,3 +159,13 @@ def test_errors_are_one_line(arguments: list[str], words: str) -> None:
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert words in errors[0]
+
+
+def test_a_model_whose_keys_make_sampling_dear_or_wrong_is_told_so_with_the_figures() -> None:
+    fine = {"read": 0.02, "read_even_buckets": 0.015, "error": 0.05, "worst_error": 0.1, "worst_layer": 3}
+    assert warnings_of(fine) == []
+    (dear,) = warnings_of(fine | {"read": 0.04})
+    assert "dear for this model: it reads 4.00% of the keys where even buckets would be 1.50%" in dear
+    (wrong,) = warnings_of(fine | {"error": 0.4, "worst_error": 0.7})
+    assert "wrong for this model: attention is off by 40.0%, by 70.0% in layer 3" in wrong
+    assert len(warnings_of(fine | {"read": 0.04, "worst_error": 0.7})) == 2
