@@ -129,7 +129,8 @@ def _longrope(rope: RopeScaling, dim: int, is_long: bool) -> Tensor:
     if not isinstance(factors, list) or len(factors) != dim // 2:
         got = f"{len(factors)} numbers" if isinstance(factors, list) else repr(factors)
         raise ModelError(f"model: rope scaling 'longrope': {key} is {got}; wanted {dim // 2}")
-    return _plain(rope.theta, dim) / torch.tensor(factors, dtype=torch.float32)
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)  # in this order: a last bit is 3e-4 at 3,000
 
 
 def _longrope_attention_factor(rope: RopeScaling, factor: float) -> float:
