@@ -28,7 +28,7 @@ class Aim:
     methods: tuple[str, ...]
 
 
-KNOWN_TASKS = tuple(task for task in REFERENCE_TASKS if task not in ("continue", "common_words"))
+KNOWN_TASKS = tuple(task for task in REFERENCE_TASKS if task not in ("continue", "common_words", "long_list"))
 SAMPLED_AIM = Aim(2.0, KNOWN_TASKS, 16_384, 0.05, 50.0, ("sampled", "profile:sampled"))
 """LSH sampling's, on every task of which the reference model knows half or more."""
 

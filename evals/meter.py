@@ -4,12 +4,14 @@ Sums stay on the device until asked for, so metering does not make a decode step
 handle is read in full, and counts in the totals over all layers only.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from gpu.model.architecture import Architecture
 from scheduler.decode_reads import DecodeReads
+from scheduler.messages import ReuseStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,35 @@ def served_fractions(reads: DecodeReads, shape: Architecture, host_layers: int) 
         reads.hits / reads.tries if reads.tries else None,
         reads.reused_tokens / reads.tried_tokens if reads.tries else None,
     )
+
+
+def reused_layers(before: ReuseStats, after: ReuseStats, group: int) -> dict[str, list[float]]:
+    """What reuse did between the two, a number for each layer (MAC, appendix B.3); empty where no head looked.
+
+    acceptance: heads that found a match, of those that looked; skipped_fraction: cells that they took over, of all
+    contexts, misses as 0; gap, age: positions back to the match and to the oldest part of its summary, of hits, NaN
+    without any; whole_groups: KV heads of which every query head hit; kv_read: rows of KV read, once for a group of
+    query heads, over what the contexts hold.
+    """
+    seen = {
+        name: [late - early for early, late in zip(getattr(before, name), getattr(after, name), strict=True)]
+        for name in ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups")
+    }
+    if not any(seen["tries"]):
+        return {}
+
+    def share(part: str, whole: str, scale: int) -> list[float]:
+        pairs = zip(seen[part], seen[whole], strict=True)
+        return [scale * one / other if other else math.nan for one, other in pairs]
+
+    return {
+        "acceptance": share("hits", "tries", 1),
+        "skipped_fraction": share("skipped_cells", "context_cells", 1),
+        "gap": share("gaps", "hits", 1),
+        "age": share("ages", "hits", 1),
+        "whole_groups": share("whole_groups", "tries", group),
+        "kv_read": share("kv_cells", "context_cells", group),
+    }
 
 
 def _row_bytes(shape: Architecture) -> int:

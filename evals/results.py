@@ -16,7 +16,7 @@ from typing import Any
 from evals.aims import SAMPLED_AIM, render_aim
 from evals.cells import CHRONICLE, Cell
 from evals.report.document import finite
-from evals.rows import BASELINES, Row, mean_known
+from evals.rows import BASELINES, Row, column_of, mean_known
 
 DECODE = (
     "topk",
@@ -213,6 +213,10 @@ def render_run(run: dict[str, Any]) -> str:
     lengths = sorted({row["length"] for row in run["rows"]})
     for length in lengths:
         lines += ["", f"### {length:,} tokens", "", *render_table([r for r in run["rows"] if r["length"] == length])]
+    if run["set"] == "mac":
+        from evals.mac.report import render_reused
+
+        return "\n".join([*lines, *render_reused(run)])
     if aimed := render_aim(run["rows"], SAMPLED_AIM):
         lines += ["", f"### The aim at {SAMPLED_AIM.length:,} tokens", "", *aimed]
     return "\n".join(lines)
@@ -220,17 +224,18 @@ def render_run(run: dict[str, Any]) -> str:
 
 def render_table(rows: Sequence[Row]) -> list[str]:
     """One length. A cell is the score and, in brackets, its paired difference to full attention with its interval."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    metrics = {row["task"]: row["metric"] for row in rows}
-    heads = [f"{task} ({metrics[task]})" if metrics[task] == "agreement" else task for task in tasks]
+    columns = list(dict.fromkeys(column_of(row) for row in rows))
+    fields = {"keys scored": "head_fraction", "bytes read": "bytes_fraction"}
+    if any(row.get("acceptance") is not None for row in rows):
+        fields |= {"accepted": "acceptance", "skipped": "skipped_fraction"}
     lines = [
-        "| method | keys scored | bytes read | " + " | ".join(heads) + " |",
-        "|---|---|---|" + "---|" * len(tasks),
+        "| method | " + " | ".join((*fields, *columns)) + " |",
+        "|---|" + "---|" * (len(fields) + len(columns)),
     ]
     for method in dict.fromkeys(row["method"] for row in rows):
-        own = {row["task"]: row for row in rows if row["method"] == method}
-        reads = [_percent(own.values(), field) for field in ("head_fraction", "bytes_fraction")]
-        cells = [_cell(own[task]) if task in own else "" for task in tasks]
+        own = {column_of(row): row for row in rows if row["method"] == method}
+        reads = [_percent(own.values(), field) for field in fields.values()]
+        cells = [_cell(own[column]) if column in own else "" for column in columns]
         lines.append(f"| `{method}` | {' | '.join(reads)} | {' | '.join(cells)} |")
     return lines
 

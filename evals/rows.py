@@ -51,6 +51,15 @@ def _place(cell: dict[str, Any]) -> str:
     return json.dumps({key: cell.get(key) for key in ("task", "length", "metric", "text")}, sort_keys=True)
 
 
+FED = ("agreement", "token_accuracy")
+"""Metrics of answers that are fed to methods, token by token."""
+
+
+def column_of(row: Row) -> str:
+    """The task, and how it is scored where that is not by free answers: what a table or a figure tells apart."""
+    return f"{row['task']} ({row['metric']})" if row.get("metric") in FED else str(row["task"])
+
+
 def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
     scores = [record.score for record in members]
     both = [record for record in members if record.sample_id in exact]

@@ -112,7 +112,7 @@ def _answer_all(
         for number, prompt in enumerate(missing)
     ]
     kept: list[Record] = []
-    before = engine.reads()
+    before, reused = engine.reads(), engine.reuse()
     try:
         for answer in engine.answer(asks, profile):
             text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
@@ -120,11 +120,11 @@ def _answer_all(
             ledger.keep(kept[-1])
             ledger.check()
     finally:
-        fractions = engine.fractions(before, profile)
+        fractions, layers = engine.fractions(before, profile), engine.layers(reused)
         if fractions is not None:
             for record in kept:
                 if record.failure is None:
-                    ledger.amend(replace(record, measured=fractions.to_json()))
+                    ledger.amend(replace(record, measured=fractions.to_json(), layers=layers))
 
 
 def run_on_server(cells: Sequence[Cell], settings: PromptSettings, server: Server, ledger: Ledger) -> None:

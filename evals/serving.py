@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from evals.meter import Fractions, served_fractions
+from evals.meter import Fractions, reused_layers, served_fractions
 from gpu.config import GpuConfig, ModelConfig
 from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.memory.host_shares import resolve_host
@@ -27,7 +27,7 @@ from scheduler.decode_reads import DecodeReads
 from scheduler.engine import Engine
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine
-from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
+from scheduler.messages import Delta, EngineRequest, Logprob, ReuseStats, pack_tokens
 from server.config import Deployment
 from transfer.config import HostConfig
 from transfer.machine import GIB, probe_machine
@@ -96,6 +96,15 @@ class ServingEngine:
         found = self._profiles[profile]
         layers = len(self._engine.host_layers) if found.goes_down and found.ring_part is None else 0
         return served_fractions(self.reads() - before, self._shape, layers)
+
+    def reuse(self) -> ReuseStats | None:
+        """What reuse did so far in each layer, of all profiles; None where no profile reuses."""
+        return self._engine.stats().reuse
+
+    def layers(self, before: ReuseStats | None) -> dict[str, list[float]]:
+        """What reuse did since `before`, by layer; empty where nothing looked for a match."""
+        after = self.reuse()
+        return {} if before is None or after is None else reused_layers(before, after, self._shape.group)
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
         """Answers as they finish, in any order."""

@@ -56,7 +56,8 @@ def sample_key(
 class Record:
     """One tried sample. failure: None, or why there is no prediction; then the score is 0. Scores are in [0, 1].
 
-    measured: numbers of the run, such as head_fraction and bytes_fraction; cell: the identity of the table row.
+    measured: numbers of the run, such as head_fraction and bytes_fraction; layers: some by layer, of a method that
+    reuses (`evals.meter.reused_layers`); cell: the identity of the table row.
     """
 
     key: str
@@ -67,6 +68,7 @@ class Record:
     failure: str | None
     depth: float | None
     measured: dict[str, float] = field(default_factory=dict)
+    layers: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.score <= 1.0:

@@ -140,7 +140,8 @@ class Mac(DecodeMethod):
             keys += rest.keys_scored * ~is_hit
             rows += rows_apart(rest.rows_read * ~is_hit, kv_heads)
         skipped = ((end - begin)[..., 0] * is_hit).float().mean(1) / step.lengths
-        return StepResult(whole.out, whole.lse, keys, rows, is_hit.float().mean(1), skipped)
+        gaps = torch.where(is_hit, cells[:, None] - (end[..., 0].long() - 1 + self.band), 0)
+        return StepResult(whole.out, whole.lse, keys, rows, is_hit.float().mean(1), skipped, gaps)
 
     def _ring_rows(self, step: Step, limits: Limits) -> torch.Tensor:
         """Bytes of rings that a KV head's query heads read and write, as rows of KV: float32 `[requests, 1]`."""

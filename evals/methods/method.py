@@ -79,7 +79,8 @@ class StepResult:
     `[requests, kv_heads]`, rows of KV (a key and a value) read: heads of a group that read the same rows together count
     once, heads that choose for themselves count each. A method's index is in `rows_read`; an oracle's search is not.
     accepted, skipped: float32 `[requests]`, of a method that reuses: heads that found something, and cells of their
-    contexts that they took over, as shares.
+    contexts that they took over, as shares; gaps: int64 `[requests, heads]`, positions back to what they found, 0:
+    nothing.
     """
 
     out: torch.Tensor
@@ -88,6 +89,7 @@ class StepResult:
     rows_read: torch.Tensor
     accepted: torch.Tensor | None = None
     skipped: torch.Tensor | None = None
+    gaps: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from evals.rows import BASELINES
+from evals.rows import BASELINES, column_of
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7b61c4", "#b8860b", "#56b4e9", "#8c564b", "#4d4d4d", "#e0488b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
@@ -41,9 +41,14 @@ def family(method: str) -> str:
     return method if method.startswith("profile:") else method.split(":")[0]
 
 
+def family_of(row: Row) -> str:
+    """What a row says its family is, or its method's."""
+    return row.get("family") or family(row["method"])
+
+
 def styles_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
     """(colour, marker) of each method family but full attention, in the order of their names."""
-    families = sorted({family(row["method"]) for row in rows} - set(BASELINES))
+    families = sorted({family_of(row) for row in rows} - set(BASELINES))
     return {
         name: (COLORS[place % len(COLORS)], MARKERS[(place + place // len(COLORS)) % len(MARKERS)])
         for place, name in enumerate(families)
@@ -70,13 +75,14 @@ def new_figure(num_rows: int, num_columns: int, legend_inches: float) -> tuple[F
     return figure, axes
 
 
-def quality_figure(rows: Sequence[Row], read: str) -> str:
+def quality_figure(rows: Sequence[Row], read: str, name: str | None = None) -> str:
     """Score against what was read (`head_fraction` or `bytes_fraction`, log axis): tasks down, lengths across.
 
-    Full attention is the dashed line with its 95 % band. Rows without the fraction are left out.
+    Full attention is the dashed line with its 95 % band. Rows without the fraction are left out. name: of the figure,
+    where a page has several of one kind.
     """
-    known = [row for row in rows if row.get(read) and family(row["method"]) not in BASELINES]
-    tasks, lengths = sorted({row["task"] for row in rows}), sorted({row["length"] for row in rows})
+    known = [row for row in rows if row.get(read) and family_of(row) not in BASELINES]
+    tasks, lengths = sorted({column_of(row) for row in rows}), sorted({row["length"] for row in rows})
     styles = styles_of(rows)
     with mpl.rc_context(STYLE):
         figure, axes = new_figure(len(tasks), len(lengths), legend_inches(len(styles) + 1, len(lengths)))
@@ -84,14 +90,14 @@ def quality_figure(rows: Sequence[Row], read: str) -> str:
             (one, other) for one in enumerate(tasks) for other in enumerate(lengths)
         ):
             panel = axes[down, across]
-            here = [row for row in known if row["task"] == task and row["length"] == length]
-            exact = [r for r in rows if r["task"] == task and r["length"] == length and r["method"] in BASELINES]
+            here = [row for row in known if column_of(row) == task and row["length"] == length]
+            exact = [r for r in rows if column_of(r) == task and r["length"] == length and r["method"] in BASELINES]
             quality_panel(panel, here, exact, styles, read)
             panel.set_title(f"{task} · {length:,}")
             panel.set_xlabel("share read" if down == len(tasks) - 1 else "")
             panel.set_ylabel("score" if across == 0 else "")
         draw_legend(figure, styles, len(lengths))
-        return to_svg(figure, f"quality-{read.split('_')[0]}")
+        return to_svg(figure, name or f"quality-{read.split('_')[0]}")
 
 
 def legend_inches(num_entries: int, num_columns: int) -> float:
@@ -126,7 +132,7 @@ def quality_panel(
         panel.axhline(exact[0]["score"], color=INK, linestyle=(0, (4, 2)), linewidth=1)
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in here:
-        lines[family(row["method"])].append((row[read], row["score"]))
+        lines[family_of(row)].append((row[read], row["score"]))
     for name, points in lines.items():
         color, marker = styles[name]
         xs, ys = zip(*sorted(points), strict=True)

@@ -15,9 +15,13 @@ from evals.paired import ADVISED_PROMPTS
 from evals.report.document import finite
 from evals.report.figures import depth_figure, layer_figure, quality_figure
 from evals.report.table import most_lost, percent, row_order, with_range
-from evals.rows import BASELINES
+from evals.rows import BASELINES, column_of
 
 TEMPLATE = "page.html.j2"
+
+Figures = tuple[str, str, Sequence[tuple[str, str]]]
+"""A heading, what is to be known, and figures: what each shows, and its SVG."""
+
 PARTS = ("rows", "depths", "layers", "fidelity")
 
 
@@ -29,12 +33,13 @@ def render_page(
     configuration: Mapping[str, Any],
     seeds: Mapping[str, int],
     fidelity: Sequence[Mapping[str, Any]] = (),
+    figures: Sequence[Figures] | None = None,
 ) -> str:
     """The page as HTML.
 
     rows: of `evals.rows.summarize`. records: samples or their means by depth (score 0 to 1), for the heat maps. layers:
-    `length, method, layer, error`. fidelity: rows of methods beside full attention. All but one may be empty; raises
-    ValueError if rows and fidelity both are.
+    `length, method, layer, error`. fidelity: rows of methods beside full attention. figures: in place of those of
+    quality against reads. All but one may be empty; raises ValueError if rows and fidelity both are.
     """
     if not rows and not fidelity:
         raise ValueError("report: no rows; run at least one task")
@@ -61,8 +66,9 @@ def render_page(
             ("keys scored a query head", quality_figure(rows, "head_fraction")),
             ("bytes", quality_figure(rows, "bytes_fraction")),
         ]
-        if any(row.get("head_fraction") for row in rows)
+        if figures is None and any(row.get("head_fraction") for row in rows)
         else [],
+        figures=figures or [],
         depths=[(task, svg) for task in tasks if (svg := depth_figure(records, task))],
         layers=[
             (f"{length:,} tokens" if length else "", svg)
@@ -101,10 +107,12 @@ def points_text(row: Mapping[str, Any]) -> str:
 
 def shown_row(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
     """The row with its texts, and whether it opens a new group of task and length."""
-    opens = before is None or (before["task"], before["length"]) != (row["task"], row["length"])
+    place = column_of(row), row["length"]
+    opens = before is None or (column_of(before), before["length"]) != place
     high = row.get("difference_high")
     return row | {
         "opens": opens,
+        "task": place[0],
         "score_text": with_range(row["score"], row.get("low"), row.get("high"), ""),
         "difference_text": with_range(row.get("difference"), row.get("difference_low"), high, "+"),
         "worse": high is not None and high < 0,

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from evals.rows import BASELINES
+from evals.rows import BASELINES, column_of
 
 METHOD_COLUMNS = 14
 PIPED_COLUMNS = 150
@@ -18,7 +18,7 @@ PIPED_COLUMNS = 150
 
 def row_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Task, length, then full attention first and others by what they read."""
-    return row["task"], row["length"], row["method"] not in BASELINES, row.get("head_fraction") or 0.0, row["method"]
+    return column_of(row), row["length"], row["method"] not in BASELINES, row.get("head_fraction") or 0.0, row["method"]
 
 
 def percent(fraction: float | None) -> str:
@@ -54,7 +54,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     ):  # fmt: skip
         fewest = METHOD_COLUMNS if name == "method" else None
         table.add_column(name, justify=justify, no_wrap=name != "method", min_width=fewest, overflow="fold")  # type: ignore[arg-type]
-    for (task, length), group in groupby(sorted(rows, key=row_order), key=lambda row: (row["task"], row["length"])):
+    for (task, length), group in groupby(sorted(rows, key=row_order), key=lambda row: (column_of(row), row["length"])):
         for number, row in enumerate(group):
             failures = row["failures"]
             table.add_row(

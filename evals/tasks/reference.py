@@ -39,6 +39,9 @@ SPARE_KEYS = 1.25
 
 FEWEST_WORDS = 100
 LISTED_FEWEST, LISTED_MOST = 4, 24
+LONG_LISTED_FEWEST = 16
+"""Whose answer has 256 tokens or more."""
+
 OPENING_WORDS, PASSAGE_WORDS = 10, 60
 COMMON_TIMES, OTHER_TIMES = 30, 2
 COUNTED = {
@@ -139,10 +142,10 @@ def a(job: str) -> str:
     return f"a {job}"
 
 
-def listing(draw: random.Random, words: list[str]) -> Plan:
+def listing(draw: random.Random, words: list[str], fewest: int) -> Plan:
     """Every key and number of the document, a line each, in order of appearance."""
     distinct = Distinct(draw, words)
-    pairs = [(distinct.key(), distinct.number()) for _ in range(draw.randint(LISTED_FEWEST, LISTED_MOST))]
+    pairs = [(distinct.key(), distinct.number()) for _ in range(draw.randint(fewest, LISTED_MOST))]
     depths = sorted(draw_depth(draw) for _ in pairs)
     inserts = [(depth, NUMBER_NEEDLE.format(*pair)) for depth, pair in zip(depths, pairs, strict=True)]
     answer = "\n".join(f"{key}: {number}" for key, number in pairs)
@@ -173,10 +176,11 @@ PLANS: dict[str, Callable[[random.Random, list[str], float | None], Plan]] = {
     "several_keys": lambda draw, words, depth: several_keys(draw, words, *NUM_ASKED["several_keys"]),
     "facts_one_hop": lambda draw, words, depth: facts(draw, depth, 1),
     "facts_two_hops": lambda draw, words, depth: facts(draw, depth, 2),
-    "list": lambda draw, words, depth: listing(draw, words),
+    "list": lambda draw, words, depth: listing(draw, words, LISTED_FEWEST),
     "variables": lambda draw, words, depth: variables(draw, words),
 }
 HARD_PLANS: dict[str, Callable[[random.Random, list[str], float | None], Plan]] = {
+    "long_list": lambda draw, words, depth: listing(draw, words, LONG_LISTED_FEWEST),
     "four_values": lambda draw, words, depth: several_values(draw, words, NUM_VALUES["four_values"]),
     "four_keys": lambda draw, words, depth: several_keys(draw, words, *NUM_ASKED["four_keys"]),
 }
@@ -185,7 +189,7 @@ HARD_PLANS: dict[str, Callable[[random.Random, list[str], float | None], Plan]] 
 ONLY_NEEDLES = ("only_needles", "crossed_needles")
 """Documents of nothing but needles; the keys of the second are made of so few words that each stands in many keys."""
 
-METRICS = {"list": "lines", "continue": "words_edit"}
+METRICS = {"list": "lines", "long_list": "lines", "continue": "words_edit"}
 OF_RULER = {
     "niah_single_1": "needle",
     "niah_single_2": "needle",

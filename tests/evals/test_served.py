@@ -33,6 +33,7 @@ SAMPLED = "profile:sampled:bits_per_table=10,num_tables="
 DEPLOYMENT = Deployment(model=ModelConfig(path=MODEL), host=HostConfig(resident_tokens=0))
 SHAPE = SimpleNamespace(name="tiny", eos_token_ids=(1,))
 READ = Fractions(0.25, 0.5, 0.375, 0.6)
+LAYERS = {"acceptance": [0.5, 0.25]}
 
 
 class Texts:
@@ -57,6 +58,12 @@ class FakeEngine:
 
     def fractions(self, before: str, profile: str) -> Fractions | None:
         return READ if before == "before" else None
+
+    def reuse(self) -> str:
+        return "reused before"
+
+    def layers(self, before: str) -> dict[str, list[float]]:
+        return LAYERS if before == "reused before" else {}
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
         for ask in asks:

@@ -1,0 +1,1 @@
+"""MAC-Attention judged: quality over what is read, beside other methods; what layers reuse; what reuse errs."""

@@ -1,0 +1,148 @@
+"""A run of `tandem eval mac`: prompts, then parts, several at a time, then one document of all that they left.
+
+It knows no method. Invariant: the document follows from what the folder holds, so a run that was cut, or split over
+several calls with the same options, ends with the same as one that was not.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from signal import SIG_IGN, SIGINT, signal
+from typing import Any
+
+from evals.cells import Cell
+from evals.mac.grid import by_label
+from evals.mac.parts import Asked, Done, Part, Prompts, parts_of, run_part
+from evals.report.document import finite
+from evals.rows import Row, mean_known, summarize
+from evals.run import make_prompts
+from evals.store import Record
+
+SET = "mac"
+
+
+def run_all(asked: Asked, folder: Path, processes: int, seconds: float | None) -> dict[str, Any]:
+    """Run what the folder lacks, and say all that it has: `rows`, `layers`, `errors`, `cut`.
+
+    processes: parts at a time; 1: in this process. seconds: to end after, with what is finished by then.
+    """
+    begin = time.monotonic()
+    parts = parts_of(asked)
+    prompts = make_all(asked, processes)
+    print(f"{len(prompts)} tasks and lengths, prompts made after {time.monotonic() - begin:.1f} s; {len(parts)} parts",
+          file=sys.stderr, flush=True)  # fmt: skip
+    done: list[Done] = []
+    for one in _run_parts(parts, asked, prompts, folder, processes, begin, seconds):
+        print(f"part {len(done) + 1}/{len(parts)}: {one.name}: {len(one.records)} records"
+              + (f", cut: {one.reason}" if one.reason else "") + f", {time.monotonic() - begin:.1f} s",
+              file=sys.stderr, flush=True)  # fmt: skip
+        done.append(one)
+    order = {part.name: place for place, part in enumerate(parts)}
+    done.sort(key=lambda one: order[one.name])
+    records = list({record.key: record for one in done for record in one.records}.values())
+    told = by_label(asked.settings)
+    rows = [row | told.get(row["method"], {}) for row in summarize(records)]
+    reasons = [one.reason for one in done if one.reason is not None]
+    return finite(
+        {
+            "seconds": round(time.monotonic() - begin, 1),
+            "rows": sorted(rows, key=_by_reads(rows)),
+            "layers": pool_layers(records, told),
+            "errors": [row for one in done for row in one.errors],
+            "cut": reasons[0] if reasons else None,
+        }
+    )
+
+
+def _run_parts(
+    parts: Sequence[Part], asked: Asked, prompts: Prompts, folder: Path, processes: int, begin: float,
+    seconds: float | None,
+) -> Iterator[Done]:  # fmt: skip
+    def left() -> float | None:
+        return None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
+
+    if processes == 1:
+        for part in parts:
+            yield run_part(part, asked, _of(part, prompts), folder, left(), 1)
+        return
+    until = None if seconds is None else time.time() + (left() or 0.0)
+    with _pool(processes) as pool:
+        pending: list[Future[Done]] = [
+            pool.submit(_run_until, part, asked, _of(part, prompts), folder, until, processes) for part in parts
+        ]
+        for future in as_completed(pending):
+            yield future.result()
+
+
+def _run_until(part: Part, asked: Asked, prompts: Prompts, folder: Path, until: float | None, processes: int) -> Done:
+    """In a process of its own, whose start took some of the time."""
+    return run_part(part, asked, prompts, folder, None if until is None else max(0.0, until - time.time()), processes)
+
+
+def _of(part: Part, prompts: Prompts) -> Prompts:
+    """What the part asks for."""
+    most = {(cell.task, cell.length_tokens): 0 for cell in (*part.cells, *part.forced)}
+    for cell in (*part.cells, *part.forced):
+        most[cell.task, cell.length_tokens] = max(most[cell.task, cell.length_tokens], cell.num_samples)
+    return {place: prompts[place][:count] for place, count in most.items()}
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    """Interrupts from a terminal reach all; this process decides."""
+    return ProcessPoolExecutor(processes, get_context("spawn"), partial(signal, SIGINT, SIG_IGN))
+
+
+def make_all(asked: Asked, processes: int) -> Prompts:
+    """As many prompts of each task and length as any way of running them takes."""
+    places = {(task, length): 0 for length in asked.lengths for task in (*asked.tasks, *asked.forced)}
+    for task, length in places:
+        counts = [asked.samples, asked.served_samples] if task in asked.tasks else []
+        places[task, length] = max([*counts, *([asked.forced_samples] if task in asked.forced else [])])
+    cells = [Cell(task, length, count, (), 0) for (task, length), count in places.items()]
+    if processes == 1:
+        made = [make_prompts(cell, asked.prompts) for cell in cells]
+    else:
+        with _pool(min(len(cells), os.cpu_count() or 1)) as pool:
+            made = list(pool.map(make_prompts, cells, [asked.prompts] * len(cells)))
+    return dict(zip(places, made, strict=True))
+
+
+def pool_layers(records: Sequence[Record], told: dict[str, dict[str, Any]]) -> list[Row]:
+    """What profiles reused, a row a setting, length and layer, and one of all layers (`layer` None): means over
+    tasks of `acceptance, skipped_fraction, gap, age, whole_groups, kv_read`; `tasks`: how many.
+    """
+    cells: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
+    for record in records:
+        if record.layers:
+            place = record.cell["method"], record.cell["length"]
+            cells.setdefault(place, {})[record.cell["task"]] = record.layers
+    rows = []
+    for (method, length), by_task in cells.items():
+        names = list(next(iter(by_task.values())))
+        by_name = {
+            name: [mean_known(of_layer) for of_layer in zip(*(one[name] for one in by_task.values()), strict=True)]
+            for name in names
+        }
+        same = {"method": method, "length": length, "tasks": len(by_task), **told[method]}
+        for layer in range(len(by_name[names[0]])):
+            rows.append({**same, "layer": layer, **{name: by_name[name][layer] for name in names}})
+        rows.append({**same, "layer": None, **{name: mean_known(by_name[name]) for name in names}})
+    return rows
+
+
+def _by_reads(rows: Sequence[Row]) -> Callable[[Row], tuple[Any, ...]]:
+    """Length, then full attention, then methods by what they read there over all tasks, so that equal reads stand
+    together."""
+    reads = {
+        (row["length"], row["method"]): mean_known(
+            [one["bytes_fraction"] for one in rows if (one["length"], one["method"]) == (row["length"], row["method"])]
+        )
+        for row in rows
+    }
+    return lambda row: (row["length"], row["method"] != "full", -(reads[row["length"], row["method"]] or 0.0),
+                        row["method"])  # fmt: skip
