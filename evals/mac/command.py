@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +24,10 @@ def mac(
         "256:64,512:128,1024:256",
     over: Annotated[str, typer.Option("--over", help="what heads that miss read: exact, sampled or both, with a "
                                       "comma")] = "exact,sampled",
-    tasks: Annotated[str, typer.Option("--tasks", help="answered freely")] =
-        "word_needle,many_needles,facts_one_hop,facts_two_hops,long_list,continue",
-    forced: Annotated[str, typer.Option("--forced", help="tasks whose right answers are fed, token by token")] =
+    tasks: Annotated[str, typer.Option("--tasks", help="with short answers")] =
+        "word_needle,many_needles,facts_one_hop,facts_two_hops",
+    long: Annotated[str, typer.Option("--long", help="with long answers: the engine gives them, methods in the "
+                                      "reference decoder are fed the right ones, token by token")] =
         "long_list,continue",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="of a right answer that are fed, at most")] = 320,
     samples: Annotated[int, typer.Option("--samples", min=0, help="prompts a task and length, in the reference "
@@ -40,7 +42,7 @@ def mac(
     error_texts: Annotated[int, typer.Option("--error-texts", min=1, help="of how many texts a length")] = 2,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="prompts of the longest length that go together "
                                               "in the reference decoder")] = None,
-    processes: Annotated[int | None, typer.Option("--processes", min=1, help="parts of the run at a time; default: 8 "
+    processes: Annotated[int | None, typer.Option("--processes", min=1, help="parts of the run at a time; default: 12 "
                                                   "on a GPU, 1 elsewhere")] = None,
     text: Text = [],  # noqa: B006
     seed: Seed = 0,
@@ -73,21 +75,21 @@ def mac(
         )
         asked = Asked(
             PromptSettings(model, "reference", seed, tuple(text)), on, tuple(settings), () if alone else BESIDE,
-            tuple(parse_lengths(lengths)), tuple(parse_tasks(tasks)), tuple(parse_tasks(forced)), tokens, samples,
+            tuple(parse_lengths(lengths)), tuple(parse_tasks(tasks)), tuple(parse_tasks(long)), tokens, samples,
             forced_samples, served_samples, tuple(parse_taus("--sampled-taus", sampled_taus)), error_texts,
             error_steps, batch or (16 if on_cuda else 1),
         )  # fmt: skip
-        found = run_all(asked, out, processes or (8 if on_cuda else 1), seconds)
+        found = run_all(asked, out, processes or (12 if on_cuda else 1), seconds)
         given = [("--model", str(model)), ("--lengths", lengths), ("--taus", taus), ("--windows", windows),
                  ("--over", over), ("--samples", str(samples)), ("--forced-samples", str(forced_samples)),
                  ("--served-samples", str(served_samples)), *(("--text", path.name) for path in text)]  # fmt: skip
         command = shlex.join(["tandem", "eval", "mac", *(word for pair in given for word in pair)])
         run = describe_run(SET, command, seed, found["seconds"], machine_name(on), found["rows"])
-        run |= {name: found[name] for name in ("layers", "errors", "cut")}
+        run |= {name: found[name] for name in ("layers", "errors", "cut", "failed")}
         write_document(out / JSON_FILE, run)
         if not run["rows"]:
             print_cut(run, out)
-            raise typer.Exit(exit_status([], run["cut"]))
+            raise typer.Exit(1 if run["failed"] else exit_status([], run["cut"]))
         console = open_console()
         print_table(run["rows"], console)
         console.print("\n".join(render_reused(run)), highlight=False, markup=False, soft_wrap=True)
@@ -98,7 +100,7 @@ def mac(
             write_text(out / TABLES_FILE, render_run(run) + "\n")
             print(f"report: {out / PAGE_FILE}, {out / TABLES_FILE}")
         print_cut(run, out)
-        status = exit_status(run["rows"], run["cut"])
+        status = 1 if run["failed"] else exit_status(run["rows"], run["cut"])
         if status:
             raise typer.Exit(status)
 
@@ -106,6 +108,8 @@ def mac(
 def print_cut(run: dict[str, Any], out: Path) -> None:
     """The run in one line of JSON."""
     failures = sum(row["failures"] for row in run["rows"])
+    for part, why in run["failed"].items():
+        print(f"failed: {part}: {why}", file=sys.stderr)
     print(json.dumps({"set": run["set"], "seconds": run["seconds"], "rows": len(run["rows"]), "failures": failures,
                       "cut": run["cut"], "json": str(out / JSON_FILE)}))  # fmt: skip
 

@@ -45,8 +45,9 @@ Prompts = Mapping[tuple[str, int], list[Prompt]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What is run. tasks: answered freely, by methods and by profiles; forced: whose right answers are fed, `most`
-    tokens of each. samples, forced_samples, served_samples: prompts a task and length of each way.
+    """What is run. tasks: answered freely, by methods and by profiles; long: by profiles alone, while methods are fed
+    the right answers, `most` tokens of each. samples, forced_samples, served_samples: prompts a task and length of methods
+    with free and with fed answers, and of profiles.
 
     sampled_taus: of settings over `sampled`, those that run in the decoder, too, where each step hashes and compares
     all keys. beside: other methods. error_steps: tokens of `error_texts` texts at each length that figure 4 is made of,
@@ -59,7 +60,7 @@ class Asked:
     beside: tuple[str, ...]
     lengths: tuple[int, ...]
     tasks: tuple[str, ...]
-    forced: tuple[str, ...]
+    long: tuple[str, ...]
     most: int
     samples: int
     forced_samples: int
@@ -73,23 +74,30 @@ class Asked:
 @dataclass(frozen=True)
 class Part:
     """cells: answered freely; forced: whose right answers are fed. settings: of a part that serves, what its engine
-    has."""
+    has; threads: of it that read host memory."""
 
     name: str
     kind: Literal["served", "decoder", "errors"]
     cells: tuple[Cell, ...] = ()
     forced: tuple[Cell, ...] = ()
     settings: tuple[Setting, ...] = ()
+    threads: int = 1
+
+    @property
+    def labels(self) -> set[str]:
+        """Of the methods that it runs."""
+        return {label for cell in (*self.cells, *self.forced) for label in cell.methods}
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a part left. errors: rows of figure 4. reason: why it was cut, or None."""
+    """What a part left. errors: rows of figure 4. reason: why it was cut, failure: why it could not go on, or None."""
 
     name: str
     records: list[Record] = field(default_factory=list)
     errors: list[Row] = field(default_factory=list)
     reason: str | None = None
+    failure: str | None = None
 
 
 def parts_of(asked: Asked) -> list[Part]:
@@ -101,12 +109,14 @@ def parts_of(asked: Asked) -> list[Part]:
         for place, window in enumerate(windows):
             own = tuple(one for one in asked.settings if (one.over, one.window) == (over, window))
             labels = [one.served for one in own] + ([PREFIX + over] if place == 0 else [])
-            cells = tuple(_cells(asked, asked.tasks, asked.served_samples, labels, 0))
-            parts.append(Part(f"served-{over}-{window[0]}-{window[1]}", "served", cells, settings=own))
+            cells = tuple(_cells(asked, (*asked.tasks, *asked.long), asked.served_samples, labels, 0))
+            threads = max(1, (os.cpu_count() or 1) // (2 * len(windows)))  # beside those of other parts
+            parts.append(Part(f"served-{over}-{window[0]}-{window[1]}", "served", cells, (), own, threads))
     for place, labels in enumerate(_decoded(asked)):
         free = _cells(asked, asked.tasks, asked.samples, ["full", *labels], 0)
-        forced = _cells(asked, asked.forced, asked.forced_samples, [*(["full"] if place == 0 else []), *labels],
-                        asked.most)  # fmt: skip
+        forced = _cells(
+            asked, asked.long, asked.forced_samples, [*(["full"] if place == 0 else []), *labels], asked.most
+        )
         parts.append(Part(f"decoder-{place}", "decoder", tuple(free), tuple(forced)))
     if asked.error_steps:
         parts.append(Part("errors", "errors"))
@@ -127,15 +137,15 @@ def _cells(asked: Asked, tasks: Sequence[str], samples: int, labels: Sequence[st
             yield Cell(task, length, samples, tuple(labels), most)
 
 
-def run_part(part: Part, asked: Asked, prompts: Prompts, folder: Path, seconds: float | None, share: int) -> Done:
-    """Run what is not in `folder` yet. share: of how many parts at a time this is one."""
+def run_part(part: Part, asked: Asked, prompts: Prompts, folder: Path, seconds: float | None) -> Done:
+    """Run what is not in `folder` yet."""
     with stopping(seconds) as stop:
         if part.kind == "errors":
             return _run_errors(part, asked, folder / part.name, stop)
         kept = [*part.cells, *part.forced, *part.forced]  # forced ones leave two records each
         with open_ledger(kept, len(part.cells) + len(part.forced), folder / part.name, None, stop) as (ledger, records):
             if part.kind == "served":
-                _run_served(part, asked, prompts, share, ledger)
+                _run_served(part, asked, prompts, ledger)
             else:
                 _run_decoder(part, asked, prompts, ledger)
         return Done(part.name, list(records.values()), reason=stop.reason)
@@ -146,20 +156,19 @@ def _take(cells: Sequence[Cell], prompts: Prompts) -> Iterator[tuple[Cell, list[
         yield cell, prompts[cell.task, cell.length_tokens][: cell.num_samples]
 
 
-def _run_served(part: Part, asked: Asked, prompts: Prompts, share: int, ledger: Ledger) -> None:
+def _run_served(part: Part, asked: Asked, prompts: Prompts, ledger: Ledger) -> None:
     model, longest = asked.prompts.model, max(asked.lengths)
     profiles = {label: label.removeprefix(PREFIX) for label in part.cells[0].methods}
-    deployment = deployment_of(part.settings, model, asked.device, longest, share)
+    deployment = deployment_of(part.settings, model, asked.device, longest, part.threads)
     with load_serving_engine(model, asked.device, longest, deployment) as engine:
         shape, cells = read_architecture(model), _take(part.cells, prompts)
         run_profiles(engine, load_tokenizer(model), shape, cells, profiles, asked.prompts, ledger)
 
 
-def deployment_of(settings: Sequence[Setting], model: Path, device: str, longest: int, share: int) -> Deployment:
+def deployment_of(settings: Sequence[Setting], model: Path, device: str, longest: int, threads: int) -> Deployment:
     """One engine for settings over the same placement, under which nothing is resident; a ring for each prompt."""
     host = None
     if settings[0].over != "exact":
-        threads = max(1, (os.cpu_count() or 1) // share)
         host = HostConfig(resident_tokens=0, residency="fixed", threads=threads)
     made = make_deployment(model, device, longest, host)
     rings = made.scheduler.max_running

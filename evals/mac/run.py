@@ -8,26 +8,32 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from functools import partial
-from multiprocessing import get_context
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
+from multiprocessing import active_children, get_context
 from pathlib import Path
-from signal import SIG_IGN, SIGINT, signal
+from signal import SIG_IGN, SIGINT, SIGTERM, signal
 from typing import Any
 
 from evals.cells import Cell
 from evals.mac.grid import by_label
 from evals.mac.parts import Asked, Done, Part, Prompts, parts_of, run_part
+from evals.methods.method import MethodError
 from evals.report.document import finite
 from evals.rows import Row, mean_known, summarize
 from evals.run import make_prompts
-from evals.store import Record
+from evals.session import STORE_FILE
+from evals.stopping import RunCut, stopping
+from evals.store import Record, Store
+from gpu.memory.plan import PlanError
+from transfer.tier import HostMemoryError
 
 SET = "mac"
+LOOK_EVERY_S = 0.5
 
 
 def run_all(asked: Asked, folder: Path, processes: int, seconds: float | None) -> dict[str, Any]:
-    """Run what the folder lacks, and say all that it has: `rows`, `layers`, `errors`, `cut`.
+    """Run what the folder lacks, and say all that it has: `rows`, `layers`, `errors`, why it was `cut`, what `failed`.
 
     processes: parts at a time; 1: in this process. seconds: to end after, with what is finished by then.
     """
@@ -36,14 +42,16 @@ def run_all(asked: Asked, folder: Path, processes: int, seconds: float | None) -
     prompts = make_all(asked, processes)
     print(f"{len(prompts)} tasks and lengths, prompts made after {time.monotonic() - begin:.1f} s; {len(parts)} parts",
           file=sys.stderr, flush=True)  # fmt: skip
+    left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
     done: list[Done] = []
-    for one in _run_parts(parts, asked, prompts, folder, processes, begin, seconds):
+    for one in _run_parts(parts, asked, prompts, folder, processes, left):
         print(f"part {len(done) + 1}/{len(parts)}: {one.name}: {len(one.records)} records"
-              + (f", cut: {one.reason}" if one.reason else "") + f", {time.monotonic() - begin:.1f} s",
+              + (f", cut: {one.reason}" if one.reason else "") + (f", failed: {one.failure}" if one.failure else "")
+              + f", {time.monotonic() - begin:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
         done.append(one)
-    order = {part.name: place for place, part in enumerate(parts)}
-    done.sort(key=lambda one: order[one.name])
+    ended = {one.name: one for one in done}
+    done = [complete(part, ended.get(part.name), folder) for part in parts]
     records = list({record.key: record for one in done for record in one.records}.values())
     told = by_label(asked.settings)
     rows = [row | told.get(row["method"], {}) for row in summarize(records)]
@@ -55,33 +63,54 @@ def run_all(asked: Asked, folder: Path, processes: int, seconds: float | None) -
             "layers": pool_layers(records, told),
             "errors": [row for one in done for row in one.errors],
             "cut": reasons[0] if reasons else None,
+            "failed": {one.name: one.failure for one in done if one.failure is not None},
         }
     )
 
 
 def _run_parts(
-    parts: Sequence[Part], asked: Asked, prompts: Prompts, folder: Path, processes: int, begin: float,
-    seconds: float | None,
-) -> Iterator[Done]:  # fmt: skip
-    def left() -> float | None:
-        return None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
-
+    parts: Sequence[Part], asked: Asked, prompts: Prompts, folder: Path, processes: int, seconds: float | None
+) -> Iterator[Done]:
+    """Parts as they end. Of a run that is cut, those that had begun."""
+    until = None if seconds is None else time.time() + seconds
     if processes == 1:
         for part in parts:
-            yield run_part(part, asked, _of(part, prompts), folder, left(), 1)
+            one = _run_until(part, asked, _of(part, prompts), folder, until)
+            yield one
+            if one.reason is not None:
+                return
         return
-    until = None if seconds is None else time.time() + (left() or 0.0)
-    with _pool(processes) as pool:
-        pending: list[Future[Done]] = [
-            pool.submit(_run_until, part, asked, _of(part, prompts), folder, until, processes) for part in parts
-        ]
-        for future in as_completed(pending):
-            yield future.result()
+    with stopping(seconds) as stop, _pool(processes) as pool:
+        pending: set[Future[Done]] = {
+            pool.submit(_run_until, part, asked, _of(part, prompts), folder, until) for part in parts
+        }
+        while pending:
+            try:
+                stop.check()
+            except RunCut:
+                pending = {future for future in pending if not future.cancel()}
+                for process in active_children():
+                    process.terminate()  # a wish to a part that runs; nothing to others
+            ended, pending = wait(pending, LOOK_EVERY_S, FIRST_COMPLETED)
+            yield from (future.result() for future in ended)
 
 
-def _run_until(part: Part, asked: Asked, prompts: Prompts, folder: Path, until: float | None, processes: int) -> Done:
-    """In a process of its own, whose start took some of the time."""
-    return run_part(part, asked, prompts, folder, None if until is None else max(0.0, until - time.time()), processes)
+def _run_until(part: Part, asked: Asked, prompts: Prompts, folder: Path, until: float | None) -> Done:
+    """In a process of its own, whose start took some of the time. What it cannot bear is told; others go on."""
+    try:
+        return run_part(part, asked, prompts, folder, None if until is None else max(0.0, until - time.time()))
+    except (RuntimeError, HostMemoryError, MethodError, PlanError) as error:
+        return Done(part.name, failure=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def complete(part: Part, done: Done | None, folder: Path) -> Done:
+    """With what earlier calls left of a part that did not come to its end, or did not begin (None)."""
+    done = done or Done(part.name, reason="did not begin")
+    path = folder / part.name / STORE_FILE
+    if (done.reason is None and done.failure is None) or not path.exists():
+        return done
+    with Store(path) as store:
+        return replace(done, records=[one for one in store if one.cell["method"] in part.labels])
 
 
 def _of(part: Part, prompts: Prompts) -> Prompts:
@@ -93,16 +122,22 @@ def _of(part: Part, prompts: Prompts) -> Prompts:
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:
-    """Interrupts from a terminal reach all; this process decides."""
-    return ProcessPoolExecutor(processes, get_context("spawn"), partial(signal, SIGINT, SIG_IGN))
+    """Signals to a group reach all; this process decides, but for a part that runs, which ends at TERM."""
+    return ProcessPoolExecutor(processes, get_context("spawn"), _ignore_signals)
+
+
+def _ignore_signals() -> None:
+    for number in (SIGINT, SIGTERM):
+        signal(number, SIG_IGN)
 
 
 def make_all(asked: Asked, processes: int) -> Prompts:
     """As many prompts of each task and length as any way of running them takes."""
-    places = {(task, length): 0 for length in asked.lengths for task in (*asked.tasks, *asked.forced)}
-    for task, length in places:
-        counts = [asked.samples, asked.served_samples] if task in asked.tasks else []
-        places[task, length] = max([*counts, *([asked.forced_samples] if task in asked.forced else [])])
+    places: dict[tuple[str, int], int] = {}
+    for length in asked.lengths:
+        for tasks, samples in ((asked.tasks, asked.samples), (asked.long, asked.forced_samples)):
+            for task in tasks:
+                places[task, length] = max(places.get((task, length), 0), samples, asked.served_samples)
     cells = [Cell(task, length, count, (), 0) for (task, length), count in places.items()]
     if processes == 1:
         made = [make_prompts(cell, asked.prompts) for cell in cells]
