@@ -36,6 +36,7 @@ class Batch:
     attend_ms: float
     kept_tokens: int  # that the host has, of all rows, and the device reads: at the end
     ready_ms: float  # most that a step waited for copies and tables, from the submission of the batch's last to here
+    hits: float | None  # query heads that reused attention, of those that looked for a match; None: none looks
 
     @property
     def fraction_read(self) -> float:
@@ -121,7 +122,7 @@ class Client:
         for _ in range(_WARMUP_STEPS):
             self.step(batch)
         ready_ms, self.longest_ready_s = 1e3 * self.longest_ready_s, 0.0
-        before = self.host_stats()
+        before, reused = self.host_stats(), self.reuse_counts()
         times: list[float] = []
         first = began = time.perf_counter()
         while len(times) < MIN_STEPS or (len(times) < count and began - first < limit_s):
@@ -129,7 +130,14 @@ class Client:
             now = time.perf_counter()
             times.append(1e3 * (now - began))
             began = now
-        return _difference(before, self.host_stats(), times, self.kept_tokens(), ready_ms)
+        after = self.host_stats()
+        tries, hits = (late - early for early, late in zip(reused, self.reuse_counts(), strict=True))
+        return _difference(before, after, times, self.kept_tokens(), ready_ms, hits / tries if tries else None)
+
+    def reuse_counts(self) -> tuple[int, int]:
+        """Query heads that looked for a match, and that found one, so far."""
+        reuse = self.engine.stats().reuse
+        return (0, 0) if reuse is None else (sum(reuse.tries), sum(reuse.hits))
 
     def kept_tokens(self) -> int:
         """Of what runs, tokens in host memory that have pages on the device as well."""
@@ -202,7 +210,9 @@ class Client:
         self.drain([])
 
 
-def _difference(before: HostStats, after: HostStats, times: list[float], kept_tokens: int, ready_ms: float) -> Batch:
+def _difference(
+    before: HostStats, after: HostStats, times: list[float], kept_tokens: int, ready_ms: float, hits: float | None
+) -> Batch:
     count = len(times)
     return Batch(
         times,
@@ -212,4 +222,5 @@ def _difference(before: HostStats, after: HostStats, times: list[float], kept_to
         1e3 * (after.attend_seconds - before.attend_seconds) / count,
         kept_tokens,
         ready_ms,
+        hits,
     )

@@ -1,11 +1,12 @@
 """`tandem bench long`: contexts that outgrow the card, through the engine: prefill, decode by batch, the next turn.
 
 Drives the engine of a deployment in this process with prompts of random tokens, one profile after the other; the first
-profile is ours, the second its peer at the same batch, whose requests share one prompt: a prefill beside a slow peer's
-stream may take minutes. `bench.long_floors` says what bounds each number. Random weights spread keys evenly: the
-fraction read is printed beside every time. A peer that reads everything may be a hundred times slower, so no batch is
-stepped for longer than a limit. Where a step's time goes comes from a trace of ours alone, after its timed steps
-(`bench.step_trace`). Nothing is timed before `bench.long_gate` has held what is to be timed against full attention.
+profile is ours, the second its peer at the same batch, whose requests share one prompt where it reads all: a prefill
+beside a slow peer's stream may take minutes. `bench.long_floors` says what bounds each number. Random weights spread
+keys evenly: the fraction read is printed beside every time, and of a profile that reuses attention, how many heads do.
+A peer that reads everything may be a hundred times slower, so no batch is stepped for longer than a limit. Where a
+step's time goes comes from a trace of ours alone, after its timed steps (`bench.step_trace`).
+Nothing is timed before `bench.long_gate` has held what is to be timed against full attention.
 
 Tables are built behind a prefill: a context's first step waits for those that are not built by then, and for the last
 layer's copies. `first_step_ready_ms`, the longest wait of a step from the submission of a batch's last request to its
@@ -91,7 +92,7 @@ def run_long_context_benchmark(
         served: dict[str, Served] = {}
         for profile in profiles:
             console.print(f"profile {profile.name}", highlight=False)
-            own = prompts[: None if not served else 1]
+            own = prompts if not served or profile.is_sampled else prompts[:1]
             served[profile.name] = _serve(client, own, benchmark, profile, floors, not served, console)
             yield _rows(benchmark, deployment, served, floors, gate)
     finally:
@@ -157,7 +158,7 @@ def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor) ->
         f"{measured.fraction_read:.2%} of what heads have down read, {measured.kept_tokens:,} tokens kept on the "
         f"device, host waits {measured.wait_ms:.2f} ms and attends "
         f"{measured.attend_ms:.2f}, before the first one {measured.ready_ms:.0f} for tables; floor {floor.ms:.2f} "
-        f"({floor.text})",
+        f"({floor.text})" + ("" if measured.hits is None else f"; {measured.hits:.1%} of heads reuse attention"),
         highlight=False,
         soft_wrap=True,
     )
@@ -231,6 +232,7 @@ def _extras(ours: Served, measured: Batch, batch: int, step_ms: float) -> dict[s
         "host_wait_ms": measured.wait_ms,
         "host_attend_ms": measured.attend_ms,
         "first_step_ready_ms": measured.ready_ms,
+        "hits": measured.hits,
         "device_gib": ours.device_gib,
         "host_gib": ours.host_gib,
         "process_gib": ours.process_gib,

@@ -34,7 +34,8 @@ CALIBRATION_STEPS = 8
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Of steps of one batch, milliseconds on the device: asked and counted shares of heads that hit, of groups of which
-    all did, and of KV rows that were read. asked None: a step without MAC.
+    all did, and of KV rows that were read. asked None: a step without MAC. layer_tau: the thresholds, as a profile of
+    these weights takes them (`layer_tau`; 0 where one would have to be below), empty where nothing or all was to hit.
     """
 
     asked: float | None
@@ -42,6 +43,7 @@ class StepTimes:
     hits: float
     whole_groups: float
     read: float
+    layer_tau: dict[int, float]
 
 
 def time_steps(
@@ -66,7 +68,7 @@ def time_steps(
     runner.launch(StepPlan(page_writes=writes)).collect()
     runner.capture((batch,), lambda fraction: None)
     bench = _Steps(runner, batch, context)
-    times = [StepTimes(None, bench.time(steps), 0.0, 0.0, 1.0)]
+    times = [StepTimes(None, bench.time(steps), 0.0, 0.0, 1.0, {})]
     side = runner._reusing[name]
     assert isinstance(side, Mac)
     held = [RingWrite(slot, name, slot, False) for slot in range(batch)]
@@ -80,7 +82,9 @@ def time_steps(
         median = bench.time(steps)
         tries, hits, cells, kv_cells, whole = (torch.tensor(_sums(side)) - before).tolist()
         groups = tries / shape.group
-        times.append(StepTimes(rate, median, hits / tries, whole / groups, kv_cells / (cells / shape.group)))
+        taus = _taus(side, shape.dim) if 0 < rate < 1 else {}
+        read = kv_cells / (cells / shape.group)
+        times.append(StepTimes(rate, median, hits / tries, whole / groups, read, taus))
     return times
 
 
@@ -142,6 +146,12 @@ def _calibrate(side: Mac, bench: _Steps, rate: float) -> None:
         every = torch.cat(distances)
         limit = float(every.quantile(rate)) if rate < 1 else float(every.max()) * 1e3
         side._limits[layer] = replace(side._limits[layer], max_distance2=limit if rate > 0 else 0.0)
+
+
+def _taus(side: Mac, dim: int) -> dict[int, float]:
+    """Eq. (3) of the paper, the other way round."""
+    limits = {layer: side._limits[layer].max_distance2 for layer in side.layers}
+    return {layer: round(max(0.0, 1 - (limit / (2 * dim)) ** 0.5), 4) for layer, limit in limits.items()}
 
 
 def _sums(side: Mac) -> list[int]:

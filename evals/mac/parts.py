@@ -46,8 +46,8 @@ Prompts = Mapping[tuple[str, int], list[Prompt]]
 @dataclass(frozen=True)
 class Asked:
     """What is run. tasks: answered freely, by methods and by profiles; long: by profiles alone, while methods are fed
-    the right answers, `most` tokens of each. samples, forced_samples, served_samples: prompts a task and length of methods
-    with free and with fed answers, and of profiles.
+    the right answers, `most` tokens of each. samples, forced_samples, served_samples: prompts a task and length of
+    methods with free and with fed answers, and of profiles.
 
     sampled_taus: of settings over `sampled`, those that run in the decoder, too, where each step hashes and compares
     all keys. beside: other methods. error_steps: tokens of `error_texts` texts at each length that figure 4 is made of,

@@ -287,7 +287,7 @@ class FirstStepWaits:
 
     def stats(self):
         zeros = dict.fromkeys(HostStats.__struct_fields__, 0)
-        return SimpleNamespace(host=HostStats(**zeros))
+        return SimpleNamespace(host=HostStats(**zeros), reuse=None)
 
 
 def test_the_wait_for_tables_is_seen_where_the_first_step_is_launched_before_the_first_token_is_told():
@@ -295,3 +295,22 @@ def test_the_wait_for_tables_is_seen_where_the_first_step_is_launched_before_the
     client.until_first_token(client.submit([1], 99, "sampled", GREEDY))
     assert client.steps(1, 8, 0.0).ready_ms == pytest.approx(250)
     assert client.steps(1, 8, 0.0).ready_ms == pytest.approx(1)  # what came before is told once
+
+
+@pytest.mark.long
+def test_of_a_profile_that_reuses_it_is_told_how_many_heads_do_and_a_peer_that_samples_has_prompts_of_its_own():
+    """A threshold of nothing matches every query; the window of a match stays on the device."""
+    reuse = {"method": "mac", "tau": 0.0, "capacity": 32, "band": 16, "min_context_tokens": 2304, "rings": 2}
+    profiles = {"again": {"reuse": reuse | {"stops_matching": False}, "host": "sampled"}}
+    deployment, printed = Deployment.model_validate(DEPLOYMENT | {"profiles": profiles}), io.StringIO()
+    benchmark = LongContextBenchmark(2400, 2, (2,), 4, 0.0, ("again", "sampled"), 0, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
+        *_, rows = run_long_context_benchmark(benchmark, deployment, Console(file=printed, width=200))
+    ours, _, peer, _ = rows
+    assert (ours.name, peer.name) == ("decode step, again", "decode step, sampled")
+    assert ours.extras["hits"] > 0.5
+    assert peer.extras["hits"] is None
+    assert ours.extras["rows_read"] < peer.extras["rows_read"] / 2, "a head that hits asks for nothing"
+    assert printed.getvalue().count("of heads reuse attention") == 1
+    assert printed.getvalue().split("profile sampled\n")[1].count("  prefill ") == 2
