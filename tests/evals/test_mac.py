@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from evals.decode import decode_forced, prefill_batch
 from evals.forward import load_decoder
+from evals.mac.errors import measure_errors
 from evals.methods.full import Full
+from evals.methods.mac import Mac
 from evals.methods.method import DecodeMethod, MethodError, Step, StepResult
 from evals.methods.registry import parse_method
 from evals.methods.sampled import Sampled
@@ -64,10 +66,23 @@ def test_a_query_that_comes_again_takes_over_its_prefix_and_the_output_is_exact(
         torch.testing.assert_close(got.out, wanted.out, atol=METHOD_FLOAT32, rtol=0)
         assert got.accepted is not None
         assert got.accepted.tolist() == [1.0] * len(LENGTHS)
+        assert got.gaps is not None
+        assert got.gaps.tolist() == [[gap] * HEADS] * len(LENGTHS)
         assert got.keys_scored.tolist() == [[float(2 + 4 + gap)] * HEADS] * len(LENGTHS)
         torch.testing.assert_close(got.rows_read, torch.full((len(LENGTHS), KV_HEADS), 2 + 4 + gap + ring_rows(DIM)))
         lengths = torch.tensor(LENGTHS) + number + 1
         torch.testing.assert_close(got.skipped, (lengths - 6 - gap) / lengths)
+
+
+def test_errors_are_of_heads_that_hit() -> None:
+    decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
+    text = document_prompt(120, 1).tolist()
+    some, none = (Mac(tau=tau, capacity=32, band=16, summaries="float32") for tau in (0.5, 0.99))
+    rows = measure_errors(decoder, [text], 4, [some], lambda: None)
+    heads = 4 * decoder.architecture.num_layers * decoder.architecture.num_heads
+    assert 0 < sum(row["hits"] for row in rows) < heads
+    assert all(row["error"] > 0 for row in rows)
+    assert measure_errors(decoder, [text], 4, [none], lambda: None) == []
 
 
 def test_a_band_that_is_left_out_shows() -> None:

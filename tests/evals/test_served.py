@@ -120,6 +120,7 @@ def test_a_cell_that_is_cut_keeps_its_answers_and_what_they_read() -> None:
     with pytest.raises(RunCut):
         answer_cell(make_ledger(records, cut_after=2), 4)
     assert [one.measured for one in records.values()] == [READ.to_json()] * 2
+    assert [one.layers for one in records.values()] == [LAYERS] * 2
     engine = answer_cell(make_ledger(records), 4)
     assert len(engine.asked) == 2, "those that were answered are not asked again"
     assert len(records) == 4
