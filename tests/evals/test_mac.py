@@ -77,12 +77,13 @@ def test_a_query_that_comes_again_takes_over_its_prefix_and_the_output_is_exact(
 def test_errors_are_of_heads_that_hit() -> None:
     decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
     text = document_prompt(120, 1).tolist()
-    some, none = (Mac(tau=tau, capacity=32, band=16, summaries="float32") for tau in (0.5, 0.99))
+    some, same = (Mac(tau=tau, capacity=32, band=16, summaries="float32") for tau in (0.5, 0.99))
     rows = measure_errors(decoder, [text], 4, [some], lambda: None)
     heads = 4 * decoder.architecture.num_layers * decoder.architecture.num_heads
     assert 0 < sum(row["hits"] for row in rows) < heads
     assert all(row["error"] > 0 for row in rows)
-    assert measure_errors(decoder, [text], 4, [none], lambda: None) == []
+    strict = measure_errors(decoder, [text], 4, [same], lambda: None)
+    assert {row["layer"] for row in strict} <= {0}, "a token that comes again has the same query there"
 
 
 def test_a_band_that_is_left_out_shows() -> None:
