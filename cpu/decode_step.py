@@ -14,8 +14,27 @@ import torch
 from cpu.attention import HostAttention
 from cpu.builder import Builder
 from cpu.host_context import Context
-from cpu.lease import Lease
-from cpu.pieces import COLUMNS, END, EXACT, MODE, PIECE, REQUEST, RUN_BEGIN, SAMPLED
+from cpu.lease import Lease, Loans, SegmentLoan
+from cpu.pieces import (
+    BEGIN,
+    CENTRE,
+    COLUMNS,
+    END,
+    EXACT,
+    KEY_HEAD,
+    KEY_ROW,
+    KEY_SCALE,
+    KEYS,
+    MODE,
+    PIECE,
+    REQUEST,
+    RUN_BEGIN,
+    SAMPLED,
+    VALUE_HEAD,
+    VALUE_ROW,
+    VALUE_SCALE,
+    VALUES,
+)
 from cpu.segment import TableState
 from transfer.exchange import ExchangeSlot, late
 from transfer.tier import Answered
@@ -27,6 +46,7 @@ QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 _Cut = tuple[int, int]  # a context's version, and how many of its tokens
 _Table = tuple[np.ndarray, Lease]  # PIECE [layers, pieces], on the segments that they lie in
 _NO_VERSION = -1
+_LENT = [RUN_BEGIN, END, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW, CENTRE, KEY_SCALE, VALUE_SCALE]
 
 
 @dataclass(slots=True)
@@ -106,10 +126,13 @@ def _cut(context: Context | None, tokens: int) -> _Cut:
 
 
 class Attend:
-    """The compiled attention for queries of one dtype, with its threads, the gate that it shuts, and the counts."""
+    """The compiled attention for queries of one dtype, with its threads, the gate that it shuts, and the counts; and
+    what is lent of what it reads.
+    """
 
     def __init__(self, kernel: HostAttention, num_threads: int, builder: Builder, counts: AttentionCounts) -> None:
         self.kernel, self.builder, self.counts = kernel, builder, counts
+        self.loans = Loans()
         self._num_threads = num_threads
 
     @property
@@ -149,6 +172,18 @@ class StepAttention:
         if self._lease is not None:
             self._lease.end()
             self._lease = None
+
+    def places(self, row: int) -> np.ndarray:
+        columns = self.table.view(np.int64).reshape(*self.table.shape, COLUMNS)
+        own = columns[:, columns[0, :, REQUEST] == row]  # [layers, pieces, COLUMNS]
+        assert not own[..., BEGIN].any(), "places: pieces begin where their segments do"
+        lent = own[..., _LENT].swapaxes(1, 2)
+        lent[:, 1] += lent[:, 0]
+        return np.ascontiguousarray(lent)
+
+    def lend(self) -> SegmentLoan:
+        assert self._lease is not None, "lend: the step is under way"
+        return self._attend.loans.begin(self._lease)
 
 
 def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlot]]) -> Answered:

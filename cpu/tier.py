@@ -201,6 +201,7 @@ class CpuTier:
         for context_id in list(self._contexts):
             self.close(context_id)
         self._store.wait_for_doomed()
+        self._attend.loans.shutdown()
         self._store.shutdown()
         self._builder.shutdown()
         self._pool.shutdown()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from transfer import places
 from transfer.exchange import ExchangeSlot
 from transfer.tier import (
     Answered,
@@ -21,6 +22,7 @@ from transfer.tier import (
     HostMemoryError,
     HostTier,
     LayerRows,
+    Passed,
     Reservation,
     TierShape,
 )
@@ -88,6 +90,7 @@ class ReferenceTier:
         self.max_chunk_tokens = max_chunk_tokens
         self.contexts: dict[int, list[Piece]] = {}
         self.is_sampled: dict[int, bool] = {}
+        self.loans: list[ReferenceLoan] = []
 
     def open(self, context_id: int, is_sampled: bool) -> None:
         assert context_id not in self.contexts, f"reference tier: context {context_id} is open already"
@@ -231,6 +234,19 @@ class ReferenceAttention:
     def give_up(self) -> None:
         pass
 
+    def places(self, row: int) -> np.ndarray:
+        layers, begin, columns = range(len(self.tier.shape.layers)), 0, []
+        for piece in self.pieces[row]:
+            end = begin + piece.end - piece.begin
+            columns.append([_place(_cut_piece(piece, layer), begin, end) for layer in layers])
+            begin = end
+        return np.array(columns, np.int64).reshape(-1, len(layers), places.COLUMNS).transpose(1, 2, 0).copy()
+
+    def lend(self) -> "ReferenceLoan":
+        loan = ReferenceLoan(self.pieces)
+        self.tier.loans.append(loan)
+        return loan
+
     @staticmethod
     def _wait(slot: ExchangeSlot) -> None:
         deadline = time.monotonic() + SECONDS_TO_WAIT_FOR_A_QUERY
@@ -239,6 +255,25 @@ class ReferenceAttention:
                 f"reference tier: flags {slot.flags[: slot.rows].tolist()}, wanted stamp {slot.stamp} in all"
             )
             time.sleep(LOOK_S)
+
+
+@dataclass
+class ReferenceLoan:
+    """transfer.tier.Loan, kept until nobody looks at it any more; how it ended."""
+
+    pieces: list[list[Piece]]
+    ended: Passed | None = None
+
+    def end(self, done: Passed) -> None:
+        assert self.ended is None, "reference tier: a loan ends once"
+        self.ended = done
+
+
+def _place(rows: LayerRows, begin: int, end: int) -> list[int]:
+    keys, values, size = rows.keys, rows.values, rows.keys.element_size()
+    scales = [0 if scale is None else scale.data_ptr() for scale in (rows.key_scale, rows.value_scale)]
+    strides = [[tensor.stride(axis) * size for axis in (0, 1)] for tensor in (keys, values)]
+    return [begin, end, keys.data_ptr(), *strides[0], values.data_ptr(), *strides[1], rows.centre.data_ptr(), *scales]
 
 
 def stored_rows(tier: HostTier, context_id: int, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from transfer.exchange import ExchangeSlot
@@ -23,6 +24,7 @@ __all__ = [
     "HostMemoryError",
     "HostTier",
     "LayerRows",
+    "Loan",
     "Reservation",
     "TierShape",
 ]
@@ -44,6 +46,19 @@ class Filled(Protocol):
     """Says when copies into host memory have landed: a CUDA event, or nothing to wait for on the CPU."""
 
     def synchronize(self) -> None: ...
+
+
+class Passed(Filled, Protocol):
+    """Says when the device has passed a point, and whether it has."""
+
+    def query(self) -> bool: ...
+
+
+class Loan(Protocol):
+    """Of rows that the device reads by itself: they stay where they are until it is over."""
+
+    def end(self, done: Passed) -> None:
+        """It is over when `done` says so; once. Returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,16 @@ class Attention(Protocol):
 
     def give_up(self) -> None:
         """The step will not be finished: what it holds is let go. Nothing happens where nothing is held any more."""
+
+    def places(self, row: int) -> np.ndarray:
+        """Where the rows lie that the step's row asks for: a table of `transfer.places`, without pieces for a row that
+        asks for nothing.
+        """
+
+    def lend(self) -> Loan:
+        """For as long as a device reads what `places` name, which may be longer than the host answers; before the last
+        layer is answered.
+        """
 
 
 class HostTier(Protocol):

@@ -1,11 +1,14 @@
 """What a step in flight reads stays where it is, whatever becomes of the contexts; then its memory comes back."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Event
 
 import numpy as np
 import pytest
 
 from tests.cpu.tier_model import LAYERS, Device, new_tier, tier_shape
+from transfer import places
 from transfer.host_memory import TAIL_TOKENS
 from transfer.tier import Ask, HostMemoryError
 
@@ -86,4 +89,70 @@ def test_a_tail_that_grows_is_forked_and_merged_is_read_as_it_was() -> None:
         np.testing.assert_array_equal(answers_of(device, attention, 1), wanted)
     tier._store.wait_for_doomed()
     assert tier.stats().bytes_in_use == 0
+    tier.shutdown()
+
+
+class Passing:
+    """A point of a device's work, which tests pass."""
+
+    def __init__(self) -> None:
+        self._passed = Event()
+
+    def synchronize(self) -> None:
+        assert self._passed.wait(20)
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def pass_by(self) -> None:
+        self._passed.set()
+
+
+def test_what_is_lent_to_the_device_stays_until_it_has_passed_whoever_has_answered_and_closed() -> None:
+    tier = new_tier(tier_shape())
+    with Device(tier, 1) as device:
+        device.open(1, False)
+        device.deposit(1, 3000)
+        device.attend([1])
+        first, second = (tier.attention([Ask(1, 3000)]) for _ in range(2))
+        loans, points = [first.lend(), second.lend()], [Passing(), Passing()]
+        answers_of(device, first, 1)
+        second.give_up()
+        device.close(1)
+        used = tier.stats().bytes_in_use
+        for loan, point in zip(loans, points, strict=True):
+            loan.end(point)
+            time.sleep(NOT_YET_S / 4)
+            assert tier.stats().bytes_in_use == used > 0
+        for point in points:
+            point.pass_by()
+        tier._store.wait_for_doomed()
+        assert tier.stats().bytes_in_use == 0
+    tier.shutdown()
+
+
+def test_places_name_the_rows_that_are_asked_for_over_segments_of_other_centres() -> None:
+    """What stands at the addresses is what `rows` gives, of a run of several segments whose last one is cut."""
+    tier = new_tier(tier_shape())
+    with Device(tier, 3) as device:
+        device.open(1, False)
+        for tokens in (2100, 128, 2200, 256):
+            device.deposit(1, tokens)
+        asked = 2100 + 128 + 2200 + 16
+        attention = tier.attention([Ask(None, 0), Ask(1, asked)])
+        table = attention.places(1)
+        assert attention.places(0).shape == (LAYERS, places.COLUMNS, 0)
+        for layer in range(LAYERS):
+            begin = 0
+            for place, rows in zip(table[layer].T.tolist(), tier.rows(1, layer, asked), strict=True):
+                end = begin + rows.keys.shape[1]
+                assert place[places.RUN_BEGIN : places.RUN_END + 1] == [begin, end]
+                assert place[places.KEYS] == rows.keys.data_ptr()
+                assert place[places.VALUES] == rows.values.data_ptr()
+                assert place[places.CENTRE] == rows.centre.data_ptr()
+                for head, row in ((places.KEY_HEAD_BYTES, rows.keys), (places.VALUE_HEAD_BYTES, rows.values)):
+                    assert place[head : head + 2] == [row.stride(axis) * row.element_size() for axis in (0, 1)]
+                begin = end
+            assert begin == asked
+        attention.give_up()
     tier.shutdown()
