@@ -1,13 +1,15 @@
 """Attention profiles: what a request may name in `attention_profile`, each a composition of methods.
 
 It refuses to know what a method does: `gpu.methods` says what each one states, and here names become compositions. No
-torch. Every method of the slot `host` is a profile of its own name; `profiles:` of a deployment names others.
+torch. Methods of the slot `host` are profiles of their own names, but for those that plan memory for sequences;
+`profiles:` of a deployment names others.
 Invariant: two profiles share KV (and cached prefixes) exactly if their `kv_key` is the same.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from typing import Any, get_args
 
@@ -89,7 +91,7 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
     Raises ProfileError for a composition that there cannot be.
     """
     methods = list_methods()
-    built_in = {name: method for name, method in methods.items() if method.slot == "host"}
+    built_in = {name: method for name, method in methods.items() if is_built_in(method)}
     profiles = {}
     for name, method in built_in.items():
         if method.reading is None or host is not None:
@@ -118,7 +120,14 @@ def why_unknown(name: str, known: Iterable[str]) -> str:
 def needs_host(name: str) -> bool:
     """Whether it is a built-in profile that only a deployment with a `host` section has."""
     method = list_methods().get(name)
-    return method is not None and method.reading is not None
+    return method is not None and method.reading is not None and is_built_in(method)
+
+
+def is_built_in(method: Method) -> bool:
+    """Whether there is a profile of its name without anybody asking: not of one whose sequences hold rings, since these
+    are planned, and it may need settings that have no defaults.
+    """
+    return method.slot == "host" and method.rings is None
 
 
 def served_parts(profiles: Iterable[Profile]) -> tuple[Part, ...]:
@@ -137,15 +146,24 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
     states = []
     for part in served_parts(profiles):
         num_bytes, rings = part.method.slot_bytes(part.settings, architecture), part.method.rings
+        num_values, work_bytes = 0, _no_work
         if rings is not None and not num_bytes:
             raise ProfileError(
                 f"profiles: {part.method.name!r} has no layer of {architecture.name} to work in: each one has a "
                 "window, or is off; take it out of the profiles"
             )
         if num_bytes:
-            count = None if rings is None else rings.count(part.settings)
-            states.append(MethodState(str(part), part.method.name, num_bytes, rings is not None, count))
+            count = None
+            if rings is not None:
+                count, num_values = rings.count(part.settings), rings.num_values(part.settings, architecture)
+                work_bytes = partial(rings.work_bytes, part.settings, architecture)
+            has_rings = rings is not None
+            states.append(MethodState(str(part), part.method.name, num_bytes, has_rings, count, num_values, work_bytes))
     return tuple(states)
+
+
+def _no_work(max_running: int) -> int:
+    return 0
 
 
 def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture) -> Kept:

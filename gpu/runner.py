@@ -23,7 +23,7 @@ from gpu.in_flight import Awaited, InFlight, Timer
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.pool import KvPool
 from gpu.lanes import LaneStreams
-from gpu.methods.device_side import ReuseCounts, Site, make_device_sides
+from gpu.methods.device_side import ReuseCounts, ReuseSide, Site, make_device_sides
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
@@ -52,7 +52,7 @@ from gpu.step import (
 )
 from gpu.upload import upload
 from transfer.copies import Streams
-from transfer.exchange import ExchangeError
+from transfer.exchange import BLOCK_TOKENS, ExchangeError
 from transfer.tier import Ask, ContextLostError, HostMemoryError, HostTier
 
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
@@ -124,9 +124,11 @@ class Runner:
         if tier is not None and depositor is not None:
             assert self._prefill.staging is not None
             self._offload = Offload(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
+            excludes = any(side.excludes for side in self._reusing.values())
+            exclusion_blocks = -(-max_context_tokens // BLOCK_TOKENS) if excludes else 0
             exchanges = [
                 SlotExchange(rows, architecture.num_heads, architecture.dim, tier.shape.num_tables, dtype, device,
-                             checks_coverage)
+                             checks_coverage, architecture.num_kv_heads, exclusion_blocks)
                 for rows in most_rows_of_parts(max_running)
             ]  # fmt: skip
             halving = Halving(always=1 if device.type == "cpu" else None)  # the CPU computes both sides
@@ -148,7 +150,7 @@ class Runner:
 
     def reuse_counts(self) -> dict[str, ReuseCounts]:
         """What reuse did, by the part that plans name; waits for nothing."""
-        return {name: side.counts() for name, side in self._reusing.items()}
+        return {name: side.counts() for name, side in self._reusing.items() if isinstance(side, ReuseSide)}
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:

@@ -1,11 +1,11 @@
 """The one loop over layers of a decode step, whatever its rows' profiles.
 
 It refuses to know requests, graphs and how the host attends. A layer is norm, QKV, RoPE and KV write; what methods do
-before attention; the ask; attention to what is on the device; the answer; the merge of all partials; output projection
-and MLP. Invariants: what a (row, head) reads is stated, by its bounds on the device and by its ask of the host, and
-every cell of its context, or in a layer with a window of that window, is read once, and methods have no part in such a
-layer; a step with asks asks, and awaits, in every layer whose KV goes down, whatever
-its rows read there, for the host answers as often.
+before attention; the ask; attention to what is on the device, and to what methods have fetched; the answer; the merge of
+all partials; output projection and MLP. Invariants: what a (row, head) reads is stated, by its bounds on the device and
+by its ask of the host, and every cell of its context, or in a layer with a window of that window, is read once, or
+counted as dropped, and methods have no part in such a layer; a step with asks asks, and awaits, in every layer whose KV
+goes down, whatever its rows read there, for the host answers as often.
 """
 
 from collections.abc import Generator, Sequence
@@ -18,7 +18,7 @@ from gpu.decode.attention import attend
 from gpu.decode.rows import StepRows
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import Reading, Workspace
-from gpu.methods.device_side import DeviceSide, LayerReads, ReuseSide
+from gpu.methods.device_side import DeviceSide, LayerReads, RingSide
 from gpu.model.decoder import Decoder
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
@@ -43,9 +43,9 @@ class LayerLoop:
     checks_coverage: bool
 
     @property
-    def reusing(self) -> list[ReuseSide]:
+    def reusing(self) -> list[RingSide]:
         """Methods that have a part in steps alone in which a row holds a ring."""
-        return [method for method in self.methods if isinstance(method, ReuseSide)]
+        return [method for method in self.methods if isinstance(method, RingSide)]
 
     def step(self, rows: StepRows, exchange: SlotExchange | None, reuses: bool) -> Step:
         """One token for each row. exchange: where it asks, or None for a step that asks nothing; then no row may have
@@ -71,32 +71,40 @@ class LayerLoop:
             if exchange is not None and reads.asks:  # first, so that the host reads while the device attends
                 exchange.ask(reads.query, reads.codes, reads.wanted, reads.excluded)
             on_device = attend(reads, decoder.pool, decoder.scale, workspace, self.checks_coverage)
-            filled: list[Partial] = []
+            for method in own_methods:
+                method.read(reads, on_device)
+            answers: list[Partial] = []
             if exchange is not None and reads.asks:
                 yield
-                filled.append(exchange.answer(rows.num_rows))
+                answers.append(exchange.answer(rows.num_rows))
+            filled = [*reads.fetched, *answers]
             for method in own_methods:
                 method.after(reads, on_device, filled)
             if self.checks_coverage:
-                check_coverage(reads, on_device, filled, self.reusing if reuses else [])
+                check_coverage(reads, on_device, answers, self.reusing if reuses else [])
             far = [] if on_device.far is None else [on_device.far]
             attended = reads.attended or merge_all([on_device.near, *far, *filled])
             hidden = decoder.leave(layer, hidden, attended.out)
-        return decoder.logits(hidden)
+        logits = decoder.logits(hidden)
+        for method in methods:
+            method.finish(rows)
+        return logits
 
 
 def check_coverage(
-    reads: LayerReads, on_device: Reading, filled: Sequence[Partial], reusing: Sequence[ReuseSide] = ()
+    reads: LayerReads, on_device: Reading, answers: Sequence[Partial], ringed: Sequence[RingSide] = ()
 ) -> None:
-    """Raises CoverageError unless what was read on the device and by the host, and taken over by methods that reuse, is
-    each row's context, or its window. Waits for both.
+    """Raises CoverageError unless what was read on the device and by the host, and what methods whose sequences hold
+    rings have fetched, taken over or dropped, is each row's context, or its window. Waits for both.
     """
     rows = reads.rows
     ledger = Coverage(reads.layer, [f"of slot {slot}" for slot in rows.slots.tolist()])
     near, far = on_device.near.covered, None if on_device.far is None else on_device.far.covered
     ledger.add(Owner.RESIDENT, near if near is None or far is None else near + far)
-    if reusing:
-        ledger.add(Owner.REUSED, torch.stack([method.covered(reads) for method in reusing]).sum(0, dtype=torch.int32))
-    for partial in filled:
+    covered = [method.covered(reads) for method in ringed] if reads.window is None else []
+    for owner in sorted({owner for one in covered for owner in one}):
+        counts = [one[owner] for one in covered if owner in one]
+        ledger.add(owner, torch.stack(counts).sum(0, dtype=torch.int32))
+    for partial in answers:
         ledger.add(Owner.HOST, partial.covered)
     ledger.check(rows.context_lens if reads.window is None else rows.context_lens.clamp_max(reads.window))

@@ -34,7 +34,8 @@ from gpu.decode.rows import StepRows
 from gpu.host.slot_exchange import SlotExchange
 from gpu.step import HostAsk
 from gpu.upload import upload
-from transfer.tier import Answered, Ask, Attention, HostTier
+from transfer.copies import PASSED, Event
+from transfer.tier import Answered, Ask, Attention, HostTier, Loan
 
 NOTHING = Ask(None, 0)
 LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
@@ -175,9 +176,15 @@ class DecodeSteps:
         self._answering.recover()
         began = clock()
         attentions: list[Attention] = []
+        loans: list[Loan] = []
+        borrowing = [method for method in self.loop.reusing if batch.reuses and method.borrows]
         try:
             for part in parts:
                 attentions.append(tier.attention([_ask_of(ask) for ask in part.asks]))
+            for part, attention in zip(parts, attentions, strict=True) if borrowing else ():
+                loans.append(attention.lend())
+                for method in borrowing:
+                    method.borrow(part.slots, part.cells, part.asks, attention)
             ready = clock()
             asked = [Part(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)]
             times.ready_s += ready - began
@@ -190,6 +197,9 @@ class DecodeSteps:
             for attention in attentions:
                 attention.give_up()
             raise
+        finally:
+            for loan in loans:
+                loan.end(self._point())
         answers = self._answering.hand_over(tier, asked)
         times.launch_s += clock() - ready
         logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
@@ -223,6 +233,15 @@ class DecodeSteps:
         assert self.asking is not None
         self.asking.halving.observe(rows, num_parts, answered.waited_s, answered.attended_s)
         self._count(rows, num_parts, attention_s)
+
+    def _point(self) -> Event:
+        """Of the current stream, behind all that it was given."""
+        device = self.loop.last_tokens.device
+        if device.type == "cpu":
+            return PASSED
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
 
     def _count(self, rows: int, num_parts: int, attention_s: float) -> None:
         """A step that has its answers."""

@@ -14,11 +14,16 @@ from transfer.partial import Partial
 
 
 class SlotExchange:
-    """A new slot of `max_rows` rows; `num_tables` 0: without codes; `is_counted`: answers say what they cover."""
+    """A new slot of `max_rows` rows; `num_tables` 0: without codes; `is_counted`: answers say what they cover;
+    exclusion_blocks: of a run, that a row may take off the host for each of `kv_heads`, 0: none.
+    """
 
-    def __init__(self, max_rows: int, heads: int, dim: int, num_tables: int, dtype: torch.dtype,
-                 device: torch.device, is_counted: bool = False) -> None:  # fmt: skip
-        self.slot: ExchangeSlot = new_slot(max_rows, heads, dim, num_tables, dtype, device, counted=is_counted)
+    def __init__(self, max_rows: int, heads: int, dim: int, num_tables: int, dtype: torch.dtype, device: torch.device,
+                 is_counted: bool = False, kv_heads: int = 0, exclusion_blocks: int = 0) -> None:  # fmt: skip
+        self.slot: ExchangeSlot = new_slot(
+            max_rows, heads, dim, num_tables, dtype, device, kv_heads=kv_heads, exclusion_blocks=exclusion_blocks,
+            counted=is_counted,
+        )  # fmt: skip
         self._counters = new_counters(self.slot, device)
 
     def ask(

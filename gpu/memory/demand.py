@@ -193,8 +193,12 @@ class Demand:
         items = []
         for state in self.states:
             count = (state.count or 0) if state.is_ring else self.max_running
-            name, each = f"{'rings' if state.is_ring else 'state'} of {state.method}", f"{state.bytes:,} bytes for each"
-            items.append(self.item(name, count * state.bytes, f"{each} of {count} sequences"))
+            size = state.size(self.dtype_bytes)
+            name, each = f"{'rings' if state.is_ring else 'state'} of {state.method}", f"{size:,} bytes for each"
+            items.append(self.item(name, count * size, f"{each} of {count} sequences"))
+            work_bytes = state.work_bytes(self.max_running)
+            if work_bytes:
+                items.append(self.item(f"workspace of {state.method}", work_bytes, "of its steps and prompts"))
         return tuple(items)
 
     def _reserves(self) -> tuple[MemoryItem, ...]:

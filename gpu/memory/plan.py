@@ -284,7 +284,7 @@ def _count_rings(demand: Demand, limit: int) -> Demand:
     share = max(0, left) * RING_SHARE / max(1, len(uncounted))
     counted = []
     for state in demand.states:
-        count = max(1, int(share / state.bytes)) if state in uncounted else state.count
+        count = max(1, int(share / state.size(demand.dtype_bytes))) if state in uncounted else state.count
         counted.append(replace(state, count=min(count, demand.max_running)) if state.is_ring and count else state)
     return replace(demand, states=tuple(counted))
 

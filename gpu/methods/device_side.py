@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,8 @@ from gpu.kernels.paged_decode_attention import Reading
 from gpu.model.architecture import Architecture
 from gpu.prefill.query import Attended, PrefillQuery
 from gpu.profiles import Part
-from gpu.step import RingWrite
-from transfer.partial import Partial
+from gpu.step import HostAsk, RingWrite
+from transfer.partial import Owner, Partial
 from transfer.tier_shape import TierShape
 
 
@@ -44,9 +45,9 @@ class LayerReads:
     query, pre_rope_query: `[rows, heads, dim]`, rotated and not; bounds, has_far, maxima: of what is on the device, see
     `gpu.kernels.paged_decode_attention` (bounds None: all of each context). asks: whether the host is asked in this
     layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
-    kept: what methods keep of the layer from before they read it until after. attended: all that was read, merged, by
-    methods that do that themselves; None: nobody has. window: of the layer, in cells, or None: bounds say so already,
-    and methods have no part in it.
+    kept: what methods keep of the layer from before they read it until after. fetched: what methods read themselves, a
+    partial each. attended: all that was read, merged, by methods that do that themselves; None: nobody has. window: of
+    the layer, in cells, or None: bounds say so already, and methods have no part in it.
     """
 
     layer: int
@@ -61,8 +62,15 @@ class LayerReads:
     wanted: Tensor | None = None
     excluded: Tensor | None = None
     kept: dict["DeviceSide", Any] = field(default_factory=dict)
+    fetched: list[Partial] = field(default_factory=list)
     attended: Partial | None = None
     window: int | None = None
+
+
+class Lent(Protocol):
+    """What a step's rows ask for in host memory, where it lies: see `transfer.tier.Attention.places`."""
+
+    def places(self, row: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +110,28 @@ class DeviceSide:
     def before(self, reads: LayerReads) -> None:
         """Keys and values of the step's tokens are written, and nothing is read yet."""
 
+    def read(self, reads: LayerReads, on_device: Reading) -> None:
+        """The host is asked, if it is, and near and far are read: what a method reads itself goes to `fetched`."""
+
     def after(self, reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
-        """Near and far are read, and what others filled the holes with is there; nothing is merged yet."""
+        """What others filled the holes with is there as well, `fetched` and the host's; nothing is merged yet."""
+
+    def finish(self, rows: StepRows) -> None:
+        """The step's last layer is computed: what it has set going aside is waited for, in stream order."""
 
     def encode_keys(self, keys: Tensor, codes: Tensor) -> None:
         """Codes of keys as they are stored, `[kv_heads, tokens, dim]`, to uint16 `[kv_heads, tables, tokens]`."""
 
 
-class ReuseSide(DeviceSide, ABC):
+class RingSide(DeviceSide, ABC):
     """Of a method whose sequences hold rings. Which slot holds which is known on the host, in the order of plans, and
-    on the device, where steps read it.
+    on the device, where steps read it. excludes: whether it takes blocks of a run off the host; borrows: whether it
+    reads rows in host memory by itself, and is told where they lie before each step that asks.
     """
 
     reuses: ClassVar[bool] = True
+    excludes: ClassVar[bool] = False
+    borrows: ClassVar[bool] = False
 
     @abstractmethod
     def assign(self, write: RingWrite) -> None:
@@ -132,13 +149,22 @@ class ReuseSide(DeviceSide, ABC):
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         """Queries of the slot's prompt, in order, with the keys up to them. attend: dense attention, with an lse."""
 
+    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None], lent: Lent) -> None:
+        """Rows of a step that is about to be launched, and what is lent for them until the device has passed it."""
+
     @abstractmethod
-    def covered(self, reads: LayerReads) -> Tensor:
-        """Cells that each head takes over and does not read, int32 `[rows, heads]`: for debug runs."""
+    def covered(self, reads: LayerReads) -> Mapping[Owner, Tensor]:
+        """Cells of each head that neither the resident attention nor the host answers for, int32 `[rows, heads]`, by
+        who does: for debug runs.
+        """
 
     @abstractmethod
     def end_step(self) -> None:
         """A step in which it had a part is launched; behind it, on the same stream."""
+
+
+class ReuseSide(RingSide, ABC):
+    """Of a method that takes over what others have read."""
 
     @abstractmethod
     def counts(self) -> ReuseCounts:
@@ -147,12 +173,12 @@ class ReuseSide(DeviceSide, ABC):
 
 def make_device_sides(
     parts: Sequence[Part], site: Site, num_rings: Mapping[str, int]
-) -> tuple[tuple[DeviceSide, ...], dict[str, ReuseSide]]:
+) -> tuple[tuple[DeviceSide, ...], dict[str, RingSide]]:
     """Of the methods among these that do something on the device; of these, by the parts that plans name, those whose
     sequences hold rings. num_rings: of those parts.
     """
     sides: list[DeviceSide] = []
-    reusing: dict[str, ReuseSide] = {}
+    reusing: dict[str, RingSide] = {}
     for part in parts:
         if part.method.device_side is None:
             continue

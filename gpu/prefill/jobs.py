@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu.host.deposit import Depositor
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kv.pool import KvPool
-from gpu.methods.device_side import ReuseSide
+from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.model.decoder import Decoder
 from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, windowed_attention
@@ -165,7 +165,7 @@ class Prefill:
     """
 
     def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, sides: Mapping[str, PrefillSide],
-                 reusing: Sequence[ReuseSide], tier: HostTier | None,
+                 reusing: Sequence[RingSide], tier: HostTier | None,
                  depositor: Depositor | None) -> None:  # fmt: skip
         self.max_hidden_tokens = max_hidden_tokens
         self._sides = sides

@@ -24,7 +24,7 @@ from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
 from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import RingWrite
-from transfer.partial import Partial
+from transfer.partial import Owner, Partial, merge_all
 
 SUMMARIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -133,10 +133,9 @@ class Mac(ReuseSide):
         if ring is None:
             return
         assert on_device.far is not None, "mac: what is far is read apart"
-        assert len(filled) <= 1, "mac: the host alone fills holes"
         own, matched = self._rows_of(reads), self._matched(reads)
         whole = complete(
-            on_device.near, on_device.far, filled[0] if filled else None, reads.pre_rope_query, matched, ring,
+            on_device.near, on_device.far, merge_all(filled) if filled else None, reads.pre_rope_query, matched, ring,
             own.rings, reads.rows.cells, self._limits[reads.layer], own.is_sampled,
         )  # fmt: skip
         if reads.attended is None:
@@ -146,12 +145,12 @@ class Mac(ReuseSide):
         out = torch.where(has_ring[..., None], whole.out, other.out)
         reads.attended = Partial(out, torch.where(has_ring, whole.lse, other.lse))
 
-    def covered(self, reads: LayerReads) -> Tensor:
+    def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         if reads.layer not in self._rings:
-            return torch.zeros(reads.query.shape[:2], dtype=torch.int32, device=reads.query.device)
+            return {}
         matched = self._matched(reads)
         begin, end, _ = matched.bounds
-        return torch.where(matched.entries >= 0, end - begin, 0)
+        return {Owner.REUSED: torch.where(matched.entries >= 0, end - begin, 0)}
 
     def end_step(self) -> None:
         self.break_even.end_step()
