@@ -7,8 +7,8 @@ is excluded. Refuses to know segments and rows. Invariant: blocks beyond the las
 import numba
 import numpy as np
 
-from transfer.exchange import BLOCK_TOKENS, WORD_BITS
 from transfer.simd.memory import clear_bytes, count_bits, load_int32, lowest_bit
+from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)

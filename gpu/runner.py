@@ -52,8 +52,9 @@ from gpu.step import (
 )
 from gpu.upload import upload
 from transfer.copies import Streams
-from transfer.exchange import BLOCK_TOKENS, ExchangeError
+from transfer.exchange import ExchangeError
 from transfer.tier import Ask, ContextLostError, HostMemoryError, HostTier
+from transfer.tier_shape import BLOCK_TOKENS
 
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
 
@@ -125,7 +126,7 @@ class Runner:
             assert self._prefill.staging is not None
             self._offload = Offload(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
             excludes = any(side.excludes for side in self._reusing.values())
-            exclusion_blocks = -(-max_context_tokens // BLOCK_TOKENS) if excludes else 0
+            exclusion_blocks = -(-architecture.max_context_tokens // BLOCK_TOKENS) if excludes else 0
             exchanges = [
                 SlotExchange(rows, architecture.num_heads, architecture.dim, tier.shape.num_tables, dtype, device,
                              checks_coverage, architecture.num_kv_heads, exclusion_blocks)

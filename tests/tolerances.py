@@ -320,3 +320,5 @@ PREDICTOR_BFLOAT16 = 2e-2
 HISTORY_CODE_RTOL = 0.0443
 # Attention of a few hundred keys in float32 against float64, values up to one.
 HISTORY_FLOAT32 = 2e-6
+# Codes of attention, eight an octave, whose logarithm two programs round: next to a border it may go either way.
+HISTORY_CODE = 1

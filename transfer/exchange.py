@@ -16,12 +16,11 @@ from torch import Tensor
 
 from transfer.simd.memory import load_acquire_int32
 from transfer.simd.team import pause
+from transfer.tier_shape import WORD_BITS
 
 LAST_STAMP = 2**31 - 1  # stamps are int32 and begin anew at 0 after this one
 RELEASED = -1  # in place of the stamp of an answer: the device does not wait for any
 LOOKS = 1 << 16  # at a flag, between two looks at the clock: a few milliseconds
-BLOCK_TOKENS = 16  # of a context's run, that one bit of `excluded` stands for
-WORD_BITS = 32
 
 
 class ExchangeError(Exception):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+BLOCK_TOKENS = 16  # of a context's run, that one bit of an ask's exclusions stands for
+WORD_BITS = 32
 HOST_DIMS = (64, 96, 128, 256)  # of a head, that rows in host memory are read for
 MAX_HOST_GROUP = 16  # query heads to a KV head, likewise
 

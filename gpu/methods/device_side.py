@@ -67,6 +67,20 @@ class LayerReads:
     window: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FetchCounts:
+    """What was fetched since the start, by KV head of rows that ask, summed over layers. hole_tokens: of their contexts
+    that are in host memory alone; read_tokens: of these, in blocks that were fetched; dropped_tokens: read by nobody;
+    fetched_blocks: that came over the link; looked_blocks: whose keys alone did.
+    """
+
+    hole_tokens: int
+    read_tokens: int
+    dropped_tokens: int
+    fetched_blocks: int
+    looked_blocks: int
+
+
 class Lent(Protocol):
     """What a step's rows ask for in host memory, where it lies: see `transfer.tier.Attention.places`."""
 
@@ -151,6 +165,10 @@ class RingSide(DeviceSide, ABC):
 
     def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None], lent: Lent) -> None:
         """Rows of a step that is about to be launched, and what is lent for them until the device has passed it."""
+
+    def fetch_counts(self) -> FetchCounts | None:
+        """Of one that fetches, as the host knows them: those of steps that are over, at least. It waits for nothing."""
+        return None
 
     @abstractmethod
     def covered(self, reads: LayerReads) -> Mapping[Owner, Tensor]:

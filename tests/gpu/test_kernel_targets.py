@@ -44,6 +44,10 @@ from gpu.methods.momo.block_sparse import CONFIGS, block_sparse_attention
 from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.momo.union import unite
+from gpu.methods.predicted.fetching import fetch_blocks, look_at_blocks
+from gpu.methods.predicted.listing import list_blocks
+from gpu.methods.predicted.noting import note_step
+from gpu.methods.predicted.replacing import replace_blocks
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.predictor.predict import PackedNetwork, predict_blocks
@@ -261,6 +265,34 @@ def _predict(shape: Architecture, dtype: torch.dtype) -> None:
         predict_blocks(history, heads, heads, heads.bool(), interior, network)
 
 
+def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
+    rows, places, slots, kv_heads = 2, 3 * shape.num_kv_heads, 128, shape.num_kv_heads
+    numbers = torch.empty(places, slots, dtype=torch.int32, device="cuda")
+    bits = torch.empty(places, 256, dtype=torch.int32, device="cuda")
+    rings, cells = (
+        torch.empty(rows, dtype=torch.int32, device="cuda"),
+        torch.empty(rows, dtype=torch.int64, device="cuda"),
+    )
+    holes = torch.empty(3, rows, dtype=torch.int32, device="cuda")
+    counts = torch.empty(4, dtype=torch.int64, device="cuda")
+    lies = torch.empty(3, 11, 256, dtype=torch.int64, device="cuda")
+    history = torch.empty(places, 65, 8192, dtype=torch.uint8, device="cuda")
+    maxima, lse = (
+        torch.empty(rows, shape.num_heads, 8192, device="cuda"),
+        torch.empty(rows, shape.num_heads, device="cuda"),
+    )
+    keys = torch.empty(places * slots, 1, 16, shape.dim, dtype=dtype, device="cuda")
+    listed = list_blocks(numbers, bits, rings, holes, kv_heads, counts)
+    fetched = torch.empty(rows * kv_heads, shape.group, slots, device="cuda")
+    for lists in ((None, None), (fetched, listed)):
+        note_step(history, maxima, lse, *lists, rings, cells, 4, kv_heads)
+    fresh = replace_blocks(numbers, bits, numbers, torch.empty(places, dtype=torch.bool, device="cuda"), counts)
+    query = torch.empty(rows, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
+    for is_int8 in (False, True):
+        fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8)
+        look_at_blocks(history, query, lse, bits, lies, rings, cells, holes, 64, 0.1, is_int8, counts)
+
+
 # Every kernel, and the launches of it that a step makes. A kernel that is not here fails the last test.
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rms_norm_kernel": _norms,
@@ -289,6 +321,11 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_unite_kernel": _prefill,
     "_block_sparse_kernel": _prefill,
     "_predict_kernel": _predict,
+    "_list_kernel": _blocks,
+    "_note_kernel": _blocks,
+    "_replace_kernel": _blocks,
+    "_fetch_kernel": _blocks,
+    "_look_kernel": _blocks,
     "_pack_kernel": _pack,
     "_await_answer_kernel": _pack,
     "_scatter_kernel": _scatter,

@@ -14,7 +14,7 @@ from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",
-           "fused", "predictor")  # fmt: skip
+           "fused", "predictor", "predicted")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -31,6 +31,7 @@ SELECTED = " or ".join(
         "(test_kernels_momo and cpu and float32 and (one or group3 or every_block or group4 or dim96))",
         "(test_kernels_momo and cpu and float32 and union and not 32-8-12)",
         "(test_kernels_predictor and cpu and float32 and (few-in8 or (step_by_step and in8)))",
+        "(test_kernels_predicted and cpu)",
         "(test_partial and cpu and not partition)",
         "(test_kernels_gather and cpu and float32)",
         "(test_kernels_fused and cpu and float32 and not shape3)",

@@ -16,8 +16,8 @@ from gpu.profiles import Part
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import NUM_HEADS, NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32
-from transfer.exchange import BLOCK_TOKENS
 from transfer.partial import CoverageError, Partial
+from transfer.tier_shape import BLOCK_TOKENS
 
 
 class Toy(DeviceSide):

@@ -1,0 +1,58 @@
+"""What the sequences of one part of a profile hold: histories, the blocks that are on the device, where others lie.
+
+It refuses to know slots, steps and predictions. A **place** is a KV head of a ring: ring * kv_heads + kv_head. Blocks
+are of BLOCK_TOKENS tokens, counted through the run that goes down, from its first token. Invariants: a slot of a place
+holds the keys and values of the block that `ids` names, restored, and no block stands in two; `bits` are those of
+`ids`.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from gpu.methods.predicted import HISTORY_SPARE, most_blocks, most_pieces, num_words
+from gpu.methods.predicted.settings import PredictedSettings
+from gpu.model.architecture import Architecture
+from transfer.places import COLUMNS
+from transfer.tier_shape import BLOCK_TOKENS
+
+EMPTY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """history: uint8 `[places, steps + 1, blocks]` (`gpu.predictor.history`), cell m's row at m % (steps + 1);
+    interior: float32 `[places, blocks]`, the predictor's running sums; ids: int32 `[places, slots]`, or EMPTY; bits:
+    int32 `[places, words]`; keys, values: the model's dtype `[places * slots, 1, BLOCK_TOKENS, dim]`; lies: int64
+    `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run, pieces behind its last one empty. All of a layer,
+    or with one axis in front, of layers.
+    """
+
+    history: Tensor
+    interior: Tensor
+    ids: Tensor
+    bits: Tensor
+    keys: Tensor
+    values: Tensor
+    lies: Tensor
+
+    def layer(self, place: int) -> "Blocks":
+        return Blocks(*(getattr(self, each.name)[place] for each in fields(Blocks)))
+
+
+def new_blocks(
+    settings: PredictedSettings, shape: Architecture, layers: int, rings: int, dtype: torch.dtype, device: torch.device
+) -> Blocks:
+    """Of so many layers, empty."""
+    places, blocks, slots = rings * shape.num_kv_heads, most_blocks(shape), settings.num_slots
+    rows = (layers, places * slots, 1, BLOCK_TOKENS, shape.dim)
+    return Blocks(
+        history=torch.zeros(layers, places, settings.history + HISTORY_SPARE, blocks, dtype=torch.uint8, device=device),
+        interior=torch.zeros(layers, places, blocks, device=device),
+        ids=torch.full((layers, places, slots), EMPTY, dtype=torch.int32, device=device),
+        bits=torch.zeros(layers, places, num_words(shape), dtype=torch.int32, device=device),
+        keys=torch.zeros(rows, dtype=dtype, device=device),
+        values=torch.zeros(rows, dtype=dtype, device=device),
+        lies=torch.zeros(layers, rings, COLUMNS, most_pieces(shape), dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,335 @@
+"""Prediction's side on the device: reads the blocks that are there, notes what was attended to, and fetches the next.
+
+It refuses to know requests and placements. A layer's next blocks are chosen behind its own attention and fetched on a
+stream of their own beside the layers that follow; the step ends behind the last of them, so that a block that is read
+is there, and a step is one graph. Invariants: what is chosen follows from histories, and these from what was read
+exactly, never from a sample; slots change only behind their layer's attention; a step that reads more of a context in
+host memory than was chosen from, or the first of a ring, has its blocks chosen and fetched before it begins.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu.cpu_device.attention import applies, paged_decode_attention_cpu
+from gpu.decode.rows import StepRows
+from gpu.kernels.arguments import runs_on_triton
+from gpu.kernels.paged_decode_attention import Reading, paged_decode_attention, workspace_for
+from gpu.methods.device_side import FetchCounts, LayerReads, Lent, RingSide, Site
+from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
+from gpu.methods.predicted.fetching import fetch_blocks, look_at_blocks
+from gpu.methods.predicted.listing import FETCHED, HOLE, LOOKED, NUM_COUNTS, READ, Listed, list_blocks
+from gpu.methods.predicted.noting import exact_lse, note_step
+from gpu.methods.predicted.prompt import note_prompt
+from gpu.methods.predicted.replacing import replace_blocks
+from gpu.methods.predicted.settings import PredictedSettings
+from gpu.model.architecture import ModelError
+from gpu.predictor.network import PredictorError, load_network
+from gpu.predictor.predict import pack, predict_blocks
+from gpu.prefill.query import Attended, PrefillQuery
+from gpu.step import HostAsk, RingWrite
+from gpu.upload import upload
+from transfer.copies import Streams
+from transfer.partial import Owner, Partial
+from transfer.places import COLUMNS
+from transfer.tier_shape import BLOCK_TOKENS
+
+NEVER = -2  # a cell that no cell follows
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Whose next blocks are chosen, by place, and from what: is_in, is_whole bool, widths, oldest int32 `[places]` (see
+    `predict_blocks`); is_out: bool `[places, blocks]`, what is not in host memory alone.
+    """
+
+    is_in: Tensor
+    is_whole: Tensor
+    widths: Tensor
+    oldest: Tensor
+    is_out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Of the rows of a step. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]` of the host; choice: None
+    where nothing is asked; used: what the other stream reads, until it is waited for.
+    """
+
+    rings: Tensor
+    wanted: Tensor
+    choice: _Choice | None
+    used: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """Of a layer. maxima: float32 `[rows * kv_heads, group, slots]`; partial: of all rows."""
+
+    listed: Listed
+    maxima: Tensor
+    partial: Partial
+
+
+def make_reuse_side(settings: PredictedSettings, site: Site, num_rings: int) -> RingSide:
+    """Raises ModelError where the predictor's file cannot be read."""
+    return Predicted(settings, site, num_rings)
+
+
+class Predicted(RingSide):
+    """`num_rings` rings of each layer that goes down."""
+
+    excludes = True
+    borrows = True
+
+    def __init__(self, settings: PredictedSettings, site: Site, num_rings: int) -> None:
+        assert site.tier_shape is not None, "predicted: nothing goes down here"
+        shape, device, tier = site.architecture, site.device, site.tier_shape
+        self.settings = settings
+        self._places = {layer: place for place, layer in enumerate(tier.layers)}
+        self._first_layer = tier.layers[0]
+        self._kv_heads, self._group, self._dim = shape.num_kv_heads, shape.group, shape.dim
+        self._is_int8 = tier.rows == "int8"
+        self._first_block, rest = divmod(site.sink_tokens, BLOCK_TOKENS)
+        assert rest == 0, "predicted: what goes down begins with a page"
+        try:
+            network = load_network(settings.weights)
+        except (PredictorError, OSError) as error:
+            raise ModelError(
+                f"predicted: weights: {error}; give a predictor that `tandem train predictor` made"
+            ) from None
+        self._network = pack(network, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+        self.blocks = new_blocks(settings, shape, len(tier.layers), num_rings, site.dtype, device)
+        self._layers = [self.blocks.layer(place) for place in range(len(tier.layers))]
+        self._workspace = workspace_for(
+            site.max_running * shape.num_kv_heads, shape.group, 1, shape.dim, settings.budget_tokens, device
+        )  # fmt: skip
+        self._ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=device)  # and of padding
+        self._held: dict[int, int] = {}  # by slot, in the order of plans
+        self._is_sampled = False  # one part of a profile has one way of reading; on the device:
+        self._samples = torch.zeros(1, dtype=torch.bool, device=device)
+        self._last_cells = torch.full((num_rings,), NEVER, dtype=torch.int64, device=device)
+        self._chosen: dict[int, tuple[int, int]] = {}  # by ring: the cell behind which blocks were chosen, of how many
+        self._known_places: dict[int, np.ndarray] = {}
+        self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
+        self._streams = Streams(device)
+        self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
+        self._told = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    # --- who holds a ring ---------------------------------------------------------------------------------------------
+
+    def assign(self, write: RingWrite) -> None:
+        store, source = self.blocks, write.source
+        own = slice(write.ring * self._kv_heads, (write.ring + 1) * self._kv_heads)
+        if source is None:
+            store.history[:, own] = 0
+        else:
+            store.history[:, own] = store.history[:, source.ring * self._kv_heads :][:, : self._kv_heads]
+            rows = store.history.shape[2]
+            foreign = [cell % rows for cell in range(source.begin, min(source.end, source.begin + rows))]
+            store.history[:, own, foreign] = 0
+        store.ids[:, own] = EMPTY
+        store.bits[:, own] = 0
+        self._last_cells[write.ring].fill_(NEVER)
+        self._chosen.pop(write.ring, None)
+        self._held[write.slot] = write.ring
+        self._is_sampled = write.is_sampled
+        self._samples.fill_(write.is_sampled)
+        self._ring_of_slot[write.slot].fill_(write.ring)
+
+    def release(self, slot: int) -> None:
+        if self._held.pop(slot, None) is not None:
+            self._ring_of_slot[slot].fill_(-1)
+
+    def has_ring(self, slot: int) -> bool:
+        return slot in self._held
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
+        place = self._places.get(query.layer)
+        if place is not None:
+            note_prompt(self.blocks.history[place], self._held[slot], query, self._first_block)
+
+    # --- decode -------------------------------------------------------------------------------------------------------
+
+    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None], lent: Lent) -> None:
+        behind: dict[int, tuple[int, int]] = {}
+        for row, (slot, cell, ask) in enumerate(zip(slots, cells, asks, strict=True)):
+            ring = self._held.get(slot)
+            if ring is None or ask is None:
+                continue
+            self._place(ring, lent.places(row))
+            limit = (ask.end - ask.begin) // BLOCK_TOKENS
+            chosen_behind, chosen_of = self._chosen.get(ring, (NEVER, 0))
+            if chosen_behind != cell - 1 or chosen_of < limit:
+                behind[ring] = cell - 1, limit
+            self._chosen[ring] = cell, limit
+        if behind:
+            self._choose_now(behind)
+
+    def before(self, reads: LayerReads) -> None:
+        place, rows = self._places.get(reads.layer), reads.rows
+        if place is None:
+            return
+        if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
+            self._of_rows[rows] = self._look_up(rows, reads.asks)
+        own, layer = self._of_rows[rows], self._layers[place]
+        if reads.maxima is None:
+            size = (rows.num_rows, self._kv_heads * self._group, layer.history.shape[2])
+            reads.maxima = torch.empty(size, device=reads.query.device)
+        if not reads.asks:
+            return
+        listed = list_blocks(layer.ids, layer.bits, own.rings, rows.holes, self._kv_heads, self._counts[place])
+        reads.kept[self] = listed
+        reads.excluded = listed.excluded if reads.excluded is None else reads.excluded | listed.excluded
+        reads.wanted = own.wanted if reads.wanted is None else reads.wanted & own.wanted
+
+    def read(self, reads: LayerReads, on_device: Reading) -> None:
+        listed, place = reads.kept.get(self), self._places.get(reads.layer)
+        if listed is None or place is None:
+            return
+        rows, heads, dim = reads.query.shape
+        items, slots = listed.pages.shape
+        query = reads.query.reshape(items, self._group, dim)
+        maxima = torch.empty(items, self._group, slots, device=query.device)
+        layer = self._layers[place]
+        cells = (layer.keys, layer.values, listed.pages, listed.rows, listed.tokens, dim**-0.5)
+        if applies(query):
+            partial = paged_decode_attention_cpu(query, *cells, maxima=maxima).near
+        else:
+            partial = paged_decode_attention(query, *cells, self._workspace, maxima=maxima).near
+        partial = Partial(partial.out.view(rows, heads, dim), partial.lse.view(rows, heads))
+        reads.fetched.append(partial)
+        reads.kept[self] = _Fetched(listed, maxima, partial)
+
+    def after(self, reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
+        place = self._places.get(reads.layer)
+        if place is None:
+            return
+        assert reads.maxima is not None, "predicted: what is resident tells its maxima"
+        own, layer, fetched, rows = self._of_rows[reads.rows], self._layers[place], reads.kept.get(self), reads.rows
+        lse = exact_lse(on_device.near, None if fetched is None else fetched.partial)
+        lists = (None, None) if fetched is None else (fetched.maxima, fetched.listed)
+        note_step(
+            layer.history, reads.maxima, lse, *lists, own.rings, rows.cells, self._first_block, self._kv_heads
+        )  # fmt: skip
+        if own.choice is None or not reads.asks:
+            return
+        own.used.extend((reads.query, lse))
+        counts, every = self._counts[place], self.settings.calibration
+        with self._streams.aside(self._streams.up):
+            if every:
+                look_at_blocks(
+                    layer.history, reads.query, lse, layer.bits, layer.lies, own.rings, rows.cells, rows.holes, every,
+                    self._dim**-0.5, self._is_int8, counts,
+                )  # fmt: skip
+            self._choose(layer, own.choice, counts)
+
+    def finish(self, rows: StepRows) -> None:
+        if self._streams.up is not None:
+            torch.cuda.current_stream(self._streams.up.device).wait_stream(self._streams.up)
+
+    def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
+        fetched = reads.kept.get(self)
+        if fetched is None:
+            return {}
+        rows, holes = self._of_rows[reads.rows], reads.rows.holes
+        tokens = fetched.listed.tokens.view(len(rows.rings), -1).repeat_interleave(self._group, 1)
+        hole = torch.where((rows.rings >= 0)[:, None], (holes[1] - holes[0])[:, None] - tokens, 0)
+        return {Owner.FETCHED: tokens, Owner.DROPPED: torch.zeros_like(hole) if self._is_sampled else hole}
+
+    def end_step(self) -> None:
+        self._told.copy_(self._counts, non_blocking=True)
+
+    def fetch_counts(self) -> FetchCounts:
+        sums = self._told.sum(0).tolist()
+        dropped = 0 if self._is_sampled else sums[HOLE] - sums[READ]
+        return FetchCounts(sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED])
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _look_up(self, rows: StepRows, asks: bool) -> _Rows:
+        rings = self._ring_of_slot.index_select(0, rows.token_slots)
+        heads = self._kv_heads * self._group
+        wanted = ((rings < 0) | self._samples).to(torch.uint8)[:, None].expand(-1, heads).contiguous()
+        if not asks:
+            return _Rows(rings, wanted, None)
+        num_rings = len(self._last_cells)
+        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
+        cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
+        cells.index_copy_(0, to, rows.cells)
+        limits = torch.zeros(num_rings + 1, dtype=torch.int64, device=rings.device)
+        limits.index_copy_(0, to, ((rows.holes[1] - rows.holes[0]) // BLOCK_TOKENS).long())
+        return _Rows(rings, wanted, self._choice(cells[:num_rings], limits[:num_rings]))
+
+    def _choice(self, cells: Tensor, limits: Tensor) -> _Choice:
+        """For the step behind each ring's cell, -1: none; limits: blocks that are in host memory alone. int64."""
+        rows, blocks = self.blocks.history.shape[2:]
+        is_in = cells >= 0
+        is_whole = self._last_cells != cells - 1
+        self._last_cells.copy_(torch.where(is_in, cells, self._last_cells))
+        widths = (cells + 2 - self.settings.local_tokens) // BLOCK_TOKENS - self._first_block
+        widths = torch.where(is_in, widths.clamp(0, blocks), 0)
+        is_out = torch.arange(blocks, device=cells.device) >= limits[:, None]
+
+        def spread(numbers: Tensor) -> Tensor:
+            return numbers.repeat_interleave(self._kv_heads, 0)
+
+        return _Choice(
+            spread(is_in), spread(is_whole), spread(widths.int()), spread(((cells + 2) % rows).int()), spread(is_out)
+        )
+
+    def _choose(self, layer: Blocks, choice: _Choice, counts: Tensor) -> None:
+        scores = self._score(layer, choice).masked_fill_(choice.is_out, -torch.inf)
+        slots = layer.ids.shape[1]
+        best = scores.topk(min(slots, scores.shape[1]), 1, sorted=False)
+        wanted = torch.where(best.values > -torch.inf, best.indices, EMPTY).int()
+        if wanted.shape[1] < slots:
+            wanted = functional.pad(wanted, (0, slots - wanted.shape[1]), value=EMPTY)
+        fresh = replace_blocks(layer.ids, layer.bits, wanted, choice.is_in, counts)
+        fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8)
+
+    def _score(self, layer: Blocks, choice: _Choice) -> Tensor:
+        """Float32 `[places, blocks]`."""
+        if runs_on_triton(layer.history):
+            return predict_blocks(
+                layer.history, choice.oldest, choice.widths, choice.is_whole, layer.interior, self._network
+            )
+        scores = torch.full_like(layer.interior, -torch.inf)
+        own, most = choice.is_in.nonzero().flatten(), int(choice.widths.max())  # the CPU computes what there is
+        if most:
+            history = layer.history[own, :, :most].contiguous()
+            scores[own, :most] = predict_blocks(
+                history, choice.oldest[own], choice.widths[own], choice.is_whole[own],
+                torch.empty(len(own), most), self._network,
+            )  # fmt: skip
+        return scores
+
+    def _choose_now(self, behind: dict[int, tuple[int, int]]) -> None:
+        """Before a step: by ring, the cell that was the last one, and how many blocks are in host memory alone."""
+        numbers = np.zeros((2, len(self._last_cells)), np.int64)
+        numbers[0] = -1
+        for ring, own in behind.items():
+            numbers[:, ring] = own
+        cells, limits = upload(numbers, self._last_cells.device)
+        choice = self._choice(cells, limits)
+        for layer, counts in zip(self._layers, self._counts, strict=True):
+            self._choose(layer, choice, counts)
+
+    def _place(self, ring: int, places: np.ndarray) -> None:
+        """Where a ring's run lies, in stream order, if it has moved or grown."""
+        known = self._known_places.get(ring)
+        if known is not None and np.array_equal(known, places):
+            return
+        layers, _, most = self.blocks.lies[:, ring].shape
+        assert places.shape[2] <= most, f"predicted: a run in {places.shape[2]} pieces, room for {most}"
+        table = np.zeros((layers, COLUMNS, most), np.int64)
+        table[:, :, : places.shape[2]] = places
+        self.blocks.lies[:, ring] = upload(table, self._last_cells.device)
+        self._known_places[ring] = places

@@ -1,0 +1,128 @@
+"""What a step attended to, put into histories: exp(max - lse) by block, the most of a KV head's query heads.
+
+It refuses to know who reads which blocks. Invariant: lse is of what was read exactly, near and fetched; what a sample
+says of the rest never comes here, since it would choose what the next sample leaves out. Bytes: the maxima, read once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import check, runs_on_triton
+from gpu.methods.predicted.listing import Listed
+from gpu.predictor.history import STEPS_PER_OCTAVE, TOP_CODE, attended_maxima, compress
+from transfer.partial import Partial
+from transfer.tier_shape import BLOCK_TOKENS
+
+TILE = 1024
+
+_BLOCK, _TOP, _STEPS = tl.constexpr(BLOCK_TOKENS), tl.constexpr(TOP_CODE), tl.constexpr(STEPS_PER_OCTAVE)
+
+
+def note_step_reference(
+    history: Tensor, maxima: Tensor, lse: Tensor, fetched: Tensor | None, listed: Listed | None, rings: Tensor,
+    cells: Tensor, first_block: int, kv_heads: int,
+) -> None:  # fmt: skip
+    """Plain torch; see `note_step`."""
+    group, blocks = maxima.shape[1] // kv_heads, history.shape[2]
+    for row in (rings >= 0).nonzero().flatten().tolist():
+        cell = int(cells[row])
+        width = min(cell // BLOCK_TOKENS + 1 - first_block, blocks)
+        for kv_head in range(kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            own = maxima[row, heads, first_block : first_block + width].clone()
+            if fetched is not None and listed is not None:
+                item = row * kv_heads + kv_head
+                count = int(listed.tokens[item]) // BLOCK_TOKENS
+                own[:, listed.ids[item, :count].long()] = fetched[item, :, :count]
+            attended = attended_maxima(own, lse[row, heads]).amax(0)
+            place = int(rings[row]) * kv_heads + kv_head
+            history[place, cell % history.shape[1], : len(attended)] = compress(attended, history.dtype)
+
+
+@triton.jit
+def code_of(attended):
+    """See `gpu.predictor.history.compress`."""
+    code = _TOP + _STEPS * tl.log2(tl.maximum(attended, 1e-30))
+    return (tl.minimum(tl.maximum(code, 0.0), 255.0) + 0.5).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def _note_kernel(
+    history, maxima, lse, fetched, listed, tokens, rings, cells, first_block, blocks, known, place_stride, row_stride,
+    steps, slots,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, FETCHED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    row, kv_head = item // KV_HEADS, item % KV_HEADS
+    ring = tl.load(rings + row)
+    if ring < 0:
+        return
+    cell = tl.load(cells + row)
+    width = tl.minimum((cell // _BLOCK).to(tl.int32) + 1 - first_block, blocks)
+    begin = tl.program_id(1) * TILE
+    if begin >= width:
+        return
+    place = ring.to(tl.int64) * KV_HEADS + kv_head
+    to = history + place * place_stride + (cell % steps) * row_stride
+    block = begin + tl.arange(0, TILE)
+    best = tl.zeros([TILE], tl.float32)
+    for member in tl.static_range(GROUP):
+        head = (row * KV_HEADS + kv_head) * GROUP + member
+        own_lse = tl.load(lse + head)
+        top = tl.load(maxima + head.to(tl.int64) * known + first_block + block, mask=block < width, other=float("-inf"))
+        best = tl.maximum(best, tl.where(top > float("-inf"), tl.exp(top - own_lse), 0.0))
+    tl.store(to + block, code_of(best), mask=block < width)
+    if FETCHED:
+        tl.debug_barrier()  # what follows writes over some of it
+        slot = tl.arange(0, SLOTS)
+        is_listed = slot < tl.load(tokens + item) // _BLOCK
+        own = tl.load(listed + item.to(tl.int64) * slots + slot, mask=is_listed, other=-1)
+        best = tl.zeros([SLOTS], tl.float32)
+        for member in tl.static_range(GROUP):
+            own_lse = tl.load(lse + (row * KV_HEADS + kv_head) * GROUP + member)
+            at = (item.to(tl.int64) * GROUP + member) * slots + slot
+            top = tl.load(fetched + at, mask=is_listed, other=float("-inf"))
+            best = tl.maximum(best, tl.where(top > float("-inf"), tl.exp(top - own_lse), 0.0))
+        tl.store(to + own, code_of(best), mask=is_listed & (own >= begin) & (own < begin + TILE))
+
+
+def note_step(
+    history: Tensor, maxima: Tensor, lse: Tensor, fetched: Tensor | None, listed: Listed | None, rings: Tensor,
+    cells: Tensor, first_block: int, kv_heads: int,
+) -> None:  # fmt: skip
+    """Write the rows' newest rows of one layer's histories, uint8 `[places, steps + 1, blocks]`.
+
+    maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read; the run begins with block
+    `first_block` of them. lse: float32 `[rows, heads]`, of `exact_lse`. fetched: float32 `[rows * kv_heads, group,
+    slots]`, of the blocks that are `listed`, or None and None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`,
+    of the step's tokens. Raises ValueError for another shape or dtype.
+    """
+    op, (rows, heads, known), device = "note_step", maxima.shape, maxima.device
+    places, steps, blocks = history.shape
+    check(op, "history", history, (places, steps, blocks), torch.uint8, device)
+    check(op, "maxima", maxima, (rows, heads, known), torch.float32, device)
+    check(op, "lse", lse, (rows, heads), torch.float32, device)
+    check(op, "rings", rings, (rows,), torch.int32, device)
+    check(op, "cells", cells, (rows,), torch.int64, device)
+    slots, group = 1, heads // kv_heads
+    if fetched is not None and listed is not None:
+        slots = listed.ids.shape[1]
+        check(op, "fetched", fetched, (rows * kv_heads, group, slots), torch.float32, device)
+    if not runs_on_triton(history):
+        note_step_reference(history, maxima, lse, fetched, listed, rings, cells, first_block, kv_heads)
+        return
+    has_fetched = fetched is not None and listed is not None
+    lists = (fetched, listed.ids, listed.tokens) if fetched is not None and listed is not None else (lse, rings, rings)
+    _note_kernel[(rows * kv_heads, triton.cdiv(blocks, TILE))](
+        history, maxima.contiguous(), lse.contiguous(), *lists, rings, cells, first_block, blocks, known,
+        history.stride(0), history.stride(1), steps, slots,
+        KV_HEADS=kv_heads, GROUP=group, SLOTS=triton.next_power_of_2(slots), FETCHED=has_fetched, TILE=TILE,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def exact_lse(near: Partial, fetched: Partial | None) -> Tensor:
+    """Of what a layer read exactly: never of what the host samples."""
+    return near.lse if fetched is None else torch.logaddexp(near.lse, fetched.lse)

@@ -1,0 +1,33 @@
+"""The history that a prompt leaves: what its last queries attended to, had they been decoded.
+
+It refuses to know units and pages. Invariant: a row is of exact attention, whatever the prompt's own prefill does.
+"""
+
+import torch
+from torch import Tensor
+
+from gpu.methods.predicted import HISTORY_SPARE, PROMPT_ROWS
+from gpu.predictor.history import compress, prompt_maxima
+from gpu.prefill.query import PrefillQuery
+from transfer.tier_shape import BLOCK_TOKENS
+
+
+def note_prompt(history: Tensor, ring: int, query: PrefillQuery, first_block: int) -> None:
+    """Write rows of one layer's history `[places, steps + 1, blocks]`, as far as the prompt's last ones are among the
+    queries. Asynchronous.
+    """
+    assert query.begin is not None, "predicted: positions of a prompt are consecutive"
+    rows, kv_heads = history.shape[1], len(query.keys)
+    end = query.begin + len(query.query)
+    begin = max(query.begin, query.num_prompt_tokens - (rows - HISTORY_SPARE))
+    if begin >= end:
+        return
+    own = query.query[begin - query.begin :].unflatten(1, (kv_heads, -1)).float()
+    for kv_head in range(kv_heads):
+        keys, heads = query.keys[kv_head, :end].float()[None], own[:, kv_head].transpose(0, 1)  # [group, tokens, dim]
+        for at in range(begin, end, PROMPT_ROWS):
+            to = min(at + PROMPT_ROWS, end)
+            attended = prompt_maxima(heads[:, at - begin : to - begin], keys, to, BLOCK_TOKENS).amax(0)
+            codes = compress(attended[:, first_block:], history.dtype)
+            place = torch.arange(at, to, device=history.device) % rows
+            history[ring * kv_heads + kv_head, place, : codes.shape[1]] = codes

@@ -1,0 +1,38 @@
+"""Settings of AttentionPredictor in serving. No torch: the plan and the server's process read them."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from gpu.model.architecture import Architecture
+from transfer.settings import Settings
+from transfer.tier_shape import BLOCK_TOKENS
+
+
+class PredictedSettings(Settings):
+    """Paper: history = H, calibration = M; its block b is BLOCK_TOKENS."""
+
+    weights: Path = Field(description="the predictor: `.safetensors` of `tandem train predictor`, or the authors' .pth")
+    budget_tokens: int = Field(2048, ge=32, le=4096, multiple_of=BLOCK_TOKENS, description="of a context's middle, "
+                               "that a KV head reads at each step; 512 to 4096 are usual")  # fmt: skip
+    history: int = Field(64, ge=5, le=256, description="earlier steps that the predictor looks at")
+    calibration: int = Field(64, ge=0, description="one block of so many is looked at anew in each step, in turn, by "
+                             "its keys in host memory; 0: none")  # fmt: skip
+    sink_tokens: int = Field(64, ge=1, le=1024, description="in front, always read, as far as the host section has "
+                             "no more")  # fmt: skip
+    local_tokens: int = Field(64, ge=1, le=4096, description="behind, always read, likewise")
+    exempt_layers: int = Field(2, ge=0, description="first layers, which stay on the device and read everything")
+    min_context_tokens: int = Field(4096, ge=0, description="prompt and answer that are shorter together predict "
+                                    "nothing")  # fmt: skip
+    rings: int | None = Field(None, ge=1, description="sequences of the profile that run at once; default: what an "
+                              "eighth of the memory beside the weights holds, at least one")  # fmt: skip
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that a KV head reads."""
+        return self.budget_tokens // BLOCK_TOKENS
+
+    def layers(self, architecture: Architecture) -> list[int]:
+        """Those that may predict: without the exempt ones, and those with a window, which go nowhere."""
+        windows = set(architecture.window_layers)
+        return [layer for layer in range(self.exempt_layers, architecture.num_layers) if layer not in windows]

@@ -1,0 +1,247 @@
+"""Kernels that keep predicted blocks, against numpy from their definitions: which are read, noted, kept and fetched."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.methods.predicted.fetching import fetch_blocks, look_at_blocks
+from gpu.methods.predicted.listing import FETCHED, HOLE, LOOKED, NUM_COUNTS, READ, list_blocks
+from gpu.methods.predicted.noting import note_step
+from gpu.methods.predicted.replacing import replace_blocks
+from tests.gpu.kernel_oracles import DEVICES
+from tests.tolerances import HISTORY_CODE
+from transfer import places
+
+KV_HEADS, GROUP, DIM = 2, 3, 64
+SLOTS, WORDS, BLOCKS = 6, 2, 40  # the slots are no power of two
+RINGS = 3
+
+
+def numbers(device: str) -> torch.Tensor:
+    return torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device)
+
+
+def bits_of(ids: np.ndarray) -> np.ndarray:
+    flags = np.zeros((len(ids), WORDS * 32), np.uint64)
+    for place, own in enumerate(ids):
+        flags[place, own[own >= 0]] = 1
+    words = (flags.reshape(len(ids), WORDS, 32) << np.arange(32, dtype=np.uint64)).sum(-1)
+    return words.astype(np.uint32).view(np.int32).reshape(len(ids), WORDS)
+
+
+def draw_ids(draw: np.random.Generator, highest: int) -> np.ndarray:
+    """int32 `[places, slots]`, each block once, some slots empty."""
+    ids = np.stack([draw.permutation(highest)[:SLOTS] for _ in range(RINGS * KV_HEADS)]).astype(np.int32)
+    ids[draw.random(ids.shape) < 0.25] = -1
+    return ids
+
+
+def code(attended: float) -> int:
+    return 0 if attended <= 0 else int(min(max(round(255 + 8 * math.log2(attended)), 0), 255))
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_listed_is_what_stands_in_a_slot_and_lies_in_the_rows_hole(device: str) -> None:
+    draw = np.random.default_rng(1)
+    ids, rings = draw_ids(draw, BLOCKS), [2, -1, 0]
+    holes = np.array([[16, 0, 32], [16 + 16 * 25, 0, 32], [16 + 16 * 25, 0, 32]], np.int32)
+    counts = numbers(device)
+    listed = list_blocks(
+        torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device),
+        torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(holes, device=device), KV_HEADS, counts,
+    )  # fmt: skip
+    read = 0
+    for row, ring in enumerate(rings):
+        for kv_head in range(KV_HEADS):
+            item, place = row * KV_HEADS + kv_head, ring * KV_HEADS + kv_head
+            limit = (holes[1, row] - holes[0, row]) // 16
+            wanted = {} if ring < 0 else {int(n): s for s, n in enumerate(ids[place]) if 0 <= n < limit}
+            count = int(listed.tokens[item]) // 16
+            assert int(listed.rows[item]) == (item if ring >= 0 else -1)
+            assert count == len(wanted)
+            got = dict(zip(listed.ids[item, :count].tolist(), listed.pages[item, :count].tolist(), strict=True))
+            assert got == {block: place * SLOTS + slot for block, slot in wanted.items()}
+            own = bits_of(ids)[place] if ring >= 0 else np.zeros(WORDS, np.int32)
+            assert listed.excluded[row, kv_head].tolist() == own.tolist()
+            read += 16 * count
+    assert counts.tolist()[HOLE : READ + 1] == [KV_HEADS * 16 * 25, read]
+
+
+# --- histories --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_fetched", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_noted_row_is_the_groups_largest_share_of_each_block(device: str, has_fetched: bool) -> None:
+    draw = np.random.default_rng(2)
+    rings, cells, first_block, known, steps = [1, -1, 0], [16 * 30 + 5, 3, 16 * 9 + 15], 2, 44, 5
+    heads = KV_HEADS * GROUP
+    maxima = draw.normal(size=(3, heads, known)).astype(np.float32) * 3
+    maxima[draw.random(maxima.shape) < 0.5] = -np.inf
+    lse = (draw.normal(size=(3, heads)) + 5).astype(np.float32)
+    ids, history = (
+        draw_ids(draw, 7),
+        torch.full((RINGS * KV_HEADS, steps, BLOCKS), 77, dtype=torch.uint8, device=device),
+    )
+    on_device = [torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device)]
+    listed = fetched = None
+    if has_fetched:
+        holes = torch.tensor([[32] * 3, [32 + 16 * 7] * 3, [32 + 16 * 7] * 3], dtype=torch.int32, device=device)
+        store = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device)
+        listed = list_blocks(*store, on_device[0], holes, KV_HEADS, numbers(device))
+        own = draw.normal(size=(3 * KV_HEADS, GROUP, SLOTS)).astype(np.float32) + 2
+        fetched = torch.tensor(own, device=device)
+    note_step(
+        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), fetched, listed, *on_device,
+        first_block, KV_HEADS,
+    )  # fmt: skip
+    touched, furthest = np.zeros((RINGS * KV_HEADS, steps), bool), 0
+    for row, ring in enumerate(rings):
+        for kv_head in range(KV_HEADS if ring >= 0 else 0):
+            place, group = ring * KV_HEADS + kv_head, slice(kv_head * GROUP, (kv_head + 1) * GROUP)
+            width = cells[row] // 16 + 1 - first_block
+            tops = maxima[row, group, first_block : first_block + width].astype(np.float64)
+            if listed is not None:
+                item = row * KV_HEADS + kv_head
+                for at in range(int(listed.tokens[item]) // 16):
+                    tops[:, int(listed.ids[item, at])] = own[item, :, at]
+            wanted = [code(float(np.exp(column - lse[row, group]).max())) for column in tops.T]
+            got = history[place, cells[row] % steps].tolist()
+            furthest = max(furthest, *(abs(a - b) for a, b in zip(got, wanted, strict=False)))
+            assert got[width:] == [77] * (BLOCKS - width)
+            assert len(set(wanted)) > 3
+            touched[place, cells[row] % steps] = True
+    assert furthest <= HISTORY_CODE
+    assert (history[torch.tensor(~touched, device=device)] == 77).all()
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_that_stay_keep_their_slots_and_only_the_difference_comes(device: str) -> None:
+    for seed in range(8):
+        draw = np.random.default_rng(seed)
+        ids, wanted = draw_ids(draw, 9), draw_ids(draw, 9)
+        is_in = draw.random(len(ids)) < 0.7
+        got, counts = torch.tensor(ids, device=device), numbers(device)
+        bits = torch.tensor(bits_of(ids), device=device)
+        fresh = replace_blocks(
+            got, bits, torch.tensor(wanted, device=device), torch.tensor(is_in, device=device), counts
+        )  # fmt: skip
+        after, came = got.cpu().numpy(), fresh.cpu().numpy().astype(bool)
+        assert np.array_equal(bits.cpu().numpy(), bits_of(after))
+        assert int(counts[FETCHED]) == came.sum()
+        for place in range(len(ids)):
+            if not is_in[place]:
+                assert np.array_equal(after[place], ids[place])
+                assert not came[place].any()
+                continue
+            asked, had = set(wanted[place]) - {-1}, set(ids[place]) - {-1}
+            assert sorted(after[place][after[place] >= 0]) == sorted(asked)
+            assert set(after[place][came[place]]) == asked - had
+            stays = [slot for slot, block in enumerate(ids[place]) if block in asked]
+            assert all(after[place][slot] == ids[place][slot] and not came[place][slot] for slot in stays)
+
+
+class Rows:
+    """Runs of several pieces in pinned memory, as a tier hands them out: other centres, and strides of their own."""
+
+    def __init__(self, kind: str, device: str) -> None:
+        draw, self.is_int8, self.kept = np.random.default_rng(5), kind == "int8", []
+        self.runs = []  # by ring: keys and values `[kv_heads, tokens, dim]` restored, float64
+        table = np.zeros((RINGS, places.COLUMNS, 4), np.int64)
+        for ring in range(RINGS):
+            keys, values, begin = [], [], 0
+            for piece, tokens in enumerate((64, 32, 128)):
+                rows = [self._pinned(self._draw(draw, tokens + 16), device) for _ in range(2)]
+                centre, key_scale, value_scale = (
+                    self._pinned(torch.tensor(draw.random(size), dtype=torch.float32), device)
+                    for size in ((KV_HEADS, DIM), (KV_HEADS,), (KV_HEADS, DIM))
+                )
+                scales = [key_scale, value_scale] if self.is_int8 else []
+                size = rows[0].element_size()
+                strides = [(tokens + 16) * DIM * size, DIM * size]
+                addresses = [rows[0].data_ptr(), *strides, rows[1].data_ptr(), *strides, centre.data_ptr()]
+                addresses += [scale.data_ptr() for scale in scales]
+                column = [begin, begin + tokens, *addresses]
+                table[ring, : len(column), piece] = column
+                own = [one[:, :tokens].double() for one in rows]
+                if self.is_int8:
+                    own = [own[0] * key_scale[:, None, None].double(), own[1] * value_scale[:, None].double()]
+                keys.append(own[0] + centre[:, None].double())
+                values.append(own[1])
+                begin += tokens
+            self.runs.append((torch.cat(keys, 1), torch.cat(values, 1)))
+        self.lies = torch.tensor(table, device=device)
+
+    def _draw(self, draw: np.random.Generator, tokens: int) -> torch.Tensor:
+        size = (KV_HEADS, tokens, DIM)
+        if self.is_int8:
+            return torch.tensor(draw.integers(-127, 128, size), dtype=torch.int8)
+        return torch.tensor(draw.normal(size=size), dtype=torch.bfloat16)
+
+    def _pinned(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
+        self.kept.append(tensor.pin_memory() if device == "cuda" else tensor)
+        return self.kept[-1]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fetched_block_is_its_run_restored_and_other_slots_stay(device: str, kind: str) -> None:
+    rows, draw = Rows(kind, device), np.random.default_rng(6)
+    ids = draw_ids(draw, 14)
+    fresh = ((draw.random(ids.shape) < 0.6) & (ids >= 0)).astype(np.uint8)
+    keys, values = (torch.full((ids.size, 1, 16, DIM), torch.nan, device=device) for _ in range(2))
+    fetch_blocks(
+        torch.tensor(ids, device=device), torch.tensor(fresh, device=device), rows.lies, keys, values, KV_HEADS,
+        rows.is_int8,
+    )  # fmt: skip
+    assert fresh.any()
+    for place, slot in np.ndindex(*ids.shape):
+        got = [one[place * SLOTS + slot, 0].cpu() for one in (keys, values)]
+        if not fresh[place, slot]:
+            assert all(one.isnan().all() for one in got)
+            continue
+        ring, kv_head = divmod(place, KV_HEADS)
+        for one, run in zip(got, rows.runs[ring], strict=True):
+            wanted = run[kv_head, 16 * ids[place, slot] :][:16].float()
+            torch.testing.assert_close(one, wanted, rtol=2.0**-22, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(device: str, kind: str) -> None:
+    rows, draw, every, steps = Rows(kind, device), np.random.default_rng(7), 3, 4
+    ids, rings, cells = draw_ids(draw, 14), [2, -1, 0], [401, 7, 330]
+    holes = np.array([[16, 0, 32], [16 + 16 * 13, 0, 32 + 16 * 4], [0, 0, 0]], np.int32)
+    query = torch.tensor(
+        draw.normal(size=(3, KV_HEADS * GROUP, DIM)) / (30 if rows.is_int8 else 1), dtype=torch.float32
+    )
+    lse = torch.tensor(draw.random((3, KV_HEADS * GROUP)) + (4 if rows.is_int8 else 3), dtype=torch.float32)
+    history = torch.full((RINGS * KV_HEADS, steps, BLOCKS), 77, dtype=torch.uint8, device=device)
+    counts = numbers(device)
+    look_at_blocks(
+        history, query.to(device), lse.to(device), torch.tensor(bits_of(ids), device=device), rows.lies,
+        torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device),
+        torch.tensor(holes, device=device), every, DIM**-0.5, rows.is_int8, counts,
+    )  # fmt: skip
+    wanted, looked = np.full(history.shape, 77), 0
+    for row, ring in enumerate(rings):
+        for kv_head in range(KV_HEADS if ring >= 0 else 0):
+            place, group = ring * KV_HEADS + kv_head, slice(kv_head * GROUP, (kv_head + 1) * GROUP)
+            for block in range(int(holes[1, row] - holes[0, row]) // 16):
+                if block % every != cells[row] % every or block in ids[place]:
+                    continue
+                keys = rows.runs[ring][0][kv_head, 16 * block : 16 * block + 16]
+                tops = (query[row, group].double() @ keys.T).amax(1) * DIM**-0.5
+                wanted[place, cells[row] % steps, block] = code(float((tops - lse[row, group].double()).exp().max()))
+                looked += 1
+    assert int(counts[LOOKED]) == looked > 5
+    assert np.abs(history.cpu().numpy().astype(int) - wanted).max() <= HISTORY_CODE
+    assert len(np.unique(wanted)) > 4

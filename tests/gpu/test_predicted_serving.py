@@ -1,0 +1,236 @@
+"""Prediction in the runner that serves: blocks that are fetched, dropped or left to the host, and rows beside.
+
+The twin that deposits serves rows with rings; the other one is exact. Where every block is fetched, or the host reads
+what is not, nothing may be missing; where some are dropped, the rest is what a softmax without them gives.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.config import Composition
+from gpu.methods.predicted.blocks import EMPTY
+from gpu.methods.predicted.device import Predicted
+from gpu.methods.predicted.replacing import pack_bits
+from gpu.profiles import Part, resolve_profiles
+from gpu.step import RingCopy, RingWrite, StepPlan
+from tests.gpu.reference_model import document_prompt
+from tests.gpu.twin_runners import DIM, NUM_KV_HEADS, Twins, check_steps, furthest
+from tests.reference_tier import stored_rows
+from tests.tolerances import HOP_LOGITS_FLOAT32
+from transfer.config import HostConfig
+
+WEIGHTS = Path(__file__).parents[2] / "deploy" / "predictors" / "reference.safetensors"
+WIDE = {"weights": str(WEIGHTS), "budget_tokens": 512, "min_context_tokens": 0, "local_tokens": 32, "history": 8}
+NARROW = WIDE | {"budget_tokens": 64, "calibration": 4}
+PROMPT = document_prompt(300, 1)
+PAGE = BLOCK = 16
+
+
+def predicted_part(settings: dict[str, Any], method: str = "predicted") -> Part:
+    composition = Composition.model_validate({"host": {"method": method, **settings}})
+    part = resolve_profiles({"blocks": composition}, HostConfig())["blocks"].ring_part
+    assert part is not None
+    return part
+
+
+class PredictedTwins(Twins):
+    """Slots of `ringed` hold the rings of their numbers."""
+
+    def __init__(self, settings: dict[str, Any], method: str = "predicted", ringed: tuple[int, ...] = (0,),
+                 **more: Any) -> None:  # fmt: skip
+        self.part = predicted_part(settings, method)
+        super().__init__(more_parts=[self.part], is_sampled=method != "predicted", **more)
+        for slot in ringed:
+            self.assign(slot, slot)
+
+    def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
+        write = RingWrite(slot, str(self.part), ring, self.is_sampled, source)
+        self.deposits.launch(StepPlan(ring_writes=[write])).collect()
+
+    @property
+    def side(self) -> Predicted:
+        side = self.deposits._reusing[str(self.part)]
+        assert isinstance(side, Predicted)
+        return side
+
+    def ids(self, ring: int) -> torch.Tensor:
+        """`[layers, kv_heads, slots]`."""
+        return self.side.blocks.ids[:, ring * NUM_KV_HEADS : (ring + 1) * NUM_KV_HEADS]
+
+    def check_slots(self, slot: int) -> None:
+        """What stands in a slot is the block that it names, no block stands twice, and bits say which they are."""
+        sequence, side = self.sequences[slot], self.side
+        ring = side._held[slot]
+        for place in range(len(self.tier.shape.layers)):
+            stored = stored_rows(self.tier, sequence.context_id, place, sequence.run_end - PAGE)
+            for kv_head in range(NUM_KV_HEADS):
+                at, store = ring * NUM_KV_HEADS + kv_head, side.blocks.layer(place)
+                ids, slots = store.ids[at], store.ids.shape[1]
+                there = ids[ids != EMPTY]
+                assert len(there.unique()) == len(there)
+                assert torch.equal(store.bits[at].cpu(), pack_bits(there.cpu(), store.bits.shape[1]))
+                for number in (ids != EMPTY).nonzero().flatten().tolist():
+                    tokens = slice(BLOCK * int(ids[number]), BLOCK * (int(ids[number]) + 1))
+                    for rows, wanted in zip((store.keys, store.values), stored, strict=True):
+                        got = rows[at * slots + number, 0].cpu().double()
+                        torch.testing.assert_close(got, wanted[kv_head, tokens].to(rows.dtype).double(), rtol=0, atol=0)
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept_tokens", [0, 96])
+def test_where_every_block_is_fetched_the_logits_are_the_exact_profiles(kept_tokens: int) -> None:
+    """From the first step on, over lumps that go down meanwhile: each is fetched before the step that releases it."""
+    twins = PredictedTwins(WIDE, check_coverage=True, kept_tokens=kept_tokens)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 70)
+    counts = twins.side.fetch_counts()
+    assert counts.hole_tokens == counts.read_tokens > 0
+    assert counts.dropped_tokens == 0
+    assert counts.fetched_blocks == NUM_KV_HEADS * 2 * (twins.sequences[0].released - PAGE) // BLOCK
+    twins.check_slots(0)
+
+
+def test_a_context_that_goes_down_while_it_runs_has_its_blocks_from_the_first_step() -> None:
+    twins = PredictedTwins(WIDE, check_coverage=True)
+    twins.prefill([PROMPT])
+    check_steps(twins, [0], 70)
+    assert twins.side.fetch_counts().dropped_tokens == 0
+
+
+def test_what_is_not_fetched_is_dropped_and_counted() -> None:
+    twins = PredictedTwins(NARROW, check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    for _ in range(12):
+        assert not twins.step([0]).failures
+        assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32
+        twins.check_slots(0)
+    counts = twins.side.fetch_counts()
+    assert counts.read_tokens == 12 * 2 * NUM_KV_HEADS * 64
+    assert counts.dropped_tokens == counts.hole_tokens - counts.read_tokens > 0
+    assert counts.looked_blocks > 0
+
+
+def test_what_is_not_fetched_is_left_to_the_host_where_it_samples() -> None:
+    """The tier of this test reads all that it covers, so a block that is read twice or by nobody shows."""
+    twins = PredictedTwins(NARROW, "predicted+sampled", check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 40)
+    counts = twins.side.fetch_counts()
+    assert counts.read_tokens < counts.hole_tokens
+    assert counts.dropped_tokens == 0
+    twins.check_slots(0)
+
+
+@pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])
+def test_rows_without_a_ring_share_the_step_and_are_exact(method: str) -> None:
+    twins = PredictedTwins(NARROW, method, ringed=(0, 2), check_coverage=True)
+    twins.prefill([PROMPT, document_prompt(280, 3), document_prompt(60, 2), document_prompt(40, 4)])
+    for _ in range(6):
+        assert not twins.step([0, 1, 2, 3]).failures
+        assert furthest(twins, [1, 2, 3]) < HOP_LOGITS_FLOAT32
+    assert twins.side.fetch_counts().read_tokens > 0
+
+
+def test_only_the_difference_crosses_the_link() -> None:
+    twins = PredictedTwins(NARROW | {"calibration": 0})
+    twins.prefill_down(0, PROMPT)
+    fetched, before, kept = 0, torch.full_like(twins.ids(0), EMPTY), 0
+    for _ in range(10):
+        twins.step([0])
+        now = twins.ids(0).clone()
+        is_known = (now[..., None] == before[..., None, :]).any(-1) & (now != EMPTY)
+        assert bool((now == before)[is_known].all()), "a block that stays keeps its slot"
+        fetched, before, kept = fetched + int((~is_known).sum()), now, kept + int(is_known.sum())
+    counts = twins.side.fetch_counts()
+    assert fetched <= counts.fetched_blocks <= fetched + before.numel()  # the first choice was made before the step
+    assert kept > fetched
+    assert counts.looked_blocks == 0
+
+
+# --- histories --------------------------------------------------------------------------------------------------------
+
+
+def test_what_decode_leaves_in_a_history_is_what_a_prompt_of_the_same_tokens_leaves() -> None:
+    """Where all of a context is read, wherever it lies; a code of eight an octave may round the other way."""
+    twins = PredictedTwins(WIDE)
+    twins.prefill_down(0, PROMPT)
+    tokens = list(PROMPT)
+    for _ in range(12):
+        tokens.append(int(twins.exact._last_tokens[0]))
+        check_steps(twins, [0], 1)
+    fresh = PredictedTwins(WIDE)
+    fresh.prefill([np.array(tokens, np.int32)])
+    got, wanted = (one.side.blocks.history[:, :NUM_KV_HEADS].int() for one in (twins, fresh))
+    used = [cell % 9 for cell in range(len(tokens) - 8, len(tokens))]
+    apart = (got - wanted)[:, :, used].abs()
+    assert int(wanted[:, :, used].max()) > 200
+    assert int((wanted[:, :, used] > 0).sum()) == 2 * NUM_KV_HEADS * 8 * (len(tokens) // BLOCK)
+    assert float((apart <= 1).float().mean()) > 0.999
+
+
+def test_a_history_is_of_what_was_read_exactly_whatever_the_host_says_of_the_rest() -> None:
+    """The rule without which a sample's mass is biased: the host's answers are made a thousand times as heavy."""
+    histories = []
+    for weight in (0.0, 7.0):
+        twins = PredictedTwins(NARROW, "predicted+sampled")
+        twins.prefill_down(0, PROMPT)
+        answer = type(twins.deposits.decode_steps.asking.exchanges[0]).answer
+
+        def heavier(self, num_rows, answer=answer, weight=weight):
+            partial = answer(self, num_rows)
+            partial.lse.add_(weight)
+            return partial
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gpu.host.slot_exchange.SlotExchange.answer", heavier)
+            twins.step([0])
+        histories.append(twins.side.blocks.history[0, :NUM_KV_HEADS].clone())
+        assert not torch.equal(*twins.logits(0)) or weight == 0
+    assert torch.equal(*histories), "of the first layer, whose queries are the same"
+
+
+def test_a_ring_that_comes_to_another_slot_is_empty_and_a_fork_has_its_front() -> None:
+    twins = PredictedTwins(WIDE)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 3)
+    rows = twins.side.blocks.history[:, :NUM_KV_HEADS].clone()
+    twins.assign(1, 1, RingCopy(0, len(PROMPT) - 2, len(PROMPT) + 3))
+    copied = twins.side.blocks.history[:, NUM_KV_HEADS : 2 * NUM_KV_HEADS]
+    kept = {cell % 9 for cell in range(len(PROMPT) + 3 - 9, len(PROMPT) - 2)}
+    for row in range(9):
+        wanted = rows[:, :, row] if row in kept else torch.zeros_like(rows[:, :, row])
+        assert torch.equal(copied[:, :, row], wanted)
+    assert (twins.ids(1) == EMPTY).all()
+    twins.deposits.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
+    assert not twins.side.has_ring(0)
+    twins.assign(4, 0)
+    assert (twins.ids(0) == EMPTY).all()
+    assert not twins.side.blocks.history[:, :NUM_KV_HEADS].any()
+    assert twins.side._ring_of_slot.tolist() == [-1, 1, -1, -1, 0, -1]
+
+
+def test_what_is_lent_ends_with_its_step() -> None:
+    twins = PredictedTwins(NARROW)
+    twins.prefill_down(0, PROMPT)
+    for number in range(1, 4):
+        twins.step([0])
+        assert len(twins.tier.loans) == number
+        assert all(loan.ended is not None for loan in twins.tier.loans)
+
+
+@pytest.mark.parametrize("settings", [WIDE, NARROW])
+def test_on_the_device_a_ring_takes_no_more_than_is_planned(settings: dict[str, Any]) -> None:
+    twins = PredictedTwins(settings, dense_layers=(0, 1))
+    store, method = twins.side.blocks, twins.part.method
+    num_bytes = sum(getattr(store, name).nbytes for name in store.__slots__) // 3
+    shape = twins.deposits.architecture
+    assert method.rings is not None
+    values = method.rings.num_values(twins.part.settings, shape) * 4
+    assert num_bytes == method.slot_bytes(twins.part.settings, shape) + values
+    assert shape.dim == DIM
