@@ -47,9 +47,10 @@ def served_fractions(reads: DecodeReads, shape: Architecture, host_layers: int) 
     """
     if not reads.context_tokens:
         return None
-    keys_spared = reads.host_tokens - reads.host_keys + reads.reused_tokens
-    rows_spared = reads.spared_rows if reads.tries else reads.host_tokens // shape.group
+    keys_spared = reads.host_tokens - reads.host_keys + reads.reused_tokens + shape.group * reads.dropped_rows
+    rows_spared = (reads.spared_rows if reads.tries else reads.host_tokens // shape.group) + reads.dropped_rows
     bytes_spared = rows_spared * _row_bytes(shape) - reads.host_bytes - reads.ring_bytes
+    bytes_spared -= reads.looked_rows * _row_bytes(shape) // 2
     keys = reads.context_tokens * shape.num_heads  # of one layer, if all are scored
     data = reads.context_tokens * shape.num_kv_heads * _row_bytes(shape)
     handled = host_layers or shape.num_layers

@@ -94,7 +94,8 @@ class ServingEngine:
     def fractions(self, before: DecodeReads, profile: str) -> Fractions | None:
         """What was read since `before`, all of it under this profile; None if nothing was decoded."""
         found = self._profiles[profile]
-        layers = len(self._engine.host_layers) if found.goes_down and found.ring_part is None else 0
+        is_hosts = found.ring_part is None or found.ring_part.method.reading is not None
+        layers = len(self._engine.host_layers) if found.goes_down and is_hosts else 0
         return served_fractions(self.reads() - before, self._shape, layers)
 
     def reuse(self) -> ReuseStats | None:

@@ -23,7 +23,7 @@ from gpu.in_flight import Awaited, InFlight, Timer
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.pool import KvPool
 from gpu.lanes import LaneStreams
-from gpu.methods.device_side import ReuseCounts, ReuseSide, Site, make_device_sides
+from gpu.methods.device_side import FetchCounts, ReuseCounts, ReuseSide, Site, make_device_sides
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
 from gpu.model.decoder import Decoder
@@ -152,6 +152,11 @@ class Runner:
     def reuse_counts(self) -> dict[str, ReuseCounts]:
         """What reuse did, by the part that plans name; waits for nothing."""
         return {name: side.counts() for name, side in self._reusing.items() if isinstance(side, ReuseSide)}
+
+    def fetch_counts(self) -> dict[str, FetchCounts]:
+        """What was fetched, by the part that plans name; waits for nothing."""
+        counts = {name: side.fetch_counts() for name, side in self._reusing.items()}
+        return {name: one for name, one in counts.items() if one is not None}
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:

@@ -1,7 +1,7 @@
 """What decode steps read, by the engine's own counts. Plain numbers: no device, no model.
 
 Invariant: a token of a context is covered by the host tier, whose own counts say what it read of it, or taken over by
-who reuses, or lies on the device, where all of it is read.
+who reuses, or dropped, or lies on the device, where all of it is read.
 """
 
 from dataclasses import dataclass, fields
@@ -16,7 +16,9 @@ class DecodeReads:
     query head; host_bytes: of rows and hash tables that the tier read for them. Of rows that hold rings, in layers that
     look for matches: tries, query heads that did, and of these hits, and tried_tokens, of their contexts; reused_tokens
     of these were taken over and are neither on the device's nor on the host's account; spared_rows: rows of KV that KV
-    heads did not read on the device, host_tokens' among them; ring_bytes: of rings, read and written.
+    heads did not read on the device, host_tokens' among them; ring_bytes: of rings, read and written. Of rows whose
+    blocks are predicted: dropped_rows, of KV that their KV heads did not read and nobody else did, and looked_rows,
+    whose keys alone were read, to predict by.
     """
 
     context_tokens: int
@@ -29,6 +31,8 @@ class DecodeReads:
     reused_tokens: int = 0
     spared_rows: int = 0
     ring_bytes: int = 0
+    dropped_rows: int = 0
+    looked_rows: int = 0
 
     def __sub__(self, before: "DecodeReads") -> "DecodeReads":
         return DecodeReads(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(DecodeReads)))

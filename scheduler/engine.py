@@ -10,16 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from cpu.tier import CpuTier
 from gpu.in_flight import InFlight
+from gpu.methods.device_side import FetchCounts
 from gpu.runner import Runner
 from gpu.step import Lane, StepPlan
 from scheduler.decode_reads import DecodeReads
-from scheduler.messages import Delta, EngineRequest, HostStats, Progress, ReuseStats, Stats
+from scheduler.messages import Delta, EngineRequest, FetchStats, HostStats, Progress, ReuseStats, Stats
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
+from transfer.tier_shape import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,15 @@ class Engine:
         return self.scheduler.progress()
 
     def stats(self) -> Stats:
-        return self.scheduler.stats(self._num_steps, self._step_seconds, self._host_stats(), self._reuse_stats())
+        parts = self._host_stats(), self._reuse_stats(), self._fetch_stats()
+        return self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
+
+    def _fetch_stats(self) -> FetchStats | None:
+        """Sums over the parts of profiles that fetch."""
+        counts = list(self._runner.fetch_counts().values())
+        if not counts:
+            return None
+        return FetchStats(**{each.name: sum(getattr(one, each.name) for one in counts) for each in fields(FetchCounts)})
 
     def _reuse_stats(self) -> ReuseStats | None:
         """Sums over the parts of profiles that reuse."""
@@ -122,6 +132,12 @@ class Engine:
                 reused_tokens=reads.reused_tokens + sum(one.skipped_cells),
                 spared_rows=reads.spared_rows + cells // group - sum(one.kv_cells),
                 ring_bytes=reads.ring_bytes + sum(one.ring_bytes),
+            )
+        for fetched in self._runner.fetch_counts().values():
+            reads = replace(
+                reads,
+                dropped_rows=reads.dropped_rows + fetched.dropped_tokens,
+                looked_rows=reads.looked_rows + fetched.looked_blocks * BLOCK_TOKENS,
             )
         return reads
 

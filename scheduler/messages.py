@@ -260,6 +260,18 @@ class ReuseStats(msgspec.Struct, frozen=True, kw_only=True):
     num_matching: list[int]  # profiles' settings by which the layer matches now
 
 
+class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of blocks that are fetched from host memory by prediction, all profiles and layers together; since the
+    engine started. Tokens are counted for each KV head; see `gpu.methods.device_side.FetchCounts`.
+    """
+
+    hole_tokens: int
+    read_tokens: int
+    dropped_tokens: int
+    fetched_blocks: int
+    looked_blocks: int
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine; counters count since it started."""
 
@@ -277,6 +289,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     rings_free: int
     host: HostStats | None  # None: no host tier
     reuse: ReuseStats | None  # None: no profile reuses
+    fetch: FetchStats | None  # None: no profile fetches
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

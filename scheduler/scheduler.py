@@ -38,7 +38,7 @@ from scheduler.cost_model import CostModel
 from scheduler.host_context import HostContext
 from scheduler.lanes import Lanes
 from scheduler.late_rows import IsReady, LateRows, Row
-from scheduler.messages import Delta, EngineRequest, HostStats, Progress, ReuseStats, Stats
+from scheduler.messages import Delta, EngineRequest, FetchStats, HostStats, Progress, ReuseStats, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import finish_reason, make_delta, make_failure, make_progress
 from scheduler.residence import Residence
@@ -457,7 +457,10 @@ class Scheduler:
         """How far each prefill under way is."""
         return [report for entry in self._prefill.jobs for report in make_progress(entry, self._num_layers)]
 
-    def stats(self, steps: int, step_seconds: float, host: HostStats | None, reuse: ReuseStats | None) -> Stats:
+    def stats(
+        self, steps: int, step_seconds: float, host: HostStats | None, reuse: ReuseStats | None,
+        fetch: FetchStats | None,
+    ) -> Stats:  # fmt: skip
         num_idle_pages = self.residence.num_idle_pages([])
         return Stats(
             num_running=len(self._running),
@@ -474,6 +477,7 @@ class Scheduler:
             rings_free=sum(self.rings.num_free.values()),
             host=host,
             reuse=reuse,
+            fetch=fetch,
         )
 
 

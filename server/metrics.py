@@ -26,6 +26,13 @@ REUSE_COUNTERS = {
     "whole_groups": "KV heads of which every query head found a match",
     "stops": "times that a layer stopped matching, since it read more than it saved",
 }
+FETCH_COUNTERS = {
+    "hole_tokens": "tokens in host memory alone, of rows whose blocks are predicted, for each KV head and layer",
+    "read_tokens": "of these, those in blocks that were fetched and read on the device",
+    "dropped_tokens": "of these, those that nobody read",
+    "fetched_blocks": "blocks of 16 tokens of a KV head that came over the link",
+    "looked_blocks": "blocks whose keys alone did, to predict by",
+}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -83,6 +90,7 @@ class Metrics:
         self.reuse = {
             name: self._counter(f"tandem_reuse_{name}", what, ["layer"]) for name, what in REUSE_COUNTERS.items()
         }
+        self.fetch = {name: self._counter(f"tandem_fetch_{name}", what) for name, what in FETCH_COUNTERS.items()}
         self.reuse_matching = Gauge(
             "tandem_reuse_matching", "settings by which the layer looks for matches now", ["layer"],
             registry=self._registry,
@@ -131,6 +139,9 @@ class Metrics:
         self.rings_free.set(stats.rings_free)
         if stats.reuse is not None:
             self._take_reuse(stats.reuse, last.reuse if last else None)
+        if stats.fetch is not None:
+            for name, counter in self.fetch.items():
+                counter.inc(getattr(stats.fetch, name) - (getattr(last.fetch, name) if last and last.fetch else 0))
         if stats.host is not None:
             self._take_host(stats.host, last.host if last else None)
         self._last = stats

@@ -98,7 +98,8 @@ REFUSED = [
     (
         "x",
         {"host": "sampeld"},
-        "profiles.x.host: unknown method 'sampeld'; the nearest known one is 'sampled' (of exact, offloaded, sampled)",
+        "profiles.x.host: unknown method 'sampeld'; the nearest known one is 'sampled' (of exact, "
+        "offloaded, predicted, predicted+sampled, sampled)",
     ),
     (
         "x",
@@ -244,7 +245,8 @@ def plan_with(profiles: dict[str, Profile]) -> MemoryPlan:
 
 @pytest.mark.usefixtures("toy")
 def test_a_folder_is_all_that_a_method_takes() -> None:
-    assert list(list_methods()) == ["exact", "mac", "momo", "offloaded", "sampled", "toy"]
+    hosts = ["offloaded", "predicted", "predicted+sampled", "sampled"]
+    assert list(list_methods()) == ["exact", "mac", "momo", *hosts, "toy"]
     profiles = resolve(
         {"fast": {"prefill": {"method": "toy", "size": 7}, "host": "sampled"}, "small": {"prefill": "toy"}}
     )

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from scheduler.messages import HostStats, ReuseStats, Stats
+from scheduler.messages import FetchStats, HostStats, ReuseStats, Stats
 from server.metrics import Metrics
 
 HOST = HostStats(
@@ -19,6 +19,7 @@ STATS = Stats(
     num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6,
     prefix_queries_tokens=7, prefix_hits_tokens=8, preemptions=9, steps=10, step_seconds=11.5, rings_free=36, host=HOST,
     reuse=REUSE,
+    fetch=FetchStats(hole_tokens=37, read_tokens=38, dropped_tokens=39, fetched_blocks=40, looked_blocks=41),
 )  # fmt: skip
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
@@ -30,7 +31,8 @@ COUNTERS = {
     "prefix_cache_query_tokens": 7, "prefix_cache_hit_tokens": 8, "preemptions": 9, "engine_steps": 10,
     "engine_step_seconds": 11.5, "host_tables_built": 27, "host_tables_failed": 28, "host_tokens_covered": 29,
     "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_restored": 35,
-    "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5,
+    "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5, "fetch_hole_tokens": 37,
+    "fetch_read_tokens": 38, "fetch_dropped_tokens": 39, "fetch_fetched_blocks": 40, "fetch_looked_blocks": 41,
 }  # fmt: skip
 
 

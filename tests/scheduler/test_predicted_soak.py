@@ -1,0 +1,103 @@
+"""Requests whose blocks are predicted, over a real model and a real host tier in little memory: in every step each
+token of each row and head is read once, sampled or counted as dropped, and nothing is left behind, whoever leaves,
+gives way or forks.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu.config import Composition, GpuConfig, ModelConfig
+from scheduler.config import EngineConfig, SchedulerConfig
+from scheduler.engine import Engine
+from scheduler.load import load_engine
+from tests.gpu.reference_model import shallow_model
+from tests.gpu.test_predicted_serving import WEIGHTS
+from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
+from transfer.config import HostConfig, SampledConfig
+
+BLOCKS = {"weights": str(WEIGHTS), "budget_tokens": 64, "history": 8, "calibration": 8, "min_context_tokens": 0,
+          "sink_tokens": 16, "local_tokens": 32, "exempt_layers": 1, "rings": 2}  # fmt: skip
+PROFILES = {
+    "predicted": {"host": {"method": "predicted", **BLOCKS}},
+    "both": {"host": {"method": "predicted+sampled", **BLOCKS}},
+    "wide": {"host": {"method": "predicted", **BLOCKS, "budget_tokens": 512}},
+}
+DOCUMENT_TOKENS = 420
+
+
+@pytest.fixture(scope="module", params=["adaptive", "fixed"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Pages for two contexts and a half of the longest kind; two rings of either settings."""
+    config = EngineConfig(
+        model=ModelConfig(path=Path(shallow_model(4).name)),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.0042, threads=1, check_coverage=True),
+        host=HostConfig(
+            memory_limit_gib=0.02,
+            threads=1,
+            resident_tokens=128,
+            residency=request.param,
+            sampled=SampledConfig(bits_per_table=6, num_tables=20),
+        ),
+        profiles={name: Composition.model_validate(tree) for name, tree in PROFILES.items()},
+        scheduler=SchedulerConfig(max_running=5, max_context_tokens=800),
+    )
+    engine, _ = load_engine(config, plan_here(config), lambda *_: None)
+    yield engine
+    engine.shutdown()
+
+
+def check_rings(engine: Engine) -> None:
+    assert set(engine.scheduler.rings.num_free.values()) == {2}
+    assert all(not side._held for side in engine._runner._reusing.values())
+
+
+def test_every_token_is_read_sampled_or_dropped_whoever_else_runs(engine: Engine) -> None:
+    draw = np.random.default_rng(12)
+    documents = [prompt_of(DOCUMENT_TOKENS, salt) for salt in range(2)]
+    names = [*PROFILES, "exact", "sampled", "offloaded"]
+    requests = []
+    for index in range(8):
+        document = documents[index % 2][: int(draw.integers(200, DOCUMENT_TOKENS))]
+        prompt = document + prompt_of(int(draw.integers(1, 40)), index)
+        requests.append(ask(f"r{index}", prompt, int(draw.integers(25, 50)), names[index % len(names)]))
+    left = ["r1", "r6"]
+
+    def leave() -> None:
+        running = {sequence.request_id: sequence for sequence in engine.scheduler._running}
+        for name in [name for name in left if name in running and running[name].num_drawn > 5]:
+            engine.cancel([name])
+            left.remove(name)
+        if "r2" in running and running["r2"].num_drawn == 12:
+            engine.scheduler._preempt_youngest([running["r2"]])
+
+    deltas = run(engine, requests, leave)
+    ended = [request.request_id for request in requests if request.request_id not in ("r1", "r6")]
+    assert not left
+    assert {deltas[name][-1].finish_reason for name in ended} == {"length"}
+    assert engine.scheduler.num_preemptions > 0
+    counts = engine._runner.fetch_counts()
+    assert sum(one.read_tokens for one in counts.values()) > 0
+    assert sum(one.dropped_tokens for part, one in counts.items() if "sampled" in part.split(" ")[1]) == 0
+    check_rings(engine)
+    check_idle(engine)
+
+
+def test_where_all_blocks_are_fetched_texts_are_those_of_reading_all(engine: Engine) -> None:
+    prompt = prompt_of(300, 5)
+    texts = [text(run(engine, [ask(name, prompt, 30, name)])[name]) for name in ("wide", "offloaded")]
+    assert texts[0] == texts[1]
+    check_rings(engine)
+    check_idle(engine)
+
+
+def test_forks_of_one_prompt_each_have_blocks_of_their_own(engine: Engine) -> None:
+    prompts = [prompt_of(310, 6) + prompt_of(4, number) for number in range(2)]
+    wanted = [text(run(engine, [ask("o", prompt, 30, "offloaded")])["o"]) for prompt in prompts]
+    names = ("first", "second")
+    deltas = run(engine, [ask(name, prompt, 30, "wide") for name, prompt in zip(names, prompts, strict=True)])
+    assert [text(deltas[name]) for name in names] == wanted
+    check_rings(engine)
+    check_idle(engine)
