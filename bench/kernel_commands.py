@@ -160,6 +160,52 @@ def mac_steps(
     print(json.dumps({"shape": shape, "context": context, "batch": batch, "rows": [asdict(one) for one in times]}))
 
 
+@app.command("predicted-steps")
+def predicted_steps(
+    weights: Annotated[Path, typer.Option(help="a predictor")] = Path("deploy/predictors/reference.safetensors"),
+    shape: Annotated[str, typer.Option(help="a named shape; the model's weights are random")] = "llama-3.1-8b",
+    context: Annotated[int, typer.Option(min=8192, help="tokens of each context")] = 32_768,
+    batches: Annotated[str, typer.Option(help="contexts, with commas")] = "1,4",
+    budgets: Annotated[str, typer.Option(help="tokens that a KV head reads of the middle, with commas")] = "2048",
+    turnovers: Annotated[str, typer.Option(help="shares of blocks that change from step to step")] = "0.05,0.2,0.5",
+    steps: Annotated[int, typer.Option(min=8, help="decode steps measured of each")] = 24,
+    trace: Annotated[Path | None, typer.Option(help="a Chrome trace of steps as they serve")] = None,
+) -> None:
+    """Time whole decode steps over predicted blocks, fetched in several ways, on a GPU; the last line is JSON."""
+    import json
+    from dataclasses import asdict
+
+    import torch
+
+    from bench.predicted_decode import Contexts, measure, measure_link
+    from gpu.model.architecture import named_shape
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("torch finds no CUDA device; steps are timed on a GPU")
+    shares, sizes = [float(share) for share in turnovers.split(",")], [int(size) for size in batches.split(",")]
+    contexts = Contexts(named_shape(shape), context, max(sizes), None)
+    rate = measure_link(contexts)
+    console, told = Console(), []
+    console.print(f"{shape}, {context:,} tokens, link {rate / 1e9:.1f} GB/s", highlight=False)
+    try:
+        for budget in map(int, budgets.split(",")):
+            for size in sizes:
+                table = Table("way", "turnover", "step, ms", "floor, ms", "times", "MB over the link", title=(
+                    f"budget {budget}, batch {size}"))  # fmt: skip
+                read_ms = 0.0
+                for one in measure(contexts, weights, budget, size, shares, steps, trace):
+                    read_ms = one.median_ms if one.way == "read" else read_ms
+                    floor = max(read_ms, one.link_bytes / rate * 1e3)
+                    share = "" if one.way in ("read", "predict") else f"{one.turnover:.0%}"
+                    table.add_row(one.way, share, f"{one.median_ms:.2f}", f"{floor:.2f}",
+                                  f"{one.median_ms / floor:.2f}", f"{one.link_bytes / 1e6:.1f}")  # fmt: skip
+                    told.append({"budget": budget, "batch": size, "floor_ms": floor, **asdict(one)})
+                console.print(table)
+    finally:
+        contexts.tier.shutdown()
+    print(json.dumps({"shape": shape, "context": context, "link_gb_s": rate / 1e9, "rows": told}))
+
+
 @app.command("fused-rows")
 def fused_rows(
     tokens: Annotated[int, typer.Option(min=1, help="of a layer's keys")] = 65_536,

@@ -77,7 +77,9 @@ class PredictedTwins(Twins):
                     tokens = slice(BLOCK * int(ids[number]), BLOCK * (int(ids[number]) + 1))
                     for rows, wanted in zip((store.keys, store.values), stored, strict=True):
                         got = rows[at * slots + number, 0].cpu().double()
-                        torch.testing.assert_close(got, wanted[kv_head, tokens].to(rows.dtype).double(), rtol=0, atol=0)
+                        torch.testing.assert_close(
+                            got, wanted[kv_head, tokens].float().to(rows.dtype).double(), rtol=0, atol=0
+                        )
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ class Predicted(RingSide):
             self._choose(layer, own.choice, counts)
 
     def finish(self, rows: StepRows) -> None:
-        if self._streams.up is not None:
+        if self._streams.up is not None and self._of_rows[rows].used:
             torch.cuda.current_stream(self._streams.up.device).wait_stream(self._streams.up)
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:

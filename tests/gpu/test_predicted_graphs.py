@@ -1,0 +1,75 @@
+"""Steps that predict, on CUDA: captured as eager, rows of other profiles beside, and slots that hold what they say."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.reference_model import document_prompt
+from tests.gpu.test_predicted_serving import NARROW, WIDE, PredictedTwins
+from tests.gpu.twin_runners import check_steps
+
+PROMPTS = [document_prompt(300, 1), document_prompt(280, 3), document_prompt(60, 2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(), (1, 3)])
+@pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])
+def test_on_cuda_where_nothing_is_dropped_the_logits_are_the_exact_profiles(
+    sizes: tuple[int, ...], method: str
+) -> None:
+    settings = WIDE if method == "predicted" else NARROW
+    twins = PredictedTwins(settings, method, ringed=(0, 2), device="cuda", graph_batch_sizes=sizes)
+    twins.prefill(PROMPTS)
+    check_steps(twins, [0, 1, 2], 40)
+    torch.cuda.synchronize()
+    twins.check_slots(0)
+    assert twins.side.fetch_counts().read_tokens > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])
+def test_on_cuda_every_cell_is_covered_once_or_counted_as_dropped(method: str) -> None:
+    twins = PredictedTwins(NARROW, method, ringed=(0, 2), device="cuda", check_coverage=True)
+    twins.prefill(PROMPTS)
+    for _ in range(30):
+        assert not twins.step([0, 1, 2]).failures
+    torch.cuda.synchronize()
+    twins.check_slots(0)
+
+
+@pytest.mark.gpu
+def test_on_cuda_graphs_give_the_bits_of_eager_steps_and_leave_the_same_blocks() -> None:
+    logits, ids, histories = [], [], []
+    for sizes in ((), (3,)):
+        twins = PredictedTwins(
+            NARROW, ringed=(0, 2), device="cuda", dtype="bfloat16", graph_batch_sizes=sizes
+        )  # fmt: skip
+        assert twins.deposits.decode_steps.asking is not None
+        twins.deposits.decode_steps.asking.halving.always = 1
+        twins.prefill(PROMPTS)
+        for _ in range(20):
+            twins.step([0, 1, 2])
+        torch.cuda.synchronize()
+        twins.check_slots(0)
+        logits.append(np.stack([twins.logits(slot)[0].numpy() for slot in range(3)]))
+        ids.append(twins.ids(0).sort(-1).values.cpu())
+        histories.append(twins.side.blocks.history.cpu())
+    np.testing.assert_array_equal(logits[0], logits[1])
+    assert torch.equal(*ids)
+    assert torch.equal(*histories)
+
+
+@pytest.mark.gpu
+def test_on_cuda_two_half_batches_fetch_what_one_does() -> None:
+    chosen = []
+    for parts in (1, 2):
+        twins = PredictedTwins(NARROW, ringed=(0, 1), device="cuda", graph_batch_sizes=(1, 3))
+        twins.deposits.decode_steps.asking.halving.always = parts
+        twins.prefill(PROMPTS)
+        for _ in range(12):
+            assert not twins.step([0, 1, 2]).failures
+        torch.cuda.synchronize()
+        for slot in (0, 1):
+            twins.check_slots(slot)
+        chosen.append(twins.side.fetch_counts().read_tokens)
+    assert chosen[0] == chosen[1] > 0
