@@ -1,0 +1,52 @@
+"""The mass of what is left to a sample, over many draws of hash tables: right where what is excluded does not depend on
+them, and too low where it was chosen by what a sample read, which is why histories hold exact attention alone.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.methods.predicted.noting import exact_lse
+from gpu.predictor.history import attended_maxima, block_maxima
+from tests.cpu.sampling_oracle import chance, simhash
+from tests.tolerances import UNBIASED_SIGMAS
+from transfer.partial import Partial
+
+TOKENS, DIM, BLOCK, CHOSEN = 512, 32, 16, 12
+BITS, TABLES, DRAWS = 4, 12, 200
+
+
+def masses(history_is_sampled: bool) -> np.ndarray:
+    """Of each draw: the mass that the sample says of all blocks but the chosen ones, over what it is."""
+    draw = np.random.default_rng(17)
+    keys = draw.normal(size=(TOKENS, DIM))
+    first = draw.normal(size=DIM)
+    second = first + 0.2 * draw.normal(size=DIM)  # the next step's query is near this one's
+    logits = [keys @ query / DIM**0.5 for query in (first, second)]
+    cosines = [keys @ query / np.linalg.norm(keys, axis=1) / np.linalg.norm(query) for query in (first, second)]
+    ratios = []
+    for _ in range(DRAWS):
+        planes = draw.normal(size=(TABLES, BITS, DIM))
+        codes = simhash(keys, planes)
+        hits = [(codes == simhash(query[None], planes)).sum(1) >= 2 for query in (first, second)]
+        seen = np.where(hits[0], logits[0] - np.log(chance(cosines[0], BITS, TABLES)), -np.inf)
+        told = torch.tensor(seen if history_is_sampled else np.where(np.arange(TOKENS) % 3, logits[0], -np.inf))
+        near = Partial(torch.zeros(1, 1, DIM), told.logsumexp(0).view(1, 1).float())
+        noted = attended_maxima(block_maxima(told[None].float(), BLOCK, -torch.inf), exact_lse(near, None)[0])
+        blocks = noted[0].topk(CHOSEN).indices.numpy()
+        is_left = ~np.isin(np.arange(TOKENS) // BLOCK, blocks)
+        estimate = (np.exp(logits[1]) / chance(cosines[1], BITS, TABLES))[is_left & hits[1]].sum()
+        ratios.append(estimate / np.exp(logits[1])[is_left].sum())
+    return np.array(ratios)
+
+
+@pytest.mark.parametrize("history_is_sampled", [False, True])
+def test_the_mass_of_the_rest_is_unbiased_unless_a_sample_chose_what_is_left_out(history_is_sampled: bool) -> None:
+    ratios = masses(history_is_sampled)
+    sigmas = (ratios.mean() - 1) / (ratios.std(ddof=1) / DRAWS**0.5)
+    if history_is_sampled:
+        assert sigmas < -UNBIASED_SIGMAS
+        assert ratios.mean() < 0.95
+    else:
+        assert abs(sigmas) < UNBIASED_SIGMAS
+        assert ratios.std() < 0.5
