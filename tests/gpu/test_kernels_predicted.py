@@ -14,7 +14,7 @@ from tests.gpu.kernel_oracles import DEVICES
 from tests.tolerances import HISTORY_CODE
 from transfer import places
 
-KV_HEADS, GROUP, DIM = 2, 3, 64
+KV_HEADS, GROUP, DIM = 2, 3, 96
 SLOTS, WORDS, BLOCKS = 6, 2, 40  # the slots are no power of two
 RINGS = 3
 

@@ -97,36 +97,40 @@ def _piece_of(lies, token, PIECES: tl.constexpr):
 
 @triton.jit
 def _rows_at(
-    lies, piece, token, kv_head, AT: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, INT8: tl.constexpr
-):
-    """Stored rows `[BLOCK_TOKENS, DIM]`, float32, of tokens from `token` on."""
+    lies, piece, token, kv_head,
+    AT: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Stored rows `[BLOCK_TOKENS, WIDE]`, float32, of tokens from `token` on; 0 behind DIM."""
     address = tl.load(lies + AT * PIECES + piece)
     address += kv_head * tl.load(lies + (AT + 1) * PIECES + piece)
     row = token - tl.load(lies + piece) + tl.arange(0, _BLOCK)
     rows = address + row * tl.load(lies + (AT + 2) * PIECES + piece)
-    column = tl.arange(0, DIM)[None, :]
+    column = tl.arange(0, WIDE)[None, :]
     if INT8:
-        stored = tl.load(rows.to(tl.pointer_type(tl.int8))[:, None] + column)
+        stored = tl.load(rows.to(tl.pointer_type(tl.int8))[:, None] + column, mask=column < DIM, other=0)
     else:
-        stored = tl.load(rows.to(tl.pointer_type(tl.bfloat16))[:, None] + column)
+        stored = tl.load(rows.to(tl.pointer_type(tl.bfloat16))[:, None] + column, mask=column < DIM, other=0.0)
     return stored.to(tl.float32)
 
 
 @triton.jit
-def _keys_at(lies, piece, token, kv_head, PIECES: tl.constexpr, DIM: tl.constexpr, INT8: tl.constexpr):
+def _keys_at(
+    lies, piece, token, kv_head, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr
+):
     """Restored keys."""
-    key = _rows_at(lies, piece, token, kv_head, _KEYS, PIECES, DIM, INT8)
+    key = _rows_at(lies, piece, token, kv_head, _KEYS, PIECES, DIM, WIDE, INT8)
     if INT8:
         scale = tl.load(lies + _KEY_SCALE * PIECES + piece).to(tl.pointer_type(tl.float32))
         key *= tl.load(scale + kv_head)
     centre = tl.load(lies + _CENTRE * PIECES + piece).to(tl.pointer_type(tl.float32))
-    return key + tl.load(centre + kv_head * DIM + tl.arange(0, DIM))[None, :]
+    column = tl.arange(0, WIDE)
+    return key + tl.load(centre + kv_head * DIM + column, mask=column < DIM, other=0.0)[None, :]
 
 
 @triton.jit
 def _fetch_kernel(
     ids, fresh, lies, keys, values, slots,
-    KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, INT8: tl.constexpr,
+    KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     place, slot = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if tl.load(fresh + place * slots + slot) == 0:
@@ -137,22 +141,23 @@ def _fetch_kernel(
     piece = _piece_of(lies, token, PIECES)
     if piece < 0:
         return
-    key = _keys_at(lies, piece, token, kv_head, PIECES, DIM, INT8)
-    value = _rows_at(lies, piece, token, kv_head, _VALUES, PIECES, DIM, INT8)
-    column = tl.arange(0, DIM)
+    key = _keys_at(lies, piece, token, kv_head, PIECES, DIM, WIDE, INT8)
+    value = _rows_at(lies, piece, token, kv_head, _VALUES, PIECES, DIM, WIDE, INT8)
+    column = tl.arange(0, WIDE)
     if INT8:
         scale = tl.load(lies + _VALUE_SCALE * PIECES + piece).to(tl.pointer_type(tl.float32))
-        value *= tl.load(scale + kv_head * DIM + column)[None, :]
+        value *= tl.load(scale + kv_head * DIM + column, mask=column < DIM, other=0.0)[None, :]
     to = ((place * slots + slot) * _BLOCK + tl.arange(0, _BLOCK))[:, None] * DIM + column[None, :]
-    tl.store(keys + to, key.to(keys.dtype.element_ty))
-    tl.store(values + to, value.to(values.dtype.element_ty))
+    tl.store(keys + to, key.to(keys.dtype.element_ty), mask=(column < DIM)[None, :])
+    tl.store(values + to, value.to(values.dtype.element_ty), mask=(column < DIM)[None, :])
 
 
 @triton.jit
 def _look_kernel(
     history, query, lse, bits, lies, rings, cells, holes, counts, num_rows, place_stride, row_stride, query_stride,
     steps, words, every, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, INT8: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(1)
     row, kv_head = item // KV_HEADS, (item % KV_HEADS).to(tl.int64)
@@ -171,11 +176,13 @@ def _look_kernel(
     piece = _piece_of(lies, token, PIECES)
     if piece < 0:
         return
-    key = _keys_at(lies, piece, token, kv_head, PIECES, DIM, INT8)
+    key = _keys_at(lies, piece, token, kv_head, PIECES, DIM, WIDE, INT8)
+    column = tl.arange(0, WIDE)
     best = 0.0
     for member in tl.static_range(GROUP):
         head = kv_head * GROUP + member
-        own = tl.load(query + row.to(tl.int64) * query_stride + head * DIM + tl.arange(0, DIM)).to(tl.float32)
+        at = query + row.to(tl.int64) * query_stride + head * DIM + column
+        own = tl.load(at, mask=column < DIM, other=0.0).to(tl.float32)
         top = tl.max(tl.sum(key * own[None, :], 1), 0) * scale
         best = tl.maximum(best, tl.exp(top - tl.load(lse + row * (KV_HEADS * GROUP) + head)))
     tl.store(history + place * place_stride + (cell % steps) * row_stride + block, code_of(best))
@@ -203,7 +210,8 @@ def fetch_blocks(
     check_dtype(op, keys)
     _fetch_kernel[(slots, num_places)](
         ids, fresh, lies, keys, values, slots,
-        KV_HEADS=kv_heads, PIECES=pieces, DIM=dim, INT8=is_int8, num_warps=1,
+        KV_HEADS=kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
+        INT8=is_int8, num_warps=1,
     )  # fmt: skip
 
 
@@ -237,5 +245,6 @@ def look_at_blocks(
     _look_kernel[(triton.cdiv(history.shape[2], every), rows * kv_heads)](
         history, query, lse.contiguous(), bits, lies, rings, cells, holes, counts, rows, history.stride(0),
         history.stride(1), query.stride(0), history.shape[1], bits.shape[1], every, scale,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, PIECES=pieces, DIM=dim, INT8=is_int8, num_warps=1,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
+        INT8=is_int8, num_warps=1,
     )  # fmt: skip
