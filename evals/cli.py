@@ -309,11 +309,15 @@ def recovery(
     names: Annotated[str, typer.Option("--tasks", help="names with commas; default: running text")] = "",
     samples: Annotated[int, typer.Option("--samples", min=1, help="prompts a task and length")] = 1,
     steps: Annotated[int, typer.Option("--steps", min=1, help="last queries, which stand for decode steps")] = 64,
-    group: Annotated[str, typer.Option("--group", help="before, after or apart, with commas")] = "before",
+    group: Annotated[str, typer.Option("--group", help="before, after, apart, with commas")] =
+        "before,apart",
     block: Annotated[str, typer.Option("--block", help="tokens (the paper's b), with commas")] = "16",
     history: Annotated[str, typer.Option("--history", help="steps (the paper's H), with commas")] = "64",
     calibrate: Annotated[str, typer.Option("--calibrate", help="steps (the paper's M), with commas")] = "5",
     stored: Annotated[str, typer.Option("--stored", help="float32, bfloat16 or uint8, with commas")] = "uint8",
+    rotate: Annotated[str, typer.Option("--rotate", help="one block in so many calibrated each step, with commas")] = "",
+    heads: Annotated[str, typer.Option("--heads", help="who chooses in the others: apart, together")] =
+        "apart,together",
     text: Text = [],  # noqa: B006
     seed: Seed = 0,
     device: Device = "auto",
@@ -341,7 +345,9 @@ def recovery(
             tuple(parse_numbers("--history", history)),
             tuple(parse_numbers("--calibrate", calibrate)),
             tuple(stored.split(",")),
+            tuple(parse_numbers("--rotate", rotate) if rotate else [0]),
         )
+        chosen = heads.split(",")
         files, tokens = [str(path) for path in weights], parse_numbers("--budgets", budgets)
         decoder = load_decoder(model, torch.device(on), torch.bfloat16 if on.startswith("cuda") else torch.float32)
         layers = []
@@ -350,7 +356,7 @@ def recovery(
                 for task in tasks:
                     prompts = recovery_prompts(model, task, length, samples, seed, tuple(text))
                     found = measure(
-                        decoder, prompts, tokens, steps, lambda size: labels_of(size, files, tried), advance
+                        decoder, prompts, tokens, steps, lambda size: labels_of(size, files, tried, chosen), advance
                     )
                     layers += [{"length": length, "task": task, **row} for row in found]
         rows = pool(layers, ("length", "task", "budget", "method"))

@@ -32,36 +32,40 @@ class Ablation:
     histories: tuple[int, ...]
     calibrations: tuple[int, ...]
     stored: tuple[str, ...]
+    rotations: tuple[int, ...]
 
 
-def labels_of(budget: int, weights: Sequence[str], ablation: Ablation) -> dict[str, str]:
-    """What is compared at a budget of tokens: a table's name and the text of `parse_method`, the predictors first."""
+def labels_of(budget: int, weights: Sequence[str], ablation: Ablation, choices: Sequence[str]) -> dict[str, str]:
+    """What is compared at a budget of tokens: a table's name and the text of `parse_method`, the predictors first.
+
+    choices: of `evals.methods.attention.Choice`, who chooses in the other methods; together: their name says shared.
+    """
     labels = {}
-    each = product(
-        weights, ablation.groups, ablation.blocks, ablation.histories, ablation.calibrations, ablation.stored
-    )
-    for number, (file, group, block, history, calibrate, stored) in enumerate(each):
-        settings = f"group={group},block={block},history={history},calibrate={calibrate},stored={stored}"
-        changed = [one for one, values in zip(
-            (file.rsplit("/", 1)[-1], group, f"b={block}", f"H={history}", f"M={calibrate}", stored),
-            (weights, ablation.groups, ablation.blocks, ablation.histories, ablation.calibrations, ablation.stored),
-            strict=True) if len(values) > 1]  # fmt: skip
+    tried = (weights, ablation.groups, ablation.blocks, ablation.histories, ablation.calibrations, ablation.stored,
+             ablation.rotations)  # fmt: skip
+    for file, group, block, history, calibrate, stored, rotate in product(*tried):
+        settings = (
+            f"group={group},block={block},history={history},calibrate={calibrate},stored={stored},rotate={rotate}"
+        )
+        says = (file.rsplit("/", 1)[-1], group, f"b={block}", f"H={history}", f"M={calibrate}", stored,
+                f"1/{rotate}" if rotate else "no share")  # fmt: skip
+        changed = [one for one, values in zip(says, tried, strict=True) if len(values) > 1]
         name = " ".join(["predicted", *changed])
-        assert name not in labels, number
+        assert name not in labels, name
         labels[name] = f"predicted:weights={file},budget={budget},{settings},dense_layers={DENSE}"
+    ends = f"budget={budget},dense_layers={DENSE}"
     others = {
         "H2O, last 64": "h2o:observe=64",
         "Quest": "quest:page=16",
         "Quest, moments": "quest:page=16,bounds=moments",
         "SnapKV": "snapkv:observe=64",
-        "StreamingLLM": f"streaming:sink={budget // 2}",
         "best blocks": "topk:block=16,sink=64,window=64",
-        "top-k": "topk:",
+        "top-k": "topk:block=1",
     }
-    return labels | {
-        name: f"{text}{'' if text.endswith(':') else ','}budget={budget},dense_layers={DENSE}"
-        for name, text in others.items()
-    }
+    for choice in choices:
+        mark = ", shared" if choice == "together" else ""
+        labels |= {f"{name}{mark}": f"{text},heads={choice},{ends}" for name, text in others.items()}
+    return labels | {"StreamingLLM": f"streaming:sink={budget // 2},{ends}"}
 
 
 def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[float, float, float]:

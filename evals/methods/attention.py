@@ -5,10 +5,14 @@ reaches a result, NaN included: logits there are masked, values there are replac
 """
 
 from functools import cache
+from typing import Literal
 
 import torch
 
 from evals.methods.method import PromptLayer, Step, StepResult
+
+Choice = Literal["apart", "together"]
+"""Who chooses what is read: each query head for itself, or a group's heads as one, so that rows are read once."""
 
 MAX_BLOCK_LOGITS = 1 << 28
 """Logits that a blocked pass over a prompt holds at once: 1 GiB in float32."""
@@ -87,15 +91,34 @@ def attend_chosen(step: Step, index: torch.Tensor, chosen: torch.Tensor) -> Step
 
     index: int64 `[requests, heads, m]`, no position twice; chosen: bool of the same shape, False where unused.
     """
+    return attend_weighted(step, index, chosen, None)
+
+
+def attend_weighted(
+    step: Step, index: torch.Tensor, chosen: torch.Tensor, log_weights: torch.Tensor | None
+) -> StepResult:
+    """As `attend_chosen`, where a key stands for exp(log_weights) keys like it: float `[requests, heads, m]`."""
     index = index.masked_fill(~chosen, 0)
     keys = gather_rows(step.keys, index).float()
     logits = torch.einsum("rhd,rhmd->rhm", step.query.float(), keys) * step.query.shape[-1] ** -0.5
+    if log_weights is not None:
+        logits = logits + log_weights
     logits = logits.masked_fill(~chosen, -torch.inf)
     lse = logits.logsumexp(-1)
     weights = (logits - lse[..., None]).exp()
     out = torch.einsum("rhm,rhmd->rhd", weights, gather_rows(step.values, index).float())
     keys_scored = chosen.sum(-1).float()
     return StepResult(out, lse, keys_scored, rows_apart(keys_scored, step.keys.shape[1]))
+
+
+def read_together(result: StepResult, group: int) -> StepResult:
+    """What the heads of a group read alike is read once for all of them; `result` is of heads that read apart."""
+    return StepResult(result.out, result.lse, result.keys_scored, result.keys_scored[:, ::group])
+
+
+def add_group(masses: torch.Tensor, group: int) -> torch.Tensor:
+    """Masses `[requests, heads, n]` as the heads of a group share them: their sum, the same for each of them."""
+    return masses.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)
 
 
 def rows_apart(keys_scored: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Paper: Zhang et al. 2023, section 4 (greedy eviction by accumulated attention). What is evicted never comes back. With
 `observe` the prompt's attention is accumulated over its last queries only: AttentionPredictor (appendix C.1) calls that
-H2O+, since accumulating over all favours the first tokens. Query heads keep their own keys.
+H2O+, since accumulating over all favours the first tokens. Query heads keep their own keys, or those of a group the
+same ones, by the attention of all of them.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,16 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attention import attend_chosen, choose_best, column_mass, step_logits, valid_positions
+from evals.methods.attention import (
+    Choice,
+    add_group,
+    attend_chosen,
+    choose_best,
+    column_mass,
+    read_together,
+    step_logits,
+    valid_positions,
+)
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 
@@ -32,6 +42,7 @@ class H2O(DecodeMethod):
     budget: BudgetSetting = Budget(0.05, None)
     recent: float = Field(0.5, gt=0, le=1)
     observe: int = Field(0, ge=0)
+    heads: Choice = "apart"
 
     def begin(self, prompt: PromptLayer) -> Kept:
         room = prompt.capacity - prompt.longest
@@ -44,7 +55,8 @@ class H2O(DecodeMethod):
         recent = (counts * self.recent).ceil().long()
         mass, kept = state.mass[..., : step.longest], state.kept[..., : step.longest]
         position = torch.arange(step.longest, device=mass.device)
-        scores = mass.masked_fill(position >= (step.lengths - recent)[:, None, None], torch.inf)
+        shared = add_group(mass, step.group) if self.heads == "together" else mass
+        scores = shared.masked_fill(position >= (step.lengths - recent)[:, None, None], torch.inf)
         valid = valid_positions(step.lengths, step.longest)
         scores = scores.masked_fill(~(valid & kept), -torch.inf)
         index, chosen = choose_best(scores, counts, self.budget.most(step.longest))
@@ -53,4 +65,4 @@ class H2O(DecodeMethod):
         result = attend_chosen(step, index, chosen)
         weights = (step_logits(step) - result.lse[..., None]).exp().masked_fill(~survivors, 0)
         mass += weights
-        return result
+        return read_together(result, step.group) if self.heads == "together" else result

@@ -2,7 +2,8 @@
 
 Paper: Tang et al. 2024, algorithm 1: a page's score is sum over channels of max(q min, q max). With `bounds=moments`
 mean - deviation and mean + deviation stand for minimum and maximum, and one far key moves them less. The bounds cost
-two vectors a page, read by the heads of a group together; the pages are chosen by each query head.
+two vectors a page, read by the heads of a group together; the pages are chosen by each query head, or for a group by
+the sum over its heads of their softmax over the bounds, what a mass is to bounds as to logits.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from evals.methods.attention import score_keys
+from evals.methods.attention import Choice, add_group, score_keys
 from evals.methods.blocks import attend_blocks, num_blocks, split_blocks
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
@@ -33,6 +34,7 @@ class Quest(DecodeMethod):
     sink: int = Field(0, ge=0)
     window: int = Field(0, ge=0)
     bounds: Literal["extremes", "moments"] = "extremes"
+    heads: Choice = "apart"
 
     def begin(self, prompt: PromptLayer) -> PageBounds:
         def bounds() -> PageBounds:
@@ -62,7 +64,14 @@ class Quest(DecodeMethod):
         low = state.low[:, :, :pages].nan_to_num(posinf=0.0)
         high = state.high[:, :, :pages].nan_to_num(neginf=0.0)
         bound = score_keys(step.query.clamp(min=0), high) + score_keys(step.query.clamp(max=0), low)
-        return attend_blocks(step, bound, self.page, self.budget, self.sink, self.window, index_rows=1.0)
+        if self.heads == "apart":
+            return attend_blocks(step, bound, self.page, self.budget, self.sink, self.window, index_rows=1.0)
+        inside = torch.arange(pages, device=last.device) * self.page < step.lengths[:, None, None]
+        bound = (bound * step.query.shape[-1] ** -0.5).masked_fill(~inside, -torch.inf)
+        masses = add_group(bound.softmax(-1), step.group)
+        result = attend_blocks(step, masses, self.page, self.budget, self.sink, self.window, index_rows=1.0)
+        index_read = (step.lengths.float() / self.page).ceil()[:, None]
+        return StepResult(result.out, result.lse, result.keys_scored, result.keys_scored[:, :: step.group] + index_read)
 
 
 def spread(keys: torch.Tensor, lengths: torch.Tensor, page: int) -> PageBounds:

@@ -19,12 +19,13 @@ from evals.methods.snapkv import SnapKV
 from evals.methods.sparse_prefill import MeanPoolPrefill, VerticalSlash
 from evals.methods.streaming import Streaming
 from evals.methods.topk import TopK
+from evals.methods.vattention import VAttention
 
 METHODS: dict[str, type[DecodeMethod] | type[PrefillMethod]] = {
     method.name: method
     for method in (
         Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, Sampled, Loki, MeanPool, VerticalSlash, MeanPoolPrefill,
-        Momo, Mac, Predicted,
+        Momo, Mac, Predicted, VAttention,
     )
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """SnapKV: what the end of the prompt looked at is kept, once, and every generated token after it.
 
 Paper: Li et al. 2024, section 4 (observation window, pooling over neighbouring keys, top of each head). Query heads
-keep their own keys. The budget is of the prompt, the observation window in it; generated tokens come on top.
+keep their own keys, or those of a group the same ones, by the votes of all of them. The budget is of the prompt, the
+observation window in it; generated tokens come on top.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,15 @@ import torch
 from pydantic import Field
 from torch.nn import functional
 
-from evals.methods.attention import attend_chosen, choose_best, column_mass, force_ends
+from evals.methods.attention import (
+    Choice,
+    add_group,
+    attend_chosen,
+    choose_best,
+    column_mass,
+    force_ends,
+    read_together,
+)
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 
@@ -35,9 +44,12 @@ class SnapKV(DecodeMethod):
     observe: int = Field(64, ge=1)
     kernel: int = Field(7, ge=1, description="odd")
     pool: Literal["max", "mean"] = "max"
+    heads: Choice = "apart"
 
     def begin(self, prompt: PromptLayer) -> Snapshot:
         votes = column_mass(prompt, self.observe)
+        if self.heads == "together":
+            votes = add_group(votes, prompt.queries.shape[1] // prompt.keys.shape[1])
         position = torch.arange(prompt.longest, device=votes.device)
         votes = votes.masked_fill(position >= (prompt.lengths - self.observe)[:, None, None], 0)
         pool = functional.max_pool1d if self.pool == "max" else functional.avg_pool1d
@@ -52,4 +64,5 @@ class SnapKV(DecodeMethod):
         new = (state.lengths[:, None] + generated)[:, None].expand(-1, step.query.shape[1], -1)
         index = torch.cat([state.index, new], dim=-1)
         chosen = torch.cat([state.chosen, new < step.lengths[:, None, None]], dim=-1)
-        return attend_chosen(step, index, chosen)
+        result = attend_chosen(step, index, chosen)
+        return read_together(result, step.group) if self.heads == "together" else result

@@ -1,8 +1,8 @@
 """Exact top-k: the keys with the largest logits, each head for itself. The upper bound of every search.
 
 Paper: MagicPIG, equation 3. Finding the keys is not counted in what is read: no system can do it for free. With a
-`block` of more than one, whole blocks are taken by the attention in them, a group's heads together (by the sum over
-them): the upper bound of what chooses blocks for a KV head.
+`block` of more than one, whole blocks are taken by the attention in them. Heads that choose together take what has
+most of the attention of all of them: the upper bound of what chooses for a KV head.
 """
 
 from typing import Any, ClassVar
@@ -10,7 +10,15 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attention import attend_chosen, choose_best, force_ends, step_logits
+from evals.methods.attention import (
+    Choice,
+    add_group,
+    attend_chosen,
+    choose_best,
+    force_ends,
+    read_together,
+    step_logits,
+)
 from evals.methods.blocks import attend_blocks, num_blocks
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, Step, StepResult
@@ -25,16 +33,19 @@ class TopK(DecodeMethod):
     sink: int = Field(0, ge=0)
     window: int = Field(0, ge=0)
     block: int = Field(1, ge=1)
+    heads: Choice = "apart"
 
     def step(self, step: Step, state: Any) -> StepResult:
-        logits = step_logits(step)
+        masses = step_logits(step).softmax(-1)
+        if self.heads == "together":
+            masses = add_group(masses, step.group)
         if self.block == 1:
-            return attend_best(step, logits, self.budget, self.sink, self.window)
-        behind = num_blocks(step.longest, self.block) * self.block - step.longest
-        masses = torch.nn.functional.pad(logits.softmax(-1), (0, behind)).unflatten(-1, (-1, self.block)).sum(-1)
-        shared = masses.unflatten(1, (-1, step.group)).sum(2).repeat_interleave(step.group, 1)
-        result = attend_blocks(step, shared, self.block, self.budget, self.sink, self.window, index_rows=0.0)
-        return StepResult(result.out, result.lse, result.keys_scored, result.keys_scored[:, :: step.group])
+            result = attend_best(step, masses, self.budget, self.sink, self.window)
+        else:
+            behind = num_blocks(step.longest, self.block) * self.block - step.longest
+            masses = torch.nn.functional.pad(masses, (0, behind)).unflatten(-1, (-1, self.block)).sum(-1)
+            result = attend_blocks(step, masses, self.block, self.budget, self.sink, self.window, index_rows=0.0)
+        return read_together(result, step.group) if self.heads == "together" else result
 
 
 def attend_best(step: Step, scores: torch.Tensor, budget: Budget, sink: int, window: int) -> StepResult:

@@ -223,6 +223,96 @@ def test_h2o_evicts_the_key_that_received_least_attention_for_good(observe):
     check(case, parse_method(f"h2o:budget=0.4,observe={observe}"), rule)
 
 
+def group_of(head: int) -> range:
+    return range(head // GROUP * GROUP, head // GROUP * GROUP + GROUP)
+
+
+def shared_topk(case, row, head, step, length):
+    return best(sum(case.weights(row, one, length - 1) for one in group_of(head)), budget_tokens(0.3, length))
+
+
+def shared_snapkv(case, row, head, step, length):
+    prompt, observe = LENGTHS[row], 4
+    votes = sum(case.weights(row, one, position)[: prompt - observe]
+                for position in range(prompt - observe, prompt) for one in group_of(head))  # fmt: skip
+    return best(votes, budget_tokens(0.3, prompt) - observe) + list(range(prompt - observe, length))
+
+
+def shared_quest(case, row, head, step, length):
+    page, masses = 4, 0
+    for one in group_of(head):
+        query, bounds = case.q[row, one, length - 1], []
+        for begin in range(0, length, page):
+            keys = case.k[row, head // GROUP, begin : min(begin + page, length)]
+            bounds.append(np.maximum(query * keys.min(0), query * keys.max(0)).sum() / math.sqrt(DIM))
+        raised = np.exp(np.array(bounds) - max(bounds))
+        masses = masses + raised / raised.sum()
+    pages = best(masses, math.ceil(budget_tokens(0.3, length) / page))
+    return [key for number in pages for key in range(number * page, min(number * page + page, length))]
+
+
+def shared_h2o(case, row, head, step, length):
+    """The first step: nothing has been evicted before it."""
+    mass = np.zeros(length)
+    for position in range(LENGTHS[row] - 6, LENGTHS[row]):
+        mass[: position + 1] += sum(case.weights(row, one, position) for one in group_of(head))
+    count = budget_tokens(0.3, length)
+    recent = math.ceil(count / 2)
+    return best(mass[: length - recent], count - recent) + list(range(length - recent, length))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "steps", "index_rows"),
+    [
+        ("topk:budget=0.3", shared_topk, STEPS, lambda length: 0),
+        ("snapkv:budget=0.3,observe=4,kernel=1", shared_snapkv, STEPS, lambda length: 0),
+        ("quest:budget=0.3,page=4", shared_quest, STEPS, lambda length: math.ceil(length / 4)),
+        ("h2o:budget=0.3,observe=6", shared_h2o, 1, lambda length: 0),
+    ],
+)
+def test_heads_that_choose_together_read_what_has_most_of_the_groups_attention_once(text, rule, steps, index_rows):
+    case = Case(31)
+    for number, result in enumerate(run(case, parse_method(f"{text},heads=together"))[:steps]):
+        for row, start in enumerate(LENGTHS):
+            length = start + number + 1
+            for head in range(HEADS):
+                out, lse = case.attend(row, head, length - 1, rule(case, row, head, number, length))
+                np.testing.assert_allclose(result.out[row, head], out, atol=METHOD_FLOAT32)
+                assert abs(result.lse[row, head].item() - lse) < METHOD_FLOAT32
+            rows = result.keys_scored[row, ::GROUP] + index_rows(length)
+            assert torch.equal(result.rows_read[row], rows)
+    apart = run(case, parse_method(text))[0]
+    assert (apart.lse - run(case, parse_method(f"{text},heads=together"))[0].lse).abs().max() > METHOD_FLOAT32
+
+
+@pytest.mark.parametrize("heads", ["apart", "together"])
+def test_vattention_reads_the_best_keys_and_weighs_a_uniform_sample_of_the_rest(heads):
+    """Over draws the numerator and the mass are those of everything; without the weights they are not."""
+    case, runs, budget, heavy, row = Case(32), 250, 12, 6, 1
+    prompt = case.prompt()
+    step = case.steps(prompt)[0]
+    length = LENGTHS[row] + 1
+    masses, numerators = np.zeros((runs, HEADS)), np.zeros((runs, HEADS, DIM))
+    for seed in range(runs):
+        method = parse_method(f"vattention:budget={budget},heavy=0.5,seed={seed},heads={heads}")
+        result = method.step(step, method.begin(prompt))
+        assert result.keys_scored[row].tolist() == [budget] * HEADS
+        assert result.rows_read[row].tolist() == [budget if heads == "together" else budget * GROUP] * 2
+        masses[seed] = np.exp(result.lse[row].double().numpy())
+        numerators[seed] = masses[seed][:, None] * result.out[row].double().numpy()
+    for head in range(HEADS):
+        out, lse = case.attend(row, head, length - 1, list(range(length)))
+        shared = sum(case.weights(row, one, length - 1) for one in (group_of(head) if heads == "together" else [head]))
+        _, least = case.attend(row, head, length - 1, best(shared, heavy))
+        assert (masses[:, head] > np.exp(least)).all(), "the best are always read"
+        wanted = np.append(np.exp(lse) * out, np.exp(lse))
+        got = np.concatenate([numerators[:, head], masses[:, head, None]], 1)
+        errors = got.std(0) / math.sqrt(runs)
+        assert (np.abs(got.mean(0) - wanted) < SAMPLED_MEAN_SIGMAS * errors).all()
+        unweighted = np.exp(least) + (masses[:, head].mean() - np.exp(least)) * (budget - heavy) / (length - heavy)
+        assert abs(unweighted - wanted[-1]) > SAMPLED_MEAN_SIGMAS * errors[-1]
+
+
 def test_oracle_sampling_is_unbiased_and_counts_distinct_keys():
     case, draws, runs = Case(9), 8, 400
     total, square = np.zeros((HEADS, DIM)), np.zeros((HEADS, DIM))

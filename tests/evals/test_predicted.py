@@ -26,7 +26,8 @@ from tests.tolerances import METHOD_FLOAT32
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "deploy" / "models" / "reference"
 BLOCK, HISTORY, SINK, WINDOW, BUDGET = 4, 6, 3, 5, 18
-ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",))
+ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",), (0,))
+CHOICES = ("together",)
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +146,8 @@ def test_the_best_blocks_are_those_with_most_of_a_groups_attention():
         blocks = best(weights.reshape(-1, block).sum(1), 3)
         return [key for one in blocks for key in range(one * block, min(length, one * block + block))]
 
-    check(case, parse_method("topk:budget=12,block=4"), rule)
-    first = run(case, parse_method("topk:budget=12,block=4"))[0]
+    check(case, parse_method("topk:budget=12,block=4,heads=together"), rule)
+    first = run(case, parse_method("topk:budget=12,block=4,heads=together"))[0]
     assert (first.rows_read == first.keys_scored[:, ::GROUP]).all()
 
 
@@ -178,14 +179,15 @@ def test_every_layer_but_the_exempt_ones_is_measured_and_pooled(weights):
     decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
     prompts = [list(range(100, 330)), list(range(200, 420))]
     rows = measure(
-        decoder, prompts, [160, 1000], 4, lambda size: labels_of(size, [str(weights)], ABLATION), lambda: None
+        decoder, prompts, [160, 1000], 4, lambda size: labels_of(size, [str(weights)], ABLATION, CHOICES), lambda: None
     )
     num_layers = decoder.architecture.num_layers
     assert {row["layer"] for row in rows} == set(range(2, num_layers))
     pooled = {(row["budget"], row["method"]): row["recovery"] for row in pool(rows, ("budget", "method"))}
-    assert {name for _, name in pooled} == set(labels_of(160, [str(weights)], ABLATION))
-    assert all(pooled[160, "top-k"] >= share for (budget, _), share in pooled.items() if budget == 160)
-    for name in ("predicted after", "Quest", "top-k"):
+    assert {name for _, name in pooled} == set(labels_of(160, [str(weights)], ABLATION, CHOICES))
+    shares = {name: share for (budget, name), share in pooled.items() if budget == 160}
+    assert all(shares["top-k, shared"] >= share for share in shares.values())
+    for name in ("predicted after", "Quest, shared", "top-k, shared"):
         assert pooled[1000, name] == pytest.approx(1, abs=METHOD_FLOAT32)
     with pytest.raises(ValueError, match=r"a prompt of 220 tokens, 300 steps; ask for fewer steps"):
         measure(decoder, prompts, [160], 300, lambda size: {}, lambda: None)

@@ -1,0 +1,57 @@
+"""vAttention: the keys with the largest logits exactly, and a uniform sample of the rest by inverse probability.
+
+Paper: arXiv 2510.05688, the estimator of section 4: each key of the sample stands for (keys of the rest) / (sampled)
+keys, in numerator and denominator alike. Finding the largest is not counted, as in `topk`: an upper bound of what a
+search would give it. Sink and window are among what is read exactly. Invariant: over draws, numerator and mass are
+unbiased; a budget of the whole context is dense attention.
+"""
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from evals.methods.attention import Choice, add_group, attend_weighted, force_ends, read_together, step_logits
+from evals.methods.budget import Budget
+from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
+
+
+class VAttention(DecodeMethod):
+    """`budget` keys in all, the `heavy` part of them the best ones (sink and window first), the others drawn without
+    replacement; the heads of a group choose and draw apart or together."""
+
+    name: ClassVar[str] = "vattention"
+    paper: ClassVar[str] = "vAttention"
+    budget: BudgetSetting = Budget(0.05, None)
+    heavy: float = Field(0.5, ge=0, le=1)
+    sink: int = Field(0, ge=0)
+    window: int = Field(0, ge=0)
+    heads: Choice = "apart"
+    seed: int = 0
+
+    def begin(self, prompt: PromptLayer) -> torch.Generator:
+        generator = torch.Generator(prompt.keys.device)
+        return generator.manual_seed(self.seed * 1_000_003 + prompt.layer)
+
+    def step(self, step: Step, state: torch.Generator) -> StepResult:
+        masses = step_logits(step).softmax(-1)
+        requests, heads, longest = masses.shape
+        drawers = heads // step.group if self.heads == "together" else heads
+        if self.heads == "together":
+            masses = add_group(masses, step.group)
+        counts = torch.maximum(self.budget.of(step.lengths), step.lengths.new_tensor(max(self.sink + self.window, 1)))
+        counts = torch.minimum(counts, step.lengths)
+        exact = torch.minimum((counts * self.heavy).ceil().long().clamp(min=self.sink + self.window), counts)
+        order = force_ends(masses, step.lengths, self.sink, self.window).argsort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(longest, device=masses.device)
+        drawn = torch.rand(requests, drawers, longest, generator=state, device=masses.device)
+        drawn = drawn.repeat_interleave(heads // drawers, 1)
+        first, length = exact[:, None, None], step.lengths[:, None, None]
+        key = torch.where(rank < first, -2.0, drawn).masked_fill(rank >= length, 2.0)  # exact, the rest, what is behind
+        most = min(longest, max(self.budget.most(longest), self.sink + self.window, 1))
+        place = key.topk(most, largest=False).indices  # [requests, heads, most], of `order`
+        chosen = rank[:most] < counts[:, None, None]
+        stands_for = (step.lengths - exact).float() / (counts - exact).clamp(min=1)
+        log_weights = torch.where(place < first, 0.0, stands_for.log()[:, None, None])
+        result = attend_weighted(step, order.gather(2, place), chosen.expand_as(place), log_weights)
+        return read_together(result, step.group) if self.heads == "together" else result
