@@ -192,7 +192,7 @@ def _measure(
 
     def sample(kind: str, table: np.ndarray, step: int) -> None:
         _put_ask(slot, *_step(layer, step))
-        asks = kernels[kind].asks_in(slot, table[None])
+        asks = kernels[kind].asks_in(slot, table[None], None, None)
         got = timed(f"lookup+attend {kind}", lambda: kernels[kind].answer(asks, benchmark.threads, WAIT_S, None))
         require(got.asks == 1, "an ask that stands in the slot was not seen")
         read[kind].append(got.rows)

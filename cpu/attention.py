@@ -13,7 +13,21 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from cpu import collision, context, exclusions, lookup, parts, pieces, plan, rows, softmax, stages, turns, workspace
+from cpu import (
+    collision,
+    context,
+    errors,
+    exclusions,
+    lookup,
+    parts,
+    pieces,
+    plan,
+    rows,
+    softmax,
+    stages,
+    turns,
+    workspace,
+)
 from cpu.collision import log_weights
 from cpu.context import (
     ALL_ATTENDED_NS,
@@ -24,9 +38,11 @@ from cpu.context import (
     BUFFERS,
     CODES,
     COVERED,
+    ERRORS_AT,
     EXCLUDED,
     EXCLUDED_WORDS,
     FLAGS,
+    FULL,
     LIMIT_NS,
     LOGS,
     LSE,
@@ -55,6 +71,8 @@ from cpu.context import (
     set_arrays,
     set_shape,
 )
+from cpu.errors import COLUMNS as SUM_COLUMNS
+from cpu.errors import ERRORS, draw_direction
 from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
@@ -66,6 +84,7 @@ from cpu.workspace import (
     KEYS_SCORED,
     ROWS_READ,
     SAMPLED_NS,
+    SCORE_BLOCKS,
     STAGES,
     STATE,
     TOTALS,
@@ -86,8 +105,8 @@ QUERY_TYPES = (np.uint16, np.float32)
 
 
 _MODULES = (
-    collision, context, emission, exchange, exclusions, lookup, memory, parts, pieces, plan, region, rows, softmax,
-    stages, team, turns, values, vectors, workspace,
+    collision, context, emission, errors, exchange, exclusions, lookup, memory, parts, pieces, plan, region, rows,
+    softmax, stages, team, turns, values, vectors, workspace,
 )  # fmt: skip
 
 
@@ -121,7 +140,8 @@ class Attended(NamedTuple):
     out: float32 `[requests, heads, dim]`; lse: float32 `[requests, heads]`, natural log; covered: int32 `[requests,
     heads]`, tokens that the partial stands for; rows: keys read (as many values), a row shared by a group once; keys:
     scored, of all heads; index_bytes: of hash tables, read in lookups; lookup_ns, sampled_ns: of the first thread, in
-    the stage of lookups and exact parts, and in that of samples.
+    the stage of lookups and exact parts, and in that of samples. errors: float32 `[requests, heads, ERRORS]` of
+    `cpu.errors`, or None.
     """
 
     out: np.ndarray
@@ -132,6 +152,7 @@ class Attended(NamedTuple):
     index_bytes: int
     lookup_ns: int
     sampled_ns: int
+    errors: np.ndarray | None
 
 
 class Answered(NamedTuple):
@@ -158,10 +179,11 @@ class HostAttention:
 
     def __init__(
         self, *, heads: int, kv_heads: int, dim: int, row_type: type, query_type: type, bits: int, tables: int,
-        scale: float, threads: int,
+        scale: float, threads: int, estimates: bool = False,
     ) -> None:  # fmt: skip
         """row_type: np.uint16 (bf16), np.int8 or np.float32; query_type: np.uint16 or np.float32; paper: K = bits,
-        L = tables; threads: the most that a call may use. Compiles, or reads numba's cache.
+        L = tables; threads: the most that a call may use; estimates: answers come with their errors. Compiles, or reads
+        numba's cache.
 
         Raises RuntimeError without AVX2 and FMA, ValueError for a shape that the kernels have no code for.
         """
@@ -179,7 +201,8 @@ class HostAttention:
             raise ValueError(f"threads: asked {threads}, have {most}; set NUMBA_NUM_THREADS or lower threads")
         self.row_type, self.query_type = np.dtype(row_type), np.dtype(query_type)
         self.row_bytes = 2 * dim * self.row_type.itemsize  # a key and a value
-        self._logs = log_weights(bits, tables)
+        self.estimates = estimates
+        self._logs, self._direction = log_weights(bits, tables), draw_direction(dim)
         self._shape = Shape(
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
         )
@@ -198,13 +221,14 @@ class HostAttention:
 
     def attend(
         self, table: np.ndarray, queries: np.ndarray, codes: np.ndarray | None, threads: int,
-        wanted: np.ndarray | None = None, excluded: np.ndarray | None = None,
+        wanted: np.ndarray | None = None, excluded: np.ndarray | None = None, full: np.ndarray | None = None,
     ) -> Attended:  # fmt: skip
         """Attention of each request's query over its pieces.
 
         table: PIECE `[pieces]` of this row type; queries: `[requests, heads, dim]`, contiguous, of query_type; codes:
         uint16 `[requests, heads, tables]`, contiguous; None: no piece is sampled; wanted: uint8 `[requests, heads]`, or
-        None for all; excluded: int32 `[requests, kv_heads, words]`, or None; both as in an exchange slot. A request
+        None for all; excluded: int32 `[requests, kv_heads, words]`, or None; both as in an exchange slot; full: uint8
+        `[requests, heads]` of heads that read all of what others sample, or None. A request
         without pieces, whose samples are empty or of which nothing is wanted gets (0, -inf). A NaN in a query or key
         makes its own heads NaN. Raises ValueError if requests do not rise or a range is not in its segment.
         """
@@ -227,8 +251,12 @@ class HostAttention:
         if excluded is not None:
             assert excluded.shape[:2] == (requests, shape.kv_heads), "excluded: [requests, kv_heads, words]"
             assert excluded.dtype == np.int32, "excluded: int32"
-        for column, array in ((WANTED, wanted), (EXCLUDED, excluded)):
-            assert array is None or array.flags.c_contiguous, "wanted, excluded: contiguous"
+        if full is not None:
+            assert full.shape == (requests, shape.heads), "full: [requests, heads]"
+            assert full.dtype == np.uint8, "full: uint8"
+        errors = np.empty((requests, shape.heads, ERRORS), np.float32) if self.estimates else None
+        for column, array in ((WANTED, wanted), (EXCLUDED, excluded), (FULL, full), (ERRORS_AT, errors)):
+            assert array is None or array.flags.c_contiguous, "wanted, excluded, full: contiguous"
             _put(ask, column, 0 if array is None else array.ctypes.data)
         _put(ask, EXCLUDED_WORDS, 0 if excluded is None else excluded.shape[2])
         self._make_room_for(requests)
@@ -241,12 +269,15 @@ class HostAttention:
         rows_read, began_ns, looked_up_ns, sampled_ns = totals[ROWS_READ : SAMPLED_NS + 1].tolist()
         return Attended(
             out[:requests], lse[:requests], covered[:requests], rows_read, int(totals[KEYS_SCORED]),
-            int(totals[INDEX_BYTES]), looked_up_ns - began_ns, sampled_ns - looked_up_ns,
+            int(totals[INDEX_BYTES]), looked_up_ns - began_ns, sampled_ns - looked_up_ns, errors,
         )  # fmt: skip
 
-    def asks_in(self, slot: ExchangeSlot, tables: np.ndarray) -> np.ndarray:
+    def asks_in(
+        self, slot: ExchangeSlot, tables: np.ndarray, errors: np.ndarray | None, full: np.ndarray | None
+    ) -> np.ndarray:
         """For `answer`: an ask of each table of pieces, PIECE `[asks, pieces]`, which must be kept, as must the slot;
-        the slot's ask under way is the first. Its row i asks for request i; its queries are of query_type.
+        the slot's ask under way is the first. Its row i asks for request i; its queries are of query_type. errors:
+        float32 `[asks, rows, heads, ERRORS]` to be written, or None; full: uint8 `[asks, rows, heads]`, or None.
         """
         shape, queries, codes, excluded = self._shape, slot.queries, slot.codes, slot.excluded
         assert queries.shape[1:] == (shape.heads, shape.dim), "slot: queries [rows, heads, dim]"
@@ -264,6 +295,11 @@ class HostAttention:
             (ANSWERED, slot.answered.data_ptr()), (STAMP, (slot.stamp + np.arange(len(tables))) & LAST_STAMP),
         ):  # fmt: skip
             _put(asks, column, value)
+        for column, array in ((ERRORS_AT, errors), (FULL, full)):
+            if array is not None:
+                assert array.shape[:3] == (len(tables), slot.rows, shape.heads), "errors, full: of every ask"
+                assert array.flags.c_contiguous, "errors, full: contiguous"
+                _put(asks, column, array.ctypes.data + array.strides[0] * np.arange(len(tables)))
         return asks
 
     def answer(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> Answered:
@@ -344,8 +380,14 @@ class HostAttention:
             spans=np.empty((threads, s.tables * SPANS), np.int64),
             query=np.empty((threads, group, s.dim), np.float32),
             sums=np.empty((threads, group, s.dim), np.float32),
-            scores=np.empty((threads, 4, BLOCK_ROWS), np.float32),
+            scores=np.empty((threads, SCORE_BLOCKS, BLOCK_ROWS), np.float32),
             state=np.empty((threads, 4, STATE), np.float32),
+            marks=np.empty(ids if self.estimates else 1, np.uint8),
+            deviations=np.empty((slots if self.estimates else 1, 2, SUM_COLUMNS), np.float32),
+            direction=self._direction,
+            digits=np.zeros((threads, WINDOW_TOKENS), np.uint16),
+            aims=np.empty((threads, 2, s.dim), np.float32),
+            noted=np.empty((threads, 2, SUM_COLUMNS), np.float32),
         )
         set_arrays(self._context, BUFFERS, buffers)
         self._context[ROOM_IDS : ROOM_SLOTS + 1] = ids, sampled_heads, slots

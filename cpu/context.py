@@ -8,11 +8,12 @@ arrays alive.
 import numba
 import numpy as np
 
+from cpu.errors import COLUMNS as SUM_COLUMNS
 from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import COLUMNS as PIECE_COLUMNS
 from cpu.pieces import WINDOW_TOKENS
 from cpu.rows import BLOCK_ROWS
-from cpu.workspace import STATE, TOTALS, Batch, Buffers, Plan, Shape
+from cpu.workspace import SCORE_BLOCKS, STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 
@@ -21,12 +22,12 @@ from transfer.simd.team import COUNTER_INT64
 (
     HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS,
     REQUESTS, QUERIES, CODES, WANTED, EXCLUDED, EXCLUDED_WORDS, OUT, LSE, COVERED, FLAGS, STAMP, ANSWERED,
-    PIECES, NUM_PIECES,
+    ERRORS_AT, FULL, PIECES, NUM_PIECES,
     NUM_SAMPLED, NUM_PARTS, NUM_IDS, NUM_SLOTS,
     ROOM_REQUESTS, ROOM_PIECES, ROOM_SAMPLED, ROOM_PARTS, ROOM_IDS, ROOM_HEADS, ROOM_SLOTS,
     ASKS, NUM_ASKS, NEXT_ASK, OUTCOME, LIMIT_NS, BOARD,
     ALL_ROWS, ALL_COVERED, ALL_KEYS, ALL_INDEX_BYTES, ALL_WAITED_NS, ALL_ATTENDED_NS, PLAN,
-) = range(46)  # fmt: skip
+) = range(48)  # fmt: skip
 ASK_COLUMNS = NUM_PIECES + 1 - REQUESTS
 BUFFERS = PLAN + len(Plan._fields)
 CONTEXT = BUFFERS + len(Buffers._fields)
@@ -40,7 +41,7 @@ def new_asks(count: int) -> np.ndarray:
     """int64 `[count, ASK_COLUMNS]`: column `c - REQUESTS` for each c of the context's, REQUESTS to NUM_PIECES.
     Addresses of queries, codes (0: without), the mask of wanted heads (0: all), exclusions (0: none) with their words a
     row and KV head, out, lse and covered (0: nobody asks); of flags and of the answer's stamp (0: nobody waits) with
-    the stamp; and of a table of pieces.
+    the stamp; of errors and of the mask of heads that read in full (0: none); and of a table of pieces.
     """
     return np.zeros((count, ASK_COLUMNS), np.int64)
 
@@ -72,7 +73,7 @@ def open_context(address, kind, query_kind):
     pieces = numba.carray(pointer_to(c[PIECES]), (c[NUM_PIECES], PIECE_COLUMNS), np.int64)
     batch = Batch(
         pieces, c[REQUESTS], c[QUERIES], c[CODES], c[WANTED], c[EXCLUDED], c[EXCLUDED_WORDS], c[LOGS], c[OUT], c[LSE],
-        c[COVERED], c[STAMP], c[ANSWERED],
+        c[COVERED], c[STAMP], c[ANSWERED], c[ERRORS_AT], c[FULL],
     )  # fmt: skip
     plan = Plan(
         numba.carray(pointer_to(c[PLAN]), (c[REQUESTS] + 1,), np.int32),
@@ -96,7 +97,13 @@ def open_context(address, kind, query_kind):
         numba.carray(pointer_to(c[at + 9]), (threads, c[TABLES] * SPANS), np.int64),
         numba.carray(pointer_to(c[at + 10]), (threads, group, dim), np.float32),
         numba.carray(pointer_to(c[at + 11]), (threads, group, dim), np.float32),
-        numba.carray(pointer_to(c[at + 12]), (threads, 4, BLOCK_ROWS), np.float32),
+        numba.carray(pointer_to(c[at + 12]), (threads, SCORE_BLOCKS, BLOCK_ROWS), np.float32),
         numba.carray(pointer_to(c[at + 13]), (threads, 4, STATE), np.float32),
+        numba.carray(pointer_to(c[at + 14]), (unknown,), np.uint8),
+        numba.carray(pointer_to(c[at + 15]), (unknown, 2, SUM_COLUMNS), np.float32),
+        numba.carray(pointer_to(c[at + 16]), (dim,), np.float32),
+        numba.carray(pointer_to(c[at + 17]), (threads, WINDOW_TOKENS), np.uint16),
+        numba.carray(pointer_to(c[at + 18]), (threads, 2, dim), np.float32),
+        numba.carray(pointer_to(c[at + 19]), (threads, 2, SUM_COLUMNS), np.float32),
     )
     return shape, batch, plan, buffers

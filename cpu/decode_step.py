@@ -204,7 +204,9 @@ def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], fi
     one that did not come. Tables are built until the first layer's ask is there, and then the builder pauses.
     """
     counts, kernel, gate = attend.counts, attend.kernel, None if first_layer else attend.builder.gate
-    asks = np.stack([kernel.asks_in(slot, table) for table, slot in parts], axis=1)  # [layers, parts, columns]
+    asks = np.stack(
+        [kernel.asks_in(slot, table, None, None) for table, slot in parts], axis=1
+    )  # [layers, parts, columns]
     answered = kernel.answer(asks.reshape(-1, asks.shape[-1]), attend.num_threads, ASK_LIMIT_S, gate)
     counts.asks += answered.asks
     counts.wait_s += (answered.idle_ns + answered.waited_ns) / 1e9

@@ -10,7 +10,7 @@ meanwhile.
 import numba
 import numpy as np
 
-from cpu.exclusions import clear_excluded
+from cpu.exclusions import clear_excluded, next_covered
 from cpu.pieces import (
     BEGIN,
     END,
@@ -52,7 +52,7 @@ def room_for(begin, end):
 
 
 @numba.njit(nogil=True)
-def _windows(piece):
+def windows_of(piece):
     """How many the segment has, and which ones a piece touches: `first .. last`."""
     windows = (piece[TOKENS] + WINDOW_TOKENS - 1) // WINDOW_TOKENS
     return windows, piece[BEGIN] // WINDOW_TOKENS, (piece[END] + WINDOW_TOKENS - 1) // WINDOW_TOKENS
@@ -68,7 +68,7 @@ def _offset(piece, kv_head, table, codes, mask, windows):
 @numba.njit(nogil=True)
 def fetch_offsets(piece, kv_head, codes, tables, mask):
     """Start to fetch what `fetch_bucket` reads. codes: address of uint16 `[tables]`, the query's."""
-    windows, _, _ = _windows(piece)
+    windows, _, _ = windows_of(piece)
     for table in range(tables):
         offset = _offset(piece, kv_head, table, codes, mask, windows)
         prefetch_middle(offset)
@@ -78,7 +78,7 @@ def fetch_offsets(piece, kv_head, codes, tables, mask):
 @numba.njit(nogil=True)
 def fetch_bucket(piece, kv_head, codes, table, mask):
     """Start to fetch the query's bucket of one table."""
-    windows, first, last = _windows(piece)
+    windows, first, last = windows_of(piece)
     offset = _offset(piece, kv_head, table, codes, mask, windows)
     entries = piece[ENTRIES] + kv_head * piece[ENTRY_HEAD] + table * piece[ENTRY_TABLE]
     begin, end = entries + 2 * load_int32(offset + 4 * first), entries + 2 * load_int32(offset + 4 * last)
@@ -96,7 +96,7 @@ def find_samples(
     none. counters: address of uint8 `[WINDOW_TOKENS]`, zero, with COUNTER_MARGIN on both sides. spans: int64 `[tables *
     SPANS]`, scratch.
     """
-    windows, first, last = _windows(piece)
+    windows, first, last = windows_of(piece)
     for table in range(tables):
         offset = _offset(piece, kv_head, table, codes, mask, windows)
         entries = piece[ENTRIES] + kv_head * piece[ENTRY_HEAD] + table * piece[ENTRY_TABLE]
@@ -127,9 +127,23 @@ def find_samples(
 
 
 @numba.njit(nogil=True)
+def list_covered(piece, excluded, words, ids):
+    """Write all ids of the piece's range that are not excluded, as `find_samples` would those it finds."""
+    found, to_run, end = 0, piece[RUN_BEGIN] - piece[BEGIN], piece[END]
+    begin = piece[BEGIN]
+    while begin < end:
+        begin, until = next_covered(excluded, words, begin + to_run, end + to_run)
+        for at in range(begin - to_run, until - to_run):
+            store_int16(ids + 2 * found, at)
+            found += 1
+        begin = until - to_run
+    return found
+
+
+@numba.njit(nogil=True)
 def count_bytes(piece, tables, spans):
     """Bytes of the index that a lookup which left these `spans` read: buckets' entries, and borders of their lists."""
-    _, first, last = _windows(piece)
+    _, first, last = windows_of(piece)
     read = 4 * tables * (last - first + 1)
     for table in range(tables):
         read += spans[table * SPANS + last - first] - spans[table * SPANS]

@@ -8,6 +8,7 @@ once.
 import numba
 import numpy as np
 
+from cpu.errors import add_deviations, add_variances, keep_products, note_top
 from cpu.exclusions import next_covered
 from cpu.pieces import (
     BEGIN,
@@ -33,7 +34,7 @@ from cpu.rows import (
     score_samples,
 )
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
-from cpu.workspace import PART_SAMPLES, excluded_at, is_wanted, query_at
+from cpu.workspace import PART_SAMPLES, excluded_at, is_full, is_wanted, query_at
 from transfer.simd.memory import load_float32, store_float32
 from transfer.simd.vectors import address_of
 
@@ -62,11 +63,19 @@ def attend_samples(team, shape, columns, batch, plan, buffers, slot):
     if column_bytes(kind) == 1:
         to_logit *= load_float32(piece[KEY_SCALE] + 4 * kv_head)
     buffers.sums[team.me, 0, :] = np.float32(0.0)
-    top, mass = np.float32(-np.inf), np.float32(0.0)
+    top, mass, in_full = np.float32(-np.inf), np.float32(0.0), is_full(shape, batch, piece[REQUEST], head)
+    first_id, to_product = plan.ids_at[order, 0] + plan.ids_at[order, 1] * head, np.float32(0.0)
+    if batch.errors != 0:
+        to_product = _aim(team, shape, buffers, piece, kv_head)
+        buffers.deviations[slot] = np.float32(0.0)
     for at in range(begin, end, BLOCK_ROWS):
-        to = min(at + BLOCK_ROWS, end)
+        to, before = min(at + BLOCK_ROWS, end), top
         score_samples(kind, columns, keys, key_row, values, value_row, ids, at, to, end, query, scores)
-        highest = weigh_samples(scores, to - at, batch.logs, to_logit, to_unit * inverse_norm)
+        if in_full:
+            keep_products(scores)
+            highest = scale_scores(scores, to - at, to_logit)
+        else:
+            highest = weigh_samples(scores, to - at, batch.logs, to_logit, to_unit * inverse_norm)
         factor = np.float32(1.0)
         if highest > top:
             factor = shrink(top, highest)
@@ -74,10 +83,36 @@ def attend_samples(team, shape, columns, batch, plan, buffers, slot):
         mass = mass * factor + exponentiate(scores, to - at, top)
         store_float32(rescale, factor)
         add_samples(kind, columns, values, value_row, ids, at, to, scores, rescale, sums)
+        if batch.errors != 0:
+            noted, count, third = buffers.deviations[slot], to - at, scores + 8 * BLOCK_ROWS
+            aim, fifth = address_of(buffers.aims[team.me, 1]), scores + 16 * BLOCK_ROWS
+            if top > before:
+                note_top(noted, before, top)
+                if in_full:
+                    note_top(noted, before, top)  # squares
+            score_samples(kind, columns, values, value_row, values, value_row, ids, at, to, to, aim, fifth)
+            if in_full:
+                weigh_samples(third, count, batch.logs, to_logit, to_unit * inverse_norm)
+                exponentiate(third, count, top)
+                add_variances(noted, scores, third, fifth, count, to_product)
+            else:
+                add_deviations(noted, buffers.marks, first_id + at, scores, fifth, count, to_product)
     write_partial(
         kind, sums, mass, top, piece[VALUE_SCALE] + 4 * shape.dim * kv_head, shape.dim,
         address_of(buffers.out[slot]), address_of(buffers.lse) + 4 * slot,
     )  # fmt: skip
+
+
+@numba.njit(nogil=True)
+def _aim(team, shape, buffers, piece, kv_head):
+    """Make the direction ready for a piece's values; returns what products with it are multiplied by."""
+    aims = buffers.aims[team.me]
+    for column in range(shape.dim):
+        aims[0, column] = buffers.direction[column]
+        if column_bytes(shape.kind) == 1:
+            aims[0, column] *= load_float32(piece[VALUE_SCALE] + 4 * (shape.dim * kv_head + column))
+    to_unit, _ = prepare_query(shape.kind, np.float32(0.0), address_of(aims[0]), shape.dim, address_of(aims[1]))
+    return to_unit
 
 
 @numba.njit(nogil=True)

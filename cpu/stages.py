@@ -11,8 +11,9 @@ import math
 import numba
 import numpy as np
 
+from cpu.errors import ERRORS, MASSES, add_part, mark_groups, write_errors
 from cpu.exclusions import count_excluded
-from cpu.lookup import COUNTER_MARGIN, count_bytes, fetch_bucket, fetch_offsets, find_samples
+from cpu.lookup import COUNTER_MARGIN, count_bytes, fetch_bucket, fetch_offsets, find_samples, list_covered
 from cpu.parts import attend_rows, attend_samples
 from cpu.pieces import BEGIN, CENTRE, END, MODE, REQUEST, RUN_BEGIN, SAMPLED
 from cpu.workspace import (
@@ -25,6 +26,7 @@ from cpu.workspace import (
     SAMPLED_NS,
     TOKENS_COVERED,
     excluded_at,
+    is_full,
     is_wanted,
     query_at,
 )
@@ -71,18 +73,26 @@ def _look_up(team, shape, batch, plan, buffers, item, following):
     group = shape.heads // shape.kv_heads
     order, head = item // shape.heads, item % shape.heads
     piece = batch.pieces[plan.sampled[order]]
+    first_id = plan.ids_at[order, 0] + plan.ids_at[order, 1] * head
+    ids, excluded = address_of(buffers.ids) + 2 * first_id, excluded_at(shape, batch, piece[REQUEST], head // group)
     next_piece, next_head, next_codes = piece, 0, 0
     if following >= 0:
         next_piece = batch.pieces[plan.sampled[following // shape.heads]]
         next_head = following % shape.heads
         next_codes = _codes_at(shape, batch, next_piece, next_head)
-    found = find_samples(
-        piece, head // group, _codes_at(shape, batch, piece, head),
-        excluded_at(shape, batch, piece[REQUEST], head // group), batch.words,
-        next_piece, next_head // group, next_codes, shape.tables, shape.mask,
-        address_of(buffers.counts[team.me]) + COUNTER_MARGIN, buffers.spans[team.me],
-        address_of(buffers.ids) + 2 * (plan.ids_at[order, 0] + plan.ids_at[order, 1] * head),
-    )  # fmt: skip
+    looked_at = 0
+    if is_full(shape, batch, piece[REQUEST], head):
+        found = list_covered(piece, excluded, batch.words, ids)
+    else:
+        found = find_samples(
+            piece, head // group, _codes_at(shape, batch, piece, head), excluded, batch.words,
+            next_piece, next_head // group, next_codes, shape.tables, shape.mask,
+            address_of(buffers.counts[team.me]) + COUNTER_MARGIN, buffers.spans[team.me], ids,
+        )  # fmt: skip
+        looked_at = count_bytes(piece, shape.tables, buffers.spans[team.me])
+        if batch.errors != 0:
+            digits, spans = address_of(buffers.digits[team.me]), buffers.spans[team.me]
+            mark_groups(piece, shape.tables, spans, digits, ids, found, buffers.marks, first_id)
     parts = (found + PART_SAMPLES - 1) // PART_SAMPLES
     slot = atomic_add(address_of(buffers.totals), parts) if parts else 0
     buffers.found[item] = found
@@ -90,7 +100,7 @@ def _look_up(team, shape, batch, plan, buffers, item, following):
     for part in range(parts):
         buffers.slots[slot + part, 0] = item
         buffers.slots[slot + part, 1] = part * PART_SAMPLES
-    return found, count_bytes(piece, shape.tables, buffers.spans[team.me])
+    return found, looked_at
 
 
 @numba.njit(nogil=True)
@@ -186,6 +196,8 @@ def _merge(team, shape, batch, plan, buffers, request, head):
         shift = _centre_logit(shape, batch, piece, head)
         for at in range(slot, slot + slots * step, step):
             buffers.lse[at] += shift
+            if batch.errors != 0 and piece[MODE] == SAMPLED:
+                buffers.deviations[at, MASSES, 0] += shift
             if buffers.lse[at] > top:
                 top = buffers.lse[at]
     sums, mass, parts = buffers.sums[team.me, 0], 0.0, 0
@@ -207,7 +219,30 @@ def _merge(team, shape, batch, plan, buffers, request, head):
     store_float32(batch.lse + 4 * item, np.float32(top + math.log(mass)) if parts else top)
     if batch.covered != 0:
         store_int32(batch.covered + 4 * item, covered)
+    if batch.errors != 0:
+        _note_errors(team, shape, batch, plan, buffers, request, head, first, last, top, mass)
     return covered
+
+
+@numba.njit(nogil=True)
+def _note_errors(team, shape, batch, plan, buffers, request, head, first, last, top, mass):
+    """Errors of an answer whose weights have the sum `mass` under `top`: zeros, where nothing of it is sampled."""
+    item, totals, in_full = request * shape.heads + head, buffers.noted[team.me], is_full(shape, batch, request, head)
+    errors, parts = batch.errors + 4 * ERRORS * item, 0
+    totals[:] = np.float32(0.0)
+    for column in range(ERRORS):
+        store_float32(errors + 4 * column, np.float32(0.0))
+    for index in range(first, last):
+        if batch.pieces[index][MODE] != SAMPLED:
+            continue
+        slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, head)
+        for at in range(slot, slot + slots * step, step):
+            scale = np.float32(math.exp(np.float64(buffers.deviations[at, MASSES, 0]) - top))
+            add_part(totals, buffers.deviations[at], scale, in_full)
+            parts += 1
+    if parts > 0:
+        out = batch.out + 4 * shape.dim * item
+        write_errors(totals, mass, out, buffers.direction, shape.dim, in_full, shape.tables, errors)
 
 
 @numba.njit(nogil=True)

@@ -18,6 +18,7 @@ STAGES = 3
 SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 8, 9, 10, 11, 12
 KEYS_SCORED, INDEX_BYTES, TOKENS_COVERED, TOTALS = 13, 14, 15, 16  # two lines
 STATE = 32  # float32 between the rows of a thread's state: more than the largest group
+SCORE_BLOCKS = 6  # of a thread: four of scores, two of values with a direction
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
 
@@ -39,7 +40,9 @@ class Shape(NamedTuple):
 class Batch(NamedTuple):
     """Addresses of arrays `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered (or 0), and
     wanted uint8 (or 0: all heads). excluded: address of int32 `[requests, kv_heads, words]`, or 0. logs: of
-    `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`. answered: where the stamp goes in the end, or 0."""
+    `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`. answered: where the stamp goes in the end, or 0. errors:
+    float32 `[requests, heads, ERRORS]`, or 0: nothing is estimated; full: uint8 `[requests, heads]` of heads that read
+    what others sample, or 0: none."""
 
     pieces: np.ndarray
     requests: int
@@ -54,6 +57,8 @@ class Batch(NamedTuple):
     covered: int
     stamp: int
     answered: int
+    errors: int
+    full: int
 
 
 class Plan(NamedTuple):
@@ -72,8 +77,11 @@ class Plan(NamedTuple):
 class Buffers(NamedTuple):
     """Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and
     begin; out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters.
-    A thread's: counts uint8, spans int64, query and sums float32 `[group, dim]`, scores float32 `[4, BLOCK_ROWS]`,
-    state float32 `[4, STATE]`: maxima, masses, factors of products, rescaling.
+    A thread's: counts uint8, spans int64, query and sums float32 `[group, dim]`, scores float32 `[SCORE_BLOCKS,
+    BLOCK_ROWS]`, state float32 `[4, STATE]`: maxima, masses, factors of products, rescaling.
+    For errors, of one entry where there are none: marks uint8, one an id; deviations float32 `[slots, 2, COLUMNS]`;
+    direction float32 `[dim]`; a thread's digits uint16 `[WINDOW_TOKENS]`, aims float32 `[2, dim]`: the direction in
+    units of values, and as their rows want it; noted float32 `[2, COLUMNS]`.
     """
 
     ids: np.ndarray
@@ -90,11 +98,23 @@ class Buffers(NamedTuple):
     sums: np.ndarray
     scores: np.ndarray
     state: np.ndarray
+    marks: np.ndarray
+    deviations: np.ndarray
+    direction: np.ndarray
+    digits: np.ndarray
+    aims: np.ndarray
+    noted: np.ndarray
 
 
 @numba.njit(nogil=True)
 def is_wanted(shape, batch, request, head):
     return batch.wanted == 0 or load_uint8(batch.wanted + request * shape.heads + head) != 0
+
+
+@numba.njit(nogil=True)
+def is_full(shape, batch, request, head):
+    """Whether a head reads all of what others sample."""
+    return batch.full != 0 and load_uint8(batch.full + request * shape.heads + head) != 0
 
 
 @numba.njit(nogil=True)

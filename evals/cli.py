@@ -315,7 +315,7 @@ def recovery(
     history: Annotated[str, typer.Option("--history", help="steps (the paper's H), with commas")] = "64",
     calibrate: Annotated[str, typer.Option("--calibrate", help="steps (the paper's M), with commas")] = "5",
     stored: Annotated[str, typer.Option("--stored", help="float32, bfloat16 or uint8, with commas")] = "uint8",
-    rotate: Annotated[str, typer.Option("--rotate", help="one block in so many calibrated each step, with commas")] = "",
+    rotate: Annotated[str, typer.Option("--rotate", help="one block in so many calibrated a step, with commas")] = "",
     heads: Annotated[str, typer.Option("--heads", help="who chooses in the others: apart, together")] =
         "apart,together",
     text: Text = [],  # noqa: B006

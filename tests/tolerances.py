@@ -257,6 +257,10 @@ SERVED_WEIGHT = 2e-5
 HOST_ATTENTION_FLOAT32 = 1e-5
 # The same over int8 rows: the query is rounded to 16 bits, half a step of 1/32767 of its largest element a product.
 HOST_ATTENTION_INT8 = 2e-4
+# Estimated errors of samples, relative: differences of float32 sums over groups of tables. The mask of another reading
+# moves them by a tenth and more. Over int8 rows the direction is rounded like a query.
+ESTIMATED_ERROR_RTOL = 1e-3
+ESTIMATED_ERROR_INT8 = 5e-3
 # Two numbers of threads: parts are cut and merged alike, so not a bit may differ.
 HOST_THREADS = 0.0
 # -log u between the table's borders against float64, for cosines above -0.5 and tables as they are used (u near 1 where

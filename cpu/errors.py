@@ -1,0 +1,142 @@
+"""How far a sampled answer may be off: standard errors of its log mass and its output, from the sample's own weights.
+
+Functions for numba code. Keys are not drawn alone: a table's bucket takes all that is in it. So the variance is taken
+over groups of tables. Of keys that share exactly two tables with the query, the weight is what the answer would lose
+without either table; D_g is a group's sum of these, V = G / (G - 1) * sum (D_g - mean)^2 (a jackknife over tables; its
+expectation is the variance or more, up to twice it where most keys are rare). Numerators alike, along one fixed
+direction of +-1: the expected square of an error along it is that of its length. A head that is read in full has no
+error; noted is what sampling would have had if keys were drawn one by one, sum e^2 (1 - u) / u, in which no outcome of
+a table is. It refuses to know pieces' rows. Invariant: nothing here changes an answer.
+"""
+
+import math
+
+import numba
+import numpy as np
+
+from cpu.lookup import SPANS, windows_of
+from cpu.pieces import TOKENS, WINDOW_TOKENS
+from cpu.rows import BLOCK_ROWS
+from transfer.simd.memory import clear_bytes, load_float32, load_uint16, store_float32, store_int16
+
+GROUPS = 15  # of tables; a group is a digit 1 to 15 of a mark
+COLUMNS = GROUPS + 1  # of a slot's sums: column 0 of the first row is the greatest logit
+MASSES, NUMERATORS = 0, 1  # rows of a slot's sums
+LOG_MASS, OUTPUT, LARGEST, ERRORS = range(4)  # what is noted of an answer, and how many
+DIRECTION_SEED = 251_005_688
+_TWO = 0x100  # marks of two digits are below this
+
+
+def draw_direction(dim: int) -> np.ndarray:
+    """float32 `[dim]` of +-1: the same for all heads and runs."""
+    return np.random.default_rng(DIRECTION_SEED).choice(np.array([-1, 1], np.float32), dim)
+
+
+@numba.njit(nogil=True)
+def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
+    """Of a lookup's ids: the two groups whose tables it shares with the query, as a byte of two digits, 0 for ids that
+    share more tables than two.
+
+    spans: what `lookup.find_samples` left; digits: address of uint16 `[WINDOW_TOKENS]`, zero, and zero again behind
+    this; ids: address of uint16; marks: uint8 array, of which `first_mark` is the first id's. Reads the buckets again.
+    """
+    _, first, last = windows_of(piece)
+    index = 0
+    for window in range(first, last):
+        for table in range(tables):
+            digit, span = table % GROUPS + 1, table * SPANS + window - first
+            for entry in range(spans[span], spans[span + 1], 2):
+                at = digits + 2 * load_uint16(entry)
+                store_int16(at, load_uint16(at) << 4 | digit)
+        base = window * WINDOW_TOKENS
+        while index < found and load_uint16(ids + 2 * index) < base + WINDOW_TOKENS:
+            pair = load_uint16(digits + 2 * (load_uint16(ids + 2 * index) - base))
+            marks[first_mark + index] = pair if pair < _TWO else 0
+            index += 1
+        clear_bytes(digits, 2 * min(WINDOW_TOKENS, piece[TOKENS] - base))
+
+
+@numba.njit(nogil=True)
+def note_top(sums, before, top):
+    """A part's greatest logit has grown: its sums `[2, COLUMNS]` are under the new one."""
+    factor = np.float32(math.exp(before - top)) if before > -np.inf else np.float32(0.0)
+    sums[:, 1:] *= factor
+    sums[MASSES, 0] = top
+
+
+@numba.njit(nogil=True)
+def add_deviations(sums, marks, first_mark, weights, products, count, to_product):
+    """Add a block of samples. weights, products: addresses of float32 `[count]`, the second of values with the
+    direction, to be multiplied by to_product."""
+    for index in range(count):
+        mark = marks[first_mark + index]
+        if mark != 0:
+            weight = load_float32(weights + 4 * index)
+            along = weight * load_float32(products + 4 * index) * to_product
+            first, second = mark >> 4, mark & 15
+            sums[MASSES, first] += weight
+            sums[MASSES, second] += weight
+            sums[NUMERATORS, first] += along
+            sums[NUMERATORS, second] += along
+
+
+@numba.njit(nogil=True)
+def add_variances(sums, weights, inverse, products, count, to_product):
+    """Add a block of keys that are all read. weights, inverse: addresses of float32 `[count]`, e and e / u under the
+    greatest logit. Columns 1 to 3 of the first row: e^2 (1 - u) / u, and it times the product and its square."""
+    for index in range(count):
+        weight = load_float32(weights + 4 * index)
+        variance = weight * max(load_float32(inverse + 4 * index) - weight, np.float32(0.0))
+        product = load_float32(products + 4 * index) * to_product
+        sums[MASSES, 1] += variance
+        sums[MASSES, 2] += variance * product
+        sums[MASSES, 3] += variance * product * product
+
+
+@numba.njit(nogil=True)
+def add_part(totals, sums, scale, is_full):
+    """Add a part's sums to an answer's, `[2, COLUMNS]`, both rows; scale: of its weights; column 0: the largest."""
+    if scale > totals[MASSES, 0]:
+        totals[MASSES, 0] = scale
+    factor = scale * scale if is_full else scale
+    totals[:, 1:] += sums[:, 1:] * factor
+
+
+@numba.njit(nogil=True)
+def write_errors(totals, mass, out, direction, dim, is_full, tables, errors):
+    """Write standard errors of log mass, and of the output as a share of its length, and the largest weight's share.
+
+    totals: of all parts, under the same greatest logit as `mass`; out: address of the answer, float32 `[dim]`;
+    direction: float32 array; errors: address of float32 `[ERRORS]`.
+    """
+    along, square = 0.0, 0.0
+    for column in range(dim):
+        value = np.float64(load_float32(out + 4 * column))
+        along += value * direction[column]
+        square += value * value
+    of_mass, of_output = 0.0, 0.0
+    if is_full:
+        own, first, second = totals[MASSES, 1], totals[MASSES, 2], totals[MASSES, 3]
+        of_mass = np.float64(own)
+        of_output = max(second - 2 * along * first + along * along * own, 0.0)
+    else:
+        groups = min(GROUPS, tables)
+        mean, mean_along = 0.0, 0.0
+        for group in range(1, groups + 1):
+            mean += totals[MASSES, group] / groups
+            mean_along += (totals[NUMERATORS, group] - along * totals[MASSES, group]) / groups
+        for group in range(1, groups + 1):
+            of_mass += (totals[MASSES, group] - mean) ** 2
+            of_output += (totals[NUMERATORS, group] - along * totals[MASSES, group] - mean_along) ** 2
+        of_mass, of_output = of_mass * groups / (groups - 1), of_output * groups / (groups - 1)
+    store_float32(errors + 4 * LOG_MASS, np.float32(math.sqrt(of_mass) / mass))
+    length = mass * math.sqrt(square)
+    store_float32(errors + 4 * OUTPUT, np.float32(math.sqrt(of_output) / length if length > 0.0 else 0.0))
+    store_float32(errors + 4 * LARGEST, np.float32(totals[MASSES, 0] / mass))
+
+
+@numba.njit(nogil=True)
+def keep_products(scores):
+    """Copy a block's products and squares to the third and fourth block of `scores`."""
+    for row in range(2 * BLOCK_ROWS):
+        store_float32(scores + 4 * (2 * BLOCK_ROWS + row), load_float32(scores + 4 * row))
