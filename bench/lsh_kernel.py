@@ -22,6 +22,7 @@ from bench.rates import device_name
 from bench.rows import Row, Timing, require, summarise
 from cpu.attention import HostAttention
 from cpu.collision import fraction_read, sample_probability
+from cpu.errors import ERRORS
 from cpu.pieces import EXACT, SAMPLED, SEGMENT_TOKENS, new_pieces
 from cpu.quantise import quantise_keys, quantise_values
 from cpu.rates import measure_host_rates, read_stream
@@ -38,6 +39,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 MAX_ERROR = {"bf16": 2e-4, "int8": 2e-3}  # of lse and out, absolute; a lost sample moves them by 1e-3 and more
 PEER = "torch SDPA over all rows, bf16, query heads grouped"
 _TYPES = {"bf16": np.uint16, "int8": np.int8}
+ERRORS_KIND = "bf16, errors"  # as bf16, with the standard errors of its answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class _Segments:
         """Keys and values of a KV head as stored, float64 `[tokens, dim]`; keys less the centre."""
         keys, values = [], []
         for kept in self._kept:
-            if kind == "bf16":
+            if _rows_of(kind) == "bf16":
                 keys.append(_widen(kept["bf16 keys"][head]))
                 values.append(_widen(kept["bf16 values"][head]))
             else:
@@ -105,6 +107,7 @@ class _Segments:
         return np.concatenate(keys), np.concatenate(values)
 
     def pieces(self, kind: str, mode: int) -> np.ndarray:
+        kind = _rows_of(kind)
         table = new_pieces(len(self._kept))
         table["run_begin"] = SEGMENT_TOKENS * np.arange(len(table))
         for piece, kept in zip(table, self._kept, strict=True):
@@ -126,7 +129,8 @@ def lsh_rows(benchmark: LshBenchmark, console: Console) -> list[Row]:
     torch.set_num_threads(benchmark.threads)
     layer = make_layer(benchmark.keys, benchmark.bits, benchmark.tables, STEPS, 5)
     segments = _Segments(layer, benchmark)
-    kernels = {kind: _kernel(benchmark, kind) for kind in _TYPES}
+    kernels = {kind: _kernel(benchmark, kind, estimates=False) for kind in _TYPES}
+    kernels[ERRORS_KIND] = _kernel(benchmark, ERRORS_KIND, estimates=True)
     segments.build()
     for kind, kernel in kernels.items():
         _gate(benchmark, layer, segments, kernel, kind)
@@ -134,11 +138,15 @@ def lsh_rows(benchmark: LshBenchmark, console: Console) -> list[Row]:
     return _measure(benchmark, layer, segments, kernels, rates, console)
 
 
-def _kernel(benchmark: LshBenchmark, kind: str) -> HostAttention:
+def _kernel(benchmark: LshBenchmark, kind: str, estimates: bool) -> HostAttention:
     return HostAttention(
-        heads=HEADS, kv_heads=KV_HEADS, dim=DIM, row_type=_TYPES[kind], query_type=np.uint16, bits=benchmark.bits,
-        tables=benchmark.tables, scale=SCALE, threads=benchmark.threads,
+        heads=HEADS, kv_heads=KV_HEADS, dim=DIM, row_type=_TYPES[_rows_of(kind)], query_type=np.uint16,
+        bits=benchmark.bits, tables=benchmark.tables, scale=SCALE, threads=benchmark.threads, estimates=estimates,
     )  # fmt: skip
+
+
+def _rows_of(kind: str) -> str:
+    return kind.partition(",")[0]
 
 
 def _step(layer: Layer, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -172,7 +180,7 @@ def _gate(benchmark: LshBenchmark, layer: Layer, segments: _Segments, kernel: Ho
             lse = scores.max() + np.log(mass.sum()) + shift
             out = mass @ values[chosen] / mass.sum()
             error = max(abs(result.lse[0, head] - lse), np.abs(result.out[0, head] - out).max())
-            require(error < MAX_ERROR[kind], f"{name} {kind} attention, head {head}: off by {error:.2g}")
+            require(error < MAX_ERROR[_rows_of(kind)], f"{name} {kind} attention, head {head}: off by {error:.2g}")
 
 
 def _measure(
@@ -192,7 +200,7 @@ def _measure(
 
     def sample(kind: str, table: np.ndarray, step: int) -> None:
         _put_ask(slot, *_step(layer, step))
-        asks = kernels[kind].asks_in(slot, table[None], None, None)
+        asks = kernels[kind].asks_in(slot, table[None], errors if kind == ERRORS_KIND else None, None)
         got = timed(f"lookup+attend {kind}", lambda: kernels[kind].answer(asks, benchmark.threads, WAIT_S, None))
         require(got.asks == 1, "an ask that stands in the slot was not seen")
         read[kind].append(got.rows)
@@ -200,6 +208,7 @@ def _measure(
         times.setdefault(f"attend {kind}", []).append(got.sampled_ns / 1e6)
 
     slot = new_slot(1, HEADS, DIM, benchmark.tables, torch.bfloat16, torch.device("cpu"))
+    errors = np.empty((1, 1, HEADS, ERRORS), np.float32)
     queries, _ = _step(layer, 0)
     peer = [_as_tensor(rows)[None] for rows in (queries.reshape(KV_HEADS, -1, DIM), layer.keys, layer.values)]
     sampled = {kind: segments.pieces(kind, SAMPLED) for kind in kernels}
@@ -246,8 +255,8 @@ def _rows(
         ("build", "codes, entries, offsets", table_bytes, stream, False),
         ("lookup bf16", "a bucket a table", bucket_bytes, random, False),
     ]
-    for kind in _TYPES:
-        num_bytes = read[kind] * row_bytes[kind]
+    for kind in read:
+        num_bytes = read[kind] * row_bytes[_rows_of(kind)]
         asked.append((f"attend {kind}", "sampled rows", num_bytes, random, False))
         asked.append((f"lookup+attend {kind}", "buckets, sampled rows", num_bytes + bucket_bytes, random, True))
     asked.append(("exact bf16", "all rows", KV_HEADS * keys * row_bytes["bf16"], stream, True))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from cpu.attention import HostAttention
+from cpu.audits import Audits
 from cpu.builder import Builder
 from cpu.host_context import Context
 from cpu.lease import Lease, Loans, SegmentLoan
@@ -45,6 +46,7 @@ QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 
 _Cut = tuple[int, int]  # a context's version, and how many of its tokens
 _Table = tuple[np.ndarray, Lease]  # PIECE [layers, pieces], on the segments that they lie in
+_Part = tuple[np.ndarray, ExchangeSlot, Sequence[Context | None]]  # PIECE [layers, pieces], the rows' contexts
 _NO_VERSION = -1
 _LENT = [RUN_BEGIN, END, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW, CENTRE, KEY_SCALE, VALUE_SCALE]
 
@@ -130,8 +132,11 @@ class Attend:
     what is lent of what it reads.
     """
 
-    def __init__(self, kernel: HostAttention, num_threads: int, builder: Builder, counts: AttentionCounts) -> None:
-        self.kernel, self.builder, self.counts = kernel, builder, counts
+    def __init__(
+        self, kernel: HostAttention, num_threads: int, builder: Builder, counts: AttentionCounts, audits: Audits | None
+    ) -> None:
+        """audits: of answers whose errors are estimated, or None."""
+        self.kernel, self.builder, self.counts, self.audits = kernel, builder, counts, audits
         self.loans = Loans()
         self._num_threads = num_threads
 
@@ -146,9 +151,9 @@ class StepAttention:
     two layers there is less time than a piece takes, and every thread of an attention waits for the slowest.
     """
 
-    def __init__(self, table: np.ndarray, lease: Lease, attend: Attend) -> None:
-        """table: PIECE `[layers, pieces]`, row i of the slot's being request i; begins the lease."""
-        self.table, self._attend = table, attend
+    def __init__(self, table: np.ndarray, lease: Lease, attend: Attend, contexts: Sequence[Context | None]) -> None:
+        """table: PIECE `[layers, pieces]`, row i of the slot's being request i, of context i; begins the lease."""
+        self.table, self.contexts, self._attend = table, contexts, attend
         self._lease: Lease | None = lease
         self._pauses = False
         lease.begin()
@@ -157,7 +162,7 @@ class StepAttention:
         """Raises ExchangeError if the device does not ask."""
         try:
             self._pauses = True
-            _answer(self._attend, [(self.table[layer : layer + 1], slot)], layer)
+            _answer(self._attend, [(self.table[layer : layer + 1], slot, self.contexts)], layer)
         except BaseException:
             self.give_up()
             raise
@@ -192,20 +197,21 @@ def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlo
     A slot's ask under way is the first, and afterwards the last. Raises ExchangeError if the device does not ask.
     """
     try:
-        return _answer(attend, [(attention.table, slot) for attention, slot in parts], 0)
+        return _answer(attend, [(attention.table, slot, attention.contexts) for attention, slot in parts], 0)
     finally:
         attend.builder.go_on()
         for attention, _ in parts:
             attention.give_up()
 
 
-def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], first_layer: int) -> Answered:
+def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answered:
     """Asks from `first_layer` on, of tables PIECE `[layers, pieces]`; a slot's ask under way becomes its last, or the
     one that did not come. Tables are built until the first layer's ask is there, and then the builder pauses.
     """
     counts, kernel, gate = attend.counts, attend.kernel, None if first_layer else attend.builder.gate
+    noted = [_new_errors(attend, part, first_layer) for part in parts]
     asks = np.stack(
-        [kernel.asks_in(slot, table, None, None) for table, slot in parts], axis=1
+        [kernel.asks_in(slot, table, *noting) for (table, slot, _), noting in zip(parts, noted, strict=True)], axis=1
     )  # [layers, parts, columns]
     answered = kernel.answer(asks.reshape(-1, asks.shape[-1]), attend.num_threads, ASK_LIMIT_S, gate)
     counts.asks += answered.asks
@@ -216,8 +222,23 @@ def _answer(attend: Attend, parts: Sequence[tuple[np.ndarray, ExchangeSlot]], fi
     counts.tokens_covered += answered.covered
     counts.keys_scored += answered.keys
     layers, place = divmod(answered.asks, len(parts))
-    for index, (_, slot) in enumerate(parts):
+    for index, (_, slot, _) in enumerate(parts):
         slot.advance(slot.rows, min(layers + (index < place), len(asks) - 1))
     if answered.asks < asks.shape[0] * len(parts):
         raise late(parts[place][1], first_layer + layers, ASK_LIMIT_S)
+    if attend.audits is not None:
+        for (_, _, contexts), (errors, full) in zip(parts, noted, strict=True):
+            assert errors is not None, "errors: of every part, where they are estimated"
+            attend.audits.note(contexts, errors, full, first_layer)
+        if first_layer + layers == attend.audits.layers:
+            attend.audits.end_step()
     return Answered(answered.waited_ns / 1e9, answered.attended_ns / 1e9)
+
+
+def _new_errors(attend: Attend, part: _Part, first_layer: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Where errors of a part's asks go, and which of its heads read in full, as `HostAttention.asks_in` takes them."""
+    if attend.audits is None:
+        return None, None
+    table, slot, contexts = part
+    full = attend.audits.full(contexts, slot.rows, first_layer, first_layer + len(table))
+    return attend.audits.new_errors(len(table), slot.rows), full

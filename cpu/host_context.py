@@ -7,6 +7,8 @@ piece holds its segment; whether a piece is sampled changes only when the contex
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
 from cpu.segment import Segment, TableState
 from transfer.host_memory import SEGMENT_TOKENS
 
@@ -36,13 +38,18 @@ class Merge:
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """version: changes with the pieces, and is never used twice."""
+    """version: changes with the pieces, and is never used twice. steps: answered, of estimated errors; noted: float32
+    `[layers, heads]`, what each head's last full reading said; in_full: bool, those that go on so (`cpu.audits`).
+    """
 
     context_id: int
     is_sampled: bool
     pieces: list[Piece] = field(default_factory=list)
     merge: Merge | None = None
     version: int = field(default_factory=_new_version)
+    steps: int = 0
+    noted: np.ndarray | None = None
+    in_full: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:

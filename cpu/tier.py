@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from cpu.attention import HostAttention
+from cpu.audits import Audits, ErrorCounts
 from cpu.builder import Builder
 from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention, answer_step
 from cpu.growth import Growth, SegmentReservation
 from cpu.host_context import Context
 from cpu.segment import ROW_TYPES
 from cpu.store import SegmentStore
+from transfer.config import ErrorsConfig
 from transfer.exchange import ExchangeSlot
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
 from transfer.slabs import PageSource, SlabPool
@@ -41,7 +43,7 @@ class TierStats:
     """Bytes: in use by contexts, held (in use, idle or on their way), pinned, and the limit of what is held.
 
     tables: layers of segments built, or failed and therefore read exactly; merges: of small segments, and those given
-    up for lack of memory; attention: see `AttentionCounts`.
+    up for lack of memory; attention, errors: see `AttentionCounts`, `ErrorCounts`.
     """
 
     contexts: int
@@ -56,15 +58,18 @@ class TierStats:
     merges: int
     merges_dropped: int
     attention: AttentionCounts
+    errors: ErrorCounts
 
 
 class CpuTier:
     """All deposited contexts of an engine. Called from one thread."""
 
     def __init__(
-        self, shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, source: PageSource
-    ) -> None:
-        """query_dtype: bfloat16 or float32; num_threads: of attention. Compiles, or reads numba's cache.
+        self, shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, source: PageSource,
+        errors: ErrorsConfig | None = None,
+    ) -> None:  # fmt: skip
+        """query_dtype: bfloat16 or float32; num_threads: of attention; errors: what is done about those of answers;
+        None: nothing. Compiles, or reads numba's cache.
 
         Raises ValueError for a shape that the kernels have no code for, RuntimeError for a CPU without AVX2.
         """
@@ -79,12 +84,15 @@ class CpuTier:
             tables=max(shape.num_tables, 2),  # where there are none, nothing is sampled
             scale=shape.dim**-0.5,
             threads=num_threads,
+            estimates=errors is not None,
         )
+        audits = None if errors is None else Audits(errors, len(shape.layers), shape.num_heads)
+        self._errors = ErrorCounts() if audits is None else audits.counts
         self._pool = SlabPool(limit_bytes, source, min(MAX_MAPPING_THREADS, num_threads))
         self._builder = Builder(max(1, num_threads // BUILDER_SHARE), has_own_core=num_threads >= OWN_CORE_THREADS)
         self._store = SegmentStore(self._pool, self._builder)
         self._growth = Growth(shape, self._store)
-        self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts())
+        self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts(), audits)
         self._tables = PieceTables(len(shape.layers), self._store.changed)
         self._contexts: dict[int, Context] = {}
 
@@ -168,7 +176,7 @@ class CpuTier:
                 if context is not None and not self._tables.knows(context, tokens):
                     self._wait_for(context, tokens)
             found = self._tables.make(batch)
-        return StepAttention(*found, self._attend)
+        return StepAttention(*found, self._attend, [context for context, _ in batch])
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """All asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""
@@ -192,6 +200,7 @@ class CpuTier:
             merges=self._growth.merges,
             merges_dropped=self._growth.merges_dropped,
             attention=replace(self._attend.counts),
+            errors=replace(self._errors),
         )
 
     def shutdown(self) -> None:
@@ -224,8 +233,10 @@ class CpuTier:
 
 
 def open_tier(
-    shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, is_pinned: bool
-) -> CpuTier:
-    """A tier over memory of this host. is_pinned: registered with CUDA, whose device copies into it."""
+    shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, is_pinned: bool,
+    errors: ErrorsConfig | None = None,
+) -> CpuTier:  # fmt: skip
+    """A tier over memory of this host. is_pinned: registered with CUDA, whose device copies into it; errors: as in
+    `CpuTier`."""
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
-    return CpuTier(shape, query_dtype, limit_bytes, num_threads, PageSource(map_pages, pin, unpin))
+    return CpuTier(shape, query_dtype, limit_bytes, num_threads, PageSource(map_pages, pin, unpin), errors)

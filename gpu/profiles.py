@@ -41,7 +41,7 @@ class Part:
     settings: Settings
 
     def __str__(self) -> str:
-        given = ", ".join(f"{key} {value}" for key, value in self.settings.model_dump().items())
+        given = ", ".join(f"{key} {value}" for key, value in self.settings.model_dump(exclude_none=True).items())
         return f"{self.method.slot}: {self.method.name}" + (f" ({given})" if given else "")
 
 
@@ -258,4 +258,4 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _listed(settings: Settings) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in settings.model_dump().items()) + "}"
+    return "{" + ", ".join(f"{key}: {value}" for key, value in settings.model_dump(exclude_none=True).items()) + "}"

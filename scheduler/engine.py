@@ -177,6 +177,12 @@ class Engine:
             ready_seconds=times.ready_s,
             wait_seconds=tier.attention.wait_s,
             attend_seconds=tier.attention.attend_s,
+            answers_estimated=tier.errors.estimated,
+            answers_heavy=tier.errors.heavy,
+            answers_beyond=tier.errors.beyond,
+            answers_heavy_beyond=tier.errors.heavy_beyond,
+            steps_beyond=tier.errors.steps_beyond,
+            answers_in_full=tier.errors.in_full,
         )
 
     def _launch(self, lane: Lane) -> StepPlan | None:

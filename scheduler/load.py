@@ -106,7 +106,8 @@ def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
 def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
     """Memory and threads for deposited contexts; pinned where a GPU copies into it."""
     threads = host.threads or plan.threads
-    return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned=plan.device == "cuda")
+    is_pinned = plan.device == "cuda"
+    return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned, host.sampled.errors)
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:

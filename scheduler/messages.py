@@ -240,6 +240,12 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     ready_seconds: float  # decode waited for deposits to land and tables to stand
     wait_seconds: float  # the CPU waited for queries
     attend_seconds: float  # the CPU attended
+    answers_estimated: int  # of a head in a layer, whose error was; none of these six where none is
+    answers_heavy: int  # of these, with a key of more than a tenth of the weight
+    answers_beyond: int  # the configured bound, without such a key
+    answers_heavy_beyond: int  # with one
+    steps_beyond: int  # with any of them
+    answers_in_full: int  # read so, to know the error or since it is too large
 
 
 class ReuseStats(msgspec.Struct, frozen=True, kw_only=True):

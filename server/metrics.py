@@ -71,6 +71,26 @@ class Metrics:
         )
         self.host_segments = self._gauge("tandem_host_segments", "segments of tokens with tables of their own")
         self.host_tables_built = self._counter("tandem_host_tables_built", "hash tables of a layer of a segment built")
+        self.host_errors = {
+            "answers_estimated": self._counter(
+                "tandem_host_answers_estimated",
+                "sampled answers, of a head in a layer, whose standard error was estimated",
+            ),
+            "answers_heavy": self._counter(
+                "tandem_host_answers_heavy", "of these, answers in which a key has more than a tenth of the weight"
+            ),
+            "answers_beyond": self._counter(
+                "tandem_host_answers_beyond_bound",
+                "answers with no such key whose error is beyond host.sampled.errors.bound",
+            ),
+            "answers_heavy_beyond": self._counter(
+                "tandem_host_answers_heavy_beyond_bound", "answers with such a key whose error is beyond it"
+            ),
+            "steps_beyond": self._counter("tandem_host_steps_beyond_bound", "decode steps with an answer beyond it"),
+            "answers_in_full": self._counter(
+                "tandem_host_answers_in_full", "answers read in full for host.sampled.errors.epsilon, audits among them"
+            ),
+        }
         self.host_tables_failed = self._counter(
             "tandem_host_tables_failed", "hash tables that could not be built: the layer of the segment is read exactly"
         )
@@ -163,6 +183,8 @@ class Metrics:
         self.host_ready_s.inc(host.ready_seconds - (last.ready_seconds if last else 0.0))
         self.host_wait_s.inc(host.wait_seconds - (last.wait_seconds if last else 0.0))
         self.host_attend_s.inc(host.attend_seconds - (last.attend_seconds if last else 0.0))
+        for name, counter in self.host_errors.items():
+            counter.inc(getattr(host, name) - (getattr(last, name) if last else 0))
 
     def _take_reuse(self, reuse: ReuseStats, last: ReuseStats | None) -> None:
         for name, counter in self.reuse.items():

@@ -15,11 +15,33 @@ from transfer.settings import Settings
 MAX_BITS_PER_TABLE = 16  # codes are uint16
 
 
+class ErrorsConfig(Settings):
+    """What is done about the errors of sampled answers."""
+
+    bound: float = Field(
+        0.25,
+        gt=0,
+        description="answers whose error, of log mass or as a share of the output's length, is beyond this are counted",
+    )
+    epsilon: float | None = Field(
+        None, gt=0, description="a head whose answers would have a larger error is read in full; default: none is"
+    )
+    audit_steps: int = Field(
+        256, ge=2, description="with `epsilon`: a head is read in full every so many steps, to know what it would have"
+    )
+    full_share: float = Field(
+        0.05, ge=0, le=1, description="with `epsilon`: of a context's heads, the most that are read in full beyond that"
+    )
+
+
 class SampledConfig(Settings):
     """LSH sampling, MagicPIG section 4; paper: K = bits_per_table, L = num_tables."""
 
     bits_per_table: int = Field(10, ge=1, le=MAX_BITS_PER_TABLE, description="bits of a SimHash code (the paper's K)")
     num_tables: int = Field(150, ge=2, le=512, description="hash tables a KV head (the paper's L)")
+    errors: ErrorsConfig | None = Field(
+        None, description="with this, each answer's standard error is estimated, of its log mass and of its output"
+    )
 
 
 class HostConfig(Settings):

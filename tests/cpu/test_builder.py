@@ -113,7 +113,7 @@ def test_with_a_core_of_its_own_one_thread_works_while_decode_holds_the_gate():
 def test_attention_leaves_a_core_to_what_is_built_where_there_are_many():
     for threads, has_own_core in [(8, True), (4, False)]:
         builder = Builder(1, has_own_core)
-        attend = Attend(None, threads, builder, None)
+        attend = Attend(None, threads, builder, None, None)
         log, may_go_on = Log(builder), threading.Event()
 
         def work(may_go_on=may_go_on):

@@ -51,6 +51,7 @@ HOST_STATS = HostStats(
     segments=2, tables_built=60,
     tables_failed=1, tokens_covered=8000, rows_read=160, rows_left_out=7,
     ready_seconds=0.5, wait_seconds=0.25, attend_seconds=1.5,
+    answers_estimated=0, answers_heavy=0, answers_beyond=0, answers_heavy_beyond=0, steps_beyond=0, answers_in_full=0,
 )  # fmt: skip
 
 

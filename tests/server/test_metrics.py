@@ -10,6 +10,8 @@ HOST = HostStats(
     segments=26, tables_built=27,
     tables_failed=28, tokens_covered=29, rows_read=30, rows_left_out=34,
     ready_seconds=31.5, wait_seconds=32.5, attend_seconds=33.5,
+    answers_estimated=60, answers_heavy=61, answers_beyond=62, answers_heavy_beyond=63, steps_beyond=64,
+    answers_in_full=65,
 )  # fmt: skip
 REUSE = ReuseStats(
     tries=[1, 2], hits=[3, 4], context_cells=[5, 6], skipped_cells=[7, 8], gaps=[9, 10], ages=[11, 12],
@@ -33,6 +35,8 @@ COUNTERS = {
     "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_restored": 35,
     "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5, "fetch_hole_tokens": 37,
     "fetch_read_tokens": 38, "fetch_dropped_tokens": 39, "fetch_fetched_blocks": 40, "fetch_looked_blocks": 41,
+    "host_answers_estimated": 60, "host_answers_heavy": 61, "host_answers_beyond_bound": 62,
+    "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64, "host_answers_in_full": 65,
 }  # fmt: skip
 
 

@@ -1,0 +1,103 @@
+"""Which heads of a context read in full what they would sample, and what is counted of estimated errors.
+
+Every `audit_steps` steps a head reads in full; from all weights the standard error is known that sampling would have
+had, and beyond `epsilon` the head goes on reading in full, until a reading says otherwise. It refuses to know rows and
+tables. Invariant: whether a head reads in full follows from counts and from full readings alone, never from what a
+sample held: where an estimate chose, the samples that stay would be those that happened to look well, and their mass
+would be too small on average, since a context's tables are the same from step to step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cpu.errors import ERRORS, LARGEST, LOG_MASS, OUTPUT
+from cpu.host_context import Context
+from transfer.config import ErrorsConfig
+
+HEAVY_WEIGHT = 0.1  # of an answer: a head that has such a key may as well have missed one, of which no sample tells
+
+
+@dataclass(slots=True)
+class ErrorCounts:
+    """Answers of heads with samples: estimated, with a heavy key, beyond the bound (without and with such a key);
+    steps with any beyond; answers that were read in full.
+    """
+
+    estimated: int = 0
+    heavy: int = 0
+    beyond: int = 0
+    heavy_beyond: int = 0
+    steps_beyond: int = 0
+    in_full: int = 0
+
+
+class Audits:
+    """The errors of one tier's answers. layers: that go down."""
+
+    def __init__(self, settings: ErrorsConfig, layers: int, heads: int) -> None:
+        self._settings, self.layers, self._heads = settings, layers, heads
+        self._bound = settings.bound
+        self._ordinal = np.arange(layers * heads).reshape(layers, heads)
+        self._most_in_full = int(settings.full_share * layers * heads)
+        self._is_beyond = False  # the step under way
+        self.counts = ErrorCounts()
+
+    def new_errors(self, layers: int, rows: int) -> np.ndarray:
+        """For answers to be written to: float32 `[layers, rows, heads, ERRORS]`, zeros."""
+        return np.zeros((layers, rows, self._heads, ERRORS), np.float32)
+
+    def full(self, contexts: Sequence[Context | None], rows: int, first: int, last: int) -> np.ndarray | None:
+        """uint8 `[layers, rows, heads]` of layers `first .. last`, or None where nobody asks for epsilon."""
+        if self._settings.epsilon is None:
+            return None
+        full = np.zeros((last - first, rows, self._heads), np.uint8)
+        for row, context in enumerate(contexts):
+            if context is not None:
+                full[:, row] = (self._ordinal[first:last] + context.steps) % self._settings.audit_steps == 0
+                if context.in_full is not None:
+                    full[:, row] |= context.in_full[first:last]
+        return full
+
+    def note(self, contexts: Sequence[Context | None], errors: np.ndarray, full: np.ndarray | None, first: int) -> None:
+        """Answers of layers from `first` on are there, of one part of a step."""
+        last = first + len(errors)
+        worst = np.maximum(errors[..., LOG_MASS], errors[..., OUTPUT])  # [layers, rows, heads]
+        if full is not None:
+            for row, context in enumerate(contexts):
+                if context is not None:
+                    self._note_full(context, worst[:, row], full[:, row] > 0, first, last)
+        for context in contexts:
+            if context is not None:
+                context.steps += last == self.layers
+        self._count(errors[..., LARGEST], worst, full)
+
+    def end_step(self) -> None:
+        """All parts have been noted, and the last layer."""
+        self.counts.steps_beyond += self._is_beyond
+        self._is_beyond = False
+
+    def _note_full(self, context: Context, worst: np.ndarray, read: np.ndarray, first: int, last: int) -> None:
+        if context.noted is None:
+            context.noted = np.zeros((self.layers, self._heads), np.float32)
+        context.noted[first:last][read] = worst[read]
+        if last == self.layers:
+            wanted = np.nan_to_num(context.noted, nan=0.0)
+            epsilon = float(self._settings.epsilon or 0.0)
+            if int((wanted > epsilon).sum()) > self._most_in_full:
+                kept = np.sort(wanted, axis=None)[-self._most_in_full - 1]
+                epsilon = max(epsilon, float(kept))
+            context.in_full = wanted > epsilon
+
+    def _count(self, largest: np.ndarray, worst: np.ndarray, full: np.ndarray | None) -> None:
+        sampled = largest > 0
+        if full is not None:
+            self.counts.in_full += int((sampled & (full > 0)).sum())
+            sampled &= full == 0
+        heavy, beyond = sampled & (largest > HEAVY_WEIGHT), sampled & (worst > self._bound)
+        self.counts.estimated += int(sampled.sum())
+        self.counts.heavy += int(heavy.sum())
+        self.counts.beyond += int((beyond & ~heavy).sum())
+        self.counts.heavy_beyond += int((beyond & heavy).sum())
+        self._is_beyond |= bool(beyond.any())
