@@ -16,6 +16,7 @@ import torch
 from gpu.decode.halving import Halving, most_rows_of_parts
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, Launched
+from gpu.fusion.documents import Documents
 from gpu.host.deposit import Depositor
 from gpu.host.offload import Offload
 from gpu.host.slot_exchange import SlotExchange
@@ -51,6 +52,7 @@ from gpu.step import (
     Unit,
 )
 from gpu.upload import upload
+from transfer.chunks.library import ChunkLibrary
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.tier import Ask, ContextLostError, HostMemoryError, HostTier
@@ -77,14 +79,14 @@ class Runner:
     (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes. num_rings: of the parts that keep
     some; sink_tokens: what a context that goes down keeps in front. ask_times: of all steps with a part on the host.
     checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
-    is not the whole context; a debug run, without graphs.
+    is not the whole context; a debug run, without graphs. library: where documents' chunks are, or None.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
                  max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
                  device: torch.device, tier: HostTier | None, parts: Sequence[Part],
                  num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
-                 checks_coverage: bool = False) -> None:  # fmt: skip
+                 checks_coverage: bool = False, library: ChunkLibrary | None = None) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -108,9 +110,11 @@ class Runner:
         self.dense = Dense()
         self._sides = make_prefill_sides(parts, site, self.dense)
         prefill_sides = {DENSE: self.dense, **self._sides}
+        self._documents = None if library is None else Documents(library, device)
         self._prefill = Prefill(
-            decoder, self._sampler, max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier, depositor
-        )
+            decoder, self._sampler, max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier, depositor,
+            self._documents,
+        )  # fmt: skip
         self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
         workspaces = [
@@ -148,6 +152,10 @@ class Runner:
         """Whether the host would answer without a wait what is asked: as far as plans have been launched."""
         assert self._offload is not None, "runner: a row asks, but there is no tier"
         return self._offload.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
+
+    def is_loaded(self, job_id: int, layer: int) -> bool:
+        """Whether a unit that begins this layer of the job waits for no disk, as far as plans have been launched."""
+        return self._prefill.is_loaded(job_id, layer)
 
     def reuse_counts(self) -> dict[str, ReuseCounts]:
         """What reuse did, by the part that plans name; waits for nothing."""
@@ -292,6 +300,8 @@ class Runner:
     def shutdown(self) -> None:
         """End the thread that answers; no device is left waiting for it. What is in flight should be collected."""
         self.decode_steps.shutdown()
+        if self._documents is not None:
+            self._documents.shutdown()
 
     def _launch_deposits(self, deposits: Sequence[Deposit]) -> dict[int, str]:
         """Slots that the host refused memory now, and why."""

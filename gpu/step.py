@@ -11,12 +11,20 @@ from enum import Enum
 import numpy as np
 
 from gpu.sampling.params import SamplingParams
+from transfer.chunks.format import ChunkKey
 
 NOT_FINITE = -1
 NOTHING_LEFT = -2
 
 DENSE = "dense"
 """The prefill method of profiles that name none: all of a query's past is attended to, exactly."""
+
+
+FUSED = "fused"
+"""What units are learnt by, of which most of the prompt is not computed: queries at any positions, dense."""
+
+NO_SLOT = -1
+"""Of a chunk that is computed alone: it has no sequence, takes no pages and draws nothing."""
 
 
 class Lane(Enum):
@@ -58,6 +66,37 @@ class HostPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedChunk:
+    """Tokens `[begin, end)` of a prompt are the chunk of that key: its keys and values were computed alone, and are
+    kept before rotation.
+    """
+
+    begin: int
+    end: int
+    key: ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPrompt:
+    """How a prompt with chunks is computed (`gpu.fusion.plan`): all of its tokens below layer `select_layer`, and from
+    there on what is in no chunk, its last token, and `num_chosen` others, which the policy chooses on the device.
+
+    chunks: ascending, disjoint, behind the prompt's `begin`. select_layer: 0 for a policy that looks at nothing.
+    seam_tokens: at the front of each chunk, chosen before all others. `[question_begin, question_end)`: who is asked
+    what matters. num_computed: from `select_layer` on.
+    """
+
+    policy: str
+    chunks: tuple[PlacedChunk, ...]
+    select_layer: int
+    seam_tokens: int
+    num_chosen: int
+    num_computed: int
+    question_begin: int
+    question_end: int
+
+
+@dataclass(frozen=True, slots=True)
 class RingCopy:
     """What a ring begins with: another's entries of cells before `begin`, at the places of none of `[begin, end)`: the
     other sequence has written these otherwise, or the copy's prompt has them in front of what it will write.
@@ -88,6 +127,8 @@ class PrefillPrompt:
     `token_ids` is int32 `[context]`: the prompt, and after a preemption the output so far as well (`num_prompt_tokens`
     tells them apart). `samples` is the number of output tokens drawn before: the next draw is number `samples`.
     `host`: what of it goes down, or None. Its page table then has, for `[sink, released)`, pages of dense layers alone.
+    `fused`: what it takes of chunks, or None; such a prompt is alone in its job. `capture`: it is a chunk, in NO_SLOT,
+    whose keys and values are kept under that key; all prompts of its job are.
     """
 
     slot: int
@@ -97,6 +138,8 @@ class PrefillPrompt:
     sampling: SamplingParams
     profile: str
     host: HostPrompt | None = None
+    fused: FusedPrompt | None = None
+    capture: ChunkKey | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -127,7 +170,33 @@ class PrefillJob:
 
     @property
     def num_tokens(self) -> int:
+        """Behind their begins: of what is in no layer computed, too."""
         return sum(prompt.num_computed_tokens for prompt in self.prompts)
+
+    @property
+    def fused(self) -> FusedPrompt | None:
+        return self.prompts[0].fused
+
+    @property
+    def is_of_chunks(self) -> bool:
+        """Whether its prompts are chunks that are computed alone."""
+        return self.prompts[0].capture is not None
+
+    @property
+    def stages(self) -> list[tuple[int, int]]:
+        """(first layer, tokens that go through the layers from there on), ascending."""
+        fused = self.fused
+        if fused is None:
+            return [(0, self.num_tokens)]
+        all_tokens = [(0, self.num_tokens)] if fused.select_layer else []
+        return [*all_tokens, (fused.select_layer, fused.num_computed)]
+
+    def is_scattered(self, layer: int) -> bool:
+        """Whether the tokens that go through the layer may be any of the prompt's."""
+        return self.fused is not None and layer >= self.fused.select_layer
+
+    def num_tokens_in(self, layer: int) -> int:
+        return next(tokens for first, tokens in reversed(self.stages) if layer >= first)
 
     @property
     def num_scored_tokens(self) -> int:
@@ -136,7 +205,8 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class PrefillUnit:
-    """One layer over packed tokens `[begin, end)` of a job. Units of a job come layer by layer, in token order.
+    """One layer over packed tokens `[begin, end)` of a job, of those that go through that layer. Units of a job come
+    layer by layer, in token order.
 
     method: by which all of the job is attended to (`gpu.profiles.Profile.prefill_method`). The unit that ends the job
     also samples each prompt's next token: it ends the last layer, or, where prompts are scored, the last of them.

@@ -326,3 +326,10 @@ HISTORY_CODE_RTOL = 0.0443
 HISTORY_FLOAT32 = 2e-6
 # Codes of attention, eight an octave, whose logarithm two programs round: next to a border it may go either way.
 HISTORY_CODE = 1
+
+# --- fused prompts ---
+# Logits of a fused prompt of a small model in float32 against float64, and rows of its chunks: sums of six layers; the
+# policies, and a token more or less, move them by ten times that.
+FUSED_LOGIT_ATOL = 2e-4
+# Logits where chunks are kept in 8 or 16 bits: half a scale of rows that span several units, through six layers.
+FUSED_ROWS_INT8_ATOL = 0.5

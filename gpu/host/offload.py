@@ -17,7 +17,7 @@ import torch
 from gpu.host.deposit import Depositor
 from gpu.kv.pool import KvPool
 from gpu.memory.host_demand import LUMP_TOKENS
-from gpu.prefill.jobs import GatheredKv
+from gpu.prefill.gathered import GatheredKv
 from gpu.prefill.staging import Staging
 from gpu.step import Deposit, Fetch, Restore
 from gpu.upload import upload

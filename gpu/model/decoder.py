@@ -21,6 +21,9 @@ from gpu.model.weights import Weights
 # (query, pre_rope_query), both [tokens, heads, dim], to attention's output, of that shape and any floating dtype.
 Attend = Callable[[Tensor, Tensor], Tensor]
 
+# (keys and values before rotation, [tokens, 2, kv_heads, dim], a view), of those tokens that a layer computes.
+See = Callable[[Tensor], None]
+
 # Where a layer's keys and values are written: key_pages, value_pages `[num_pages, kv_heads, page_tokens, dim]`, and
 # page_table int32 `[max_slots, max_pages]`. A buffer `[kv_heads, tokens, dim]` is one page of `tokens` tokens.
 Pages = tuple[Tensor, Tensor, Tensor]
@@ -59,32 +62,47 @@ class Decoder:
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
-              pages: Pages | None = None) -> Tensor:  # fmt: skip
+              pages: Pages | None = None, cells: Tensor | None = None, see: See | None = None) -> Tensor:  # fmt: skip
         """One layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots' pages, each
-        to the cell of its position.
+        to its cell.
 
-        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; pages: None for the pool's. The KV
-        that `attend` sees has these tokens.
+        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; pages: None for the pool's; cells:
+        int64 `[tokens]`, None: positions are cells; see: is shown what is written. The KV that `attend` sees has these
+        tokens.
         """
-        query, pre_rope_query = self.enter(index, hidden, positions, positions, slots, pages)
+        query, pre_rope_query = self.enter(
+            index, hidden, positions, positions if cells is None else cells, slots, pages, see
+        )
         return self.leave(index, hidden, attend(query, pre_rope_query))
 
     def enter(self, index: int, hidden: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
-              pages: Pages | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+              pages: Pages | None, see: See | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The part of a layer before attention: keys and values are written, `(query, pre_rope_query)` come back.
 
-        See `layer`. cells: int64 `[tokens]`, of the slots' contexts, where they are written. Both queries are `[tokens,
-        heads, dim]`, of the weights' dtype.
+        See `layer`. cells: of the slots' contexts, where they are written. Both queries are `[tokens, heads, dim]`, of
+        the weights' dtype.
         """
+        qkv = self.projections.qkv(index, hidden)
+        if see is not None:
+            see(qkv[:, self.query_columns :].view(len(qkv), 2, -1, self.architecture.dim))
+        query = self._write(index, qkv, positions, cells, slots, pages, self.architecture.num_heads)
+        return query, qkv[:, : self.query_columns].view(query.shape)
+
+    def place(self, index: int, rows: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
+              pages: Pages | None) -> None:  # fmt: skip
+        """Write keys and values that are not computed here, `[tokens, 2, kv_heads, dim]`, contiguous, keys before
+        rotation: they are rotated to `positions` and written as in `enter`.
+        """
+        self._write(index, rows.flatten(1), positions, cells, slots, pages, 0)
+
+    def _write(self, index: int, qkv: Tensor, positions: Tensor, cells: Tensor, slots: Tensor, pages: Pages | None,
+               num_heads: int) -> Tensor:  # fmt: skip
         key_pages, value_pages, page_table = pages or (
             self.pool.key_pages[index], self.pool.value_pages[index], self.pool.page_table,
         )  # fmt: skip
-        qkv = self.projections.qkv(index, hidden)
-        query = self._rope_kv_write(
-            qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages,
-            self.architecture.num_heads,
+        return self._rope_kv_write(
+            qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages, num_heads
         )  # fmt: skip
-        return query, qkv[:, : self.query_columns].view(query.shape)
 
     def leave(self, index: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """The part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, projected and

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.kernels.scattered_attention import scattered_attention_kernel, serves
 from gpu.prefill.query import Attended
 from transfer.partial import Partial, merge
 
@@ -57,8 +58,22 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
     return Attended(whole.out, whole.lse)
 
 
-def scattered_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float) -> Attended:
-    """As `prefill_attention`, of queries at any ascending positions: int64 `[tokens]` on the device."""
+def scattered_attention(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int | None
+) -> Attended:
+    """As `prefill_attention`, of queries at any ascending positions: int64 `[tokens]` on the device.
+
+    window: as in `windowed_attention`, None: a query sees all before it. Behind the last query keys and values may be
+    anything, NaN included: those of units to come are not written yet.
+    """
+    if serves(query):
+        return Attended(*scattered_attention_kernel(query, key, value, positions, scale, window))
+    if query.is_cuda:  # where a look at the last position would wait for the device
+        behind = (torch.arange(key.shape[1], device=query.device) > positions[-1])[None, :, None]
+        key, value = key.masked_fill(behind, 0.0), value.masked_fill(behind, 0.0)
+    else:
+        end = int(positions[-1]) + 1
+        key, value = key[:, :end], value[:, :end]
     context = key.shape[1]
     most = max(1, MASKED_ENTRIES // context)
     seen = torch.arange(context, device=query.device)
@@ -66,7 +81,8 @@ def scattered_attention(query: Tensor, key: Tensor, value: Tensor, positions: Te
     for begin in range(0, len(query), most):
         own = slice(begin, begin + most)
         mask = torch.zeros(len(positions[own]), context, dtype=query.dtype, device=query.device)
-        mask.masked_fill_(seen > positions[own, None], float("-inf"))
+        last = positions[own, None]
+        mask.masked_fill_((seen > last) | (seen <= last - (window or context)), float("-inf"))
         attended.append(_masked(query[own], key, value, mask, scale))
     if len(attended) == 1:
         return attended[0]

@@ -44,7 +44,7 @@ class Dense(PrefillSide):
 
     def attend(self, query: PrefillQuery) -> Attended:
         if query.begin is None:
-            return scattered_attention(query.query, query.keys, query.values, query.positions, query.scale)
+            return scattered_attention(query.query, query.keys, query.values, query.positions, query.scale, None)
         tokens = query.query.shape[0]
         end = query.begin + tokens
         keys, values = query.keys[:, :end], query.values[:, :end]

@@ -2,8 +2,8 @@
 
 It refuses to know when units run, and what else does. Invariants: the hidden states of a job live from its first unit
 to its last or to its drop; a unit reads only its own job's pages (or staging: a prompt that goes down to the host tier
-is alone in its job, and the only one of its kind), so units of several jobs and decode steps interleave freely, and
-where one layer's chunks begin need not be where another's do.
+is alone in its job, and the only one of its kind; one that takes documents' chunks is alone, too), so units of several
+jobs and decode steps interleave freely, and where one layer's units begin need not be where another's do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.fusion.chunk_job import ChunkJob
+from gpu.fusion.documents import Documents
+from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.host.deposit import Depositor
-from gpu.kernels.gather_pages import gather_pages
-from gpu.kv.pool import KvPool
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
-from gpu.model.decoder import Decoder
-from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, windowed_attention
+from gpu.model.decoder import Decoder, Pages
+from gpu.prefill.attention import (
+    Packing,
+    has_flash,
+    packed_prefill_attention,
+    scattered_attention,
+    windowed_attention,
+)
+from gpu.prefill.gathered import GatheredKv
 from gpu.prefill.query import PrefillQuery
 from gpu.prefill.scored_rows import cut_rows
 from gpu.prefill.staging import StagedPrompt, Staging
@@ -27,64 +35,12 @@ from gpu.sampling.logprobs import Logprobs, join_logprobs
 from gpu.sampling.sampler import Sampled, Sampler, gather_logprobs
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob, Unit
 from gpu.upload import upload
+from transfer.chunks.format import ChunkKey
 from transfer.tier import HostMemoryError, HostTier
 
+LOOK_TOKENS = 2048  # of the layer in which a policy looks, projected at once
+LOST_CHUNK_TOKENS = 2048  # of a chunk that is computed while its prompt waits, at once
 MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of more is worth a launch of its own
-
-
-class GatheredKv:
-    """One layer's keys and values of one context, contiguous in tokens: copied out of pages as its chunks come."""
-
-    def __init__(self, pool: KvPool, kv_heads: int, dim: int) -> None:
-        self.pool = pool
-        shape = (kv_heads, pool.max_pages, pool.page_tokens, dim)
-        self.keys = torch.empty(shape, dtype=pool.key_pages[0].dtype, device=pool.device)
-        self.values = torch.empty_like(self.keys)
-        self._holds: tuple[int, int, int] | None = None  # (job, slot, layer)
-        self._tokens = 0
-
-    def gather(self, job_id: int, slot: int, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[kv_heads, end, dim]` of tokens `[0, end)`, valid until the next gather.
-
-        What the last call gathered for the same job, slot and layer is not gathered again.
-        """
-        page_tokens = self.pool.page_tokens
-        if self._holds != (job_id, slot, layer) or self._tokens > end:
-            self._holds, self._tokens = (job_id, slot, layer), 0
-        begin_page, end_page = self._tokens // page_tokens, -(-end // page_tokens)
-        page_ids = self.pool.page_table[slot, begin_page:end_page]
-        new = slice(begin_page, end_page)
-        gather_pages(
-            self.pool.key_pages[layer], self.pool.value_pages[layer], page_ids, self.keys[:, new], self.values[:, new]
-        )
-        self._tokens = end
-        return self.keys.flatten(1, 2)[:, :end], self.values.flatten(1, 2)[:, :end]
-
-    def pack(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[tokens, kv_heads, dim]` of any tokens, valid until the next gather; `rows` of `rows_of`."""
-        self.forget()
-        kv_heads, *_, dim = self.keys.shape
-        packed = []
-        for pages, gathered in (
-            (self.pool.key_pages[layer], self.keys),
-            (self.pool.value_pages[layer], self.values),
-        ):
-            flat = gathered.view(-1, dim)[: len(rows)]
-            torch.index_select(pages.view(-1, dim), 0, rows, out=flat)
-            packed.append(flat.view(-1, kv_heads, dim))
-        return packed[0], packed[1]
-
-    def rows_of(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where the KV heads of tokens lie in a layer's pages, int64 `[tokens * kv_heads]`; both int64 `[tokens]`."""
-        kv_heads, _, page_tokens, _ = self.keys.shape
-        pages = self.pool.page_table[slots, positions // page_tokens].long()
-        first = pages * (kv_heads * page_tokens) + positions % page_tokens
-        heads = torch.arange(kv_heads, device=first.device) * page_tokens
-        return (first[:, None] + heads).flatten()
-
-    def forget(self) -> None:
-        """Nothing gathered before is valid any more."""
-        self._holds = None
 
 
 @dataclass(slots=True)
@@ -138,14 +94,14 @@ class _Job:
     has_failed: bool
     scored: dict[int, list[Logprobs]]  # by slot: pieces so far, in order
     method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
+    fused: FusedPrompt | None
     packed: _Packed | None = None
 
-    def ends_with(self, unit: Unit, num_layers: int) -> bool:
-        """Whether nothing of the job comes after."""
-        if isinstance(unit, LogitsUnit):
-            return unit.end == self.job.num_scored_tokens
-        is_last = unit.layer == num_layers - 1 and unit.end == self.job.num_tokens
-        return is_last and self.job.num_scored_tokens == 0
+    def narrow(self, ids: Tensor) -> None:
+        """From now on only these tokens are computed: packed ids, ascending, int64, the last one among them."""
+        self.token_ids, self.positions, self.slots = self.token_ids[ids], self.positions[ids], self.slots[ids]
+        self.hidden = None if self.hidden is None else self.hidden[ids]
+        self.offsets = [0, len(ids)]
 
     def parts(self, unit: PrefillUnit) -> list[_Part]:
         """A unit's, prompt by prompt."""
@@ -157,16 +113,25 @@ class _Job:
         return parts
 
 
+def ends_with(job: PrefillJob, unit: Unit, num_layers: int) -> bool:
+    """Whether nothing of the job comes after."""
+    if isinstance(unit, LogitsUnit):
+        return unit.end == job.num_scored_tokens
+    is_last = unit.layer == num_layers - 1 and unit.end == job.num_tokens_in(unit.layer)
+    return is_last and job.num_scored_tokens == 0
+
+
 class Prefill:
     """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together.
 
     sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of slots
-    that hold its rings. tier, depositor: where prompts with a `host` go, and how; or None and None.
+    that hold its rings. tier, depositor: where prompts with a `host` go, and how; or None and None. documents: where
+    chunks come from, and go; or None.
     """
 
     def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, sides: Mapping[str, PrefillSide],
                  reusing: Sequence[RingSide], tier: HostTier | None,
-                 depositor: Depositor | None) -> None:  # fmt: skip
+                 depositor: Depositor | None, documents: Documents | None) -> None:  # fmt: skip
         self.max_hidden_tokens = max_hidden_tokens
         self._sides = sides
         self._reusing = reusing
@@ -177,7 +142,9 @@ class Prefill:
         self.staging = Staging(decoder.pool, tier, depositor) if tier is not None and depositor is not None else None
         pool = decoder.pool
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, pool.max_pages * pool.page_tokens)
+        self._documents = documents
         self._jobs: dict[int, _Job] = {}
+        self._chunk_jobs: dict[int, tuple[PrefillJob, ChunkJob]] = {}
         self._failures: dict[int, str] = {}
 
     def add(self, job: PrefillJob) -> None:
@@ -188,10 +155,16 @@ class Prefill:
         down beside others, or while another one does.
         """
         under_way = sum(state.job.num_tokens for state in self._jobs.values())
+        under_way += sum(state.num_tokens for _, state in self._chunk_jobs.values())
         if under_way + job.num_tokens > self.max_hidden_tokens:
             raise ValueError(
                 f"prefill: job of {job.num_tokens} tokens beside {under_way} under way; have {self.max_hidden_tokens}"
             )
+        if job.is_of_chunks:
+            keys = [prompt.capture for prompt in job.prompts if prompt.capture is not None]
+            state_of_chunks = self._chunk_job([prompt.token_ids for prompt in job.prompts], keys)
+            self._chunk_jobs[job.job_id] = job, state_of_chunks
+            return
         self._check_host(job)
         offsets = [0]
         for prompt in job.prompts:
@@ -211,8 +184,11 @@ class Prefill:
             packed[2, begin:end] = prompt.slot
         token_ids, positions, slots = upload(packed, self.device).unbind(0)
         scored: dict[int, list[Logprobs]] = {prompt.slot: [] for prompt in job.prompts if prompt.is_scored}
-        state = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False, scored, {})
+        fused = self._fuse(job.prompts[0]) if job.fused is not None else None
+        state = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False, scored, {}, fused)
         self._jobs[job.job_id] = state
+        if fused is not None and not fused.looks:
+            state.narrow(fused.choose_before())
         if self.staging is not None and job.prompts[0].host is not None:
             try:
                 state.staged = StagedPrompt(self.staging, job.prompts[0])
@@ -221,7 +197,10 @@ class Prefill:
 
     def drop(self, job_id: int) -> None:
         """Forget a job, finished or not, and free all that it holds; nothing happens if there is none."""
-        self._jobs.pop(job_id, None)
+        self._chunk_jobs.pop(job_id, None)
+        state = self._jobs.pop(job_id, None)
+        if state is not None and state.fused is not None:
+            state.fused.close()
         self.gathered.forget()
 
     def take_failures(self) -> dict[int, str]:
@@ -231,10 +210,18 @@ class Prefill:
 
     @property
     def num_jobs(self) -> int:
-        return len(self._jobs)
+        return len(self._jobs) + len(self._chunk_jobs)
+
+    def is_loaded(self, job_id: int, layer: int) -> bool:
+        """Whether a unit that begins this layer of the job waits for no disk, as far as is known."""
+        state = self._jobs.get(job_id)
+        return state is None or state.fused is None or state.fused.is_loaded(layer)
 
     def run(self, unit: Unit) -> FinishedJob | None:
         """Compute one unit; the one that ends the job also samples."""
+        if unit.job_id in self._chunk_jobs:
+            self._compute_chunks(unit)
+            return None
         state = self._jobs[unit.job_id]
         if not state.has_failed:
             try:
@@ -244,7 +231,7 @@ class Prefill:
                     self._compute(state, unit)
             except HostMemoryError as error:
                 self._fail(state, error)
-        if not state.ends_with(unit, self.decoder.architecture.num_layers):
+        if not ends_with(state.job, unit, self.decoder.architecture.num_layers):
             return None
         finished = None if state.has_failed else self._finish(state)
         self.drop(unit.job_id)
@@ -258,17 +245,73 @@ class Prefill:
         place = staged.place(unit.layer) if staged is not None else None
         if staged is not None and place is not None and unit.begin == 0:
             staged.begin_layer(place)
+        pages = staged.staging.pages(place) if staged is not None and place is not None else None
+        if unit.begin == 0:
+            self._begin_fused_layer(state, unit.layer, pages)
         chunk = slice(unit.begin, unit.end)
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Tensor:
+            if state.job.is_scattered(unit.layer):
+                return self._attend_scattered(state, unit, query)
             return self._attend(state, unit, query, pre_rope_query)
 
-        pages = staged.staging.pages(place) if staged is not None and place is not None else None
         state.hidden[chunk] = self.decoder.layer(
             unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend, pages
         )
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
+
+    def _compute_chunks(self, unit: Unit) -> None:
+        job, state = self._chunk_jobs[unit.job_id]
+        assert isinstance(unit, PrefillUnit), "prefill: nothing of a chunk is scored"
+        state.compute(unit.layer, unit.begin, unit.end)
+        if ends_with(job, unit, self.decoder.architecture.num_layers):
+            state.finish()
+            self.drop(unit.job_id)
+
+    def _chunk_job(self, token_ids: list[np.ndarray], keys: list[ChunkKey]) -> ChunkJob:
+        assert self._documents is not None, "prefill: chunks in a plan, but there is no library"
+        return ChunkJob(token_ids, keys, self.decoder, self._documents, self._sides[DENSE].attend)
+
+    def _fuse(self, prompt: PrefillPrompt) -> FusedPrompt:
+        """A chunk that is lost is computed while the prompt waits."""
+        assert self._documents is not None, "prefill: chunks in a plan, but there is no library"
+        assert prompt.fused is not None
+        chunks = prompt.fused.chunks
+
+        def compute(number: int) -> list[np.ndarray]:
+            chunk = chunks[number]
+            job = self._chunk_job([prompt.token_ids[chunk.begin : chunk.end]], [chunk.key])
+            job.compute_all(LOST_CHUNK_TOKENS)
+            (layers,) = job.finish_now()
+            return layers
+
+        return FusedPrompt(prompt, self.decoder, self._documents, compute)
+
+    def _begin_fused_layer(self, state: _Job, layer: int, pages: Pages | None) -> None:
+        """Rows of chunks are placed; where the policy looks, it says which tokens go on."""
+        fused, hidden = state.fused, state.hidden
+        if fused is None or hidden is None:
+            return
+        fused.begin_layer(layer, pages)
+        if fused.looks and layer == fused.plan.select_layer:
+
+            def keys_of() -> Tensor:
+                return self._whole(state, layer)[0]
+
+            state.narrow(fused.look(hidden, state.positions, state.slots, pages, LOOK_TOKENS, keys_of))
+
+    def _whole(self, state: _Job, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all of the one prompt's tokens, as they stand now."""
+        self.gathered.forget()
+        prompt = state.job.prompts[0]
+        return self._keys_and_values(state, prompt, layer, len(prompt.token_ids))
+
+    def _attend_scattered(self, state: _Job, unit: PrefillUnit, query: Tensor) -> Tensor:
+        """Dense attention of a unit of few tokens among the prompt's."""
+        keys, values = self._whole(state, unit.layer)
+        positions, window = state.positions[unit.begin : unit.end], self.decoder.specs[unit.layer].window_tokens
+        return scattered_attention(query, keys, values, positions, self.decoder.scale, window).out
 
     def _score(self, state: _Job, unit: LogitsUnit) -> None:
         """Logprobs of a unit's tokens, prompt by prompt."""

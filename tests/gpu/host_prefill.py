@@ -83,7 +83,9 @@ class Stand:
         self.decoder = Decoder(SHAPE, sharp_weights(self.dtype, self.device), self.pool, MAX_CONTEXT)
         self.sampler = KeepsLogits(MAX_SLOTS, SHAPE.vocab_size, self.device)
         self.tier = self._tier()
-        self.prefill = Prefill(self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), self.tier, self._depositor())
+        self.prefill = Prefill(
+            self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), self.tier, self._depositor(), None
+        )
         if self.prefill.staging is not None:
             self.prefill.staging.poison()
         order = np.random.default_rng(4).permutation(NUM_PAGES).tolist()

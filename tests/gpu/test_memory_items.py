@@ -11,7 +11,7 @@ from gpu.memory.demand import Demand
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import named_shape
 from gpu.model.rope import rope_tables
-from gpu.prefill.jobs import GatheredKv
+from gpu.prefill.gathered import GatheredKv
 from gpu.sampling.penalties import PenaltyTable
 from transfer.machine import load_machine
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.prefill.jobs import GatheredKv
+from gpu.prefill.gathered import GatheredKv
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, StepResult, Unit

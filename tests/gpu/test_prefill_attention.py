@@ -84,7 +84,7 @@ def test_queries_that_are_not_the_last_ones_see_what_is_in_front_of_them(
     monkeypatch.setattr(gpu.prefill.attention, "MASKED_ENTRIES", most)
     query, key, value = (tensor.to(dtype).to(device) for tensor in inputs(9, 130, 8, 2, 64))
     positions = torch.tensor([0, 1, 5, 6, 7, 63, 64, 100, 128], device=device)
-    got = scattered_attention(query, key, value, positions, 0.125)
+    got = scattered_attention(query, key, value, positions, 0.125, None)
     atol = ATTENTION_F32_ATOL if dtype == torch.float32 else ATTENTION_BF16_ATOL
     assert got.lse is not None
     for row, position in enumerate(positions.tolist()):

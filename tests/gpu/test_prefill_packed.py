@@ -8,7 +8,7 @@ import gpu.prefill.jobs
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
 from gpu.prefill.attention import Packing, packed_prefill_attention, prefill_attention_reference
-from gpu.prefill.jobs import GatheredKv
+from gpu.prefill.gathered import GatheredKv
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, StepResult

@@ -1,0 +1,74 @@
+"""Which tokens of chunks are computed again: each policy gives every token a number, and the highest are taken.
+
+A3, eq. 3; CacheBlend (arXiv 2405.16444), section 4.3; EPIC's LegoLink (arXiv 2410.15332). All that a policy looks at is
+handed in. It refuses to know layers, pages and how rows are stored. Invariant: nothing here waits for the device, and
+how many are taken is known before (`gpu.fusion.plan`): ids never come to the host.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.fusion.plan import choose_ends
+
+LOGIT_ENTRIES = 2**25  # of float32 logits of the question at once
+COMPUTED = float("inf")
+"""The number of what is computed whatever the policy is."""
+_SEAM = 1e30  # above any score; nearer to the seam is higher
+
+
+def question_scores(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """A3, eq. 3: the attention that each token gets, summed over question tokens and query heads; float32 `[context]`.
+
+    query: `[question, heads, dim]`, rotated; keys `[kv_heads, context, dim]`; positions: of the queries, int64
+    `[question]`, each of which sees the tokens up to its own.
+    """
+    (count, heads, dim), (kv_heads, context, _) = query.shape, keys.shape
+    seen = torch.arange(context, device=keys.device)
+    total = torch.zeros(context, dtype=torch.float32, device=keys.device)
+    most = max(1, LOGIT_ENTRIES // (heads * context))
+    for begin in range(0, count, most):
+        rows = query[begin : begin + most]
+        grouped = rows.view(-1, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+        logits = (grouped @ keys.transpose(1, 2)).float().mul_(scale).view(heads, len(rows), context)
+        logits.masked_fill_(seen > positions[begin : begin + most, None], -torch.inf)
+        total += logits.softmax(-1).sum((0, 1))
+    return total
+
+
+def value_deviations(values: Tensor, stored: Tensor) -> Tensor:
+    """CacheBlend: squared distance of values from the stored ones, `[tokens, kv_heads, dim]`; float32 `[tokens]`."""
+    return (values.float() - stored.float()).square_().sum((1, 2))
+
+
+def draw_scores(token_ids: np.ndarray) -> np.ndarray:
+    """Of the control: float32 `[tokens]` in [0, 1), the same for the same tokens."""
+    generator = np.random.default_rng(zlib.crc32(np.ascontiguousarray(token_ids, "<i4").tobytes()))
+    return generator.random(len(token_ids), dtype=np.float32)
+
+
+def end_scores(num_tokens: int, spans: Sequence[tuple[int, int]], num_chosen: int) -> np.ndarray:
+    """LegoLink: 1 at the ends of spans that are chosen, else 0; float32 `[num_tokens]`."""
+    scores = np.zeros(num_tokens, np.float32)
+    scores[choose_ends(spans, num_chosen)] = 1.0
+    return scores
+
+
+def floors(num_tokens: int, spans: Sequence[tuple[int, int]], seam_tokens: int) -> np.ndarray:
+    """What a token's number is at least, float32 `[num_tokens]`: outside of `spans` COMPUTED; of the first
+    `seam_tokens` of a span more than any score, the first ones most; else -inf.
+    """
+    least = np.full(num_tokens, COMPUTED, np.float32)
+    for begin, end in spans:
+        least[begin:end] = -np.inf
+        seam = min(seam_tokens, end - begin)
+        least[begin : begin + seam] = _SEAM / (1 + np.arange(seam))
+    return least
+
+
+def choose(scores: Tensor, least: Tensor, count: int) -> Tensor:
+    """Ids of the `count` tokens of the highest numbers, ascending, int64; both float32 `[tokens]`."""
+    return torch.maximum(scores, least).topk(count, sorted=False).indices.sort().values

@@ -1,0 +1,87 @@
+"""Chunks' way between a device and the library: what is computed goes there, what is read is given back.
+
+It refuses to know jobs and layers. Invariant: memory that a copy reads or writes is neither given back nor kept before
+the device has passed the copy; on a GPU a thread waits for that, not who launches.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from transfer.chunks.format import ChunkKey, ChunkShape
+from transfer.chunks.library import ChunkLibrary
+from transfer.copies import Event, Streams
+
+
+class Documents:
+    """`shape`: of the chunks that the library keeps, and `device` computes."""
+
+    def __init__(self, library: ChunkLibrary, device: torch.device) -> None:
+        self.library = library
+        self.shape: ChunkShape = library.store.folder.shape
+        self.device = device
+        self.streams = Streams(device)
+        self._waiting = ThreadPoolExecutor(1, "chunk-copies") if device.type == "cuda" else None
+
+    def layers_for(self, num_tokens: int) -> Tensor:
+        """Host memory for a chunk that is computed, uint8 `[layers, 2, tokens, kv_heads * row_bytes]`."""
+        width = self.shape.num_kv_heads * self.shape.row_bytes
+        size = (self.shape.num_layers, 2, num_tokens, width)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def send_down(self, rows: Tensor, host: Tensor) -> None:
+        """Copy to host memory, beside what is computed next."""
+        with self.streams.aside(self.streams.down):
+            host.copy_(rows, non_blocking=True)
+        self.streams.keep((rows,), self.streams.down)
+
+    def keep(self, key: ChunkKey, layers: Tensor) -> None:
+        """The chunk is computed, once copies down have run."""
+        self._after(self._sent(), lambda: self.library.keep(key, pages_of(layers)))
+
+    def keep_now(self, key: ChunkKey, layers: Tensor) -> list[np.ndarray]:
+        """Likewise; waits for the device, and gives the chunk's layers."""
+        self._sent().synchronize()
+        pages = pages_of(layers)
+        self.library.keep(key, pages)
+        return pages
+
+    def release(self, releases: Sequence[Callable[[], None]]) -> None:
+        """What was copied from is not needed any more, once copies up have run."""
+
+        def release_all() -> None:
+            for release in releases:
+                release()
+
+        with self.streams.aside(self.streams.up):
+            event = self.streams.record()
+        self._after(event, release_all)
+
+    def shutdown(self) -> None:
+        """What is under way is finished."""
+        if self._waiting is not None:
+            self._waiting.shutdown()
+        self.library.shutdown()
+
+    def _sent(self) -> Event:
+        with self.streams.aside(self.streams.down):
+            return self.streams.record()
+
+    def _after(self, event: Event, call: Callable[[], object]) -> None:
+        if self._waiting is None:
+            call()
+            return
+
+        def wait() -> None:
+            event.synchronize()
+            call()
+
+        self._waiting.submit(wait)
+
+
+def pages_of(layers: Tensor) -> list[np.ndarray]:
+    """A chunk's layers as the store takes them, uint8 `[layer_bytes]` each."""
+    return list(layers.flatten(1).numpy())

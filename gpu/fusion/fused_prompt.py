@@ -1,0 +1,226 @@
+"""A prompt that takes chunks' keys and values from the library while it goes through the model.
+
+A3, section 2.2: position recovery (eq. 2) is a rotation to the place in this prompt as a layer is loaded; attention
+recovery (eq. 3 to 5) chooses tokens in one layer and computes them from there on. Layer l + 1 is copied to the device
+while layer l computes. It refuses to know units, hidden states and pages. Invariants: before the first unit of a layer
+every token of a chunk that is not computed in it stands at its place; a chunk that turns out to be lost is computed
+there and then, so a prompt never fails for want of one.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.fusion.choice import choose, draw_scores, end_scores, floors, question_scores, value_deviations
+from gpu.fusion.documents import Documents
+from gpu.fusion.plan import get_policy, kept_spans
+from gpu.fusion.rows import read_rows
+from gpu.model.decoder import Decoder, Pages
+from gpu.step import PrefillPrompt
+from gpu.upload import upload
+from transfer.chunks.format import ChunkError
+from transfer.chunks.library import ChunkSource
+from transfer.copies import Event
+from transfer.host_pages import Pages as HostPages
+
+LAYERS_AHEAD = 4  # that are read from the disk before they are needed
+PLACED_TOKENS = 4096  # rotated at once
+_NONE = np.empty(0, np.uint8)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One of the prompt's: its rows are `[row, row + count)` of those that are kept; layers: where it was lost."""
+
+    number: int
+    row: int
+    count: int
+    source: ChunkSource | None
+    layers: Sequence[HostPages] | None = None
+
+
+class FusedPrompt:
+    """compute: gives the layers of a chunk, uint8 `[layer_bytes]` each, that is nowhere; it waits for the device."""
+
+    def __init__(
+        self, prompt: PrefillPrompt, decoder: Decoder, documents: Documents, compute: Callable[[int], list[HostPages]]
+    ) -> None:
+        plan = prompt.fused
+        assert plan is not None, "fusion: a prompt without chunks"
+        self.plan, self.begin, self.num_tokens = plan, prompt.begin, len(prompt.token_ids)
+        self._token_ids = prompt.token_ids
+        self._policy = get_policy(plan.policy)
+        self._decoder, self._documents, self._compute = decoder, documents, compute
+        self._spans = kept_spans(plan.chunks, self.num_tokens)
+        counts = [end - begin for begin, end in self._spans]
+        rows = np.cumsum([0, *counts])
+        self._chunks = [
+            _Chunk(number, int(rows[number]), count, documents.library.open(chunk.key))
+            for number, (chunk, count) in enumerate(zip(plan.chunks, counts, strict=True))
+        ]
+        self._num_rows = int(rows[-1])
+        cells = np.concatenate([np.arange(begin, end) for begin, end in self._spans])
+        at = cells if self._policy.moves else np.concatenate([np.arange(count) for count in counts])
+        device = decoder.pool.device
+        self._cells, self._positions = upload(np.stack([cells, at]), device).unbind(0)
+        self._slots = torch.full((self._num_rows,), prompt.slot, dtype=torch.int32, device=device)
+        self.is_narrow = False
+        shape = documents.shape
+        self._width = shape.num_kv_heads * shape.row_bytes
+        self._first_layer = self._find_first_layer()
+        self._reads: dict[int, list[tuple[_Chunk, Future[HostPages] | None]]] = {}
+        self._copied: dict[int, Event] = {}
+        self._buffers = torch.empty(
+            (2 if self._first_layer < shape.num_layers else 0, 2, self._num_rows, self._width),
+            dtype=torch.uint8,
+            device=device,
+        )
+        for layer in range(self._first_layer, self._first_layer + LAYERS_AHEAD):
+            self._read(layer)
+
+    # --- which tokens are computed ------------------------------------------------------------------------------------
+
+    @property
+    def looks(self) -> bool:
+        """Whether the policy asks for all tokens in `select_layer`."""
+        return self._policy.looks
+
+    def choose_before(self) -> Tensor:
+        """Of a policy that does not look: which tokens are computed, int64, ascending, counted from `begin`."""
+        scores = end_scores(self.num_tokens, self._spans, self.plan.num_chosen)
+        return self._choose(upload(scores, self._decoder.pool.device))
+
+    def look(
+        self, hidden: Tensor, positions: Tensor, slots: Tensor, pages: Pages | None, chunk_tokens: int,
+        keys_of: Callable[[], Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Likewise, of one that looks: keys and values of all tokens of the layer are computed and stay (eq. 4).
+
+        hidden: the layer's input, `[tokens, hidden]`, of positions from `begin` on; keys_of: gathers the layer's keys
+        `[kv_heads, context, dim]`.
+        """
+        layer, scores = self.plan.select_layer, torch.zeros(self.num_tokens, device=hidden.device)
+        for first in range(0, len(hidden), chunk_tokens):
+            own = slice(first, first + chunk_tokens)
+
+            def see(rows: Tensor, first: int = self.begin + first) -> None:
+                if self.plan.policy == "cacheblend" and layer >= self._first_layer:
+                    self._compare(layer, first, rows[:, 1], scores)
+
+            self._decoder.enter(layer, hidden[own], positions[own], positions[own], slots[own], pages, see)
+        if self.plan.policy == "random":
+            scores = upload(draw_scores(self._token_ids), hidden.device)
+        elif self.plan.policy == "a3":
+            asked = slice(self.plan.question_begin - self.begin, self.plan.question_end - self.begin)
+            query, _ = self._decoder.enter(
+                layer, hidden[asked], positions[asked], positions[asked], slots[asked], pages
+            )  # fmt: skip
+            scores = question_scores(query, keys_of(), positions[asked], self._decoder.scale)
+        return self._choose(scores)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """`scores`: of the prompt's tokens."""
+        self.is_narrow = True
+        least = upload(floors(self.num_tokens, self._spans, self.plan.seam_tokens)[self.begin :], scores.device)
+        return choose(scores[self.begin :], least, self.plan.num_computed)
+
+    def _compare(self, layer: int, first: int, values: Tensor, scores: Tensor) -> None:
+        """CacheBlend's numbers of the tokens from position `first` on, whose values were computed."""
+        for chunk, (begin, end) in zip(self._chunks, self._spans, strict=True):
+            low, high = max(begin, first), min(end, first + len(values))
+            if low < high:
+                row = chunk.row + low - begin
+                stored = self._rows(layer, row, row + high - low)[:, 1]
+                scores[low:high] = value_deviations(values[low - first : high - first], stored)
+
+    # --- what is not --------------------------------------------------------------------------------------------------
+
+    def is_loaded(self, layer: int) -> bool:
+        """Whether the layer could begin without a wait for the disk."""
+        return all(read is None or read.done() for _, read in self._reads.get(layer, []))
+
+    def begin_layer(self, layer: int, pages: Pages | None) -> None:
+        """Before its first unit: rows of chunks are on the device, and at their place where few tokens are computed."""
+        if layer >= self._first_layer:
+            self._copy(layer)
+            self._documents.streams.wait_for(self._copied.pop(layer))
+            if not (self.looks and layer == self.plan.select_layer):  # there all is computed
+                self._place(layer, pages)
+        self._read(max(layer, self._first_layer) + LAYERS_AHEAD)
+        if layer + 1 >= self._first_layer and self.is_loaded(layer + 1):
+            self._copy(layer + 1)
+
+    def close(self) -> None:
+        """Nothing of it runs any more, or will."""
+        self._documents.release([chunk.source.release for chunk in self._chunks if chunk.source is not None])
+
+    def _find_first_layer(self) -> int:
+        """That needs rows of chunks."""
+        if self.plan.num_chosen == self._num_rows:
+            return self._documents.shape.num_layers
+        if not self.looks:
+            return 0
+        return self.plan.select_layer + (self.plan.policy != "cacheblend")
+
+    def _read(self, layer: int) -> None:
+        """Begin to read a layer, of chunks that are not lost."""
+        if layer >= self._documents.shape.num_layers or layer in self._reads:
+            return
+        reads: list[tuple[_Chunk, Future[HostPages] | None]] = []
+        for chunk in self._chunks:
+            if chunk.source is None:
+                chunk.layers = chunk.layers or self._compute(chunk.number)
+            if chunk.layers is not None:
+                reads.append((chunk, None))
+                continue
+            assert chunk.source is not None
+            num_bytes = self._documents.shape.layer_bytes(chunk.source.key.num_tokens)
+            out = _NONE if chunk.source.is_in_memory else np.empty(num_bytes, np.uint8)
+            reads.append((chunk, chunk.source.layer(layer, out)))
+        self._reads[layer] = reads
+
+    def _copy(self, layer: int) -> None:
+        """Start the copies of a layer to the device; waits for the disk."""
+        if layer in self._copied or layer >= self._documents.shape.num_layers:
+            return
+        self._read(layer)
+        streams, buffer = self._documents.streams, self._buffers[layer % 2]
+        with streams.aside(streams.up):
+            for chunk, read in self._reads.pop(layer):
+                host = torch.from_numpy(self._layer_of(chunk, read, layer)).view(2, -1, self._width)
+                buffer[:, chunk.row : chunk.row + chunk.count].copy_(host[:, : chunk.count], non_blocking=True)
+            self._copied[layer] = streams.record()
+        streams.keep((self._buffers,), streams.up)
+
+    def _layer_of(self, chunk: _Chunk, read: Future[HostPages] | None, layer: int) -> HostPages:
+        if chunk.layers is None:
+            assert read is not None, "fusion: a layer that nobody reads"
+            try:
+                return read.result()
+            except ChunkError as error:
+                log.warning("chunk_lost layer=%d reason=%s", layer, error)
+                chunk.layers = self._compute(chunk.number)
+        return chunk.layers[layer]
+
+    def _place(self, layer: int, pages: Pages | None) -> None:
+        for begin in range(0, self._num_rows, PLACED_TOKENS):
+            own = slice(begin, min(begin + PLACED_TOKENS, self._num_rows))
+            rows = self._rows(layer, own.start, own.stop)
+            self._decoder.place(layer, rows, self._positions[own], self._cells[own], self._slots[own], pages)
+
+    def _rows(self, layer: int, begin: int, end: int) -> Tensor:
+        """Of the layer on the device, `[rows, 2, kv_heads, dim]`."""
+        shape, pool = self._documents.shape, self._decoder.pool
+        rows = torch.empty(
+            (end - begin, 2, shape.num_kv_heads, shape.dim), dtype=pool.key_pages[0].dtype, device=pool.device
+        )
+        for part in range(2):
+            read_rows(self._buffers[layer % 2, part, begin:end], rows[:, part], shape)
+        return rows

@@ -1,0 +1,113 @@
+"""How a prompt with chunks is planned, before anything of it is computed: how many tokens go through which layers.
+
+A3, section 2.2: chunks' keys and values are computed once, alone, and kept before rotation; a prompt takes them at its
+own positions and computes again what matters most. Here stand the policies' names and counts; which tokens they choose
+is known on the device alone (`gpu.fusion.choice`). It refuses to know tensors and stores; no torch. Invariant: the
+numbers of a plan follow from lengths and settings, never from what the tokens are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpu.step import FusedPrompt, PlacedChunk
+
+VANILLA = "vanilla"
+"""All of the prompt is computed, as if it had no chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """summary: for people. chooses: tokens of chunks are computed again, by the ratio. looks: which, is known where all
+    of the prompt has gone through the layers before `select_layer`. moves: stored keys are rotated to their place in
+    this prompt, else they stay where they were when the chunk was computed alone.
+    """
+
+    summary: str
+    chooses: bool
+    looks: bool
+    moves: bool = True
+
+
+POLICIES = {
+    "a3": Policy("tokens that the question attends to most in one layer (A3, eq. 3)", True, True),
+    "cacheblend": Policy("tokens whose values in one layer differ most from the stored ones (CacheBlend)", True, True),
+    "legolink": Policy("as many tokens at the front of each chunk as at its end (EPIC's LegoLink)", True, False),
+    "random": Policy("any tokens: the control of policies that look", True, True),
+    "pie": Policy("stored keys and values at this prompt's positions, nothing computed again", False, False),
+    "full_reuse": Policy("stored keys and values as they are, positions and all", False, False, moves=False),
+    VANILLA: Policy("everything is computed", False, False),
+}
+
+
+class UnknownPolicyError(ValueError):
+    """A policy that there is none of; the message names the known ones."""
+
+
+def get_policy(name: str) -> Policy:
+    """Raises UnknownPolicyError."""
+    if name not in POLICIES:
+        raise UnknownPolicyError(f"fusion: unknown policy {name!r}; known: {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def plan_fused(
+    name: str,
+    ratio: float,
+    select_layer: int,
+    seam_tokens: int,
+    chunks: Sequence[PlacedChunk],
+    begin: int,
+    num_tokens: int,
+    num_prompt_tokens: int,
+    windows: Sequence[int | None],
+) -> FusedPrompt | None:
+    """The plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
+
+    ratio: of all prompt tokens (the paper's r), so many of chunks are computed again. chunks: ascending, disjoint,
+    behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the sequence gave way: it is text, and asks
+    nothing. windows: of the model's layers; the layer that looks attends to everything. Raises UnknownPolicyError.
+    """
+    policy = get_policy(name)
+    if name == VANILLA or not chunks:
+        return None
+    num_kept = sum(end - first for first, end in kept_spans(chunks, num_tokens))
+    num_chosen = min(num_kept, round(ratio * num_prompt_tokens)) if policy.chooses else 0
+    question_begin = min(chunks[-1].end, num_prompt_tokens - 1)
+    return FusedPrompt(
+        policy=name,
+        chunks=tuple(chunks),
+        select_layer=find_select_layer(select_layer, windows) if policy.looks else 0,
+        seam_tokens=seam_tokens if policy.looks else 0,
+        num_chosen=num_chosen,
+        num_computed=num_tokens - begin - num_kept + num_chosen,
+        question_begin=question_begin,
+        question_end=num_prompt_tokens,
+    )
+
+
+def find_select_layer(asked: int, windows: Sequence[int | None]) -> int:
+    """The first layer from `asked` on that attends to everything; of none, the last one that does, or the last."""
+    whole = [layer for layer, window in enumerate(windows) if window is None]
+    return next((layer for layer in whole if layer >= asked), whole[-1] if whole else len(windows) - 1)
+
+
+def kept_spans(chunks: Sequence[PlacedChunk], num_tokens: int) -> list[tuple[int, int]]:
+    """Tokens of chunks that need not be computed: all but the prompt's last one, whose logits are asked for."""
+    return [(chunk.begin, min(chunk.end, num_tokens - 1)) for chunk in chunks]
+
+
+def choose_ends(spans: Sequence[tuple[int, int]], num_chosen: int) -> list[int]:
+    """LegoLink: positions at the ends of each span, in all `num_chosen`, shared out by length; ascending.
+
+    A span's share is cut in two halves, the odd token in front.
+    """
+    total = sum(end - begin for begin, end in spans)
+    positions: list[int] = []
+    seen = given = 0
+    for begin, end in spans:
+        seen += end - begin
+        share = num_chosen * seen // max(1, total) - given
+        given += share
+        front = -(-share // 2)
+        positions += [*range(begin, begin + front), *range(end - (share - front), end)]
+    return positions

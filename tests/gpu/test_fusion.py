@@ -1,0 +1,151 @@
+"""Prompts that take chunks computed alone: every policy against a float64 oracle, and what must equal dense prefill."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.gpu.fusion_stand import FusionStand, Oracle, draw
+from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL
+
+SPANS = [(7, 47), (47, 80), (83, 148)]
+TOKENS = draw(160, 1)
+
+
+def make(tmp_path: Path, **how: object) -> FusionStand:
+    stand = FusionStand(tmp_path, **how)  # type: ignore[arg-type]
+    stand.capture([TOKENS[begin:end] for begin, end in SPANS], 50)
+    return stand
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> FusionStand:
+    return make(tmp_path)
+
+
+@pytest.mark.parametrize("unit_tokens", [23, 500])
+@pytest.mark.parametrize(
+    ("policy", "select_layer"), [("a3", 0), ("a3", 1), ("a3", 3), ("cacheblend", 1), ("cacheblend", 3)]
+)  # values of layer 0 are those of the tokens alone: there is nothing to compare
+def test_policies_that_look_give_the_oracles_logits(
+    stand: FusionStand, policy: str, select_layer: int, unit_tokens: int
+) -> None:
+    wanted, chosen = Oracle(stand).fuse(TOKENS, SPANS, policy, 0.15, select_layer)
+    assert len(chosen) == 24
+    got = stand.serve(stand.prompt(TOKENS, SPANS, policy, 0.15, select_layer), unit_tokens)
+    np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("unit_tokens", [23, 500])
+@pytest.mark.parametrize("policy", ["pie", "full_reuse", "legolink"])
+def test_policies_that_do_not_look_give_the_oracles_logits(stand: FusionStand, policy: str, unit_tokens: int) -> None:
+    wanted, _ = Oracle(stand).fuse(TOKENS, SPANS, policy, 0.15)
+    got = stand.serve(stand.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
+    np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+def test_seams_are_chosen_first_and_charged_to_the_ratio(stand: FusionStand) -> None:
+    wanted, chosen = Oracle(stand).fuse(TOKENS, SPANS, "a3", 0.1, 1, seam_tokens=3)
+    assert len(chosen) == 16
+    assert {begin + token for begin, _ in SPANS for token in range(3)} <= set(chosen.tolist())
+    got = stand.serve(stand.prompt(TOKENS, SPANS, "a3", 0.1, 1, seam_tokens=3), 500)
+    np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+def test_the_policies_are_told_apart_by_the_tolerance(stand: FusionStand) -> None:
+    """The power of what is above: another policy, another layer, one token more or less."""
+    oracle = Oracle(stand)
+    one = [oracle.fuse(TOKENS, SPANS, policy, 0.15)[0] for policy in ("a3", "cacheblend", "pie", "full_reuse")]
+    one += [oracle.fuse(TOKENS, SPANS, "legolink", ratio)[0] for ratio in (0.15, 0.16)]
+    one += [oracle.fuse(TOKENS, SPANS, "a3", 0.15, layer)[0] for layer in (0, 3)]
+    for number, logits in enumerate(one):
+        for other in one[:number]:
+            assert np.abs(logits - other).max() > 10 * FUSED_LOGIT_ATOL
+
+
+@pytest.mark.parametrize("policy", ["a3", "cacheblend", "random", "legolink"])
+def test_all_tokens_computed_again_is_dense_prefill(stand: FusionStand, policy: str) -> None:
+    wanted = stand.serve(stand.prompt(TOKENS, [], "vanilla", 0.0), 500)
+    for unit_tokens in (23, 500):
+        got = stand.serve(stand.prompt(TOKENS, SPANS, policy, 1.0), unit_tokens)
+        np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["pie", "full_reuse"])
+def test_one_chunk_behind_nothing_is_dense_prefill(tmp_path: Path, policy: str) -> None:
+    stand = FusionStand(tmp_path)
+    ids = draw(90, 2)
+    stand.capture([ids], 40)
+    wanted = stand.serve(stand.prompt(ids, [], "vanilla", 0.0), 500)
+    prompt = stand.prompt(ids, [(0, 90)], policy, 0.15)
+    assert prompt.fused is not None
+    assert prompt.fused.num_computed == 1
+    np.testing.assert_allclose(stand.serve(prompt, 500), wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+def test_the_control_draws_the_same_tokens_for_the_same_prompt(stand: FusionStand) -> None:
+    first, second = (stand.serve(stand.prompt(TOKENS, SPANS, "random", 0.3), 500) for _ in range(2))
+    other = stand.serve(stand.prompt(TOKENS, SPANS, "a3", 0.3), 500)
+    assert np.array_equal(first, second)
+    assert np.abs(first - other).max() > FUSED_LOGIT_ATOL
+
+
+def test_a_prompt_begins_behind_pages_that_are_there(stand: FusionStand) -> None:
+    ids = np.concatenate([draw(16, 5), TOKENS[7:]])
+    spans = [(begin + 9, end + 9) for begin, end in SPANS]
+    wanted = stand.serve(stand.prompt(ids, spans, "a3", 0.15), 500)
+    got = stand.serve(stand.prompt(ids, spans, "a3", 0.15, begin=16), 23)
+    np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+def test_what_was_drawn_before_asks_nothing(stand: FusionStand) -> None:
+    prompt = stand.prompt(TOKENS, SPANS, "a3", 0.15, num_prompt_tokens=150)
+    assert prompt.fused is not None
+    assert (prompt.fused.question_begin, prompt.fused.question_end) == (148, 150)
+    assert prompt.fused.num_chosen == round(0.15 * 150)
+    assert np.isfinite(stand.serve(prompt, 500)).all()
+
+
+@pytest.mark.parametrize(("rows", "atol"), [("int8", FUSED_ROWS_INT8_ATOL), ("bfloat16", FUSED_ROWS_INT8_ATOL)])
+def test_rounded_rows_move_logits_within_their_error(tmp_path: Path, rows: str, atol: float) -> None:
+    rounded = make(tmp_path, rows=rows)
+    wanted, _ = Oracle(rounded).fuse(TOKENS, SPANS, "legolink", 0.15)
+    got = rounded.serve(rounded.prompt(TOKENS, SPANS, "legolink", 0.15), 500)
+    assert FUSED_LOGIT_ATOL < np.abs(got - wanted).max() < atol
+
+
+@pytest.mark.parametrize("memory_gib", [0.0, 1.0])
+def test_a_chunk_that_is_lost_is_computed_while_its_prompt_waits(tmp_path: Path, memory_gib: float) -> None:
+    ids, other = TOKENS.copy(), make(tmp_path, memory_gib=memory_gib)
+    wanted = other.serve(other.prompt(ids, SPANS, "a3", 0.15), 500)
+    other.library.shutdown()
+    for path in tmp_path.rglob("*.kv"):
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1  # of the last layer's values
+        path.write_bytes(raw)
+    broken = FusionStand(tmp_path, memory_gib=memory_gib)
+    got = broken.serve(broken.prompt(ids, SPANS, "a3", 0.15), 500)
+    np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+    assert broken.library.store.counts()["lost"] == 3
+    absent = FusionStand(tmp_path / "empty")
+    got = absent.serve(absent.prompt(ids, SPANS, "a3", 0.15), 500)
+    np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+def test_what_is_kept_of_a_chunk_depends_on_nothing_beside_it(tmp_path: Path) -> None:
+    chunks = [TOKENS[begin:end] for begin, end in SPANS]
+    alone, together = FusionStand(tmp_path / "alone"), FusionStand(tmp_path / "together")
+    together.capture(chunks, 37)
+    for chunk in chunks:
+        alone.capture([chunk], 500)
+        layers = []
+        for stand in (alone, together):
+            source = stand.library.open(stand.key(chunk))
+            assert source is not None
+            rows = [source.layer(layer, np.empty(0, np.uint8)).result() for layer in range(6)]
+            layers.append(np.stack(rows).view(np.float32))
+            source.release()
+        np.testing.assert_allclose(layers[0], layers[1], atol=FUSED_LOGIT_ATOL, rtol=0)
+        oracle = Oracle(alone).alone(chunk)
+        wanted = np.stack([np.stack(pair) for pair in oracle]).reshape(layers[0].shape)
+        np.testing.assert_allclose(layers[0], wanted, atol=FUSED_LOGIT_ATOL, rtol=0)

@@ -1,0 +1,148 @@
+"""Chunks that requests wait for: in the store, or computed for them and kept until they have read them.
+
+It refuses to know requests and devices. Invariant: what a request holds is there until it lets go, whether the disk has
+room for it or not. Methods may be called from any thread.
+"""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Protocol
+
+from transfer.chunks.format import ChunkKey
+from transfer.chunks.store import ChunkLease, ChunkStore
+from transfer.host_pages import Pages
+
+log = logging.getLogger(__name__)
+
+
+class ChunkSource(Protocol):
+    """What a chunk is read from: a lease of the store's, or what was just computed."""
+
+    key: ChunkKey
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether `layer` never needs `out`."""
+        ...
+
+    def layer(self, index: int, out: Pages) -> "Future[Pages]":
+        """See `ChunkLease`."""
+        ...
+
+    def release(self) -> None: ...
+
+
+class _Kept:
+    """What was computed and may be nowhere else."""
+
+    is_in_memory = True
+
+    def __init__(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
+        self.key = key
+        self._layers = layers
+
+    def layer(self, index: int, out: Pages) -> "Future[Pages]":
+        future: Future[Pages] = Future()
+        future.set_result(self._layers[index])
+        return future
+
+    def release(self) -> None:
+        return
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """By `count` requests. One of lease and layers is there, or the chunk is to be computed."""
+
+    count: int = 0
+    lease: ChunkLease | None = None
+    layers: Sequence[Pages] | None = None
+    is_refused: bool = field(default=False)
+
+    @property
+    def is_there(self) -> bool:
+        return self.lease is not None or self.layers is not None
+
+
+class ChunkLibrary:
+    """`store`: where chunks are found, and put."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self.store = store
+        self._lock = Lock()
+        self._held: dict[str, _Held] = {}
+
+    def hold(self, key: ChunkKey) -> bool:
+        """Whether the chunk is there; if so it stays, and if it is computed from now on it is kept, until `let_go`."""
+        with self._lock:
+            held = self._held.setdefault(key.name, _Held())
+            held.count += 1
+            if held.is_there:
+                return True
+        lease = self.store.find(key)
+        with self._lock:
+            if lease is not None and held.lease is None and held.count:
+                held.lease, lease = lease, None
+            is_there = held.is_there
+        if lease is not None:
+            lease.release()
+        return is_there
+
+    def let_go(self, key: ChunkKey) -> None:
+        """Once for each `hold`."""
+        with self._lock:
+            held = self._held[key.name]
+            held.count -= 1
+            if held.count:
+                return
+            del self._held[key.name]
+        if held.lease is not None:
+            held.lease.release()
+
+    def is_there(self, key: ChunkKey) -> bool:
+        """Of a chunk that is held."""
+        with self._lock:
+            return self._held[key.name].is_there
+
+    def is_refused(self, key: ChunkKey) -> bool:
+        """Of a chunk that is held: it was computed, and cannot be kept."""
+        with self._lock:
+            return self._held[key.name].is_refused
+
+    def open(self, key: ChunkKey) -> ChunkSource | None:
+        """What the chunk is read from, until it is released; None: it is nowhere."""
+        with self._lock:
+            held = self._held.get(key.name)
+            if held is not None and held.layers is not None:
+                return _Kept(key, held.layers)
+        return self.store.find(key)
+
+    def keep(self, key: ChunkKey, layers: Sequence[Pages]) -> "Future[bool]":
+        """A chunk was computed: uint8 `[layer_bytes]` a layer. Whoever holds it has it now; whether it is on the disk
+        is told later.
+        """
+        with self._lock:
+            held = self._held.get(key.name)
+            if held is not None and not held.is_there:
+                held.layers = layers
+        return self.store.put(key, layers)
+
+    def refuse(self, key: ChunkKey, reason: str) -> None:
+        """A chunk was computed and is nothing that can be kept: who holds it computes its tokens as any text."""
+        log.warning("chunk_not_kept name=%s reason=%s", key.name, reason)
+        with self._lock:
+            held = self._held.get(key.name)
+            if held is not None:
+                held.is_refused = True
+
+    def shutdown(self) -> None:
+        """Nothing is held or read any more."""
+        with self._lock:
+            leases = [held.lease for held in self._held.values() if held.lease is not None]
+            self._held.clear()
+        for lease in leases:
+            lease.release()
+        self.store.shutdown()
