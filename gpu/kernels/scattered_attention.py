@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check, multiplies_on_tensor_cores
 
-CONFIGS = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)}  # dim: queries, keys, num_warps, num_stages
+CONFIGS = {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}  # dim: queries, keys, num_warps, num_stages
 NO_WINDOW = 1 << 30
 
 

@@ -36,6 +36,7 @@ from gpu.kernels.restore_rows import restore_rows
 from gpu.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.scatter_runs import launch as scatter
+from gpu.kernels.scattered_attention import scattered_attention_kernel
 from gpu.kernels.swiglu import swiglu
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, match
@@ -233,6 +234,15 @@ def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
         block_sparse_attention(query, keys, keys, 768, 128, 64, lists, 1.0)
 
 
+def _scattered(shape: Architecture, dtype: torch.dtype) -> None:
+    if dtype != torch.bfloat16:  # plain torch
+        return
+    query = torch.empty(256, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
+    keys = torch.empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype, device="cuda")
+    positions = torch.empty(256, dtype=torch.int64, device="cuda")
+    scattered_attention_kernel(query, keys, keys, positions, 1.0, None)
+
+
 def _mac(shape: Architecture, dtype: torch.dtype) -> None:
     size = (2, shape.num_heads, 1024)
     query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
@@ -319,6 +329,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_encode_kernel": _codes,
     "_query_sparse_kernel": _prefill,
     "_unite_kernel": _prefill,
+    "_scattered_attention_kernel": _scattered,
     "_block_sparse_kernel": _prefill,
     "_predict_kernel": _predict,
     "_list_kernel": _blocks,

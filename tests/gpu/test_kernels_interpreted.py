@@ -14,7 +14,7 @@ from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",
-           "fused", "predictor", "predicted")  # fmt: skip
+           "fused", "predictor", "predicted", "scattered")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -32,6 +32,7 @@ SELECTED = " or ".join(
         "(test_kernels_momo and cpu and float32 and union and not 32-8-12)",
         "(test_kernels_predictor and cpu and float32 and (few-in8 or (step_by_step and in8)))",
         "(test_kernels_predicted and cpu)",
+        "(test_kernels_scattered and cpu and float32 and (shape0 or shape1) and 199)",
         "(test_partial and cpu and not partition)",
         "(test_kernels_gather and cpu and float32)",
         "(test_kernels_fused and cpu and float32 and not shape3)",
@@ -47,6 +48,7 @@ LARGER = " or ".join(
         "(test_kernels_simhash and cpu and float32 and random_rows)",
         "(test_kernels_exchange and cpu and float32 and 32-128-150)",
         "(test_kernels_momo and cpu and float32)",
+        "(test_kernels_scattered and cpu and float32)",
         "(test_kernels_mac and cpu and float32 and (wraps or one_of or holes or released or noticed or youngest))",
         "(test_kernels_predictor and cpu and float32 and (few or ragged or step_by_step))",
     )
