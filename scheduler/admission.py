@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt
 from scheduler.capacity import QueueFullError
 from scheduler.config import SchedulerConfig
+from scheduler.documents import Documents
 from scheduler.host_context import HostContext
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.residence import Residence, Start
@@ -27,7 +28,7 @@ _MOST_TRIED_DOWN = 4  # in a round, of those that go down: it is the host's room
 @dataclass(slots=True)
 class _Batches:
     """Prompts that share a job: in order, up to one chunk of tokens together, of one prefill method; one that goes down
-    is alone.
+    is alone, and so is one that takes documents' chunks.
     """
 
     chunk_tokens: int
@@ -37,12 +38,13 @@ class _Batches:
 
     def add(self, sequence: Sequence, start: Start, method: str) -> None:
         num_new = sequence.num_tokens - start.begin
-        if not start.end and num_new <= self.room and method == self.method:
+        is_alone = bool(start.end or sequence.chunks)
+        if not is_alone and num_new <= self.room and method == self.method:
             self.jobs[-1].append((sequence, start))
             self.room -= num_new
         else:
             self.jobs.append([(sequence, start)])
-            self.room = 0 if start.end else self.chunk_tokens - num_new
+            self.room = 0 if is_alone else self.chunk_tokens - num_new
             self.method = method
 
 
@@ -76,6 +78,7 @@ class Admission:
         residence: Residence,
         prefill: PrefillQueue,
         rings: Rings,
+        documents: Documents | None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.free_slots = list(range(config.max_running - 1, -1, -1))
@@ -84,6 +87,7 @@ class Admission:
         self._residence = residence
         self._prefill = prefill
         self._rings = rings
+        self._documents = documents
         self._next_job_id = 0
 
     def queue(self, sequences: list[Sequence]) -> None:
@@ -118,6 +122,8 @@ class Admission:
         for sequence in list(self.waiting):
             if sequence.num_in_flight or (sequence.run_end and this.is_depositing):
                 continue
+            if self._documents is not None and not self._documents.is_ready(sequence):
+                continue  # its chunks are computed first
             if self._rings.lacks(sequence):
                 continue  # one that leaves gives its ring back, whoever goes first
             start, is_waiting = None, False
@@ -143,6 +149,20 @@ class Admission:
         batches = this.batches.jobs
         writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for batch in batches for sequence, _ in batch]
         return [self._start_job(batch) for batch in batches], writes
+
+    def compute_chunks(self) -> list[PrefillJob]:
+        """A job of chunks that those wait for who are in front, or, where there is nothing to do, of one to store."""
+        most_jobs = self._config.prefill.max_jobs - len(self._prefill.jobs)
+        if self._documents is None or most_jobs <= 0:
+            return []
+        room = self._max_hidden_tokens - self._prefill.num_hidden_tokens
+        is_idle = not (self.waiting or self._prefill.jobs)
+        entry = self._documents.next_job(self._next_job_id, self.waiting, room, is_idle)
+        if entry is None:
+            return []
+        self._next_job_id += 1
+        self._prefill.jobs.append(entry)
+        return [entry.job]
 
     def _begin_round(self, holding: list[Sequence]) -> _Round:
         return _Round(
@@ -235,6 +255,7 @@ class Admission:
                 sampling=sequence.sampling,
                 profile=sequence.request.attention_profile,
                 host=self._residence.host_prompt(sequence, start),
+                fused=None if self._documents is None else self._documents.plan(sequence, start.begin),
             )
             for sequence, start in batch
         ]

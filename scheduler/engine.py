@@ -18,7 +18,17 @@ from gpu.methods.device_side import FetchCounts
 from gpu.runner import Runner
 from gpu.step import Lane, StepPlan
 from scheduler.decode_reads import DecodeReads
-from scheduler.messages import Delta, EngineRequest, FetchStats, HostStats, Progress, ReuseStats, Stats
+from scheduler.messages import (
+    ChunksStored,
+    Delta,
+    EngineRequest,
+    FetchStats,
+    HostStats,
+    Progress,
+    ReuseStats,
+    Stats,
+    StoreChunks,
+)
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from transfer.tier_shape import BLOCK_TOKENS
@@ -28,6 +38,7 @@ log = logging.getLogger(__name__)
 _MOST_IN_FLIGHT = 2  # steps of a lane
 _LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
 _PATIENCE_SECONDS = 30.0  # longer than the host's answers are waited for
+_NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
 _LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwhile are looked at
 
 
@@ -45,12 +56,14 @@ class Engine:
         self._num_steps = 0
         self._step_seconds = 0.0
         self._decode_context_tokens = 0
+        self._refused: list[ChunksStored] = []
 
     @property
     def has_work(self) -> bool:
         """Also once all requests are gone: what they held on the device and the host is given back now."""
-        scheduler = self.scheduler
-        return scheduler.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes
+        scheduler, documents = self.scheduler, self.scheduler.documents
+        has_documents = documents is not None and documents.has_work
+        return scheduler.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_documents
 
     def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
         """What `queue` takes, its prompts hashed: the one thing that any thread may ask. `rest` is called every tenth
@@ -68,6 +81,19 @@ class Engine:
     def cancel(self, request_ids: list[str]) -> None:
         self.scheduler.cancel(request_ids)
 
+    def store_chunks(self, message: StoreChunks) -> None:
+        """Answered by one of `take_stored`."""
+        if self.scheduler.documents is None:
+            self._refused.append(ChunksStored(message.request_id, 0, 0, _NO_STORE))
+        else:
+            self.scheduler.documents.store(message)
+
+    def take_stored(self) -> list[ChunksStored]:
+        """Answers to `store_chunks` since the last call."""
+        documents = self.scheduler.documents
+        refused, self._refused = self._refused, []
+        return refused if documents is None else documents.take_stored()
+
     def step(self) -> list[Delta]:
         """Launch each lane's next step if there is one, and report a finished one if there is one."""
         began = time.perf_counter()
@@ -76,6 +102,8 @@ class Engine:
         most = _MOST_IN_FLIGHT - 1 if self._is_pipelined else 0
         if not plans or any(self._num_in_flight(plan.lane) > most for plan in plans):
             deltas = self._collect(self._next_over())
+        if not plans and not deltas and not self._in_flight:
+            time.sleep(_LOOK_SECONDS)  # for copies of chunks to land, and the disk
         self._step_seconds += time.perf_counter() - began
         return deltas
 
@@ -150,10 +178,12 @@ class Engine:
         """End the host's threads, once they have given what is in flight its answers, and give the tier's memory back.
         The engine steps no more.
         """
+        if self._tier is None and self.scheduler.documents is None:
+            return
+        for _, step, _ in self._in_flight:
+            step.collect()
+        self._runner.shutdown()
         if self._tier is not None:
-            for _, step, _ in self._in_flight:
-                step.collect()
-            self._runner.shutdown()
             self._tier.shutdown()
 
     def _host_stats(self) -> HostStats | None:

@@ -29,7 +29,6 @@ from scheduler.load import load_engine
 from scheduler.messages import (
     Accepted,
     Cancel,
-    ChunksStored,
     Delta,
     Failed,
     Loading,
@@ -52,7 +51,6 @@ _PARENT_SECONDS = 1.0
 # After so long a thread gives the interpreter to another that waits for it: the one that answers decode steps needs it
 # between two of them, and the device leaves it about a millisecond.
 _HANDOVER_SECONDS = 0.0005
-_NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
 
 
 class Loop:
@@ -75,10 +73,12 @@ class Loop:
                     return
                 self._handle(message)
             self._report(self._engine.step() if self._engine.has_work else [])
+            for stored in self._engine.take_stored():
+                self._connection.send(stored)
 
     def _handle(self, message: Prepared | Refused | Cancel | StoreChunks) -> None:
         if isinstance(message, StoreChunks):
-            self._connection.send(ChunksStored(message.request_id, 0, 0, _NO_STORE))
+            self._engine.store_chunks(message)
             return
         if isinstance(message, Cancel):
             self._engine.cancel(message.request_ids)

@@ -12,20 +12,26 @@ from collections.abc import Callable
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
-from gpu.load import DTYPES, load_architecture, load_runner
+from gpu.load import DTYPES, RANDOM_SEED, load_architecture, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
+from gpu.model.architecture import Architecture
 from gpu.model.rope import rope_key
+from gpu.model.weights_digest import digest_random, digest_weights, kept_path
 from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
-from gpu.step import Lane
+from gpu.step import DENSE, Lane
 from scheduler.capacity import plan_capacity
 from scheduler.config import EngineConfig
+from scheduler.documents import Documents
 from scheduler.engine import Engine
 from scheduler.memory import find_tier_shape
 from scheduler.messages import Ready
 from scheduler.prefill_queue import LEAST_UNIT_TOKENS
 from scheduler.scheduler import Scheduler
-from transfer.config import HostConfig
+from transfer.chunks.format import ChunkShape
+from transfer.chunks.library import ChunkLibrary
+from transfer.chunks.store import open_chunks
+from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import probe_gpu
 from transfer.tier_shape import TierShape
 
@@ -48,6 +54,7 @@ def load_engine(
     gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
     tier = None if config.host is None or shape is None else load_tier(config.host, shape, plan)
+    library = None if config.documents is None else open_library(config.documents, config.model, architecture, plan)
     runner = load_runner(
         config.model,
         gpu,
@@ -60,6 +67,7 @@ def load_engine(
         parts=served_parts(profiles.values()),
         num_rings=plan.num_rings,
         sink_tokens=plan.sink_tokens,
+        library=library,
         on_progress=on_progress,
     )
     capacity = plan_capacity(plan, shape)
@@ -72,6 +80,7 @@ def load_engine(
         model_key(config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
         profiles,
         lanes,
+        None if library is None else make_documents(library, config, architecture, plan, runner),
     )
     if plan.device == "cuda":
         rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
@@ -108,6 +117,35 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
     threads = host.threads or plan.threads
     is_pinned = plan.device == "cuda"
     return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned, host.sampled.errors)
+
+
+def open_library(
+    documents: DocumentsConfig, model: ModelConfig, architecture: Architecture, plan: MemoryPlan
+) -> ChunkLibrary:
+    """Documents' chunks of this model, whatever its folder is called. Raises ModelError."""
+    if model.path is not None:
+        digest = digest_weights(model.path, kept_path())
+    else:
+        digest = digest_random(str(model.random_weights), RANDOM_SEED, plan.dtype, plan.device)
+    shape = ChunkShape(architecture.num_layers, architecture.num_kv_heads, architecture.dim, documents.rows)
+    return ChunkLibrary(open_chunks(documents, digest, shape, is_pinned=plan.device == "cuda"))
+
+
+def make_documents(
+    library: ChunkLibrary, config: EngineConfig, architecture: Architecture, plan: MemoryPlan, runner: Runner
+) -> Documents:
+    """Which prompts take chunks is the scheduler's to say. A chunk is no longer than a unit of prefill."""
+    windows = tuple(spec.window_tokens for spec in architecture.layers)
+    key = chunk_kv_key(architecture, plan.dtype, plan.max_context_tokens)
+    most_tokens = min(config.scheduler.prefill.chunk_tokens, plan.max_hidden_tokens)
+    return Documents(library, key, windows, most_tokens, runner.is_loaded)
+
+
+def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int) -> str:
+    """What a chunk's keys and values depend on beside weights and tokens: the type that computes, what attends, and the
+    rotation inside the chunk.
+    """
+    return f"{dtype}:{DENSE}:{rope_key(architecture, max_context_tokens)}"
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:

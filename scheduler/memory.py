@@ -32,6 +32,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         max_context_tokens=config.scheduler.max_context_tokens,
         max_hidden_tokens=config.scheduler.prefill.max_hidden_tokens,
         machine=machine,
+        documents=config.documents,
     )
 
 

@@ -7,9 +7,11 @@ come after the last layer, in steps of their own. Invariants: units of a job com
 as estimated, the job that came first gets `oldest_share`, but for one unit that it is yet to get.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from gpu.step import LogitsUnit, PrefillJob, PrefillUnit, Unit
+from gpu.step import FUSED, LogitsUnit, PrefillJob, PrefillUnit, Unit
 from scheduler.config import PrefillConfig
 from scheduler.cost_model import CostModel
 from scheduler.sequence import Sequence
@@ -23,6 +25,7 @@ class JobInProgress:
     """Where a job stands: the next unit begins at token `begin` of `layer`, after the last one at that scored token.
 
     method: of all its prompts, and units of it end at multiples of `align_tokens` in a prompt, or where one ends.
+    is_background: it runs where no other job could.
     """
 
     job: PrefillJob
@@ -31,17 +34,40 @@ class JobInProgress:
     align_tokens: int
     layer: int = 0
     begin: int = 0
+    is_background: bool = False
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether its next unit is of tokens that may be any of its prompt's."""
+        return self.job.is_scattered(self.layer)
+
+    @property
+    def unit_method(self) -> str:
+        """By which its next unit is attended to, and learnt."""
+        return FUSED if self.is_scattered else self.method
 
     def remaining(self, num_layers: int) -> int:
         """Token-layers still to do; the logits of a scored token count as one."""
-        return (num_layers - self.layer) * self.job.num_tokens + self.job.num_scored_tokens - self.begin
+        return self._token_layers(self.layer, num_layers) + self.job.num_scored_tokens - self.begin
 
     def total(self, num_layers: int) -> int:
-        return num_layers * self.job.num_tokens + self.job.num_scored_tokens
+        return self._token_layers(0, num_layers) + self.job.num_scored_tokens
+
+    def _token_layers(self, first: int, num_layers: int) -> int:
+        """Of layers from `first` on."""
+        stages = pairwise([*self.job.stages, (num_layers, 0)])
+        return sum(tokens * max(0, end - max(begin, first)) for (begin, tokens), (end, _) in stages)
 
     def context_of(self, unit: Unit) -> int:
         """Where a unit ends in its prompt; logits have no context."""
-        return 0 if isinstance(unit, LogitsUnit) else self.context_at(unit.end)
+        if isinstance(unit, LogitsUnit):
+            return 0
+        return self.longest if self.job.is_scattered(unit.layer) else self.context_at(unit.end)
+
+    @property
+    def longest(self) -> int:
+        """Of its first prompt, of which others there are none where tokens are scattered."""
+        return len(self.job.prompts[0].token_ids)
 
     def context_at(self, token: int) -> int:
         """The position in its prompt of packed token `token - 1`, plus one: the context that token attends to."""
@@ -53,6 +79,8 @@ class JobInProgress:
 
     def aligned(self, length: int) -> int:
         """Tokens of the longest unit that may come next, of no more than `length`; of the shortest, if it is longer."""
+        if self.is_scattered:
+            return length
         end = self.begin + length
         last = 0
         for prompt in self.job.prompts:
@@ -69,6 +97,7 @@ class PrefillQueue:
         self._num_layers = num_layers
         self._costs = costs
         self._owed_seconds = 0.0  # to the oldest job, by the shorter ones that passed it
+        self.is_loaded: Callable[[int, int], bool] = lambda job_id, layer: True  # whether it could go on with a layer
         self.jobs: list[JobInProgress] = []  # in order of arrival
 
     @property
@@ -85,10 +114,10 @@ class PrefillQueue:
         finished: list[JobInProgress] = []
         left_tokens = self._config.chunk_tokens
         kind = None
-        while self.jobs and left_tokens > 0:
-            entry = self._shortest()
+        while left_tokens > 0 and (able := self._able(seconds, bool(units))):
+            entry = min(able, key=lambda one: one.remaining(self._num_layers))
             if not units:
-                if self._is_oldest_due(seconds):
+                if self.jobs[0] in able and self._is_oldest_due(seconds):
                     entry = self.jobs[0]
                 left_tokens, kind = self._most_tokens(entry, seconds), self._kind(entry)
             if self._kind(entry) != kind:
@@ -134,8 +163,13 @@ class PrefillQueue:
         """Of work for a prompt's tokens `[begin, end)` in all layers."""
         return self._num_layers * self._costs.unit_seconds(end - begin, end, method)
 
-    def _shortest(self) -> JobInProgress:
-        return min(self.jobs, key=lambda entry: entry.remaining(self._num_layers))
+    def _able(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
+        """Jobs that may have the next unit: those of the background only where there are no others; one whose next
+        layer is on its way from the disk only where there is nothing else to do.
+        """
+        jobs = [entry for entry in self.jobs if not entry.is_background] or self.jobs
+        loaded = [entry for entry in jobs if entry.begin or self.is_loaded(entry.job.job_id, entry.layer)]
+        return loaded if loaded or has_units or seconds is not None else jobs
 
     def _is_oldest_due(self, seconds: float | None) -> bool:
         """Whether what the oldest is owed pays for its next unit. It is asked once a step, and a step of shorter jobs
@@ -151,7 +185,7 @@ class PrefillQueue:
         most = self._config.chunk_tokens
         if seconds is None:
             return most
-        return min(most, max(self._costs.familiar_tokens(entry.method), LEAST_UNIT_TOKENS))
+        return min(most, max(self._costs.familiar_tokens(entry.unit_method), LEAST_UNIT_TOKENS))
 
     def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
         """Tokens of a job's next unit, and what it takes, as estimated."""
@@ -162,15 +196,16 @@ class PrefillQueue:
                 familiar = max(self._costs.familiar_rows, LEAST_UNIT_TOKENS)
                 length = self._costs.rows_within(seconds, min(length, familiar), LEAST_UNIT_TOKENS)
             return length, self._costs.logits_seconds(length)
-        begin = entry.context_at(entry.begin + 1) - 1
+        method = entry.unit_method
+        begin = entry.longest - length if entry.is_scattered else entry.context_at(entry.begin + 1) - 1
         if seconds is not None:
-            length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS, entry.method)
+            length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS, method)
         length = entry.aligned(length)
-        return length, self._costs.unit_seconds(length, begin + length, entry.method)
+        return length, self._costs.unit_seconds(length, begin + length, method)
 
     def _kind(self, entry: JobInProgress) -> str | None:
         """What units of a step have in common: the method of their jobs, or None for logits."""
-        return None if self._is_scoring(entry) else entry.method
+        return None if self._is_scoring(entry) else entry.unit_method
 
     def _is_scoring(self, entry: JobInProgress) -> bool:
         return entry.layer == self._num_layers
@@ -178,13 +213,13 @@ class PrefillQueue:
     def _left(self, entry: JobInProgress) -> int:
         """Tokens of a layer, or scored tokens, from where the job stands."""
         job = entry.job
-        return (job.num_scored_tokens if self._is_scoring(entry) else job.num_tokens) - entry.begin
+        return (job.num_scored_tokens if self._is_scoring(entry) else job.num_tokens_in(entry.layer)) - entry.begin
 
     def _unit(self, entry: JobInProgress, length: int) -> Unit:
         begin, end = entry.begin, entry.begin + length
         if self._is_scoring(entry):
             return LogitsUnit(entry.job.job_id, begin, end)
-        return PrefillUnit(entry.job.job_id, entry.layer, begin, end, entry.method)
+        return PrefillUnit(entry.job.job_id, entry.layer, begin, end, entry.unit_method)
 
     def _settle(self, entry: JobInProgress, cost: float) -> None:
         if entry is self.jobs[0]:
@@ -195,6 +230,6 @@ class PrefillQueue:
 
     def _advance(self, entry: JobInProgress, length: int) -> None:
         entry.begin += length
-        if not self._is_scoring(entry) and entry.begin == entry.job.num_tokens:
+        if not self._is_scoring(entry) and entry.begin == entry.job.num_tokens_in(entry.layer):
             entry.layer += 1
             entry.begin = 0

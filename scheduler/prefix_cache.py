@@ -4,8 +4,9 @@ A block's hash covers all tokens to its end and is seeded with the model and wit
 and decode profile), so approximate KV never serves a request that asked for another making. A sequence comes with its
 prompt's hashes; nothing here walks them to say how many are known. Where a profile's KV is made in aligned blocks of
 tokens, prefixes are found up to such a border, and a prompt's last block, which may be made otherwise, is never
-published. Invariant: a published block's page holds final keys and values once every plan launched so far is carried
-out, and these depend on its tokens and on those in front of them alone.
+published; nor is, of a prompt with documents' chunks, anything but the text before the first. Invariant: a published
+block's page holds final keys and values once every plan launched so far is carried out, and these depend on its tokens
+and on those in front of them alone.
 """
 
 import math
@@ -74,6 +75,9 @@ class PrefixCache:
         sequence.num_usable_blocks = (sequence.num_tokens - 1) // self._page_tokens if is_used else 0
         align = self._align_tokens[sequence.request.attention_profile]
         end = _NO_END if align == 1 else (sequence.num_tokens - 1) // align * align
+        if sequence.chunks:  # behind the first one nothing is what others would compute
+            end = min(end, sequence.chunks[0].begin)
+            sequence.num_usable_blocks = min(sequence.num_usable_blocks, end // self._page_tokens)
         sequence.num_final_blocks = end // self._page_tokens
         sequence.num_known_blocks = sequence.num_held_blocks = 0
         sequence.shares = None

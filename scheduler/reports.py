@@ -37,6 +37,8 @@ def make_delta(
         finish_reason=reason,
         error=_WHY_NOTHING[token.token_id] if reason == "error" else None,
         num_cached_tokens=sequence.num_cached_tokens,
+        reused_tokens=sequence.num_reused_tokens,
+        recomputed_tokens=sequence.num_recomputed_tokens,
         queue_seconds=(sequence.started_s or 0.0) - request.arrival_s if first else None,
     )
 
@@ -54,6 +56,8 @@ def make_failure(sequence: Sequence, why: str) -> Delta:
 
 def make_progress(entry: JobInProgress, num_layers: int) -> list[Progress]:
     """How far a prefill job is, for each of its members: they advance together."""
+    if not entry.sequences:  # chunks
+        return []
     share = 1.0 - entry.remaining(num_layers) / entry.total(num_layers)
     return [
         Progress(

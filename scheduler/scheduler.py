@@ -35,6 +35,7 @@ from scheduler.admission import Admission
 from scheduler.capacity import Capacity
 from scheduler.config import SchedulerConfig
 from scheduler.cost_model import CostModel
+from scheduler.documents import Documents
 from scheduler.host_context import HostContext
 from scheduler.lanes import Lanes
 from scheduler.late_rows import IsReady, LateRows, Row
@@ -82,7 +83,9 @@ class _Changes:
 
 
 class Scheduler:
-    """`profiles`: the attention profiles that requests may name; `model_key` names the model; `lanes`: the device's."""
+    """`profiles`: the attention profiles that requests may name; `model_key` names the model; `lanes`: the device's.
+    `documents`: their chunks, or None: prompts are computed whole.
+    """
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class Scheduler:
         model_key: bytes,
         profiles: Mapping[str, Profile],
         lanes: Iterable[Lane] = (Lane.DEVICE,),
+        documents: Documents | None = None,
     ) -> None:
         self._config = config
         self._capacity = capacity
@@ -104,7 +108,12 @@ class Scheduler:
         self.prefixes = self.residence.prefixes
         self._sequences: dict[str, Sequence] = {}  # not finished
         self.rings = Rings(capacity.num_rings, profiles, capacity.page_tokens)
-        self._admission = Admission(config, capacity.max_hidden_tokens, self.residence, self._prefill, self.rings)
+        self.documents = documents
+        if documents is not None:
+            self._prefill.is_loaded = documents.is_loaded
+        self._admission = Admission(
+            config, capacity.max_hidden_tokens, self.residence, self._prefill, self.rings, documents
+        )  # fmt: skip
         self._running: list[Sequence] = []
         self._lanes = Lanes(lanes)
         self._launched: dict[Lane, deque[_Launched]] = {lane: deque() for lane in self._lanes.all}
@@ -132,6 +141,8 @@ class Scheduler:
         """
         for request in requests:
             self._capacity.check(request, self._profiles[request.attention_profile])
+            if self.documents is not None:
+                self.documents.check(request)
         known: dict[tuple[int, str, str], tuple[np.ndarray, list[bytes]]] = {}
         sequences = []
         for request in requests:
@@ -142,11 +153,17 @@ class Scheduler:
                 hashes = self.prefixes.hash_prompt(prompt, profile, salt, rest)
                 shared = known[id(request.prompt), profile, salt] = prompt, hashes
             sequences.append(Sequence(request, shared[0], list(shared[1])))
+        if self.documents is not None:
+            for sequence in sequences:
+                self.documents.name_chunks(sequence)
         return sequences
 
     def queue(self, sequences: list[Sequence]) -> None:
         """All of these or none. Raises QueueFullError."""
         self._admission.queue(sequences)
+        if self.documents is not None:
+            for sequence in sequences:
+                self.documents.hold(sequence)
         self._sequences |= {sequence.request_id: sequence for sequence in sequences}
 
     def cancel(self, request_ids: list[str]) -> None:
@@ -347,6 +364,8 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self._vacate(sequence)
         sequence.state = State.WAITING
+        if self.documents is not None:
+            self.documents.hold(sequence)
         self._admission.requeue(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
@@ -370,13 +389,22 @@ class Scheduler:
             self._admission.waiting.remove(sequence)
         self._finish(sequence)
 
+    def _let_go(self, sequences: Iterable[Sequence]) -> None:
+        """Of documents' chunks: they are read, or will not be."""
+        if self.documents is not None:
+            for sequence in sequences:
+                self.documents.let_go(sequence)
+
     def _finish(self, sequence: Sequence) -> None:
         sequence.state = State.FINISHED
+        self._let_go([sequence])
         del self._sequences[sequence.request_id]
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     def _append(self, sequence: Sequence, token: SampledToken, prompt_logprobs: list[TokenLogprob] | None) -> Delta:
+        if sequence.state is State.RUNNING:  # its prompt is done
+            self._let_go([sequence])
         reason = finish_reason(sequence, token.token_id)
         delta = make_delta(sequence, token, prompt_logprobs, reason)
         sequence.output += delta.token_ids
@@ -403,7 +431,10 @@ class Scheduler:
         return [one for one in self._running if self._lanes.lane_of(one in asking, joins) is lane]
 
     def _admit(self, lane: Lane) -> tuple[list[PrefillJob], list[PageWrite]]:
-        return self._admission.admit(list(self._holding())) if lane is Lane.DEVICE else ([], [])
+        if lane is not Lane.DEVICE:
+            return [], []
+        jobs, writes = self._admission.admit(list(self._holding()))
+        return jobs + self._admission.compute_chunks(), writes
 
     def _take_changes(self, lane: Lane) -> _Changes:
         """For the lane to hear of first that hands out slots."""

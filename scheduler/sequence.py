@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from gpu.sampling.params import SamplingParams
-from gpu.step import Lane
+from gpu.step import Lane, PlacedChunk
 from scheduler.host_context import HostContext
 from scheduler.messages import EngineRequest
 
@@ -56,6 +56,12 @@ class Sequence:
     shares: "tuple[Sequence, int] | None" = None
     num_published: int = 0
     num_cached_tokens: int = 0
+    chunks: list[PlacedChunk] = field(default_factory=list)
+    missing: list[PlacedChunk] = field(default_factory=list)
+    holds_chunks: bool = False
+    num_found_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
     started_s: float | None = None
     num_bypassed: int = 0
     has_reported: bool = False

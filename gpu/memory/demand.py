@@ -11,6 +11,8 @@ from gpu.decode.ladder import steps_to_capture
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
+from transfer.chunks.format import ChunkShape
+from transfer.config import DocumentsConfig
 
 Place = Literal["gpu", "host"]
 MIB = 2**20
@@ -28,6 +30,7 @@ SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more t
 SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
 PIECE_TOKENS = 2048  # the shortest piece of a past that is attended to in pieces, each twice as long as the next
 RING_OUTPUTS = 8  # of a token, as wide as a query: summaries in two precisions, copies of queries, partials
+CHUNK_TOKEN_IDS_BYTES = 32  # of a token whose rows are placed: cell, position of its rotation, slot, score
 HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
 
 
@@ -47,6 +50,7 @@ class PlanError(Exception):
 class Demand:
     """One model with its settings on one device. `host`: what its host tier asks for, or None without one;
     `states`: what attention methods keep for sequences that run; how many rings there are is told where it is known.
+    `documents`: how their chunks are kept, or None.
     """
 
     shape: Architecture
@@ -58,6 +62,7 @@ class Demand:
     graph_batch_sizes: tuple[int, ...]
     host: HostDemand | None
     states: tuple[MethodState, ...]
+    documents: DocumentsConfig | None = None
 
     @property
     def place(self) -> Place:
@@ -83,7 +88,16 @@ class Demand:
 
     @property
     def hidden_token_bytes(self) -> int:
-        return self.shape.hidden * self.dtype_bytes + HIDDEN_TOKEN_IDS_BYTES
+        return self.shape.hidden * self.dtype_bytes + HIDDEN_TOKEN_IDS_BYTES + self.chunk_token_bytes
+
+    @property
+    def chunk_token_bytes(self) -> int:
+        """Of a token under prefill that documents' chunks hold: two layers on their way in, or one that is computed."""
+        if self.documents is None:
+            return 0
+        rows = ChunkShape(1, self.shape.num_kv_heads, self.shape.dim, self.documents.rows)
+        layer = self.kv_token_bytes // self.shape.num_layers
+        return max(STAGED_LAYERS * rows.layer_bytes(1), layer + rows.layer_bytes(1)) + CHUNK_TOKEN_IDS_BYTES
 
     @property
     def gathered_token_bytes(self) -> int:
@@ -118,17 +132,21 @@ class Demand:
 
     def fixed_items(self) -> tuple[MemoryItem, ...]:
         """What does not depend on the context; weights first."""
-        return (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
+        items = (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
+        return (*items, *self._documents())
 
     def context_items(self, context: int, hidden_tokens: int) -> tuple[MemoryItem, ...]:
         gathered = context * self.gathered_token_bytes
-        hidden = hidden_tokens * self.hidden_token_bytes
+        hidden = hidden_tokens * (self.hidden_token_bytes - self.chunk_token_bytes)
+        chunks = hidden_tokens * self.chunk_token_bytes
         positions = context * self.rope_token_bytes + int(context * self.page_table_token_bytes) + self.max_running * 4
         items = (
             self.item("gathered KV", gathered, f"one layer's KV of {context:,} tokens, for prefill"),
             self.item("hidden states", hidden, f"{hidden_tokens:,} tokens under prefill"),
             self.item("positions", positions, "RoPE table and page tables"),
         )
+        if self.documents is not None:
+            items = (*items, self.item("documents' rows", chunks, "layers of their chunks on the way to prompts"))
         if self.host is None:
             return items
         staging = context * self.host.staging_token_bytes
@@ -223,6 +241,12 @@ class Demand:
         if not is_cuda:
             return (deposit, here)
         return (deposit, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
+
+    def _documents(self) -> tuple[MemoryItem, ...]:
+        if self.documents is None:
+            return ()
+        num_bytes = int(self.documents.memory_limit_gib * 2**30)
+        return (MemoryItem("documents", "host", num_bytes, f"chunks used last, in {self.documents.rows}"),)
 
     def item(self, name: str, num_bytes: int, note: str) -> MemoryItem:
         return MemoryItem(name, self.place, num_bytes, note)

@@ -16,7 +16,7 @@ from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memor
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
-from transfer.config import HostConfig
+from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
 
 __all__ = ["MemoryPlan", "PlanError", "plan_memory", "require_device"]
@@ -80,13 +80,15 @@ def plan_memory(
     max_context_tokens: int | None,
     max_hidden_tokens: int | None,
     machine: MachineProfile,
+    documents: DocumentsConfig | None = None,
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
     kept: what of contexts that go down stays on the device (`gpu.profiles.find_kept`), None without `host`;
     states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
-    take an eighth of what weights and workspaces leave, and there is one at least. A context that nobody asked for
-    shrinks to what fits; one that the configuration names must fit. Raises PlanError.
+    take an eighth of what weights and workspaces leave, and there is one at least; documents: how their chunks are
+    kept. A context that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises
+    PlanError.
     """
     device = _resolve_device(gpu, machine)
     dtype = _resolve_dtype(gpu, device)
@@ -103,6 +105,7 @@ def plan_memory(
         gpu.graph_batch_sizes,
         tier,
         tuple(states),
+        documents,
     )
     place = demand.place
     limits = _resolve_limits(gpu, device, machine)
@@ -304,6 +307,7 @@ def _check_fixed(
             f"{key}: weights and workspaces take {_gib(limit - left)}, the limit is {_gib(limit)}; raise it, or lower "
             "scheduler.prefill.chunk_tokens or scheduler.max_running"
             + (", or a profile's `capacity` or `rings`" if has_rings else "")
+            + (", or documents.memory_limit_gib" if any(item.name == "documents" for item in fixed) else "")
         )
 
 

@@ -64,7 +64,7 @@ class ChunkKey:
     tokens: str
 
 
-def name_chunk(token_ids: Sequence[int], shape: ChunkShape, kv_key: str) -> ChunkKey:
+def name_chunk(token_ids: Sequence[int] | np.ndarray, shape: ChunkShape, kv_key: str) -> ChunkKey:
     """The key of a chunk of at least one token. `kv_key`: all else that its KV depends on, beside the weights: the type
     that computes, the method that attends, whose secret it is."""
     assert len(token_ids), "a chunk has tokens"

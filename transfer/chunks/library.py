@@ -74,6 +74,14 @@ class ChunkLibrary:
         self.store = store
         self._lock = Lock()
         self._held: dict[str, _Held] = {}
+        self._done: list[tuple[ChunkKey, Future[bool] | None]] = []
+
+    def has(self, key: ChunkKey) -> bool:
+        """Whether the chunk is in the store now."""
+        lease = self.store.find(key)
+        if lease is not None:
+            lease.release()
+        return lease is not None
 
     def hold(self, key: ChunkKey) -> bool:
         """Whether the chunk is there; if so it stays, and if it is computed from now on it is kept, until `let_go`."""
@@ -128,7 +136,10 @@ class ChunkLibrary:
             held = self._held.get(key.name)
             if held is not None and not held.is_there:
                 held.layers = layers
-        return self.store.put(key, layers)
+        written = self.store.put(key, layers)
+        with self._lock:
+            self._done.append((key, written))
+        return written
 
     def refuse(self, key: ChunkKey, reason: str) -> None:
         """A chunk was computed and is nothing that can be kept: who holds it computes its tokens as any text."""
@@ -137,6 +148,15 @@ class ChunkLibrary:
             held = self._held.get(key.name)
             if held is not None:
                 held.is_refused = True
+            self._done.append((key, None))
+
+    def take_done(self) -> "list[tuple[ChunkKey, Future[bool] | None]]":
+        """Chunks that were computed since the last call, and whether they are on the disk, once that is known; None:
+        they cannot be kept.
+        """
+        with self._lock:
+            done, self._done = self._done, []
+        return done
 
     def shutdown(self) -> None:
         """Nothing is held or read any more."""

@@ -1,0 +1,240 @@
+"""Documents' chunks of requests: which are there, which are computed before one begins, and which behind all requests.
+
+It refuses to know tensors and how chunks are read. Invariants: whoever waits for a chunk holds it in the library, so
+that it is there when the prompt begins, on the disk or not; one that cannot be kept is text like any other. Any thread
+may name chunks.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpu.fusion.plan import VANILLA, UnknownPolicyError, get_policy, plan_fused
+from gpu.sampling.params import SamplingParams
+from gpu.step import DENSE, NO_SLOT, FusedPrompt, PlacedChunk, PrefillJob, PrefillPrompt
+from scheduler.capacity import TooLargeError
+from scheduler.messages import ChunksStored, EngineRequest, StoreChunks
+from scheduler.prefill_queue import JobInProgress
+from scheduler.sequence import Sequence
+from transfer.chunks.format import ChunkKey, name_chunk
+from transfer.chunks.library import ChunkLibrary
+
+_NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
+_NOT_KEPT = "keys and values that are not finite cannot be kept in 8 bits"
+_MOST_LOOKED_FOR = 64  # chunks at a turn of the loop, on the disk
+
+
+@dataclass(eq=False, slots=True)
+class _Storing:
+    """A `StoreChunks` that is not answered yet. `left`: chunks that it waits for."""
+
+    request_id: str
+    left: int
+    num_stored: int = 0
+    num_known: int = 0
+    reason: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class _ToStore:
+    key: ChunkKey
+    token_ids: np.ndarray
+    storing: _Storing
+
+
+@dataclass(slots=True)
+class _Computing:
+    """A chunk in a job, and who is told what becomes of it."""
+
+    entry: JobInProgress
+    storing: list[_Storing] = field(default_factory=list)
+
+
+class Documents:
+    """kv_key: all that chunks depend on beside weights, tokens and salt. windows: of the model's layers. is_loaded:
+    whether a unit of (job, layer) waits for no disk.
+    """
+
+    def __init__(
+        self, library: ChunkLibrary, kv_key: str, windows: tuple[int | None, ...], most_tokens: int,
+        is_loaded: Callable[[int, int], bool],
+    ) -> None:  # fmt: skip
+        self.is_loaded = is_loaded
+        self._library = library
+        self._kv_key = kv_key
+        self._windows = windows
+        self._most_tokens = most_tokens  # of a job, and so of a chunk
+        self._computing: dict[str, _Computing] = {}
+        self._to_store: deque[_ToStore] = deque()
+        self._writing: list[tuple[Future[bool], _Storing]] = []
+        self._stored: list[ChunksStored] = []
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises TooLargeError for what cannot be served, by name."""
+        fusion = request.fusion
+        if fusion is None:
+            return
+        try:
+            get_policy(fusion.policy)
+        except UnknownPolicyError as error:
+            raise TooLargeError(str(error)) from None
+        if fusion.keep_tokens:
+            raise TooLargeError(
+                f"fusion.keep_tokens: asked {fusion.keep_tokens}; what is kept after the first token cannot be chosen "
+                "here: set documents.keep_tokens to 0"
+            )
+
+    def name_chunks(self, sequence: Sequence) -> None:
+        """Of its prompt. One that is scored is computed whole, and has none."""
+        request = sequence.request
+        fusion = request.fusion
+        if fusion is None or fusion.policy == VANILLA or request.sampling.num_prompt_logprobs is not None:
+            return
+        end = 0
+        for span in request.chunks:
+            if not end <= span.begin < span.end <= len(sequence.prompt) or span.end - span.begin > self._most_tokens:
+                continue  # what is no chunk, or none that a job has room for, is text
+            end = span.end
+            key = self._name(sequence.prompt[span.begin : span.end], span.salt)
+            sequence.chunks.append(PlacedChunk(span.begin, span.end, key))
+
+    def hold(self, sequence: Sequence) -> None:
+        """It will read its chunks."""
+        if sequence.holds_chunks or not sequence.chunks:
+            return
+        sequence.holds_chunks = True
+        sequence.missing = [chunk for chunk in sequence.chunks if not self._library.hold(chunk.key)]
+        found = (chunk.end - chunk.begin for chunk in sequence.chunks if chunk not in sequence.missing)
+        sequence.num_found_tokens = sum(found)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """It has read its chunks, or will not."""
+        if sequence.holds_chunks:
+            sequence.holds_chunks = False
+            for chunk in sequence.chunks:
+                self._library.let_go(chunk.key)
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether all of its chunks are there; those that cannot be kept are taken out."""
+        if not sequence.missing:
+            return True
+        sequence.missing = [chunk for chunk in sequence.missing if not self._library.is_there(chunk.key)]
+        for chunk in [one for one in sequence.missing if self._library.is_refused(one.key)]:
+            sequence.missing.remove(chunk)
+            sequence.chunks.remove(chunk)
+            self._library.let_go(chunk.key)
+        return not sequence.missing
+
+    def plan(self, sequence: Sequence, begin: int) -> FusedPrompt | None:
+        """How its prompt is computed from `begin` on, which no chunk begins before."""
+        fusion = sequence.request.fusion
+        if fusion is None or not sequence.chunks:
+            return None
+        plan = plan_fused(
+            fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, sequence.chunks, begin,
+            sequence.num_tokens, sequence.num_prompt_tokens, self._windows,
+        )  # fmt: skip
+        if plan is not None and not sequence.output:  # one that gave way has been told of
+            sequence.num_recomputed_tokens = plan.num_chosen
+            sequence.num_reused_tokens = max(0, sequence.num_found_tokens - plan.num_chosen)
+        return plan
+
+    # --- chunks to compute --------------------------------------------------------------------------------------------
+
+    def next_job(
+        self, job_id: int, waiting: Iterable[Sequence], room_tokens: int, is_idle: bool
+    ) -> JobInProgress | None:
+        """Chunks that are computed next, of what fits: those that the first ones wait for, or, where there is nothing
+        else to do, those that are to be stored.
+        """
+        prompts: list[PrefillPrompt] = []
+        most = min(self._most_tokens, room_tokens)
+        entry = JobInProgress(PrefillJob(job_id, prompts), [], DENSE, 1)
+        for sequence in waiting:
+            for chunk in sequence.missing:
+                known = self._computing.get(chunk.key.name)
+                if known is not None:
+                    known.entry.is_background = False
+                elif chunk.key.num_tokens <= most:
+                    most -= chunk.key.num_tokens
+                    self._computing[chunk.key.name] = _Computing(entry)
+                    prompts.append(_prompt_of(chunk.key, sequence.prompt[chunk.begin : chunk.end]))
+        while is_idle and (found := self._next_to_store(most)) is not None:
+            entry.is_background = True
+            most -= found.key.num_tokens
+            self._computing[found.key.name] = _Computing(entry, [found.storing])
+            prompts.append(_prompt_of(found.key, found.token_ids))
+        return entry if prompts else None
+
+    def _next_to_store(self, most_tokens: int) -> _ToStore | None:
+        """The first that is not known by now, if it is no longer than that; those before it are counted."""
+        for _ in range(min(_MOST_LOOKED_FOR, len(self._to_store))):
+            if self._to_store[0].key.num_tokens > most_tokens:
+                return None
+            one = self._to_store.popleft()
+            known = self._computing.get(one.key.name)
+            if known is not None:
+                known.storing.append(one.storing)
+            elif self._library.has(one.key):
+                one.storing.num_known += 1
+                self._settle(one.storing)
+            else:
+                return one
+        return None
+
+    # --- chunks to store ----------------------------------------------------------------------------------------------
+
+    def store(self, message: StoreChunks) -> None:
+        """Answered by one of `take_stored`."""
+        storing = _Storing(message.request_id, len(message.chunks) + 1)
+        for packed in message.chunks:
+            token_ids = np.frombuffer(packed, np.int32)
+            if 0 < len(token_ids) <= self._most_tokens:
+                self._to_store.append(_ToStore(self._name(token_ids, message.salt), token_ids, storing))
+                continue
+            storing.reason = f"a chunk of {len(token_ids)} tokens; wanted 1 to {self._most_tokens}"
+            self._settle(storing)
+        self._settle(storing)
+
+    def take_stored(self) -> list[ChunksStored]:
+        """Since the last call."""
+        for key, written in self._library.take_done():
+            known = self._computing.pop(key.name, None)
+            for storing in known.storing if known is not None else ():
+                if written is None:
+                    storing.reason = _NOT_KEPT
+                    self._settle(storing)
+                else:
+                    self._writing.append((written, storing))
+        for written, storing in [one for one in self._writing if one[0].done()]:
+            self._writing.remove((written, storing))
+            storing.num_stored += written.result()
+            storing.reason = storing.reason if written.result() else _NOT_STORED
+            self._settle(storing)
+        stored, self._stored = self._stored, []
+        return stored
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is to be computed or written, or told of."""
+        return bool(self._to_store or self._computing or self._writing or self._stored)
+
+    def _settle(self, storing: _Storing) -> None:
+        storing.left -= 1
+        if not storing.left:
+            self._stored.append(
+                ChunksStored(storing.request_id, storing.num_stored, storing.num_known, storing.reason)
+            )  # fmt: skip
+
+    def _name(self, token_ids: np.ndarray, salt: str) -> ChunkKey:
+        return name_chunk(token_ids, self._library.store.folder.shape, f"{self._kv_key}:{salt}")
+
+
+def _prompt_of(key: ChunkKey, token_ids: np.ndarray) -> PrefillPrompt:
+    greedy = SamplingParams(temperature=0.0)
+    return PrefillPrompt(NO_SLOT, token_ids, 0, len(token_ids), greedy, "exact", capture=key)

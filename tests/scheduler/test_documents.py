@@ -1,0 +1,262 @@
+"""Requests whose prompts have documents' chunks, through a whole engine of a tiny model on the CPU."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu.config import GpuConfig, ModelConfig
+from gpu.load import load_architecture
+from gpu.model.architecture import named_shape
+from gpu.model.spec import RopeScaling
+from gpu.sampling.params import SamplingParams
+from gpu.step import FUSED, PrefillUnit
+from scheduler.capacity import TooLargeError
+from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.engine import Engine
+from scheduler.load import chunk_kv_key, load_engine
+from scheduler.memory import plan_engine
+from scheduler.messages import ChunkSpan, ChunksStored, Delta, EngineRequest, Fusion, StoreChunks, pack_tokens
+from transfer.config import DocumentsConfig, HostConfig
+from transfer.machine import probe_machine
+
+MODEL = ModelConfig(random_weights="tiny")
+VOCAB = load_architecture(MODEL).vocab_size
+FRONT, SIZES, QUESTION = 40, (50, 64, 33), 12
+GREEDY = SamplingParams(temperature=0.0)
+A3 = Fusion(policy="a3", ratio=0.2)
+
+
+def draw(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, VOCAB, count).tolist()
+
+
+CHUNKS = [draw(size, 10 + number) for number, size in enumerate(SIZES)]
+
+
+def make_engine(folder: Path, host: HostConfig | None = None, pages_gib: float = 0.1, **documents: object) -> Engine:
+    config = EngineConfig(
+        model=MODEL,
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib),
+        host=host,
+        documents=DocumentsConfig(
+            **{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}  # type: ignore[arg-type]
+        ),
+        scheduler=SchedulerConfig(
+            max_running=4, max_context_tokens=2048, prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096)
+        ),
+    )
+    plan = plan_engine(config, load_architecture(MODEL), probe_machine())
+    return load_engine(config, plan, lambda stage, fraction: None)[0]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = make_engine(tmp_path)
+    yield engine
+    assert engine.scheduler.documents is not None
+    assert engine.scheduler.documents._library._held == {}, "nobody holds a chunk any more"
+    engine.shutdown()
+
+
+def ask(
+    name: str, fusion: Fusion | None, order: tuple[int, ...] = (0, 1, 2), max_tokens: int = 4, **how: object
+) -> EngineRequest:
+    """Text, chunks with a token between them, text."""
+    prompt, spans = draw(FRONT, 1), []
+    for number in order:
+        spans.append(ChunkSpan(len(prompt), len(prompt) + SIZES[number]))
+        prompt += CHUNKS[number] + [7]
+    prompt += draw(QUESTION, 2)
+    settings = {"attention_profile": "exact", "sampling": GREEDY, "chunks": spans, **how}
+    return EngineRequest(
+        request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=[], arrival_s=time.monotonic(),
+        fusion=fusion, **settings,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def run(engine: Engine) -> dict[str, list[Delta]]:
+    deltas: dict[str, list[Delta]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+        STORED.extend(engine.take_stored())
+    return deltas
+
+
+STORED: list[ChunksStored] = []
+
+
+def serve(engine: Engine, request: EngineRequest) -> list[Delta]:
+    engine.submit([request])
+    return run(engine)[request.request_id]
+
+
+def text(deltas: list[Delta]) -> list[int]:
+    assert deltas[-1].finish_reason == "length"
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_chunks_are_computed_for_the_first_prompt_and_found_by_the_next(engine: Engine) -> None:
+    first = serve(engine, ask("a", A3))
+    second = serve(engine, ask("b", A3))
+    assert text(first) == text(second)
+    total = FRONT + sum(SIZES) + len(SIZES) + QUESTION
+    recomputed = round(0.2 * total)
+    assert [(one[-1].reused_tokens, one[-1].recomputed_tokens) for one in (first, second)] == [
+        (0, recomputed),
+        (sum(SIZES) - recomputed, recomputed),
+    ]
+    assert second[-1].num_cached_tokens == FRONT // 16 * 16
+    third = serve(engine, ask("c", A3, order=(2, 0, 1)))
+    assert third[-1].reused_tokens == sum(SIZES) - recomputed
+
+
+def test_all_tokens_computed_again_give_the_text_of_a_prompt_without_chunks(engine: Engine) -> None:
+    wanted = text(serve(engine, ask("a", None, max_tokens=12)))
+    for policy in ("a3", "cacheblend", "legolink", "random"):
+        assert text(serve(engine, ask(policy, Fusion(policy=policy, ratio=1.0), max_tokens=12))) == wanted
+    assert text(serve(engine, ask("v", Fusion(policy="vanilla", ratio=0.1), max_tokens=12))) == wanted
+
+
+def test_nothing_that_a_question_fused_is_found_by_others(engine: Engine) -> None:
+    plain = text(serve(engine, ask("a", None, max_tokens=20, cache_salt="other")))
+    serve(engine, ask("b", Fusion(policy="full_reuse", ratio=0.0), max_tokens=20))
+    found = serve(engine, ask("c", None, max_tokens=20))
+    assert found[-1].num_cached_tokens == FRONT // 16 * 16
+    assert text(found) == plain
+
+
+def test_a_prompt_with_chunks_takes_no_prefix_beyond_its_first(engine: Engine) -> None:
+    serve(engine, ask("a", None))
+    fused = serve(engine, ask("b", A3))
+    assert fused[-1].num_cached_tokens == FRONT // 16 * 16
+
+
+def test_units_of_a_fused_prompt_are_those_of_its_stages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    units: list[PrefillUnit] = []
+    launch = engine._runner.launch
+
+    def see(plan):  # type: ignore[no-untyped-def]
+        units.extend(unit for unit in plan.units if isinstance(unit, PrefillUnit))
+        return launch(plan)
+
+    monkeypatch.setattr(engine._runner, "launch", see)
+    serve(engine, ask("a", A3))
+    del units[:]
+    serve(engine, ask("b", A3))
+    total = FRONT % 16 + sum(SIZES) + len(SIZES) + QUESTION
+    few = FRONT % 16 + len(SIZES) + QUESTION + round(0.2 * (FRONT + sum(SIZES) + len(SIZES) + QUESTION))
+    ends = {layer: max(unit.end for unit in units if unit.layer == layer) for layer in range(4)}
+    assert ends == {0: total, 1: few, 2: few, 3: few}
+    assert {unit.method == FUSED for unit in units if unit.layer} == {True}
+    assert {unit.method == FUSED for unit in units if not unit.layer} == {False}
+    assert all(unit.end - unit.begin <= 96 for unit in units)
+
+
+def test_several_prompts_wait_for_one_computation(engine: Engine) -> None:
+    engine.submit([ask("a", A3), ask("b", A3, order=(1, 0))])
+    run(engine)
+    assert engine.scheduler.documents is not None
+    assert engine.scheduler.documents._library.store.counts()["stored"] == 3
+
+
+def test_prompts_that_are_cancelled_hold_nothing(engine: Engine) -> None:
+    for steps in (0, 1, 3, 6, 9):
+        engine.submit([ask("a", A3, cache_salt=str(steps))])
+        for _ in range(steps):
+            engine.step()
+        engine.cancel(["a"])
+        run(engine)
+        assert engine._runner.num_prefill_jobs == 0
+
+
+def test_chunks_are_stored_behind_requests_and_answered_once(engine: Engine) -> None:
+    STORED.clear()
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    engine.submit([ask("a", None, max_tokens=2)])
+    first = engine.step()
+    while not first:
+        first = engine.step()
+    assert engine.scheduler.documents is not None
+    assert engine.scheduler.documents._library.store.counts()["stored"] == 0, "a request goes first"
+    run(engine)
+    assert [(one.request_id, one.num_stored, one.num_known, one.reason) for one in STORED] == [("s", 3, 0, "")]
+    engine.store_chunks(StoreChunks("t", [pack_tokens(chunk) for chunk in [*CHUNKS, draw(20, 99)]], ""))
+    engine.store_chunks(StoreChunks("u", [pack_tokens(CHUNKS[0])], "of another key"))
+    engine.store_chunks(StoreChunks("v", [], ""))
+    engine.store_chunks(StoreChunks("w", [pack_tokens(draw(97, 3))], ""))
+    run(engine)
+    answers = {one.request_id: (one.num_stored, one.num_known) for one in STORED[1:]}
+    assert answers == {"t": (1, 3), "u": (1, 0), "v": (0, 0), "w": (0, 0)}
+    assert "a chunk of 97 tokens; wanted 1 to 96" in next(one.reason for one in STORED if one.request_id == "w")
+    assert serve(engine, ask("b", A3))[-1].reused_tokens > 0
+
+
+def test_without_room_on_the_disk_prompts_are_served_on(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, disk_limit_gib=1e-9, memory_limit_gib=0.0)
+    other = make_engine(tmp_path / "other")
+    STORED.clear()
+    assert text(serve(engine, ask("a", A3))) == text(serve(other, ask("a", A3)))
+    engine.store_chunks(StoreChunks("s", [pack_tokens(CHUNKS[0])], ""))
+    run(engine)
+    assert (STORED[0].num_stored, STORED[0].num_known) == (0, 0)
+    assert "disk_limit_gib" in STORED[0].reason
+    engine.shutdown()
+    other.shutdown()
+
+
+def test_what_cannot_be_served_is_refused_by_name(engine: Engine) -> None:
+    for fusion, words in (
+        (Fusion(policy="a4", ratio=0.1), "unknown policy 'a4'; known: a3, cacheblend"),
+        (Fusion(policy="a3", ratio=0.1, keep_tokens=9), "keep_tokens: asked 9"),
+    ):
+        with pytest.raises(TooLargeError, match=words):
+            engine.submit([ask("a", fusion)])
+
+
+def test_a_scored_prompt_is_computed_whole(engine: Engine) -> None:
+    scored = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
+    deltas = serve(engine, ask("a", A3, sampling=scored))
+    assert (deltas[-1].reused_tokens, deltas[-1].recomputed_tokens) == (0, 0)
+    assert deltas[0].prompt_logprobs is not None
+
+
+def test_a_fused_context_goes_down_and_is_read_there(tmp_path: Path) -> None:
+    host = HostConfig(resident_tokens=64, residency="fixed", memory_limit_gib=0.2, dense_layers=(0,), rows="bfloat16")
+    engine = make_engine(tmp_path, host)
+    wanted = text(serve(engine, ask("a", A3, max_tokens=6)))
+    assert text(serve(engine, ask("b", A3, max_tokens=6))) == wanted
+    down = serve(engine, ask("c", A3, max_tokens=6, attention_profile="offloaded"))
+    whole = serve(engine, ask("d", None, max_tokens=6, attention_profile="offloaded"))
+    again = serve(engine, ask("e", Fusion(policy="a3", ratio=1.0), max_tokens=6, attention_profile="offloaded"))
+    assert text(again) == text(whole)
+    assert down[-1].reused_tokens > 0
+    assert text(down) == wanted
+    engine.shutdown()
+
+
+def test_one_that_gives_way_is_fused_again(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    wanted = text(serve(engine, ask("a", A3, max_tokens=30)))
+    engine.submit([ask("b", A3, max_tokens=30)])
+    tokens: list[int] = []
+    while len(tokens) < 9:
+        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    engine.scheduler._preempt_youngest(engine.scheduler._running)
+    tokens += [token for delta in run(engine)["b"] for token in delta.token_ids]
+    assert len(tokens) == 30
+    assert tokens[:9] == wanted[:9]
+    engine.shutdown()
+
+
+def test_chunks_are_named_by_what_their_keys_depend_on() -> None:
+    shape = named_shape("tiny")
+    plain = chunk_kv_key(shape, "float32", 2048)
+    assert chunk_kv_key(shape, "float32", 4096) == plain
+    assert chunk_kv_key(shape, "bfloat16", 2048) != plain
+    dynamic = replace(shape, rope=RopeScaling("dynamic", 1e4, {"factor": 2.0}))
+    assert len({plain, *(chunk_kv_key(dynamic, "float32", tokens) for tokens in (2048, 4096))}) == 3
