@@ -73,8 +73,8 @@ def ask(
     prompt += draw(QUESTION, 2)
     settings = {"attention_profile": "exact", "sampling": GREEDY, "chunks": spans, **how}
     return EngineRequest(
-        request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=[], arrival_s=time.monotonic(),
-        fusion=fusion, **settings,
+        request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=[],
+        arrival_s=time.monotonic(), fusion=fusion, **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
