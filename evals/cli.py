@@ -394,6 +394,73 @@ def print_recovery(rows: list, budgets: list[int], console: "Console") -> None:
 
 
 @app.command()
+def fusion(
+    model: ModelFolder,
+    policies: Annotated[str, typer.Option("--policies", help="names with spaces between; settings as a3:select_layer=3,"
+                                          "seam_tokens=4")] = "a3 cacheblend legolink random pie full_reuse",
+    ratios: Annotated[str, typer.Option("--ratios", help="of all tokens, computed again; commas between")] =
+        "0.05,0.15,0.3,0.5",
+    lengths: Lengths = "4096",
+    names: Annotated[str, typer.Option("--tasks", help="names with commas; default: needles, values, facts")] = "",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="prompts a length, of all tasks together")] = 40,
+    maps: Annotated[int, typer.Option("--maps", min=0, help="prompts whose attention maps are compared")] = 4,
+    chunk: Annotated[int, typer.Option("--chunk", min=16, help="tokens of a document's chunk")] = 512,
+    rows: Annotated[str, typer.Option("--rows", help="bfloat16, float32 or int8")] = "bfloat16",
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:  # fmt: skip
+    """Compare policies that reuse documents' keys and values, in the engine that serves, with computing all of them.
+
+    Documents are cut into chunks, whose order is shuffled. KL: of the next token, from vanilla's. Distance: of the
+    question's attention maps from vanilla's, L2 over vanilla's norm, mean of layers behind the first.
+    """
+    with one_line_errors():
+        from evals.fusion import TOGETHER, fusion_engine, fusion_rows, judge, parse_policies
+        from evals.fusion_prompts import DEFAULT_TASKS, fusion_prompts
+        from evals.report.document import finite, write_document
+        from evals.report.table import open_console
+        from evals.session import progress_bar, resolve_device
+
+        on, sizes = resolve_device(device), parse_lengths(lengths)
+        tasks = tuple(parse_tasks(names)) or DEFAULT_TASKS
+        runs = parse_policies(policies.split(), [float(ratio) for ratio in ratios.split(",")])
+        found = []
+        with progress_bar(len(sizes) * len(runs) * -(-samples // TOGETHER), "batches") as advance:
+            for length in sizes:
+                prompts = fusion_prompts(model, tasks, length, samples, chunk, seed)
+                longest = max(len(one.token_ids) + one.max_new_tokens for one in prompts)
+                with fusion_engine(model, on, longest, rows) as engine:
+                    found += fusion_rows(judge(engine, model, prompts, runs, maps, advance), length)
+        print_fusion(found, open_console())
+        configuration = {"model": str(model), "policies": policies, "ratios": ratios, "lengths": sizes, "tasks": tasks,
+                         "samples": samples, "chunk": chunk, "rows": rows, "device": on}  # fmt: skip
+        if json_path is not None:
+            write_document(
+                json_path, finite({"configuration": configuration, "seeds": {"prompts": seed}, "rows": found})
+            )
+
+
+def print_fusion(rows: list, console: "Console") -> None:
+    """A line for each length, policy and ratio; columns of tasks."""
+    from rich.table import Table
+
+    tasks = [task for task in dict.fromkeys(row["task"] for row in rows) if task != "all"]
+    table = Table("length", "policy", "ratio", "KL (nats)", "+-", "distance", "all", *tasks)
+    for row in rows:
+        if row["task"] != "all":
+            continue
+        cell = ("length", "policy", "ratio")
+        same = {one["task"]: one for one in rows if all(one[name] == row[name] for name in cell)}
+        far = row.get("distances")
+        table.add_row(f"{row['length']:,}", row["policy"], "" if row["ratio"] is None else f"{row['ratio']:g}",
+                      f"{row['kl']:.4f}", f"{row['kl_error'] or 0:.4f}",
+                      f"{sum(far[1:]) / len(far[1:]):.4f}" if far else "", f"{row['score']:.1f}",
+                      *(f"{same[task]['score']:.1f}" for task in tasks))  # fmt: skip
+    console.print(table)
+
+
+@app.command()
 def page(
     files: Annotated[list[Path], typer.Argument(help="JSON of `tasks`, `fidelity` and `results` runs")],
     html: Annotated[Path, typer.Option("--html", help="the page to write")],

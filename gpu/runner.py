@@ -6,7 +6,7 @@ step is still in flight; a sequence whose logits are not finite, which the host 
 device or the host left unanswered, gets token -1 and disturbs no other.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -31,6 +31,7 @@ from gpu.model.decoder import Decoder
 from gpu.model.weights import Progress, Weights
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import FinishedJob, Prefill
+from gpu.prefill.query import PrefillQuery
 from gpu.profiles import Part
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampled, Sampler
@@ -156,6 +157,10 @@ class Runner:
     def is_loaded(self, job_id: int, layer: int) -> bool:
         """Whether a unit that begins this layer of the job waits for no disk, as far as plans have been launched."""
         return self._prefill.is_loaded(job_id, layer)
+
+    def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
+        """Show what prompts attend to, for who measures; None: no more."""
+        self._prefill.watch = watch
 
     def reuse_counts(self) -> dict[str, ReuseCounts]:
         """What reuse did, by the part that plans name; waits for nothing."""

@@ -152,7 +152,10 @@ class Admission:
 
     def compute_chunks(self) -> list[PrefillJob]:
         """A job of chunks that those wait for who are in front, or, where there is nothing to do, of one to store."""
-        if self._documents is None or len(self._prefill.jobs) >= self._config.prefill.max_jobs:
+        if self._documents is None:
+            return []
+        self._documents.look()
+        if len(self._prefill.jobs) >= self._config.prefill.max_jobs:
             return []
         room = self._max_hidden_tokens - self._prefill.num_hidden_tokens
         is_idle = not (self.waiting or self._prefill.jobs)

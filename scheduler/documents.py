@@ -203,6 +203,11 @@ class Documents:
 
     def take_stored(self) -> list[ChunksStored]:
         """Since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    def look(self) -> None:
+        """What has become of chunks that were computed, and of those that were written."""
         for key, written in self._library.take_done():
             known = self._computing.pop(key.name, None)
             for storing in known.storing if known is not None else ():
@@ -216,8 +221,6 @@ class Documents:
             storing.num_stored += written.result()
             storing.reason = storing.reason if written.result() else _NOT_STORED
             self._settle(storing)
-        stored, self._stored = self._stored, []
-        return stored
 
     @property
     def has_work(self) -> bool:

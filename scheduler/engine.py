@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from cpu.tier import CpuTier
 from gpu.in_flight import InFlight
 from gpu.methods.device_side import FetchCounts
+from gpu.prefill.query import PrefillQuery
 from gpu.runner import Runner
 from gpu.step import Lane, StepPlan
 from scheduler.decode_reads import DecodeReads
@@ -93,6 +94,10 @@ class Engine:
         documents = self.scheduler.documents
         refused, self._refused = self._refused, []
         return refused if documents is None else documents.take_stored()
+
+    def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
+        """See `Runner.watch_prefill`."""
+        self._runner.watch_prefill(watch)
 
     def step(self) -> list[Delta]:
         """Launch each lane's next step if there is one, and report a finished one if there is one."""

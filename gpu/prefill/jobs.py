@@ -6,7 +6,7 @@ is alone in its job, and the only one of its kind; one that takes documents' chu
 jobs and decode steps interleave freely, and where one layer's units begin need not be where another's do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -143,6 +143,8 @@ class Prefill:
         pool = decoder.pool
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, pool.max_pages * pool.page_tokens)
         self._documents = documents
+        self.watch: Callable[[PrefillQuery], None] | None = None
+        """Sees what a prompt that is alone in its unit attends to, in each layer that attends to everything."""
         self._jobs: dict[int, _Job] = {}
         self._chunk_jobs: dict[int, tuple[PrefillJob, ChunkJob]] = {}
         self._failures: dict[int, str] = {}
@@ -311,6 +313,11 @@ class Prefill:
         """Dense attention of a unit of few tokens among the prompt's."""
         keys, values = self._whole(state, unit.layer)
         positions, window = state.positions[unit.begin : unit.end], self.decoder.specs[unit.layer].window_tokens
+        if self.watch is not None and window is None:
+            scale, num_tokens = self.decoder.scale, keys.shape[1]
+            self.watch(
+                PrefillQuery(unit.layer, query, query, keys, values, positions, None, num_tokens, scale, None)
+            )  # fmt: skip
         return scattered_attention(query, keys, values, positions, self.decoder.scale, window).out
 
     def _score(self, state: _Job, unit: LogitsUnit) -> None:
@@ -368,6 +375,8 @@ class Prefill:
         if begin == prompt.begin:
             state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
         asked = self._ask(state, unit, part, query, pre_rope_query)
+        if self.watch is not None:
+            self.watch(asked)
         attended = side.attend(replace(asked, state=state.method_states[prompt.slot]))
         self._show(asked, prompt.slot)
         if part.context == num_prompt_tokens:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.in_flight import InFlight
 from gpu.load import load_architecture
 from gpu.model.architecture import named_shape
 from gpu.model.spec import RopeScaling
 from gpu.sampling.params import SamplingParams
-from gpu.step import FUSED, PrefillUnit
+from gpu.step import FUSED, PrefillUnit, StepPlan
 from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
@@ -136,18 +137,23 @@ def test_a_prompt_with_chunks_takes_no_prefix_beyond_its_first(engine: Engine) -
     assert fused[-1].num_cached_tokens == FRONT // 16 * 16
 
 
-def test_units_of_a_fused_prompt_are_those_of_its_stages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    units: list[PrefillUnit] = []
+def see_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    plans: list[StepPlan] = []
     launch = engine._runner.launch
 
-    def see(plan):  # type: ignore[no-untyped-def]
-        units.extend(unit for unit in plan.units if isinstance(unit, PrefillUnit))
+    def see(plan: StepPlan) -> InFlight:
+        plans.append(plan)
         return launch(plan)
 
     monkeypatch.setattr(engine._runner, "launch", see)
+    return plans
+
+
+def test_units_of_a_fused_prompt_are_those_of_its_stages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     serve(engine, ask("a", A3))
-    del units[:]
+    plans = see_plans(engine, monkeypatch)
     serve(engine, ask("b", A3))
+    units = [unit for plan in plans for unit in plan.units if isinstance(unit, PrefillUnit)]
     total = FRONT % 16 + sum(SIZES) + len(SIZES) + QUESTION
     few = FRONT % 16 + len(SIZES) + QUESTION + round(0.2 * (FRONT + sum(SIZES) + len(SIZES) + QUESTION))
     ends = {layer: max(unit.end for unit in units if unit.layer == layer) for layer in range(4)}
@@ -157,11 +163,13 @@ def test_units_of_a_fused_prompt_are_those_of_its_stages(engine: Engine, monkeyp
     assert all(unit.end - unit.begin <= 96 for unit in units)
 
 
-def test_several_prompts_wait_for_one_computation(engine: Engine) -> None:
+def test_several_prompts_wait_for_one_computation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = see_plans(engine, monkeypatch)
     engine.submit([ask("a", A3), ask("b", A3, order=(1, 0))])
     run(engine)
-    assert engine.scheduler.documents is not None
-    assert engine.scheduler.documents._library.store.counts()["stored"] == 3
+    jobs = [job for plan in plans for job in plan.new_jobs]
+    computed = [prompt.token_ids.tolist() for job in jobs for prompt in job.prompts if prompt.capture is not None]
+    assert sorted(computed) == sorted(CHUNKS)
 
 
 def test_prompts_that_are_cancelled_hold_nothing(engine: Engine) -> None:

@@ -1,0 +1,243 @@
+"""Policies that reuse documents' chunks, by the engine that serves: accuracy, next-token KL, attention maps' distance.
+
+A3 (the paper's tables and figure 3). Each prompt is answered under every policy, vanilla first, with its chunks stored
+by whoever meets them first. It refuses to know tasks and how policies choose. Invariant: all policies get the same
+token ids, and one of a ratio computes as many of them again as the others of that ratio.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evals import metrics
+from evals.fusion_prompts import FusionPrompt
+from evals.rows import Row
+from evals.run import load_tokenizer
+from evals.serving import make_deployment
+from gpu.fusion.plan import POLICIES, VANILLA, get_policy
+from gpu.model.architecture import read_architecture
+from gpu.prefill.query import PrefillQuery
+from gpu.sampling.params import SamplingParams
+from scheduler.config import EngineConfig
+from scheduler.engine import Engine
+from scheduler.load import load_engine
+from scheduler.memory import plan_engine
+from scheduler.messages import ChunkSpan, EngineRequest, Fusion, Logprob, pack_tokens
+from transfer.config import DocumentsConfig
+from transfer.machine import probe_machine
+
+NUM_TOP = 256  # tokens whose logprobs are compared, and the rest as one
+TOGETHER = 32  # prompts whose chunks are in the store at a time
+STORE_GIB = 8.0
+MEMORY = Path("/dev/shm")
+LEAST_MASS = 1e-9
+
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """One policy with its settings. `label`: as it was asked for."""
+
+    label: str
+    fusion: Fusion | None
+
+
+@dataclass
+class Judged:
+    """What one policy did, prompt by prompt. distances: of attention maps `[layers]` each, of the first prompts."""
+
+    run: PolicyRun
+    scores: list[float] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
+    divergences: list[float] = field(default_factory=list)
+    distances: list[np.ndarray] = field(default_factory=list)
+    recomputed: list[float] = field(default_factory=list)
+
+
+def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[PolicyRun]:
+    """`a3`, or `a3:select_layer=3,seam_tokens=4`; those without a ratio come once. Raises ValueError."""
+    runs = [PolicyRun(VANILLA, None)]
+    for label in labels:
+        name, _, text = label.partition(":")
+        policy = get_policy(name)
+        given = dict(part.partition("=")[::2] for part in text.split(",") if part)
+        unknown = [key for key in given if key not in ("select_layer", "seam_tokens")]
+        if unknown:
+            raise ValueError(f"policy {label!r}: unknown setting {unknown[0]!r}; have select_layer, seam_tokens")
+        settings = {key: int(value) for key, value in given.items()}
+        for ratio in ratios if policy.chooses else (0.0,):
+            if name != VANILLA:
+                runs.append(PolicyRun(label, Fusion(policy=name, ratio=ratio, **settings)))
+    return runs
+
+
+@contextmanager
+def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> Iterator[Engine]:
+    """An engine with a store of its own in memory, gone at the end."""
+    made = make_deployment(model, device, longest_tokens, None)
+    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        documents = DocumentsConfig.model_validate(
+            {"folder": folder, "disk_limit_gib": STORE_GIB, "memory_limit_gib": STORE_GIB, "rows": rows}
+        )
+        config = EngineConfig(
+            model=made.model,
+            gpu=made.gpu.model_copy(update={"device": "cuda" if device.startswith("cuda") else "cpu"}),
+            scheduler=made.scheduler.model_copy(update={"prefix_cache": False}),
+            documents=documents,
+        )
+        plan = plan_engine(config, read_architecture(model), probe_machine())
+        engine, _ = load_engine(config, plan, lambda *_: None)
+        yield engine
+        engine.shutdown()
+        del engine
+        gc.collect()
+
+
+def judge(
+    engine: Engine, model: Path, prompts: Sequence[FusionPrompt], runs: Sequence[PolicyRun], num_maps: int,
+    advance: Callable[[], None],
+) -> list[Judged]:  # fmt: skip
+    """runs: vanilla first. num_maps: prompts whose attention maps are compared."""
+    tokenizer, architecture = load_tokenizer(model), read_architecture(model)
+    judged = [Judged(run) for run in runs]
+    for begin in range(0, len(prompts), TOGETHER):
+        some = prompts[begin : begin + TOGETHER]
+        wanted: list[_Answer] = []
+        for one in judged:
+            answers = _answer_all(engine, some, one.run, list(architecture.eos_token_ids))
+            wanted = wanted or answers
+            for prompt, answer, exact in zip(some, answers, wanted, strict=True):
+                text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+                one.scores.append(metrics.score(prompt.metric, text, prompt.answers, prompt.meta))
+                one.tasks.append(prompt.task)
+                one.divergences.append(divergence(exact.first, answer.first, architecture.vocab_size))
+                one.recomputed.append(answer.recomputed / len(prompt.token_ids))
+            advance()
+        for number, prompt in enumerate(some, begin):
+            if number < num_maps:
+                _compare_maps(engine, prompt, judged)
+    return judged
+
+
+def divergence(exact: Logprob, other: Logprob, vocab_size: int) -> float:
+    """KL of the other's next token from the exact one's, in nats, over the exact one's NUM_TOP tokens and the rest."""
+    listed = dict(other.top)
+    rest = max(1.0 - sum(map(math.exp, listed.values())), LEAST_MASS)
+    floor = math.log(rest / max(1, vocab_size - len(listed)))
+    total = left = left_other = 0.0
+    for token, logprob in exact.top:
+        mass, here = math.exp(logprob), listed.get(token, floor)
+        total += mass * (logprob - here)
+        left, left_other = left + mass, left_other + math.exp(here)
+    left, left_other = max(1.0 - left, LEAST_MASS), max(1.0 - left_other, LEAST_MASS)
+    return max(0.0, total + left * math.log(left / left_other))
+
+
+@dataclass
+class _Answer:
+    first: Logprob
+    token_ids: list[int]
+    recomputed: int
+
+
+def _answer_all(
+    engine: Engine, prompts: Sequence[FusionPrompt], run: PolicyRun, stop_token_ids: list[int]
+) -> list[_Answer]:
+    """In the order of the prompts. Raises ValueError for one that the engine cannot answer."""
+    answers: dict[str, _Answer] = {}
+    engine.submit([_request(prompt, run, prompt.max_new_tokens, stop_token_ids) for prompt in prompts])
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.finish_reason == "error":
+                raise ValueError(f"{delta.request_id} under {run.label}: {delta.error}")
+            if delta.request_id not in answers:
+                assert delta.logprobs
+                answers[delta.request_id] = _Answer(delta.logprobs[0], [], delta.recomputed_tokens)
+            answers[delta.request_id].token_ids += [one for one in delta.token_ids if one not in stop_token_ids]
+    return [answers[prompt.name] for prompt in prompts]
+
+
+def _request(prompt: FusionPrompt, run: PolicyRun, max_tokens: int, stop_token_ids: list[int]) -> EngineRequest:
+    return EngineRequest(
+        request_id=prompt.name,
+        prompt=pack_tokens(prompt.token_ids),
+        sampling=SamplingParams(temperature=0.0, num_logprobs=NUM_TOP),
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        attention_profile="exact",
+        arrival_s=time.monotonic(),
+        chunks=[ChunkSpan(*span) for span in prompt.spans],
+        fusion=run.fusion,
+    )
+
+
+def _compare_maps(engine: Engine, prompt: FusionPrompt, judged: Sequence[Judged]) -> None:
+    """The question's attention over the prompt, a layer: the L2 distance from vanilla's over vanilla's own norm."""
+    exact: dict[int, Tensor] = {}
+    for one in judged:
+        maps = _question_maps(engine, prompt, one.run)
+        exact = exact or maps
+        far = [float((maps[layer] - exact[layer]).norm() / exact[layer].norm()) for layer in sorted(exact)]
+        one.distances.append(np.array(far))
+
+
+def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict[int, Tensor]:
+    """By layer: float32 `[heads, question, tokens]`."""
+    begin, num_tokens = prompt.spans[-1][1], len(prompt.token_ids)
+    found: dict[int, list[Tensor]] = {}
+
+    def watch(query: PrefillQuery) -> None:
+        own = query.positions >= begin
+        if query.num_prompt_tokens == num_tokens and bool(own.any()):
+            found.setdefault(query.layer, []).append(attention_map(query, own, num_tokens))
+
+    engine.watch_prefill(watch)
+    _answer_all(engine, [prompt], PolicyRun(run.label, run.fusion), [])
+    engine.watch_prefill(None)
+    return {layer: torch.cat(parts, 1) for layer, parts in found.items()}
+
+
+def attention_map(query: PrefillQuery, own: Tensor, num_tokens: int) -> Tensor:
+    """Of the rows `own`, bool `[tokens]`: float32 `[heads, rows, num_tokens]`."""
+    rows, positions = query.query[own].float(), query.positions[own]
+    group = rows.shape[1] // query.keys.shape[0]
+    end = int(positions.max()) + 1
+    keys = query.keys[:, :end].float().repeat_interleave(group, 0)
+    logits = torch.einsum("qhd,hcd->hqc", rows, keys) * query.scale
+    logits.masked_fill_(torch.arange(end, device=keys.device) > positions[:, None], -torch.inf)
+    return torch.nn.functional.pad(logits.softmax(-1), (0, num_tokens - end))
+
+
+def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
+    """A row a policy, ratio and task, and one of all tasks, whose KL and distances it has as well."""
+    rows: list[Row] = []
+    exact = judged[0]
+    for one in judged:
+        fusion = one.run.fusion
+        told = {
+            "length": length,
+            "policy": one.run.label,
+            "ratio": fusion.ratio if fusion is not None and POLICIES[fusion.policy].chooses else None,
+        }
+        for task in ["all", *dict.fromkeys(one.tasks)]:
+            own = [number for number, name in enumerate(one.tasks) if task in ("all", name)]
+            scores = np.array(one.scores)[own]
+            lost = np.array(exact.scores)[own] - scores
+            kl = np.array(one.divergences)[own]
+            row: Row = {
+                **told, "task": task, "prompts": len(own), "score": 100 * scores.mean(), "lost": 100 * lost.mean(),
+                "kl": kl.mean(), "kl_error": 1.96 * kl.std(ddof=1) / math.sqrt(len(own)) if len(own) > 1 else None,
+                "recomputed": float(np.mean(np.array(one.recomputed)[own])),
+            }  # fmt: skip
+            if task == "all" and one.distances:
+                row["distances"] = np.mean(one.distances, axis=0).tolist()
+            rows.append(row)
+    return rows
