@@ -2,7 +2,7 @@
 
 import typer
 
-from bench.context_commands import beside, long, prefill
+from bench.context_commands import beside, documents, long, prefill
 from bench.kernel_commands import app as kernel
 from bench.load.command import serve
 from bench.load_weights_command import load_weights
@@ -16,5 +16,6 @@ app.command("long")(long)
 app.command("beside")(beside)
 app.command("prefill")(prefill)
 app.command("load-weights")(load_weights)
+app.command("documents")(documents)
 app.command("rates")(rates)
 app.add_typer(kernel, name="kernel")

@@ -1,4 +1,7 @@
-"""Arguments of `tandem bench long`, `prefill` and `beside`, of a deployment with a `host` section. Measures nothing."""
+"""Arguments of `tandem bench long`, `prefill` and `beside`, of a deployment with a `host` section, and of `documents`.
+
+Measures nothing.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -90,6 +93,36 @@ def prefill(
     with _failures_told():
         for rows in run_prefill_benchmark(benchmark, deployment, console):
             report(rows, json_file, console)  # a run that is cut keeps the profiles before
+
+
+def documents(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `documents` section")],
+    lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "6144,16384,32768",
+    policies: Annotated[str, typer.Option(help="with commas")] = "a3,cacheblend,legolink,pie",
+    places: Annotated[str, typer.Option(help="where chunks are: memory, page cache, disk")] = "memory,page cache,disk",
+    ratio: Annotated[float, typer.Option(min=0, max=1, help="of all tokens, computed again")] = 0.15,
+    repeats: Annotated[int, typer.Option(min=1, help="prompts of each kind")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Time the first token of prompts whose documents are stored, by policy and by where their chunks are."""
+    from bench.documents import DocumentsBenchmark, run_documents_benchmark
+    from bench.rows import report
+    from server.config import load_deployment
+
+    console = Console()
+    warn_if_busy(console)
+    deployment = load_deployment(config)
+    if deployment.documents is None:
+        raise typer.BadParameter(f"{config} has no `documents` section", param_hint="CONFIG")
+    asked, known = tuple(places.split(",")), ("memory", "page cache", "disk")
+    if not set(asked) <= set(known):
+        raise typer.BadParameter(f"got {places!r}; wanted some of {', '.join(known)}", param_hint="--places")
+    benchmark = DocumentsBenchmark(
+        tuple(sorted(set(parse_batches(lengths)))), tuple(policies.split(",")), asked, ratio, repeats  # type: ignore[arg-type]
+    )  # fmt: skip
+    with _failures_told():
+        for rows in run_documents_benchmark(benchmark, deployment, console):
+            report(rows, json_file, console)
 
 
 def _load_with_host(config: Path, console: Console) -> "Deployment":

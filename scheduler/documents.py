@@ -21,6 +21,7 @@ from scheduler.prefill_queue import JobInProgress
 from scheduler.sequence import Sequence
 from transfer.chunks.format import ChunkKey, name_chunk
 from transfer.chunks.library import ChunkLibrary
+from transfer.chunks.store import ChunkStore
 
 _NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
 _NOT_KEPT = "keys and values that are not finite cannot be kept in 8 bits"
@@ -71,6 +72,10 @@ class Documents:
         self._to_store: deque[_ToStore] = deque()
         self._writing: list[tuple[Future[bool], _Storing]] = []
         self._stored: list[ChunksStored] = []
+
+    @property
+    def store_of_chunks(self) -> ChunkStore:
+        return self._library.store
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

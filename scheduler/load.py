@@ -8,13 +8,14 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.load import DTYPES, RANDOM_SEED, load_architecture, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
-from gpu.model.architecture import Architecture
+from gpu.model.architecture import Architecture, ModelError
 from gpu.model.rope import rope_key
 from gpu.model.weights_digest import digest_random, digest_weights, kept_path
 from gpu.profiles import get_profile, resolve_profiles, served_parts
@@ -123,6 +124,8 @@ def open_library(
     documents: DocumentsConfig, model: ModelConfig, architecture: Architecture, plan: MemoryPlan
 ) -> ChunkLibrary:
     """Documents' chunks of this model, whatever its folder is called. Raises ModelError."""
+    if documents.rows == "int8" and plan.device == "cpu" and find_spec("fbgemm_gpu") is None:
+        raise ModelError("documents.rows: int8 on the CPU wants fbgemm; pip install '.[cpu]', or choose bfloat16")
     if model.path is not None:
         digest = digest_weights(model.path, kept_path())
     else:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu.fusion.chunk_job import ChunkJob
 from gpu.fusion.documents import Documents
 from gpu.fusion.fused_prompt import FusedPrompt
+from gpu.fusion.rows import read_rows, store_rows
 from gpu.host.deposit import Depositor
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
@@ -262,6 +263,20 @@ class Prefill:
         )
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
+
+    def warm_up_chunks(self) -> None:
+        """Compile what prompts with chunks need now, not in one: on numbers that mean nothing, of no slot."""
+        if self._documents is None:
+            return
+        shape, pool = self._documents.shape, self.decoder.pool
+        rows = torch.zeros(1, 2, shape.num_kv_heads, shape.dim, dtype=pool.key_pages[0].dtype, device=self.device)
+        read_rows(store_rows(rows[:, 0], shape), rows[:, 1], shape)
+        at = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.decoder.place(0, rows, at, at, at.int() - 1, None)
+        keys, values = (side.flatten(1, 2)[:, :1].zero_() for side in (self.gathered.keys, self.gathered.values))
+        query = rows.new_zeros(1, self.decoder.architecture.num_heads, shape.dim)
+        for window in {spec.window_tokens for spec in self.decoder.specs}:
+            scattered_attention(query, keys, values, at, self.decoder.scale, window)
 
     def _compute_chunks(self, unit: Unit) -> None:
         job, state = self._chunk_jobs[unit.job_id]

@@ -126,6 +126,13 @@ class ChunkStore:
         """After what was to be stored before: nobody finds the chunk again. Leases go on."""
         return self._writer.submit(self._delete, key)
 
+    def forget(self) -> None:
+        """Give up all memory that nobody reads; what is on the disk stays. For who times the disk."""
+        with self._lock:
+            for entry in [one for one in self._entries.values() if one.num_leases == 0]:
+                self._forget(entry)
+                self._end(entry)
+
     def counts(self) -> Mapping[str, int]:
         """found_in_memory, found_on_disk, absent, lost (while it was read), stored, refused, evicted, set_aside."""
         with self._lock:

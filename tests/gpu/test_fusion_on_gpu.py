@@ -1,0 +1,29 @@
+"""Fused prompts on a GPU, in bf16, by the engine that serves: all computed again is what dense prefill gives."""
+
+import pytest
+import torch
+
+from evals.fusion import fusion_engine, judge, parse_policies
+from evals.fusion_prompts import fusion_prompts
+from tests.gpu.reference_model import FOLDER
+from tests.tolerances import FUSED_BFLOAT16_KL
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+TASKS = ("many_needles", "facts_one_hop")
+
+
+@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
+def test_on_a_gpu_all_tokens_computed_again_are_dense_prefill_and_few_are_near_it(rows: str) -> None:
+    prompts = fusion_prompts(FOLDER, TASKS, 3000, 6, 512, 0)
+    runs = parse_policies(["a3", "cacheblend", "legolink", "full_reuse"], [0.15, 1.0])
+    with fusion_engine(FOLDER, "cuda", 3100, rows) as engine:
+        first = judge(engine, FOLDER, prompts, runs, 1, lambda: None)
+        again = judge(engine, FOLDER, prompts, runs, 0, lambda: None)
+    for one, other in zip(first, again, strict=True):
+        assert one.scores == other.scores
+        if one.run.fusion is not None and one.run.fusion.ratio == 1.0:
+            assert max(one.divergences) < FUSED_BFLOAT16_KL
+            assert one.scores == first[0].scores
+    means = {(one.run.label, one.run.fusion.ratio): sum(one.divergences) for one in first if one.run.fusion}
+    assert means["legolink", 0.15] < means["full_reuse", 0.0], "positions and seams are recovered"
+    assert max(one.distances[0].max() for one in first[1:]) < 2.0
