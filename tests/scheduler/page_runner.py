@@ -115,6 +115,9 @@ class PageRunner:
     def reuse_counts(self) -> dict[str, object]:
         return {}
 
+    def fetch_counts(self) -> dict[str, object]:
+        return {}
+
     def is_ready(self, ask: HostAsk) -> bool:
         """As `num_late` or `late_steps` says; a context is asked for behind the plan that writes it."""
         has = len(self.contexts.get(ask.context_id, ()))
