@@ -51,7 +51,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `prompt` is packed (`pack_tokens`); requests that share one share the object, and it is hashed once for all of them.
     `stop_token_ids` end it (the stop token is reported in `Delta.token_ids`), and are not drawn before the output has
     `min_tokens` without them; stop strings are the API process's work. `max_tokens` 0 computes the prompt alone (for
-    `echo` with `logprobs`).
+    `echo` with `logprobs`). One with a grammar also ends where that allows nothing more.
     """
 
     request_id: str
@@ -65,6 +65,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # prefixes are shared among requests of one salt alone
     chunks: list[ChunkSpan] = []  # of the prompt, in its order; they do not overlap
     fusion: Fusion | None = None  # None: vanilla, `chunks` are ignored
+    grammar: str = ""  # what the output is held to, as llguidance writes it down; "": nothing
 
     @property
     def num_prompt_tokens(self) -> int:

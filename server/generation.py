@@ -38,11 +38,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt, how much to generate from it, and how its documents are computed (None: like all of it)."""
+    """A prompt, how much to generate from it, how its documents are computed (None: like all of it), and what each
+    answer is held to (`server.structured`; "": nothing).
+    """
 
     prompt: Prompt
     max_tokens: int
     fusion: Fusion | None = None
+    grammar: str = ""
 
 
 class Generation:
@@ -183,6 +186,7 @@ class Generation:
                     cache_salt=self._cache_salt,
                     chunks=[ChunkSpan(*span, self._cache_salt) for span in job.prompt.chunks] if job.fusion else [],
                     fusion=job.fusion,
+                    grammar=job.grammar,
                 )
             )
         return requests

@@ -1,0 +1,64 @@
+"""Grammars that answers are held to, as llguidance writes them down, and what one may cost wherever it is compiled.
+
+Plain text and limits: no torch, no tokenizer, no request. Invariant: what passes `check` compiles in an engine, within
+the same limits.
+"""
+
+from functools import cache
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+MOST_BYTES = 64 * 1024  # of a grammar; llguidance takes a second at most to compile what is no longer
+_NO_TOKENIZER = "no tokenizer"  # how llguidance says that it leaves special tokens to who has one
+_ERROR_CHARS = 300
+
+
+def limits() -> LLParserLimits:
+    """Of one grammar: some tens of MiB, a tenth of a second for its first mask, milliseconds for each other."""
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000,
+        max_items_in_row=4_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def check(grammar: str) -> str:
+    """Why a grammar cannot be compiled, as llguidance says it; empty if it can.
+
+    It is, for a vocabulary of bytes, and so is the first mask behind what must come: what is too complex shows there.
+    """
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
+    if is_error:
+        return shorten(messages[0])
+    if any(message.startswith(_NO_TOKENIZER) for message in messages):
+        return ""
+    matcher = LLMatcher(_bytes_alone(), grammar, log_level=0, limits=limits())
+    if not matcher.is_error() and matcher.consume_tokens(matcher.compute_ff_tokens()):
+        matcher.compute_logit_bias()
+    return shorten(matcher.get_error()) if matcher.is_error() else ""
+
+
+def shorten(message: str) -> str:
+    """A message of llguidance's, for one line."""
+    line = " ".join(message.partition("\n<state>")[0].split())
+    return line if len(line) <= _ERROR_CHARS else line[:_ERROR_CHARS] + " ..."
+
+
+class _Bytes:
+    """A vocabulary: the end token, and each byte."""
+
+    eos_token_id = 0
+    bos_token_id = None
+    tokens = (b"<end>", *(bytes([byte]) for byte in range(256)))
+    special_token_ids = (0,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [byte + 1 for byte in text]
+
+
+@cache
+def _bytes_alone() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()))

@@ -1,0 +1,157 @@
+"""What an answer is held to: a JSON schema, a pattern, choices or a grammar, as llguidance's serialised grammar.
+
+The grammar goes to the engine with the request (`EngineRequest.grammar`). Knows no model, and nothing of tools; all of
+it is plain text, bounded, and checked here, so a request is refused before it is queued. Invariants: an answer that
+ends is what was asked for, or the request is refused with the keyword that cannot be kept; between JSON's tokens stands
+one space or nothing, so no answer is endless whitespace.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from llguidance import LLMatcher, grammar_from
+
+from scheduler.grammar import MOST_BYTES, check
+from server.api_error import ApiError, invalid
+
+_WRITTEN_AS = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_OWN_OPTIONS = "x-guidance"  # where llguidance reads options in a schema
+# Keywords of some draft that llguidance passes over, and which say what is valid.
+_PASSED_OVER = (_OWN_OPTIONS, "divisibleBy", "disallow", "extends")
+_BOUNDS = ("exclusiveMinimum", "exclusiveMaximum")  # of draft 4, where they are true or false
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+_OF_VALUES = ("const", "enum", "default", "examples")
+_OF_OTHERS = (
+    ("Unknown format", "format"),
+    ("patternProperty", "patternProperties"),
+    ("regex", "pattern"),
+    ("Regex", "pattern"),
+    ("oneOf", "oneOf"),
+    ("min/maxProperties", "minProperties"),
+    ("Pointer", "$ref"),
+    ("Resource", "$ref"),
+    ("anchor", "$ref"),
+    ("Invalid type", "type"),
+)
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+
+CODE = "unsupported_grammar"
+MOST_PROPERTIES = 1000  # of an object; what it takes to compile them grows with their square
+
+
+def schema_grammar(param: str, schema: object) -> str:
+    """JSON that a schema accepts. Raises ApiError 400 that names the keyword which cannot be kept."""
+    grammar = LLMatcher.grammar_from_json_schema(_write(param, schema), overrides=_WRITTEN_AS)  # type: ignore[arg-type]
+    _require(param, grammar, is_schema=True)
+    return grammar
+
+
+def object_grammar() -> str:
+    """Any JSON object."""
+    return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_WRITTEN_AS)  # type: ignore[arg-type]
+
+
+def schema_in_lark(param: str, schema: object) -> str:
+    """A term of a Lark grammar: JSON that a schema accepts. Raises as `schema_grammar` does."""
+    schema_grammar(param, schema)
+    return "%json " + json.dumps((schema if isinstance(schema, dict) else {}) | {_OWN_OPTIONS: _WRITTEN_AS})
+
+
+def regex_grammar(param: str, pattern: str) -> str:
+    """A text that a regular expression matches as a whole. Raises ApiError 400."""
+    _require_size(param, pattern)
+    grammar = LLMatcher.grammar_from_regex(pattern)
+    _require(param, grammar)
+    return grammar
+
+
+def choice_grammar(param: str, choices: Sequence[str]) -> str:
+    """One of these texts. Raises ApiError 400."""
+    if not choices or not all(choices):
+        raise invalid(param, "an empty list or text; wanted at least one choice, none of them empty", CODE)
+    text = "start: " + " | ".join(map(json.dumps, choices))
+    _require_size(param, text)
+    grammar = LLMatcher.grammar_from_lark(text)
+    _require(param, grammar)
+    return grammar
+
+
+def lark_grammar(param: str, text: str) -> str:
+    """What a grammar in Lark's notation, or GBNF, accepts. Raises ApiError 400."""
+    _require_size(param, text)
+    try:
+        grammar = grammar_from("grammar", text)
+    except ValueError as error:
+        raise invalid(param, " ".join(str(error).split()), CODE) from None
+    _require(param, grammar)
+    return grammar
+
+
+def _write(param: str, schema: object) -> str:
+    """The schema as text. Raises ApiError 400 for one that is no schema, too long, or would be passed over in part."""
+    if schema is False or not isinstance(schema, dict | bool):
+        raise invalid(param, f"got {json.dumps(schema)[:80]}, wanted a JSON schema that something is valid by", CODE)
+    for keyword in _find_keywords(param, schema):
+        raise _refused(param, keyword, "it means nothing in the drafts that are served (6, 7, 2019-09 and 2020-12)")
+    try:
+        text = json.dumps({} if schema is True else schema, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise invalid(param, str(error), CODE) from None
+    _require_size(param, text)
+    return text
+
+
+def _find_keywords(param: str, schema: Any) -> list[str]:
+    """What is refused by its name alone, where a keyword stands; names of properties, and values, are none. Raises
+    ApiError 400 for an object of too many properties.
+    """
+    found, pending = [], [schema]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, list):
+            pending += one
+        elif isinstance(one, dict):
+            found += [keyword for keyword in _PASSED_OVER if keyword in one]
+            found += [keyword for keyword in _BOUNDS if isinstance(one.get(keyword), bool)]
+            for name, value in one.items():
+                if name in _OF_NAMES and isinstance(value, dict):
+                    if len(value) > MOST_PROPERTIES:
+                        raise invalid(param, f"{name}: {len(value)} of one object, at most {MOST_PROPERTIES}", CODE)
+                    pending += value.values()
+                elif name not in _OF_VALUES:
+                    pending.append(value)
+    return found
+
+
+def _require_size(param: str, text: str) -> None:
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MOST_BYTES:
+        raise invalid(param, f"{size} bytes, at most {MOST_BYTES} are compiled", CODE)
+
+
+def _require(param: str, grammar: str, is_schema: bool = False) -> None:
+    why = check(grammar)
+    if not why:
+        return
+    if not is_schema:
+        raise invalid(param, why, CODE)
+    unimplemented = _UNIMPLEMENTED.search(why)
+    if unimplemented is not None:
+        raise _refused(param, ", ".join(json.loads(unimplemented[1])), "it cannot be kept token by token")
+    keyword = next((keyword for sign, keyword in _OF_OTHERS if sign in why), None)
+    if keyword == "oneOf":
+        raise invalid(param, "oneOf: its alternatives may hold together; write anyOf, or a const that differs", CODE)
+    raise invalid(param, why, CODE) if keyword is None else _refused(param, keyword, why)
+
+
+def _refused(param: str, keyword: str, why: str) -> ApiError:
+    return invalid(param, f"{keyword}: {why}; leave it out of the schema, or check it yourself", CODE)
