@@ -13,8 +13,8 @@ import torch
 
 from gpu.decode.answering import Answers
 from gpu.prefill.jobs import FinishedJob
-from gpu.sampling.sampler import Sampled
-from gpu.step import NOT_FINITE, SampledToken, StepResult, TokenLogprob
+from gpu.sampling.sampler import Drawing
+from gpu.step import NOT_FINITE, Lane, SampledToken, StepResult, TokenLogprob
 
 
 class Timer:
@@ -59,13 +59,15 @@ class Awaited:
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """released: slots that their sequences had left before it; stepped: those that decode in it; failures: of these,
-    and of those that went down in it, the ones that came to nothing, and why; all_failures: the runner's, of slots
-    that cannot go on until they are released; behind: the step that was launched next.
+    """lane: that it goes in; finished_jobs, decoded: whose rows are drawn, perhaps later; released: slots that their
+    sequences had left before it; stepped: those that decode in it; failures: of these, and of those that went down in
+    it, the ones that came to nothing, and why; all_failures: the runner's, of slots that cannot go on until they are
+    released; behind: the step that was launched next.
     """
 
+    lane: Lane
     finished_jobs: list[FinishedJob]
-    decoded: list[Sampled]
+    decoded: list[Drawing]
     awaited: list[Awaited]
     units: Timer | None
     decode: Timer | None
@@ -77,8 +79,20 @@ class InFlight:
     behind: "InFlight | None" = field(default=None, init=False)
 
     @property
+    def drawings(self) -> list[Drawing]:
+        return [*(job.drawing for job in self.finished_jobs), *self.decoded]
+
+    def end(self) -> None:
+        """All of it is drawn: start the copies to the host, on the current stream, and mark where it is over."""
+        for job in self.finished_jobs:
+            job.copy_to_host()
+        for drawing in self.decoded:
+            drawing.sampled.copy_to_host()
+        self.whole.mark(1)
+
+    @property
     def is_over(self) -> bool:
-        """Whether `collect` would not wait."""
+        """Whether `collect` would not wait, once it has ended."""
         return all(awaited.answers.is_over for awaited in self.awaited) and self.whole.is_over
 
     def collect(self) -> StepResult:
@@ -92,7 +106,7 @@ class InFlight:
                 self._fail(dict.fromkeys(awaited.slots, reason))
         self.whole.wait()
         tokens = [token for job in self.finished_jobs for token in job.sampled.to_host()]
-        drawn = [token for sampled in self.decoded for token in sampled.to_host()]
+        drawn = [token for drawing in self.decoded for token in drawing.sampled.to_host()]
         tokens += [token for token in drawn if token.slot not in self.failures]
         tokens += [SampledToken(slot, NOT_FINITE, None) for slot in self.failures]
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}

@@ -34,7 +34,7 @@ from gpu.prefill.jobs import FinishedJob, Prefill
 from gpu.prefill.query import PrefillQuery
 from gpu.profiles import Part
 from gpu.sampling.params import SamplingParams
-from gpu.sampling.sampler import Sampled, Sampler
+from gpu.sampling.sampler import NO_MASKS, Drawing, Masks, Sampler
 from gpu.step import (
     DENSE,
     DecodeGroup,
@@ -255,10 +255,21 @@ class Runner:
     def launch(self, plan: StepPlan) -> InFlight:
         """Start a step in its lane, in the plan's field order; on the CPU it has run when this returns. On CUDA a
         thread gives what it asks of the host; only a step that no graph was captured for is launched layer by layer,
-        behind its answers.
+        behind its answers. One with masked slots has everything but its draws, which `draw` adds before anything else
+        is launched in its lane, and before any plan that is fenced or releases slots.
         """
         with self._lanes.enter(plan.lane, plan.is_fenced):
             return self._launch(plan)
+
+    @torch.inference_mode()
+    def draw(self, step: InFlight, masks: Masks) -> None:
+        """The draws of a step that was launched without; on CUDA it may still run. Slots without a mask draw from all
+        tokens.
+        """
+        with self._lanes.enter(step.lane, is_fenced=False):
+            for drawing in step.drawings:
+                self._draw(drawing, masks)
+            step.end()
 
     def _launch(self, plan: StepPlan) -> InFlight:
         whole = Timer(self.device)
@@ -284,24 +295,30 @@ class Runner:
             self._reusing[ring_write.part].assign(ring_write)
         for job in plan.new_jobs:
             self._prefill.add(job)
-        finished, units = self._launch_units(plan.units)
+        draws = not plan.masked_slots
+        assert draws or len(plan.decode) <= 1, "runner: masked slots, and a second group whose logits take the place"
+        finished, units = self._launch_units(plan.units, draws)
         failures |= self._prefill.take_failures()
         self._failures |= failures
-        decoded, awaited, decode = self._launch_decode(plan.decode)
-        for job in finished:
-            job.copy_to_host()
-        for sampled in decoded:
-            sampled.copy_to_host()
-        whole.mark(1)
+        decoded, awaited, decode = self._launch_decode(plan.decode, draws)
         stepped = [slot for group in plan.decode for slot in group.slots]
         failures |= {slot: self._failures[slot] for slot in stepped if slot in self._failures}
         step = InFlight(
-            finished, decoded, awaited, units, decode, whole, plan.released_slots, stepped, failures, self._failures
+            plan.lane, finished, decoded, awaited, units, decode, whole, plan.released_slots, stepped, failures,
+            self._failures,
         )  # fmt: skip
+        if draws:
+            step.end()
         if self._last is not None:
             self._last.behind = step
         self._last = step
         return step
+
+    def _draw(self, drawing: Drawing, masks: Masks = NO_MASKS) -> None:
+        """What is drawn is the next step's input."""
+        sampled = drawing.draw(self._sampler, masks)
+        slots = upload(np.array(sampled.slots, dtype=np.int64), self.device)
+        self._last_tokens.index_copy_(0, slots, sampled.tokens)
 
     def shutdown(self) -> None:
         """End the thread that answers; no device is left waiting for it. What is in flight should be collected."""
@@ -333,21 +350,24 @@ class Runner:
                 failures |= {place.slot: str(error) for place in restore.places}
         return failures
 
-    def _launch_units(self, units: Sequence[Unit]) -> tuple[list[FinishedJob], Timer | None]:
+    def _launch_units(self, units: Sequence[Unit], draws: bool) -> tuple[list[FinishedJob], Timer | None]:
         if not units:
             return [], None
         timer = Timer(self.device)
         timer.mark(0)
         finished = []
         for unit in units:
-            job = self._prefill.run(unit)
+            job = self._prefill.run(unit, draws=False)
             if job is not None:
-                self._feed_back(job.sampled)
                 finished.append(job)
+                if draws:
+                    self._draw(job.drawing)
         timer.mark(1)
         return finished, timer
 
-    def _launch_decode(self, groups: Sequence[DecodeGroup]) -> tuple[list[Sampled], list[Awaited], Timer | None]:
+    def _launch_decode(
+        self, groups: Sequence[DecodeGroup], draws: bool
+    ) -> tuple[list[Drawing], list[Awaited], Timer | None]:
         if not groups:
             return [], [], None
         timer = Timer(self.device)
@@ -365,9 +385,9 @@ class Runner:
                     break
                 if launched.answers is not None:
                     awaited.append(Awaited(launched.answers, going_on.slots))
-                sampled = self._sampler.sample(launched.logits, going_on.slots, going_on.samples)
-                self._feed_back(sampled)
-                decoded.append(sampled)
+                decoded.append(Drawing(launched.logits, going_on.slots, going_on.samples))
+                if draws:
+                    self._draw(decoded[-1])
                 break
         timer.mark(1)
         return decoded, awaited, timer
@@ -377,11 +397,6 @@ class Runner:
         cells = group.positions if group.cells is None else group.cells
         reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
         return self.decode_steps.run(Batch(group.slots, group.positions, cells, _asks_of(group), reuses))
-
-    def _feed_back(self, sampled: Sampled) -> None:
-        """What was drawn is the next step's input."""
-        slots = upload(np.array(sampled.slots, dtype=np.int64), self.device)
-        self._last_tokens.index_copy_(0, slots, sampled.tokens)
 
 
 def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:

@@ -321,7 +321,10 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step, carried out in field order. is_fenced: behind all that was launched before it in any lane."""
+    """One engine step, carried out in field order. is_fenced: behind all that was launched before it in any lane.
+    masked_slots: those that draw in it from some tokens alone, which may not be known before the draws in flight are;
+    with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`).
+    """
 
     lane: Lane = Lane.DEVICE
     is_fenced: bool = False
@@ -337,6 +340,7 @@ class StepPlan:
     new_jobs: list[PrefillJob] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
     decode: list[DecodeGroup] = field(default_factory=list)
+    masked_slots: list[int] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

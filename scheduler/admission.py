@@ -254,7 +254,7 @@ class Admission:
                 token_ids=sequence.tokens_from(0),
                 begin=start.begin,
                 num_prompt_tokens=sequence.num_prompt_tokens,
-                sampling=sequence.sampling,
+                sampling=sequence.request.sampling,
                 profile=sequence.request.attention_profile,
                 host=self._residence.host_prompt(sequence, start),
                 fused=None if self._documents is None else self._documents.plan(sequence, start.begin),

@@ -3,8 +3,9 @@
 Knows nothing of steps. What costs time in a submission, unpacking and hashing its prompts, is done while the engine
 steps, a tenth of a millisecond at a time: the loop never waits longer than that for the interpreter, and the socket is
 read after each. Invariants: all but submissions is handed over as it is read. Submissions take one of two lanes, by
-the tokens to hash; those of a lane are handed over in the order in which they were sent, each once. A short one waits
-for no long one, and a long one goes on after each short one. What was cancelled before it was ready is not handed over.
+the tokens to hash, and those with a grammar, which may have to be compiled, the long one; those of a lane are handed
+over in the order in which they were sent, each once. A short one waits for no long one, and a long one goes on after
+each short one. What was cancelled before it was ready is not handed over.
 """
 
 import queue
@@ -18,6 +19,7 @@ import msgspec
 import zmq
 
 from scheduler.capacity import TooLargeError
+from scheduler.constraints import GrammarError
 from scheduler.messages import Cancel, EngineRequest, FromEngine, Refused, Shutdown, StoreChunks, Submit, ToEngine
 from scheduler.sequence import Sequence
 
@@ -121,8 +123,8 @@ class _Reader(threading.Thread):
             message = self._decoder.decode(self._requests.recv())
             if isinstance(message, Submit):
                 self._unready.update(request.request_id for request in message.packed)
-                lane = self._short if _tokens_to_hash(message) <= _SHORT_TOKENS else self._long
-                lane.append(message)
+                is_short = _tokens_to_hash(message) <= _SHORT_TOKENS and not _has_grammar(message)
+                (self._short if is_short else self._long).append(message)
                 continue
             if isinstance(message, Cancel):
                 self._unready.difference_update(message.request_ids)
@@ -136,6 +138,8 @@ class _Reader(threading.Thread):
             sequences = self._prepare(requests, rest)
         except TooLargeError as error:
             arrival = Refused(message.submit_id, "too_large", str(error))
+        except GrammarError as error:
+            arrival = Refused(message.submit_id, "grammar", str(error))
         else:
             arrival = Prepared(message.submit_id, [each for each in sequences if each.request_id in self._unready])
         names = {request.request_id for request in requests}
@@ -157,3 +161,7 @@ class _Reader(threading.Thread):
 def _tokens_to_hash(message: Submit) -> int:
     """Of all its prompts; one that requests share is hashed, and sent, once."""
     return sum(len(request.prompt) for request in message.packed) // _BYTES_PER_TOKEN
+
+
+def _has_grammar(message: Submit) -> bool:
+    return any(request.grammar for request in message.packed)

@@ -2,8 +2,10 @@
 
 Knows the scheduler and the devices, which `scheduler.load` makes and hands to it. On CUDA a lane's step is planned and
 launched while the one before it still runs (the device works in launch order) and perhaps awaits the CPU's answers, so
-it never waits for Python; on the CPU a launch computes. Invariant: a lane has two steps in flight at most, and a fenced
-one is told of behind all that were launched before it.
+it never waits for Python; on the CPU a launch computes. A step with rows that are held to something is launched without
+its draws, which follow while it runs, once masks are made of what the step before it drew. Invariant: a lane has two
+steps in flight at most, and none behind one that is not drawn; a fenced one is told of behind all that were launched
+before it.
 """
 
 import logging
@@ -54,6 +56,8 @@ class Engine:
         self._in_flight: list[
             tuple[StepPlan, InFlight, float]
         ] = []  # in the order of their launches, and when that was
+        self._undrawn: dict[Lane, InFlight] = {}
+        self._told: list[Delta] = []  # of steps that were collected so that others could be drawn
         self._num_steps = 0
         self._step_seconds = 0.0
         self._decode_context_tokens = 0
@@ -68,7 +72,7 @@ class Engine:
 
     def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
         """What `queue` takes, its prompts hashed: the one thing that any thread may ask. `rest` is called every tenth
-        of a millisecond or so. Raises TooLargeError."""
+        of a millisecond or so. Raises TooLargeError and GrammarError."""
         return self.scheduler.prepare(requests, rest)
 
     def queue(self, sequences: list[Sequence]) -> None:
@@ -76,7 +80,7 @@ class Engine:
         self.scheduler.queue(sequences)
 
     def submit(self, requests: list[EngineRequest]) -> None:
-        """Prepare and queue all or none. Raises QueueFullError or TooLargeError."""
+        """Prepare and queue all or none. Raises QueueFullError, TooLargeError or GrammarError."""
         self.queue(self.prepare(requests, lambda: None))
 
     def cancel(self, request_ids: list[str]) -> None:
@@ -103,10 +107,12 @@ class Engine:
         """Launch each lane's next step if there is one, and report a finished one if there is one."""
         began = time.perf_counter()
         plans = [plan for lane in self.scheduler.lanes if (plan := self._launch(lane)) is not None]
-        deltas = []
         most = _MOST_IN_FLIGHT - 1 if self._is_pipelined else 0
         if not plans or any(self._num_in_flight(plan.lane) > most for plan in plans):
-            deltas = self._collect(self._next_over())
+            self._told += self._collect(self._next_over())
+            for lane in list(self._undrawn):
+                self._draw(lane)
+        deltas, self._told = self._told, []
         if not plans and not deltas and not self._in_flight:
             time.sleep(_LOOK_SECONDS)  # for copies of chunks to land, and the disk
         self._step_seconds += time.perf_counter() - began
@@ -183,8 +189,10 @@ class Engine:
         """End the host's threads, once they have given what is in flight its answers, and give the tier's memory back.
         The engine steps no more.
         """
+        self.scheduler.constraints.shutdown()
         if self._tier is None and self.scheduler.documents is None:
             return
+        self._draw_all()
         for _, step, _ in self._in_flight:
             step.collect()
         self._runner.shutdown()
@@ -222,15 +230,35 @@ class Engine:
 
     def _launch(self, lane: Lane) -> StepPlan | None:
         """A lane's next step, if it may have one and there is one."""
-        if self._num_in_flight(lane) == _MOST_IN_FLIGHT:
+        if self._num_in_flight(lane) == _MOST_IN_FLIGHT or lane in self._undrawn:
             return None
         plan = self.scheduler.schedule(self._runner.is_ready, lane)
         if plan.is_empty:
             return None
-        self._in_flight.append((plan, self._runner.launch(plan), time.perf_counter()))
+        if plan.is_fenced or plan.released_slots:
+            self._draw_all()
+        step = self._runner.launch(plan)
+        self._in_flight.append((plan, step, time.perf_counter()))
+        if plan.masked_slots:
+            self._undrawn[lane] = step
+            self._draw(lane)
         self._num_steps += 1
         self._decode_context_tokens += sum(place + 1 for group in plan.decode for place in group.positions)
         return plan
+
+    def _draw(self, lane: Lane) -> None:
+        """The draws of a lane's newest step, if what its rows are held to is known."""
+        masks = self.scheduler.masks(lane)
+        if masks is not None:
+            self._runner.draw(self._undrawn.pop(lane), masks)
+
+    def _draw_all(self) -> None:
+        """Of every step that is launched, behind the results of those that it takes."""
+        for lane in list(self._undrawn):
+            self._draw(lane)
+            while lane in self._undrawn:
+                self._told += self._collect(next(i for i in range(len(self._in_flight)) if self._may_be_next(i)))
+                self._draw(lane)
 
     def _num_in_flight(self, lane: Lane) -> int:
         return sum(plan.lane is lane for plan, _, _ in self._in_flight)
@@ -254,8 +282,10 @@ class Engine:
         return None
 
     def _may_be_next(self, index: int) -> bool:
-        """Whether it is its lane's first, and of all, if it is fenced."""
-        before, plan = self._in_flight[:index], self._in_flight[index][0]
+        """Whether it is drawn, and its lane's first, and of all, if it is fenced."""
+        before, (plan, step, _) = self._in_flight[:index], self._in_flight[index]
+        if any(step is undrawn for undrawn in self._undrawn.values()):
+            return False
         return not before or not (plan.is_fenced or any(other.lane is plan.lane for other, _, _ in before))
 
     def _collect(self, index: int | None) -> list[Delta]:

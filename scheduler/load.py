@@ -8,6 +8,7 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 from cpu.tier import CpuTier, open_tier
@@ -23,6 +24,7 @@ from gpu.runner import Runner
 from gpu.step import DENSE, Lane
 from scheduler.capacity import plan_capacity
 from scheduler.config import EngineConfig
+from scheduler.constraints import Constraints, read_tokens
 from scheduler.documents import Documents
 from scheduler.engine import Engine
 from scheduler.memory import find_tier_shape
@@ -82,6 +84,7 @@ def load_engine(
         profiles,
         lanes,
         None if library is None else make_documents(library, config, architecture, plan, runner),
+        Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
     )
     if plan.device == "cuda":
         rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)

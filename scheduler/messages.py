@@ -66,6 +66,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[ChunkSpan] = []  # of the prompt, in its order; they do not overlap
     fusion: Fusion | None = None  # None: vanilla, `chunks` are ignored
     grammar: str = ""  # what the output is held to, as llguidance writes it down; "": nothing
+    allowed_token_ids: list[int] = []  # the only ones drawn; none: all
+    bad_token_ids: list[list[int]] = []  # runs of tokens that the output does not contain
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -175,7 +177,9 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """`code`: `queue_full` (try again later) or `too_large` (can never fit); `message` names what was asked and had."""
+    """`code`: `queue_full` (try again later), `too_large` (can never fit) or `grammar` (cannot be compiled); `message`
+    names what was asked and had.
+    """
 
     submit_id: str
     code: str
@@ -279,6 +283,14 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
     looked_blocks: int
 
 
+class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of what draws are held to, since the engine started. seconds: of the loop, making masks."""
+
+    requests: int
+    masks: int
+    seconds: float
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine; counters count since it started."""
 
@@ -297,6 +309,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     host: HostStats | None  # None: no host tier
     reuse: ReuseStats | None  # None: no profile reuses
     fetch: FetchStats | None  # None: no profile fetches
+    masks: MaskStats = MaskStats(requests=0, masks=0, seconds=0.0)
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

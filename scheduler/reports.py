@@ -7,7 +7,8 @@ from scheduler.sequence import Sequence
 
 _WHY_NOTHING = {
     NOT_FINITE: "logits: not finite for this request; nothing could be drawn",
-    NOTHING_LEFT: "logits: no token has a finite score under this request's bias, penalties and min_tokens; relax them",
+    NOTHING_LEFT: "logits: no token has a finite score under this request's bias, penalties, min_tokens and what it "
+    "allows; relax them",
 }
 
 
@@ -51,6 +52,18 @@ def make_failure(sequence: Sequence, why: str) -> Delta:
         finish_reason="error",
         error=why,
         num_cached_tokens=sequence.num_cached_tokens,
+    )
+
+
+def make_end(sequence: Sequence) -> Delta:
+    """The message for a sequence whose grammar allows nothing behind what was told of it."""
+    return Delta(
+        request_id=sequence.request_id,
+        token_ids=[],
+        finish_reason="stop",
+        num_cached_tokens=sequence.num_cached_tokens,
+        reused_tokens=sequence.num_reused_tokens,
+        recomputed_tokens=sequence.num_recomputed_tokens,
     )
 
 

@@ -34,6 +34,7 @@ from gpu.step import (
 from scheduler.admission import Admission
 from scheduler.capacity import Capacity
 from scheduler.config import SchedulerConfig
+from scheduler.constraints import Constraints, refuse_grammars
 from scheduler.cost_model import CostModel
 from scheduler.documents import Documents
 from scheduler.host_context import HostContext
@@ -41,7 +42,7 @@ from scheduler.lanes import Lanes
 from scheduler.late_rows import IsReady, LateRows, Row
 from scheduler.messages import Delta, EngineRequest, FetchStats, HostStats, Progress, ReuseStats, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
-from scheduler.reports import finish_reason, make_delta, make_failure, make_progress
+from scheduler.reports import finish_reason, make_delta, make_end, make_failure, make_progress
 from scheduler.residence import Residence
 from scheduler.rings import Rings
 from scheduler.sequence import Sequence, State
@@ -84,7 +85,8 @@ class _Changes:
 
 class Scheduler:
     """`profiles`: the attention profiles that requests may name; `model_key` names the model; `lanes`: the device's.
-    `documents`: their chunks, or None: prompts are computed whole.
+    `documents`: their chunks, or None: prompts are computed whole. `constraints`: what draws are held to; None: no
+    grammars.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Scheduler:
         profiles: Mapping[str, Profile],
         lanes: Iterable[Lane] = (Lane.DEVICE,),
         documents: Documents | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self._config = config
         self._capacity = capacity
@@ -108,6 +111,7 @@ class Scheduler:
         self.prefixes = self.residence.prefixes
         self._sequences: dict[str, Sequence] = {}  # not finished
         self.rings = Rings(capacity.num_rings, profiles, capacity.page_tokens)
+        self.constraints = constraints or Constraints(architecture.vocab_size, refuse_grammars)
         self.documents = documents
         if documents is not None:
             self._prefill.is_loaded = documents.is_loaded
@@ -137,7 +141,7 @@ class Scheduler:
         """What `queue` takes: each prompt is unpacked and hashed once, for all requests that share it.
 
         Any thread may ask, while others plan. `rest` is called every tenth of a millisecond or so. Raises TooLargeError
-        for a request that can never fit.
+        for a request that can never fit, and GrammarError for one whose grammar cannot be compiled.
         """
         for request in requests:
             self._capacity.check(request, self._profiles[request.attention_profile])
@@ -153,6 +157,8 @@ class Scheduler:
                 hashes = self.prefixes.hash_prompt(prompt, profile, salt, rest)
                 shared = known[id(request.prompt), profile, salt] = prompt, hashes
             sequences.append(Sequence(request, shared[0], list(shared[1])))
+        for sequence, constraint in zip(sequences, self.constraints.prepare(requests, rest), strict=True):
+            sequence.constraint = constraint
         if self.documents is not None:
             for sequence in sequences:
                 self.documents.name_chunks(sequence)
@@ -256,8 +262,21 @@ class Scheduler:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
             runs += [_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self._start_running(entry)
+        plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
         self._launched[lane].append(_Launched(slots, drawn, units, contexts, runs, bool(fetches)))
         return plan
+
+    def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
+        """What slots of a lane's newest launched plan may draw, by slot, as `Runner.draw` takes it. None: a row's mask
+        depends on a draw whose result is not in.
+        """
+        drawing = self._launched[lane][-1].drawing
+        held = [(slot, one, one.constraint) for slot, one in drawing.items() if one.constraint is not None]
+        held = [row for row in held if row[1].state is not State.FINISHED]
+        if any(constraint.needs_output and one.num_in_flight > 1 for _, one, constraint in held):
+            return None
+        rows = [(constraint, one.num_drawn - 1, one.output) for _, one, constraint in held]
+        return dict(zip([slot for slot, _, _ in held], self.constraints.fill(rows), strict=True))
 
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
         """What the result of a lane's oldest launched plan means for its requests, in no particular order."""
@@ -274,13 +293,14 @@ class Scheduler:
                 log.warning("failed request=%s reason=%s", failed.request_id, why)
                 deltas.append(make_failure(failed, why))
                 self._retire(failed)
+        self._consume(launched.drawing, result.tokens)
         for token in result.tokens:
             sequence = launched.drawing.get(token.slot)
             if sequence is None:  # it failed before its first draw
                 continue
             sequence.num_in_flight -= 1
             if sequence.state is not State.FINISHED:
-                deltas.append(self._append(sequence, token, result.prompt_logprobs.get(token.slot)))
+                deltas += self._append(sequence, token, result.prompt_logprobs.get(token.slot))
         for run in launched.runs:
             self.residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
@@ -402,23 +422,43 @@ class Scheduler:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def _append(self, sequence: Sequence, token: SampledToken, prompt_logprobs: list[TokenLogprob] | None) -> Delta:
+    def _consume(self, drawing: Mapping[int, Sequence], tokens: Iterable[SampledToken]) -> None:
+        """Tell constraints what their requests have drawn."""
+        drawn = []
+        for token in tokens:
+            sequence = drawing.get(token.slot)
+            if sequence is None or sequence.constraint is None or sequence.state is State.FINISHED:
+                continue
+            if token.token_id >= 0 and sequence.request.max_tokens:
+                drawn.append((sequence.constraint, token.token_id))
+        self.constraints.consume(drawn)
+
+    def _append(
+        self, sequence: Sequence, token: SampledToken, prompt_logprobs: list[TokenLogprob] | None
+    ) -> list[Delta]:
         if sequence.state is State.RUNNING:  # its prompt is done
             self._let_go([sequence])
+        constraint = sequence.constraint
+        if constraint is not None and constraint.error:
+            self._retire(sequence)
+            return [make_failure(sequence, f"grammar: the answer cannot go on ({constraint.error})")]
         reason = finish_reason(sequence, token.token_id)
         delta = make_delta(sequence, token, prompt_logprobs, reason)
         sequence.output += delta.token_ids
+        if reason is None and constraint is not None and constraint.is_over:
+            self._retire(sequence)
+            return [delta, make_end(sequence)]
         if reason is None:
             if sequence.state is State.WAITING:  # it gave way while this draw was in flight
                 self.residence.await_room(sequence)
             else:
                 self.residence.publish(sequence, sequence.num_tokens - 1)
-            return delta
+            return [delta]
         if token.token_id == NOT_FINITE:
             sequence.has_failed = True
             self.residence.retract(sequence)
         self._retire(sequence)
-        return delta
+        return [delta]
 
     # --- the shape of a step ------------------------------------------------------------------------------------------
 
@@ -506,6 +546,7 @@ class Scheduler:
             steps=steps,
             step_seconds=step_seconds,
             rings_free=sum(self.rings.num_free.values()),
+            masks=self.constraints.stats(),
             host=host,
             reuse=reuse,
             fetch=fetch,

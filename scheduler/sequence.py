@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-import msgspec
 import numpy as np
 
-from gpu.sampling.params import SamplingParams
 from gpu.step import Lane, PlacedChunk
+from scheduler.constraints import Constraint
 from scheduler.host_context import HostContext
 from scheduler.messages import EngineRequest
 
@@ -43,6 +42,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     lane: Lane = Lane.DEVICE  # that its last step was launched in
     ring: tuple[str, int] | None = None  # while it holds one: of which part of its profile, and the number
+    constraint: Constraint | None = None  # what its draws are held to
     context: HostContext | None = None  # in host memory, while it holds one
     left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
     num_in_flight: int = 0
@@ -102,16 +102,6 @@ class Sequence:
     def wants_draw(self) -> bool:
         """Whether another token may be drawn without knowing those in flight."""
         return self.state is State.RUNNING and self.num_drawn < self.request.max_tokens
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """What the sampler is told: what the request asks for, and that stop tokens come late."""
-        request = self.request
-        if request.min_tokens == 0 or not request.stop_token_ids:
-            return request.sampling
-        return msgspec.structs.replace(
-            request.sampling, late_token_ids=request.stop_token_ids, first_late_draw=request.min_tokens
-        )
 
     def tokens_from(self, begin: int) -> np.ndarray:
         """Int32, of prompt and output from token `begin` on; the prompt itself is not copied."""

@@ -9,6 +9,7 @@ import msgspec
 OVERLOADED_TYPE = "rate_limit_error"
 REQUEST_TYPE = "invalid_request_error"
 SERVER_TYPE = "server_error"
+UNSUPPORTED_GRAMMAR = "unsupported_grammar"
 
 
 class ApiError(Exception):

@@ -25,10 +25,12 @@ from server.known_fields import (
     FUNCTION,
     FUSION,
     INLINE_DOCUMENT,
+    JSON_SCHEMA,
     MESSAGE,
     PART,
     RESPONSE_FORMAT,
     STREAM_OPTIONS,
+    STRUCTURED_OUTPUTS,
     TOKENIZE,
     TOOL,
 )
@@ -42,7 +44,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 2**14
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 100
 MAX_TOP_LOGPROBS = 20
+
+RESPONSE_FORMATS = ("text", "json_object", "json_schema")
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 ROLE = "[A-Za-z0-9_-]{1,64}"  # a template writes it as it is, so no control token may be spelled out in it
 
@@ -66,6 +73,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 }
 
 
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 DocumentTitle = Annotated[str, msgspec.Meta(max_length=MAX_TITLE_CHARS)]
 DocumentText = Annotated[str, msgspec.Meta(min_length=1)]
@@ -76,8 +84,28 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """A form by OpenAI's names. `strict` is always meant."""
+
+    schema: Any = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str | None = None
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """A form by vLLM's names, of which one is given. `json`: a schema, or its text."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -104,6 +132,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    bad_words: list[BadWord] | None = None
+    allowed_token_ids: list[int] | None = None
     attention_profile: str | None = None
     cache_salt: CacheSalt | None = None
     return_progress: bool | None = None
@@ -211,6 +242,8 @@ FIELDS: dict[type[msgspec.Struct], Fields] = {
     FusionChoice: FUSION,
     StreamOptions: STREAM_OPTIONS,
     ResponseFormat: RESPONSE_FORMAT,
+    JsonSchema: JSON_SCHEMA,
+    StructuredOutputs: STRUCTURED_OUTPUTS,
     Message: MESSAGE,
     Part: PART,
     Tool: TOOL,
@@ -312,14 +345,33 @@ def check_generation(body: GenerationBody) -> None:
             raise invalid("logit_bias", f"key {key[:40]!r} is not a token id")
         if not -100 <= bias <= 100:
             raise invalid("logit_bias", f"got {spell(bias)} for token {key}, wanted from -100 to 100")
-    if body.response_format is not None and body.response_format.type != "text":
-        got = body.response_format.type
-        raise invalid("response_format", f"got type {got!r}, only 'text' is served: output is not constrained")
+    check_form(body.response_format, body.structured_outputs)
+    if len(body.bad_words or ()) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"more than {MAX_BAD_WORDS} of them")
+    if body.allowed_token_ids is not None and not body.allowed_token_ids:
+        raise invalid("allowed_token_ids", "an empty list; wanted at least one token id, or leave it out")
     if not body.stream:
         if body.stream_options is not None:
             raise invalid("stream_options", "only with stream: true")
         if body.return_progress:
             raise invalid("return_progress", "only with stream: true")
+
+
+def check_form(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | None) -> None:
+    """What an answer is held to is said once, and as its type says. Raises ApiError 400."""
+    if by_openai is not None:
+        if by_openai.type not in RESPONSE_FORMATS:
+            served = ", ".join(map(repr, RESPONSE_FORMATS))
+            raise invalid("response_format.type", f"got {(by_openai.type or '')[:80]!r}; served are {served}")
+        if by_openai.type == "json_schema" and (by_openai.json_schema is None or by_openai.json_schema.schema is None):
+            raise invalid("response_format.json_schema.schema", "missing; wanted a JSON schema")
+    if by_vllm is None:
+        return
+    given = [name for name in FORMS if getattr(by_vllm, name) not in (None, False)]
+    if len(given) != 1:
+        raise invalid("structured_outputs", f"got {' and '.join(given) or 'none'}, wanted one of {', '.join(FORMS)}")
+    if by_openai is not None and by_openai.type != "text":
+        raise invalid("structured_outputs", "beside response_format; send one of the two")
 
 
 def check_range(field: str, value: float) -> None:

@@ -6,7 +6,7 @@ Also those that SGLang's router `smg` adds to what it passes on. Served ones are
 
 from server.fields import Each, Fate, Fields, free, refused, served
 
-_FREE_FORM = "output is not constrained to a form by this server"
+_STRUCTURED = "send `structured_outputs`"
 _NO_TOOLS = "tools are not called by this server"
 _TEXT_ONLY = "text alone is read and written by this server"
 _OWN_TEMPLATE = "the chat template and what it is given are the deployment's"
@@ -15,9 +15,26 @@ _NO_SHARDS = "one engine does all of a request's work here"
 _OWN_DECODING = "this way of decoding is not offered"
 _NOT_REPORTED = "not reported by this server"
 
-# text, the one type that is served, has none of the others
+JSON_SCHEMA = Fields("JsonSchema", served("name", "description", "schema", "strict"))
+
 RESPONSE_FORMAT = Fields(
-    "ResponseFormat", {**served("type"), **free("json_schema", "schema", "format", "structures", "triggers")}
+    "ResponseFormat",
+    {
+        "json_schema": JSON_SCHEMA,
+        **served("type"),
+        **free("schema", "format", "structures", "triggers"),  # of types that are not served
+    },
+)
+
+STRUCTURED_OUTPUTS = Fields(
+    "StructuredOutputs",
+    {
+        **served("json", "regex", "choice", "grammar", "json_object"),
+        **free("disable_fallback", "disable_any_whitespace"),  # there is one engine, and no other whitespace
+        **refused("between JSON's tokens stands one space or nothing", "whitespace_pattern"),
+        **refused("write it as a grammar", "structural_tag"),
+        **refused("say additionalProperties in the schema", "disable_additional_properties", at=(False,)),
+    },
 )
 
 STREAM_OPTIONS = Fields(
@@ -70,24 +87,26 @@ MESSAGE = Fields(
 GENERATION: dict[str, Fate] = {
     **served("model", "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed",
                "stop", "max_tokens", "stream", "user", "top_k", "min_p", "repetition_penalty", "ignore_eos",
-               "min_tokens", "stop_token_ids", "attention_profile", "return_progress", "logprobs", "cache_salt"),
+               "min_tokens", "stop_token_ids", "attention_profile", "return_progress", "logprobs", "cache_salt",
+               "bad_words", "allowed_token_ids"),
     "stream_options": STREAM_OPTIONS,
     "response_format": RESPONSE_FORMAT,
+    "structured_outputs": STRUCTURED_OUTPUTS,
     **free("metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
                 "session_id", "include_reasoning", "separate_reasoning", "stream_reasoning"),
     **refused("nothing is stored by this server", "store", at=(False,)),
     **refused("all requests have one tier here", "service_tier", at=("auto", "default")),
     **refused("requests are served in an order of the server's own", "priority", at=(0,)),
     **refused("the header x-request-id names a request", "request_id", "rid"),
-    # vLLM's structured outputs, by their present and their former names; SGLang's
-    **refused(_FREE_FORM, "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    # vLLM's structured outputs by their former names; SGLang's
+    **refused(_STRUCTURED, "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                    "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "regex", "ebnf",
                    "json_schema"),
     **refused("prompts are not cut by this server", "truncate_prompt_tokens", "truncation_side"),
     **refused(_OWN_DECODING, "use_beam_search", "early_stopping", "watermarking", at=(False,)),
     **refused(_OWN_DECODING, "length_penalty", at=(1,)),
-    **refused(_OWN_DECODING, "logits_processors", "bad_words", at=([],)),
-    **refused(_OWN_DECODING, "allowed_token_ids", "repetition_detection", "stop_regex", "custom_logit_processor",
+    **refused(_OWN_DECODING, "logits_processors", at=([],)),
+    **refused(_OWN_DECODING, "repetition_detection", "stop_regex", "custom_logit_processor",
                    "custom_params"),
     **refused("send `seed`", "sampling_seed"),
     **refused("a stop string and special tokens never leave this server", "include_stop_str_in_output",

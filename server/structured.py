@@ -11,10 +11,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from scheduler.grammar import MOST_BYTES, check
-from server.api_error import ApiError, invalid
+from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid
+from server.bodies import GenerationBody, StructuredOutputs
 
 _WRITTEN_AS = {
     "item_separator": ", ",
@@ -44,8 +46,36 @@ _OF_OTHERS = (
 )
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 
-CODE = "unsupported_grammar"
 MOST_PROPERTIES = 1000  # of an object; what it takes to compile them grows with their square
+
+
+def form_grammar(body: GenerationBody) -> str:
+    """What a body holds its answers to; "": nothing. Raises ApiError 400."""
+    if body.structured_outputs is not None:
+        return _form_by_vllm("structured_outputs", body.structured_outputs)
+    if body.response_format is None or body.response_format.type == "text":
+        return ""
+    if body.response_format.json_schema is None or body.response_format.type == "json_object":
+        return object_grammar()
+    return schema_grammar("response_format.json_schema.schema", body.response_format.json_schema.schema)
+
+
+def _form_by_vllm(param: str, form: StructuredOutputs) -> str:
+    if form.regex is not None:
+        return regex_grammar(f"{param}.regex", form.regex)
+    if form.choice is not None:
+        return choice_grammar(f"{param}.choice", form.choice)
+    if form.grammar is not None:
+        return lark_grammar(f"{param}.grammar", form.grammar)
+    if form.json_object:
+        return object_grammar()
+    if not isinstance(form.json, str):
+        return schema_grammar(f"{param}.json", form.json)
+    try:
+        schema = msgspec.json.decode(form.json)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"{param}.json", f"no JSON: {error}") from None
+    return schema_grammar(f"{param}.json", schema)
 
 
 def schema_grammar(param: str, schema: object) -> str:
@@ -77,7 +107,9 @@ def regex_grammar(param: str, pattern: str) -> str:
 def choice_grammar(param: str, choices: Sequence[str]) -> str:
     """One of these texts. Raises ApiError 400."""
     if not choices or not all(choices):
-        raise invalid(param, "an empty list or text; wanted at least one choice, none of them empty", CODE)
+        raise invalid(
+            param, "an empty list or text; wanted at least one choice, none of them empty", UNSUPPORTED_GRAMMAR
+        )
     text = "start: " + " | ".join(map(json.dumps, choices))
     _require_size(param, text)
     grammar = LLMatcher.grammar_from_lark(text)
@@ -91,7 +123,7 @@ def lark_grammar(param: str, text: str) -> str:
     try:
         grammar = grammar_from("grammar", text)
     except ValueError as error:
-        raise invalid(param, " ".join(str(error).split()), CODE) from None
+        raise invalid(param, " ".join(str(error).split()), UNSUPPORTED_GRAMMAR) from None
     _require(param, grammar)
     return grammar
 
@@ -99,13 +131,17 @@ def lark_grammar(param: str, text: str) -> str:
 def _write(param: str, schema: object) -> str:
     """The schema as text. Raises ApiError 400 for one that is no schema, too long, or would be passed over in part."""
     if schema is False or not isinstance(schema, dict | bool):
-        raise invalid(param, f"got {json.dumps(schema)[:80]}, wanted a JSON schema that something is valid by", CODE)
+        raise invalid(
+            param,
+            f"got {json.dumps(schema)[:80]}, wanted a JSON schema that something is valid by",
+            UNSUPPORTED_GRAMMAR,
+        )
     for keyword in _find_keywords(param, schema):
         raise _refused(param, keyword, "it means nothing in the drafts that are served (6, 7, 2019-09 and 2020-12)")
     try:
         text = json.dumps({} if schema is True else schema, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
-        raise invalid(param, str(error), CODE) from None
+        raise invalid(param, str(error), UNSUPPORTED_GRAMMAR) from None
     _require_size(param, text)
     return text
 
@@ -125,7 +161,9 @@ def _find_keywords(param: str, schema: Any) -> list[str]:
             for name, value in one.items():
                 if name in _OF_NAMES and isinstance(value, dict):
                     if len(value) > MOST_PROPERTIES:
-                        raise invalid(param, f"{name}: {len(value)} of one object, at most {MOST_PROPERTIES}", CODE)
+                        raise invalid(
+                            param, f"{name}: {len(value)} of one object, at most {MOST_PROPERTIES}", UNSUPPORTED_GRAMMAR
+                        )
                     pending += value.values()
                 elif name not in _OF_VALUES:
                     pending.append(value)
@@ -135,7 +173,7 @@ def _find_keywords(param: str, schema: Any) -> list[str]:
 def _require_size(param: str, text: str) -> None:
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MOST_BYTES:
-        raise invalid(param, f"{size} bytes, at most {MOST_BYTES} are compiled", CODE)
+        raise invalid(param, f"{size} bytes, at most {MOST_BYTES} are compiled", UNSUPPORTED_GRAMMAR)
 
 
 def _require(param: str, grammar: str, is_schema: bool = False) -> None:
@@ -143,15 +181,19 @@ def _require(param: str, grammar: str, is_schema: bool = False) -> None:
     if not why:
         return
     if not is_schema:
-        raise invalid(param, why, CODE)
+        raise invalid(param, why, UNSUPPORTED_GRAMMAR)
     unimplemented = _UNIMPLEMENTED.search(why)
     if unimplemented is not None:
         raise _refused(param, ", ".join(json.loads(unimplemented[1])), "it cannot be kept token by token")
     keyword = next((keyword for sign, keyword in _OF_OTHERS if sign in why), None)
     if keyword == "oneOf":
-        raise invalid(param, "oneOf: its alternatives may hold together; write anyOf, or a const that differs", CODE)
-    raise invalid(param, why, CODE) if keyword is None else _refused(param, keyword, why)
+        raise invalid(
+            param,
+            "oneOf: its alternatives may hold together; write anyOf, or a const that differs",
+            UNSUPPORTED_GRAMMAR,
+        )
+    raise invalid(param, why, UNSUPPORTED_GRAMMAR) if keyword is None else _refused(param, keyword, why)
 
 
 def _refused(param: str, keyword: str, why: str) -> ApiError:
-    return invalid(param, f"{keyword}: {why}; leave it out of the schema, or check it yourself", CODE)
+    return invalid(param, f"{keyword}: {why}; leave it out of the schema, or check it yourself", UNSUPPORTED_GRAMMAR)

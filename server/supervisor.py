@@ -33,7 +33,7 @@ from scheduler.messages import (
     Submit,
 )
 from server import logs
-from server.api_error import ApiError, queue_full, too_long, unavailable
+from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid, queue_full, too_long, unavailable
 from server.config import Deployment
 from server.engine import EngineGone, EngineProcess
 from server.mailbox import EngineLost, Mailbox
@@ -307,7 +307,7 @@ class Supervisor:
     async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str) -> None:
         """All or none. On return the engine has them, and their output goes to the mailbox until `forget`.
 
-        Raises ApiError: 429 (queue full), 400 naming `param` (can never fit), 503 (no engine).
+        Raises ApiError: 429 (queue full), 400 naming `param` (can never fit) or a grammar's fault, 503 (no engine).
         """
         self.ready()
         assert self._engine is not None
@@ -329,6 +329,8 @@ class Supervisor:
                 self._mailboxes.pop(request.request_id, None)
             if refused.code == "queue_full":
                 raise queue_full(refused.message, self._retry_after())
+            if refused.code == "grammar":
+                raise invalid(None, refused.message, UNSUPPORTED_GRAMMAR)
             raise too_long(param, refused.message)
 
     def store_chunks(self, chunks: list[bytes], salt: str) -> "asyncio.Future[ChunksStored | ApiError]":

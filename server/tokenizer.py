@@ -1,23 +1,19 @@
 """Text to token ids and back, from a Hugging Face folder, on `tokenizers` alone (transformers would import torch).
 
-Reads tokenizer.json, or else sentencepiece's tokenizer.model (`server.sentencepiece_vocabulary`), and
-tokenizer_config.json; which tokens end a text says `gpu.model.end_tokens`. Holds no
-state of a request; the invariant is that `token_bytes` of a sequence, joined, is what its text is made of.
+Its files are read by `gpu.model.vocabulary`; which tokens end a text says `gpu.model.end_tokens`. Holds no state of a
+request; the invariant is that `token_bytes` of a sequence, joined, is what its text is made of.
 """
 
-import json
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from tokenizers import Tokenizer as Vocabulary
 
 from gpu.config import ModelConfig
 from gpu.model.end_tokens import end_token_ids
-from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
 from gpu.model.spec import ModelError
+from gpu.model.vocabulary import read_vocabulary, token_text
 from server.config import ConfigError
-from server.sentencepiece_vocabulary import build_vocabulary
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -39,15 +35,17 @@ class Tokenizer:
 
     def __init__(self, folder: Path, model_folder: Path | None) -> None:
         """Raises ConfigError if the folder lacks a usable tokenizer.json or tokenizer.model."""
-        self.settings = _read_json(folder / "tokenizer_config.json")
-        self.vocabulary = self._read_vocabulary(folder)
+        try:
+            self.vocabulary, self.settings = read_vocabulary(folder)
+        except (ModelError, OSError) as error:
+            raise ConfigError(f"tokenizer: {error}") from None
         self.vocabulary.no_truncation()
         self.vocabulary.no_padding()
         self.folder = folder
         added = self.vocabulary.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.special_tokens = {
-            name: text for name in _SPECIAL_NAMES if (text := _token_text(self.settings.get(name))) is not None
+            name: text for name in _SPECIAL_NAMES if (text := token_text(self.settings.get(name))) is not None
         }
         self.is_byte_level = "ByteLevel" in str(self.vocabulary.decoder)
         self.eos_ids = self._eos_ids(model_folder or folder)
@@ -155,30 +153,6 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def _read_vocabulary(self, folder: Path) -> Vocabulary:
-        path = folder / "tokenizer.json"
-        if not path.is_file() and (folder / MODEL_FILE).is_file():
-            return self._read_sentencepiece(folder)
-        if not path.is_file():
-            raise ConfigError(
-                f"tokenizer: {path} is missing, and so is {MODEL_FILE}; set model.tokenizer to a folder that has one"
-            )
-        try:
-            return Vocabulary.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ConfigError(f"tokenizer: {path} cannot be read: {' '.join(str(error).split())}") from None
-
-    def _read_sentencepiece(self, folder: Path) -> Vocabulary:
-        """Begin and end tokens that the settings do not name are those of the file."""
-        try:
-            pieces = read_sentencepiece(folder / MODEL_FILE)
-            for name, piece_id in (("bos_token", pieces.bos_id), ("eos_token", pieces.eos_id),
-                                   ("unk_token", pieces.unk_id)):  # fmt: skip
-                self.settings[name] = _token_text(self.settings.get(name)) or pieces.text_of(piece_id)
-            return build_vocabulary(pieces, folder, self.settings)
-        except ModelError as error:
-            raise ConfigError(f"tokenizer: {error}") from None
-
     def _spell(self, token_id: int) -> bytes:
         token = self.vocabulary.id_to_token(token_id)
         if token is None:
@@ -207,25 +181,6 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
     if folder is None:
         raise ConfigError("model.tokenizer: missing; random weights have none of their own, name a folder that has one")
     return Tokenizer(folder, model.path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer: {path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"tokenizer: {path} holds {type(tree).__name__}; wanted an object")
-    return tree
-
-
-def _token_text(setting: object) -> str | None:
-    """Older tokenizer_config.json files write a token as an object with its `content`."""
-    if isinstance(setting, dict):
-        setting = setting.get("content")
-    return setting if isinstance(setting, str) else None
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -33,7 +33,7 @@ from gpu.prefill.query import PrefillQuery
 from gpu.prefill.scored_rows import cut_rows
 from gpu.prefill.staging import StagedPrompt, Staging
 from gpu.sampling.logprobs import Logprobs, join_logprobs
-from gpu.sampling.sampler import Sampled, Sampler, gather_logprobs
+from gpu.sampling.sampler import Drawing, Sampled, Sampler, gather_logprobs
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob, Unit
 from gpu.upload import upload
 from transfer.chunks.format import ChunkKey
@@ -48,8 +48,12 @@ MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of mor
 class FinishedJob:
     """Next tokens of a job's prompts, in order, and the prompt logprobs of those that asked, by slot."""
 
-    sampled: Sampled
+    drawing: Drawing
     prompt_logprobs: dict[int, Logprobs]
+
+    @property
+    def sampled(self) -> Sampled:
+        return self.drawing.sampled
 
     def copy_to_host(self) -> None:
         """Start the copies to the host, on the current stream."""
@@ -220,8 +224,8 @@ class Prefill:
         state = self._jobs.get(job_id)
         return state is None or state.fused is None or state.fused.is_loaded(layer)
 
-    def run(self, unit: Unit) -> FinishedJob | None:
-        """Compute one unit; the one that ends the job also samples."""
+    def run(self, unit: Unit, draws: bool = True) -> FinishedJob | None:
+        """Compute one unit; the one that ends the job also samples, if it `draws`."""
         if unit.job_id in self._chunk_jobs:
             self._compute_chunks(unit)
             return None
@@ -237,6 +241,8 @@ class Prefill:
         if not ends_with(state.job, unit, self.decoder.architecture.num_layers):
             return None
         finished = None if state.has_failed else self._finish(state)
+        if finished is not None and draws:
+            finished.drawing.draw(self.sampler)
         self.drop(unit.job_id)
         return finished
 
@@ -461,7 +467,6 @@ class Prefill:
         assert hidden is not None
         last_rows = upload(np.array(state.offsets[1:], dtype=np.int64) - 1, self.device)
         logits = self.decoder.logits(hidden.index_select(0, last_rows))
-        sampled = self.sampler.sample(
-            logits, [prompt.slot for prompt in prompts], [prompt.samples for prompt in prompts]
-        )  # fmt: skip
-        return FinishedJob(sampled, {slot: join_logprobs(pieces) for slot, pieces in state.scored.items()})
+        scored = {slot: join_logprobs(pieces) for slot, pieces in state.scored.items()}
+        drawing = Drawing(logits, [prompt.slot for prompt in prompts], [prompt.samples for prompt in prompts])
+        return FinishedJob(drawing, scored)

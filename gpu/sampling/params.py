@@ -10,8 +10,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     the output, `presence_penalty` and `frequency_penalty` at the output alone. `seed` is always set: the API process
     draws one for a request that has none. `num_logprobs` None asks for none, 0 for the drawn token's, k for it and the
     k most likely; `num_prompt_logprobs` likewise for every prompt token but the first. Logprobs are those of the model
-    (before temperature, penalties and bias). `late_token_ids` are drawn by no draw before number `first_late_draw`: the
-    scheduler sets them, for stop tokens.
+    (before temperature, penalties and bias).
     """
 
     temperature: float = 1.0
@@ -25,8 +24,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    late_token_ids: list[int] = []
-    first_late_draw: int = 0
 
     @property
     def is_greedy(self) -> bool:

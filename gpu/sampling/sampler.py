@@ -1,15 +1,17 @@
 """The sampler: from logits to tokens, for a batch of sequences with options of their own, without a wait on the device.
 
 It knows slots and their options, and neither models nor pages. Order of the options: logit bias and penalties on the
-raw logits, and no token before its time; temperature; top-k, top-p, min-p. Invariants: a sequence's draw is a function
-of its logits, its seed and the number of the draw, whatever else is in the batch and across preemption, and logits that
-differ by rounding draw the same token but for about the probability mass that the rounding moves; nothing here syncs,
-so the host may run ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn
+raw logits; masks; temperature; top-k, top-p, min-p. Invariants: a sequence's draw is a function of its logits, its
+seed, its mask and the number of the draw, whatever else is in the batch and across preemption, and logits that differ
+by rounding draw the same token but for about the probability mass that the rounding moves; nothing here syncs, so the
+host may run ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn
 row its distances and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.sampling.draw`.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -22,7 +24,12 @@ from gpu.sampling.penalties import PenaltyTable
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, TokenLogprob
 from gpu.upload import upload
 
-__all__ = ["Sampled", "Sampler", "gather_logprobs"]
+__all__ = ["NO_MASKS", "Drawing", "Masks", "Sampled", "Sampler", "gather_logprobs"]
+
+Masks = Mapping[int, np.ndarray]
+"""By slot, the tokens that may be drawn: uint32 `[ceil(vocab / 32)]`, bit `i % 32` of word `i // 32` for token i."""
+
+NO_MASKS: Masks = MappingProxyType({})
 
 _KEYS_KEPT = 64  # a multiple of 4, the numbers that Philox makes at once
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
@@ -52,14 +59,11 @@ class _Slot:
     keys: KeyStream
     penalty_row: int | None
     bias: tuple[torch.Tensor, torch.Tensor] | None  # ids int64 and values float32, on the device
-    late: torch.Tensor | None  # ids int64, on the device: not drawn before number `params.first_late_draw`
 
-    def is_edited(self, number: int) -> bool:
-        """Whether draw `number` is from other scores than the logits."""
-        return self.penalty_row is not None or self.bias is not None or self.is_early(number)
-
-    def is_early(self, number: int) -> bool:
-        return self.late is not None and number < self.params.first_late_draw
+    @property
+    def is_edited(self) -> bool:
+        """Whether draws are from other scores than the logits, without a mask."""
+        return self.penalty_row is not None or self.bias is not None
 
 
 @dataclass(slots=True)
@@ -95,6 +99,29 @@ class Sampled:
         return tokens
 
 
+@dataclass(slots=True)
+class Drawing:
+    """Rows of logits, and what is drawn of them: at once, or when their masks are known. As `Sampler.sample` takes
+    them; `logits` are let go of once drawn.
+    """
+
+    logits: torch.Tensor | None
+    slots: list[int]
+    samples: list[int]
+    _sampled: Sampled | None = field(default=None, init=False)
+
+    def draw(self, sampler: "Sampler", masks: Masks = NO_MASKS) -> Sampled:
+        assert self.logits is not None, "sampler: drawn twice"
+        self._sampled = sampler.sample(self.logits, self.slots, self.samples, *([masks] if masks else []))
+        self.logits = None
+        return self._sampled
+
+    @property
+    def sampled(self) -> Sampled:
+        assert self._sampled is not None, "sampler: nothing is drawn yet"
+        return self._sampled
+
+
 class Sampler:
     """Options, counters and seeds of up to `num_slots` sequences, by slot."""
 
@@ -103,6 +130,7 @@ class Sampler:
         self.device = torch.device(device)
         self._slots: list[_Slot | None] = [None] * num_slots
         self._penalties = PenaltyTable(num_slots, vocab_size, self.device)
+        self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=self.device)
 
     def assign(self, slot: int, params: SamplingParams, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
         """Give `slot` to a sequence; int32 `[tokens]` each, `output_ids` what it drew before a preemption.
@@ -117,11 +145,8 @@ class Sampler:
                 raise ValueError(f"logit_bias: token ids {ids.min()} to {ids.max()}; wanted 0 to {self.vocab_size - 1}")
             values = np.fromiter(params.logit_bias.values(), np.float32)
             bias = upload(ids, self.device), upload(values, self.device)
-        late = None
-        if params.late_token_ids:
-            late = upload(np.array(params.late_token_ids, np.int64), self.device)
         row = self._penalties.add(prompt_ids, output_ids) if params.has_penalties else None
-        self._slots[slot] = _Slot(params, KeyStream(params.seed), row, bias, late)
+        self._slots[slot] = _Slot(params, KeyStream(params.seed), row, bias)
 
     def release(self, slot: int) -> list[torch.Tensor]:
         """Forget the sequence in `slot`; nothing happens if there is none. Returns what it had on the device alone."""
@@ -130,33 +155,38 @@ class Sampler:
             return []
         if state.penalty_row is not None:
             self._penalties.remove(state.penalty_row)
-        return [*(state.bias or ()), *([] if state.late is None else [state.late])]
+        return [*(state.bias or ())]
 
-    def sample(self, logits: torch.Tensor, slots: list[int], samples: list[int]) -> Sampled:
+    def sample(self, logits: torch.Tensor, slots: list[int], samples: list[int], masks: Masks = NO_MASKS) -> Sampled:
         """Draw a token for each row of `logits` (bf16 or float32 `[rows, vocab]`, on the device, left as it is).
 
-        Row i belongs to `slots[i]`, which must be assigned, and is its draw number `samples[i]`.
+        Row i belongs to `slots[i]`, which must be assigned, and is its draw number `samples[i]`. Slots that have a mask
+        draw from its tokens alone.
         """
         states = [self._slots[slot] for slot in slots]
         assert all(state is not None for state in states), f"sample: a slot of {slots} is not assigned"
-        reported = self._choose(logits, states, samples)  # type: ignore[arg-type]
+        given = {row: masks[slot] for row, slot in enumerate(slots) if slot in masks}
+        reported = self._choose(logits, states, samples, given)  # type: ignore[arg-type]
         tokens = reported.clamp(min=0)
         asked = [state.params.num_logprobs for state in states]  # type: ignore[union-attr]
         return Sampled(tokens, reported, list(slots), asked, self._logprobs(logits, tokens, asked))
 
-    def _choose(self, logits: torch.Tensor, states: list[_Slot], samples: list[int]) -> torch.Tensor:
+    def _choose(
+        self, logits: torch.Tensor, states: list[_Slot], samples: list[int], masks: Mapping[int, np.ndarray]
+    ) -> torch.Tensor:
         """Tokens int64 `[rows]`, NOT_FINITE where the logits' maximum is not (NaN and infinity show in it, and a row of
         `-inf`), and NOTHING_LEFT where it is, but the edited scores' is not.
         """
         drawn = [row for row, state in enumerate(states) if not state.params.is_greedy]
-        edited = [row for row, state in enumerate(states) if state.is_edited(samples[row])]
+        edited = [row for row, state in enumerate(states) if row in masks or state.is_edited]
         others = drawn + [row for row in edited if states[row].params.is_greedy]
         if not others:
             return _report(*logits.max(1))
         index = upload(np.array(others, np.int64), self.device)
         scores = logits.index_select(0, index).float()
         raw_best = scores.amax(1) if edited else None
-        self._edit(scores, [states[row] for row in others], [samples[row] for row in others])
+        self._edit(scores, [states[row] for row in others])
+        self._mask(scores, {place: masks[row] for place, row in enumerate(others) if row in masks})
         best, chosen = scores.max(1)
         if drawn:
             chosen[: len(drawn)] = self._draw(
@@ -174,15 +204,12 @@ class Sampler:
         self._count(states, reported.clamp(min=0))
         return reported
 
-    def _edit(self, scores: torch.Tensor, states: list[_Slot], samples: list[int]) -> None:
-        """Bias, then penalties, then no token before its time, in place and only on rows that ask for them."""
+    def _edit(self, scores: torch.Tensor, states: list[_Slot]) -> None:
+        """Bias, then penalties, in place and only on rows that ask for them."""
         for row, state in enumerate(states):
             if state.bias is not None:
                 scores[row].index_add_(0, *state.bias)
         self._penalise(scores, states)
-        for row, (state, number) in enumerate(zip(states, samples, strict=True)):
-            if state.late is not None and state.is_early(number):
-                scores[row].index_fill_(0, state.late, -math.inf)
 
     def _penalise(self, scores: torch.Tensor, states: list[_Slot]) -> None:
         penalised = [row for row, state in enumerate(states) if state.penalty_row is not None]
@@ -194,6 +221,20 @@ class Sampler:
         settings_there = upload(np.array(settings, np.float32).T.copy(), self.device)
         edited = self._penalties.apply(scores.index_select(0, rows[0]), rows[1], settings_there)
         scores.index_copy_(0, rows[0], edited)
+
+    def _mask(self, scores: torch.Tensor, masks: Mapping[int, np.ndarray]) -> None:
+        """Rows of `scores`, in place: what is not in a row's mask is not drawn."""
+        if not masks:
+            return
+        packed = upload(
+            np.stack(list(masks.values())).view(np.uint8), self.device
+        )  # on hosts that begin at the low end
+        is_out = (packed[:, :, None] & self._bits).eq(0).flatten(1)[:, : self.vocab_size]
+        if len(masks) == len(scores):
+            scores.masked_fill_(is_out, -math.inf)
+            return
+        rows = upload(np.fromiter(masks, np.int64), self.device)
+        scores.index_copy_(0, rows, scores.index_select(0, rows).masked_fill_(is_out, -math.inf))
 
     def _draw(
         self, scores: torch.Tensor, best: torch.Tensor, params: list[SamplingParams], keys: list[int]

@@ -1,13 +1,16 @@
 """The sampler by definition: one row at a time, in float64 numpy, with a sort. Shares nothing with gpu/."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from gpu.sampling.params import SamplingParams
 
 
-def edit_scores(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+def edit_scores(
+    logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], banned: Sequence[int] = ()
+) -> np.ndarray:
     scores = logits.astype(np.float64).copy()
     for token, bias in params.logit_bias.items():
         scores[token] += bias
@@ -19,8 +22,7 @@ def edit_scores(logits: np.ndarray, params: SamplingParams, prompt: list[int], o
         )
     for token in set(output):
         scores[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-    if len(output) < params.first_late_draw:
-        scores[params.late_token_ids] = -np.inf
+    scores[list(banned)] = -np.inf
     return scores
 
 

@@ -1,6 +1,7 @@
 """The sampler against a float64 oracle that sorts, sums and races one row at a time."""
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gpu.sampling.params import SamplingParams
-from gpu.sampling.sampler import KeyStream, Sampled, Sampler
+from gpu.sampling.sampler import NO_MASKS, KeyStream, Masks, Sampled, Sampler
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken
 from tests.gpu.sampler_oracle import distribution, draw_key, edit_scores, race_winner
 from tests.tolerances import CHI_SQUARE_P, CHI_SQUARE_POWER_P
@@ -35,7 +36,6 @@ OPTIONS = {
     "everything": SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
                                  presence_penalty=0.3, frequency_penalty=-0.4, logit_bias={1: 1.0}),
     "greedy": SamplingParams(temperature=0.0),
-    "late": SamplingParams(late_token_ids=[1, 5, 9], first_late_draw=6),
     "greedy with penalties": SamplingParams(temperature=0.0, repetition_penalty=2.0, frequency_penalty=1.0),
     "greedy with bias": SamplingParams(temperature=0.0, logit_bias={5: 30.0}),
 }  # fmt: skip
@@ -53,8 +53,18 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | {"seed": seed})
 
 
-def read(sampler: Sampler, logits: torch.Tensor, slots: list[int], samples: list[int]) -> list[SampledToken]:
-    return arrived(sampler.sample(logits.to(sampler.device), slots, samples))
+def read(
+    sampler: Sampler, logits: torch.Tensor, slots: list[int], samples: list[int], masks: Masks = NO_MASKS
+) -> list[SampledToken]:
+    return arrived(sampler.sample(logits.to(sampler.device), slots, samples, masks))
+
+
+def mask_of(banned: Iterable[int], vocab: int) -> np.ndarray:
+    """Every token but these; bits beyond the vocabulary mean nothing, and are set."""
+    words = [0xFFFFFFFF] * -(-vocab // 32)
+    for token in banned:
+        words[token // 32] -= 1 << (token % 32)
+    return np.array(words, np.uint32)
 
 
 def arrived(sampled: Sampled) -> list[SampledToken]:
@@ -274,15 +284,15 @@ def test_options_that_leave_nothing_are_told_from_logits_that_are_not_finite(tem
     vocab = 30
     good = make_logits(1, vocab, seed=1)[0]
     spoilt = torch.full((vocab,), float("nan"))
-    all_late = SamplingParams(temperature=temperature, late_token_ids=list(range(vocab)), first_late_draw=9)
     overflows = SamplingParams(temperature=temperature, repetition_penalty=1e-39)
     plain = SamplingParams(temperature=temperature)
-    rows = [(good, plain), (good, all_late), (good, overflows), (spoilt, all_late), (spoilt, plain)]
+    rows = [(good, plain), (good, plain), (good, overflows), (spoilt, plain), (spoilt, plain)]
+    masks = {1: mask_of(range(vocab), vocab), 3: mask_of(range(vocab), vocab)}
     sampler = Sampler(len(rows), vocab, torch.device(device))
     for slot, (_, params) in enumerate(rows):
         sampler.assign(slot, params, np.arange(vocab, dtype=np.int32), NOTHING)
     logits = torch.stack([row for row, _ in rows]).to(device)
-    sampled = sampler.sample(logits, list(range(len(rows))), [0] * len(rows))
+    sampled = sampler.sample(logits, list(range(len(rows))), [0] * len(rows), masks)
     drawn = [token.token_id for token in arrived(sampled)]
     assert drawn[0] >= 0
     assert drawn[1:] == [NOTHING_LEFT, NOTHING_LEFT, NOT_FINITE, NOT_FINITE]
@@ -290,31 +300,36 @@ def test_options_that_leave_nothing_are_told_from_logits_that_are_not_finite(tem
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["greedy", "temperature", "everything", "greedy with penalties"])
-def test_late_tokens_are_drawn_by_no_draw_before_their_time(name: str, device: str) -> None:
-    """Against the definition: a token that may not be drawn has a score of minus infinity, after bias and penalties."""
-    vocab, first, steps = 40, 5, 9
-    logits = make_logits(1, vocab, seed=4).expand(steps, vocab).clone()
-    best = [int(token) for token in logits[0].argsort(descending=True)[:6]]
-    params = with_seed(OPTIONS[name], 3)
-    late = SamplingParams(**{field: getattr(params, field) for field in params.__struct_fields__}
-                          | {"late_token_ids": best, "first_late_draw": first})  # fmt: skip
-    sampler = Sampler(2, vocab, torch.device(device))
-    sampler.assign(1, late, ints(1, 2), NOTHING)
-    drawn = [token for step in range(steps) for token in _drawn(sampler, logits[step : step + 1], 1, step)]
-    for step in range(steps):
-        scores = edit_scores(logits[step].numpy(), late, [1, 2], drawn[:step])
+@pytest.mark.parametrize("vocab", [80, 96, 1])
+@pytest.mark.parametrize("name", ["greedy", "temperature", "all filters", "everything", "greedy with penalties"])
+def test_a_masked_row_draws_from_its_tokens_alone(name: str, vocab: int, device: str) -> None:
+    """Against the definition: a token that may not be drawn has a score of minus infinity, after bias and penalties.
+
+    Rows without a mask, beside it and alone, draw what they draw.
+    """
+    rows = 64 if vocab > 1 else 2
+    logits = make_logits(rows, vocab, seed=4)
+    params = OPTIONS[name] if vocab > 70 else with_seed(OPTIONS["greedy" if OPTIONS[name].is_greedy else "hot"], 0)
+    past = [3, 4, 9] if vocab > 70 else [0]
+    random = np.random.default_rng(6)
+    banned = {slot: random.permutation(vocab)[: max(0, vocab - 1 - 3 * slot)].tolist() for slot in range(0, rows, 2)}
+    sampler = Sampler(rows, vocab, torch.device(device))
+    plain = Sampler(rows, vocab, torch.device(device))
+    for slot in range(rows):
+        for one in (sampler, plain):
+            one.assign(slot, with_seed(params, slot), ints(*past), NOTHING)
+    masks = {slot: mask_of(tokens, vocab) for slot, tokens in banned.items()}
+    slots, zeros = list(range(rows)), [0] * rows
+    drawn = [token.token_id for token in read(sampler, logits, slots, zeros, masks)]
+    unmasked = [token.token_id for token in read(plain, logits, slots, zeros)]
+    for slot in range(rows):
+        scores = edit_scores(logits[slot].numpy(), params, past, [], banned.get(slot, ()))
         if params.is_greedy:
-            expected = int(scores.argmax())
+            assert drawn[slot] == int(scores.argmax())
         else:
-            expected = race_winner(distribution(scores, params), draw_key(3, step))
-        assert drawn[step] == expected
-    assert not set(drawn[:first]) & set(best)
-    assert name in ("temperature", "everything") or drawn[first] in best  # power: they are what is drawn otherwise
-
-
-def _drawn(sampler: Sampler, logits: torch.Tensor, slot: int, number: int) -> list[int]:
-    return [token.token_id for token in read(sampler, logits, [slot], [number])]
+            assert drawn[slot] == race_winner(distribution(scores, params), draw_key(slot, 0))
+    assert drawn[1::2] == unmasked[1::2]
+    assert vocab == 1 or drawn[::2] != unmasked[::2]  # power: other tokens are what is drawn otherwise
 
 
 def test_a_failed_row_has_no_logprob_and_the_next_keeps_its_own() -> None:
@@ -352,7 +367,8 @@ def test_sampling_never_waits_for_the_device() -> None:
             for slot, params in enumerate(OPTIONS.values()):
                 if number != 1:
                     sampler.assign(slot, params, ints(1, 2), ints(3))
-            sampler.sample(logits, list(range(rows)), [number] * rows).copy_to_host()
+            masks = {slot: mask_of([3], vocab) for slot in range(0, rows, 2)} if number else {}
+            sampler.sample(logits, list(range(rows)), [number] * rows, masks).copy_to_host()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
+import numpy as np
+
 from gpu.kv.layout import PageLayout
 from gpu.step import Lane, RingWrite, StepPlan, StepResult
 from tests.scheduler.page_runner import PageRunner
@@ -18,6 +20,7 @@ class Launched:
     runner: "LaneRunner"
     plan: StepPlan
     number: int
+    masks: dict[int, np.ndarray] | None
     result: StepResult | None = field(default=None)
 
     @property
@@ -45,16 +48,27 @@ class LaneRunner(PageRunner):
         self.running = 0  # the number of the plan that runs
 
     def launch(self, plan: StepPlan) -> Launched:
-        launched = Launched(self, plan, self.num_launched)
+        undrawn = [one.plan for one in self._all_waiting() if one.masks is None]
+        assert not any(other.lane is plan.lane for other in undrawn)
+        assert not undrawn or not (plan.is_fenced or plan.released_slots)
+        launched = Launched(self, plan, self.num_launched, None if plan.masked_slots else {})
         self.num_launched += 1
         self.waiting[plan.lane].append(launched)
         return launched
+
+    def draw(self, step: Launched, masks: dict[int, np.ndarray]) -> None:
+        assert step.masks is None
+        step.masks = masks
+
+    def _all_waiting(self) -> list[Launched]:
+        return [one for waiting in self.waiting.values() for one in waiting]
 
     def run_some(self) -> None:
         """The next plan of a lane that may run, perhaps."""
         firsts = [waiting[0] for waiting in self.waiting.values() if waiting]
         oldest = min((first.number for first in firsts), default=0)
         able = [first for first in firsts if first.number == oldest or not first.plan.is_fenced]
+        able = [first for first in able if first.masks is not None]
         if not able or self.random.random() < 0.2:
             return
         chosen = self.random.choice(able)
@@ -62,8 +76,9 @@ class LaneRunner(PageRunner):
         self.waiting[chosen.plan.lane].popleft()
         self.decode_seconds = self.random.choice(self.decode_times)
         self.running = chosen.number
-        chosen.result = super().launch(chosen.plan).collect()
-        oldest = min((one.number for waiting in self.waiting.values() for one in waiting), default=self.num_launched)
+        assert chosen.masks is not None
+        chosen.result = self._carry_out(chosen.plan, chosen.masks)
+        oldest = min((one.number for one in self._all_waiting()), default=self.num_launched)
         for context_id, _ in [one for one in self.closing if one[1] < oldest]:
             super()._close(context_id)
         self.closing = [one for one in self.closing if one[1] >= oldest]

@@ -8,6 +8,8 @@ the contract of `gpu.step` as it goes: units in order, prefixes there, runs with
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+
 from gpu.kv.layout import PageLayout
 from gpu.sampling.params import SamplingParams
 from gpu.step import (
@@ -111,6 +113,8 @@ class PageRunner:
         self.ring_of: dict[int, tuple[str, int]] = {}  # by slot
         self.copies: list[RingCopy] = []
         self.num_cells: dict[int, int] = {}  # by slot, that are written
+        self.masks: dict[int, np.ndarray] = {}
+        self.undrawn: Done | None = None
 
     def reuse_counts(self) -> dict[str, object]:
         return {}
@@ -126,7 +130,20 @@ class PageRunner:
         return ask.end - ask.begin <= has and late <= 0
 
     def launch(self, plan: StepPlan) -> "Done":
+        """All of a plan with masked slots waits for its masks, which come before the next plan."""
+        assert self.undrawn is None, "a step was launched behind one that is not drawn"
+        done = Done(None if plan.masked_slots else self._carry_out(plan, {}), plan)
+        self.undrawn = done if plan.masked_slots else None
+        return done
+
+    def draw(self, step: "Done", masks: dict[int, np.ndarray]) -> None:
+        assert step is self.undrawn
+        step.result, self.undrawn = self._carry_out(step.plan, masks), None
+
+    def _carry_out(self, plan: StepPlan, masks: dict[int, np.ndarray]) -> StepResult:
         self.plans.append(plan)
+        self.masks = masks
+        assert set(masks) <= set(plan.masked_slots)
         self.prompt_logprobs = {}
         self.failures = {}
         for slot in plan.released_slots:
@@ -166,11 +183,11 @@ class PageRunner:
                     self._check_context(slot, ask)
                 self._write(slot, position, self.last[slot])
                 self.num_cells[slot] = position + 1
-                tokens.append(self._draw(slot, position + 1, sample))
+                tokens.append(self._draw(slot, position + 1))
                 assert sample >= 1
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
-        return Done(StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures))
+        return StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures)
 
     def _assign(self, write: RingWrite, plan: StepPlan) -> None:
         """A ring is one slot's; what is copied to it is of the tokens that the new prompt has in front."""
@@ -345,7 +362,7 @@ class PageRunner:
                 begin = max(prompt.begin, prompt.host.sink)
                 self.contexts[prompt.host.context_id] += prompt.token_ids[begin : prompt.host.end].tolist()
             self.num_cells[prompt.slot] = len(prompt.token_ids)
-            tokens.append(self._draw(prompt.slot, len(prompt.token_ids), prompt.samples))
+            tokens.append(self._draw(prompt.slot, len(prompt.token_ids)))
             if prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0:
                 assert prompt.begin == 0, "prompt logprobs need every prompt token computed"
                 scored = prompt.token_ids[1 : prompt.num_prompt_tokens].tolist()
@@ -357,15 +374,19 @@ class PageRunner:
             return self.logits_seconds * (unit.end - unit.begin)
         return self.unit_seconds * (unit.end - unit.begin) * (1.0 + unit.end / 10_000)
 
-    def _draw(self, slot: int, context: int, number: int) -> SampledToken:
+    def _draw(self, slot: int, context: int) -> SampledToken:
         if slot in self.broken | self.failed:
             return SampledToken(slot, NOT_FINITE, None)
         if slot in self.exhausted:
             return SampledToken(slot, NOTHING_LEFT, None)
         tokens = [self._read(slot, position) for position in range(context)]
         assert None not in tokens, "a context is read before it is written"
-        sampling = self.sampling[slot]
-        banned = sampling.late_token_ids if number < sampling.first_late_draw else []
+        banned = []
+        if slot in self.masks:
+            bits = np.unpackbits(self.masks[slot].view(np.uint8)[: VOCAB // 8 + 1], bitorder="little")
+            banned = [token for token in range(VOCAB) if not bits[token]]
+        if len(banned) == VOCAB:
+            return SampledToken(slot, NOTHING_LEFT, None)
         self.last[slot] = draw_token(tokens, self.profiles[slot], banned)
         return SampledToken(slot, self.last[slot], None)
 
@@ -392,7 +413,9 @@ class PageRunner:
 
 @dataclass
 class Done:
-    result: StepResult
+    result: StepResult | None
+    plan: StepPlan
 
     def collect(self) -> StepResult:
+        assert self.result is not None, "a step is collected that was not drawn"
         return self.result

@@ -1,0 +1,49 @@
+"""A folder's vocabulary of tokens, as `tokenizers` has it, whichever file it is in. No torch.
+
+It refuses to know texts and requests. Invariant: whoever encodes and whoever masks tokens has the same ones.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Vocabulary
+
+from gpu.model.json_files import read_object
+from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
+from gpu.model.sentencepiece_vocabulary import build_vocabulary
+from gpu.model.spec import ModelError
+
+
+def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Any]]:
+    """Of tokenizer.json, or else of sentencepiece's tokenizer.model, and the settings of tokenizer_config.json. Raises
+    ModelError if there is neither, or one is broken.
+    """
+    settings = dict(read_object(folder / "tokenizer_config.json") or {})
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _read(path), settings
+    if (folder / MODEL_FILE).is_file():
+        return _read_sentencepiece(folder, settings), settings
+    raise ModelError(f"{path} is missing, and so is {MODEL_FILE}; set model.tokenizer to a folder that has one")
+
+
+def token_text(setting: object) -> str | None:
+    """Older tokenizer_config.json files write a token as an object with its `content`."""
+    if isinstance(setting, dict):
+        setting = setting.get("content")
+    return setting if isinstance(setting, str) else None
+
+
+def _read(path: Path) -> Vocabulary:
+    try:
+        return Vocabulary.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _read_sentencepiece(folder: Path, settings: dict[str, Any]) -> Vocabulary:
+    """Begin and end tokens that the settings do not name are those of the file."""
+    pieces = read_sentencepiece(folder / MODEL_FILE)
+    for name, piece_id in (("bos_token", pieces.bos_id), ("eos_token", pieces.eos_id), ("unk_token", pieces.unk_id)):
+        settings[name] = token_text(settings.get(name)) or pieces.text_of(piece_id)
+    return build_vocabulary(pieces, folder, settings)
