@@ -9,6 +9,9 @@ from typing import Any
 
 from server.bodies import (
     FIELDS,
+    FORMS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_DOCUMENTS,
@@ -17,15 +20,18 @@ from server.bodies import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     RANGES,
+    RESPONSE_FORMATS,
     ROLE,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     DocumentBody,
     InlineDocument,
+    JsonSchema,
     Message,
     Part,
     ResponseFormat,
+    StructuredOutputs,
     TokenizeBody,
 )
 from server.documents import DOCUMENTS_OFF
@@ -88,6 +94,8 @@ def _bounds_of_all(limits: BodyLimits) -> dict[str, Tree]:
         bounds["attention_profile"] = {"enum": [None, *limits.profiles]}
     bounds["stop"] = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}, _NULL]}
     bounds["stop_token_ids"] = {"items": _token_id(limits), "maxItems": MAX_STOP_TOKEN_IDS}
+    bounds["allowed_token_ids"] = {"items": _token_id(limits), "minItems": 1}
+    bounds["bad_words"] = {"items": _BAD_WORD, "maxItems": MAX_BAD_WORDS}
     bounds["logit_bias"] = {"propertyNames": _TOKEN_KEY, "additionalProperties": _BIAS, "maxProperties": MAX_BIASES}
     return bounds
 
@@ -108,7 +116,12 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         },
         Message: {"role": {"pattern": f"^{ROLE}$"}, "content": {"type": ["string", "array"]}},
         Part: {"type": {"enum": ["text"]}, "text": {"type": "string"}},
-        ResponseFormat: {"type": {"enum": ["text"]}},
+        ResponseFormat: {"type": {"enum": list(RESPONSE_FORMATS)}},
+        JsonSchema: {"schema": _SCHEMA},
+        StructuredOutputs: {
+            "json": {"anyOf": [_SCHEMA, {"type": "string", "description": "a JSON schema as text"}, _NULL]},
+            "choice": {"items": {"type": "string", "minLength": 1}, "minItems": 1},
+        },
         TokenizeBody: {"prompt": {"maxLength": limits.max_tokenize_items}, "messages": {"minItems": 1}},
         DetokenizeBody: {"tokens": {"items": _token_id(limits), "maxItems": limits.max_tokenize_items}},
         DocumentBody: {"messages": {"minItems": 1}},
@@ -157,11 +170,21 @@ def _text_or_messages(text: str) -> list[Tree]:
 
 _NULL = {"type": "null"}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_BAD_WORD = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_CHARS}
+_SCHEMA = {"type": "object", "description": "a JSON schema; one that cannot be kept is refused with its keyword"}
 _TOKEN_KEY = {"pattern": "^[0-9]{1,9}$", "description": "a token id"}
 _BIAS = {"type": "number", "minimum": -100, "maximum": 100}
-_NEEDED = {Message: ["content"], Part: ["type", "text"], ResponseFormat: ["type"]}
+_NEEDED = {Message: ["content"], Part: ["type", "text"], ResponseFormat: ["type"], JsonSchema: ["schema"]}
 _STREAMED = _unless("stream", True, {"stream_options": _NULL, "return_progress": {"enum": [None, False]}})
+_OF_SCHEMA = {
+    "if": {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]},
+    "then": {"required": ["json_schema"], "properties": {"json_schema": {"type": "object"}}},
+}
+_GIVEN = {name: {"not": {"enum": [None, False]}} for name in FORMS}
+_ONE_FORM = {"oneOf": [{"required": [name], "properties": {name: _GIVEN[name]}} for name in FORMS]}
 _CONDITIONS: dict[type, Tree] = {
+    ResponseFormat: _OF_SCHEMA,
+    StructuredOutputs: _ONE_FORM,
     CompletionBody: {"allOf": [_STREAMED]},
     ChatBody: {
         "allOf": [

@@ -17,7 +17,7 @@ from server.api_error import internal, invalid, unavailable
 from server.bodies import GenerationBody
 from server.choice import Choice, Piece
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick
-from server.prompts import Prompt, check_token_ids
+from server.prompts import Prompt, check_token_ids, spell_words
 from server.service import Service, join_salts
 
 _SEED_MASK = 2**63 - 1
@@ -151,6 +151,9 @@ class Generation:
         own_stops = body.stop_token_ids or []
         check_token_ids("stop_token_ids", own_stops, vocab_size)
         stop_ids = sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)})
+        allowed = body.allowed_token_ids or []
+        check_token_ids("allowed_token_ids", allowed, vocab_size)
+        bad_words = spell_words(self._service.tokenizer, body.bad_words or [])
         profile = body.attention_profile or self._limits.default_profile
         if profile not in self._limits.profiles:
             raise invalid("attention_profile", why_unknown(profile[:80], self._limits.profiles))
@@ -187,6 +190,8 @@ class Generation:
                     chunks=[ChunkSpan(*span, self._cache_salt) for span in job.prompt.chunks] if job.fusion else [],
                     fusion=job.fusion,
                     grammar=job.grammar,
+                    allowed_token_ids=allowed,
+                    bad_token_ids=bad_words,
                 )
             )
         return requests

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from scheduler.messages import Ready
 from server.api_error import ApiError, invalid, too_long
 from server.bodies import ChatBody, CompletionBody, GenerationBody, Message, message_text
@@ -10,6 +12,7 @@ from server.chunker import count_tokens
 from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt
 from server.documents import Documents, GivenText
 from server.service import Service
+from server.structured import form_grammar
 from server.text import TextDecoder
 from server.text_pool import INLINE_CHARS
 from server.tokenizer import Tokenizer, TooManyTokens
@@ -135,6 +138,13 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
         raise invalid(field, f"token id {bad} is out of range, the vocabulary has {vocab_size}")
 
 
+def spell_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
+    """The tokens of each word as it stands inside a text and behind a space, where these differ."""
+    texts = [text for word in words for text in (word.lstrip(" ") or word, f" {word.lstrip(' ')}")]
+    found = dict.fromkeys(tuple(tokenizer.encode_inside(text)) for text in texts)
+    return [list(token_ids) for token_ids in found if token_ids]
+
+
 def completion_max_tokens(service: Service, body: CompletionBody, prompt: Prompt, limits: Ready) -> int:
     default = service.settings.default_max_tokens or _DEFAULT_COMPLETION_TOKENS
     return _room("prompt", prompt, context_of(body, limits), "max_tokens", body.max_tokens, default)
@@ -151,6 +161,14 @@ def chat_max_tokens(service: Service, body: ChatBody, prompt: Prompt, limits: Re
 def context_of(body: GenerationBody, limits: Ready) -> int:
     """The longest prompt and answer of the attention profile that a body names; of an unknown one, of any."""
     return limits.profiles.get(body.attention_profile or limits.default_profile, limits.max_context_tokens)
+
+
+async def hold_to_form(service: Service, body: GenerationBody) -> str:
+    """The grammar of what a body asks of its answers. Raises ApiError 400."""
+    if body.response_format is None and body.structured_outputs is None:
+        return ""
+    size = INLINE_CHARS + len(msgspec.json.encode([body.response_format, body.structured_outputs]))
+    return await service.texts.run(size, form_grammar, body)
 
 
 def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None, default: int) -> int:

@@ -1,6 +1,7 @@
 """`/v1/completions` and `/v1/chat/completions`: a body becomes jobs for the engine, and their output a response."""
 
 import asyncio
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
@@ -18,6 +19,7 @@ from server.prompts import (
     completion_prompts,
     context_of,
     document_prompt,
+    hold_to_form,
 )
 from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
@@ -37,7 +39,8 @@ async def completions(request: Request) -> Response:
     check_completion(body)
     limits = service.supervisor.ready()
     prompts = await completion_prompts(service, body, limits)
-    jobs = [Job(prompt, completion_max_tokens(service, body, prompt, limits)) for prompt in prompts]
+    grammar = await hold_to_form(service, body)
+    jobs = [Job(prompt, completion_max_tokens(service, body, prompt, limits), grammar=grammar) for prompt in prompts]
     generation = Generation(service, "cmpl", body, jobs, limits, request.state.cache_salt)
     shape = CompletionShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit(body.logprobs, body.logprobs if body.echo else None, "prompt")
@@ -52,7 +55,9 @@ async def chat_completions(request: Request) -> Response:
     check_chat(body)
     check_num_sequences(service, 1, body.n or 1)
     limits = service.supervisor.ready()
-    jobs = [await _chat_job(service, body, limits, request.state.document_owner)]
+    grammar = await hold_to_form(service, body)
+    job = await _chat_job(service, body, limits, request.state.document_owner)
+    jobs = [replace(job, grammar=grammar) if grammar else job]
     generation = Generation(service, "chatcmpl", body, jobs, limits, request.state.cache_salt)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")

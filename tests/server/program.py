@@ -17,7 +17,7 @@ from tests.server.live_server import FAKE_ENGINE, LAPTOP, REFERENCE, ROOT, fake_
 class Program:
     """`url` once it listens, `ready` once its engine serves, `end` when it was told to."""
 
-    def __init__(self, engine: dict[str, float], documents: dict[str, str] | None = None, **server: object) -> None:
+    def __init__(self, engine: dict[str, float], documents: dict[str, object] | None = None, **server: object) -> None:
         tree = {"model": {"path": str(REFERENCE)}, "server": {"port": 0, **server}, "documents": documents}
         script = (
             "import sys, yaml; from pathlib import Path; from server import app; from server.config import Deployment\n"

@@ -27,6 +27,7 @@ from server.known_fields import (
     COMPLETION,
     CUSTOM,
     FUNCTION,
+    JSON_SCHEMA,
     MESSAGE,
     PART,
     RESPONSE_FORMAT,
@@ -170,7 +171,7 @@ def test_fields_that_were_dropped_unseen_are_refused_by_name() -> None:
     for name, value in {
         "guided_json": {"type": "object"},
         "guided_regex": "a+",
-        "structured_outputs": {"json": {}},
+        "structural_tag": "{}",
         "service_tier": "flex",
         "reasoning_effort": "high",
         "truncate_prompt_tokens": 5,
@@ -209,6 +210,7 @@ def typed_fields(kind: Any) -> set[str]:
         (openai_types.shared_params.ResponseFormatText, RESPONSE_FORMAT),
         (openai_types.shared_params.ResponseFormatJSONObject, RESPONSE_FORMAT),
         (openai_types.shared_params.ResponseFormatJSONSchema, RESPONSE_FORMAT),
+        (openai_types.shared_params.response_format_json_schema.JSONSchema, JSON_SCHEMA),
     ],
 )
 def test_every_field_of_the_official_client_is_known(kind: Any, fields: Fields) -> None:
