@@ -125,6 +125,29 @@ def documents(
             report(rows, json_file, console)
 
 
+def constrained(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="a deployment; random weights get a made-up vocabulary")
+    ],
+    streams: Annotated[int, typer.Option(min=1, help="that are held to a schema, and as many beside them")] = 16,
+    tokens: Annotated[int, typer.Option(min=8, help="of each stream")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="times that both kinds take turns")] = 3,
+    temperature: Annotated[float, typer.Option(min=0)] = 1.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time streams that are held to a JSON schema beside streams that are not, against all of them free."""
+    from bench.constrained import ConstrainedBenchmark, run_constrained_benchmark
+    from bench.rows import report
+    from server.config import load_deployment
+
+    console = Console()
+    warn_if_busy(console)
+    benchmark = ConstrainedBenchmark(streams, tokens, prompt_tokens, rounds, temperature)
+    with _failures_told():
+        report(run_constrained_benchmark(benchmark, load_deployment(config), console), json_file, console)
+
+
 def _load_with_host(config: Path, console: Console) -> "Deployment":
     """Raises BadParameter where it has no `host` section."""
     from server.config import load_deployment

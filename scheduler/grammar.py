@@ -35,7 +35,7 @@ def check(grammar: str) -> str:
         return shorten(messages[0])
     if any(message.startswith(_NO_TOKENIZER) for message in messages):
         return ""
-    matcher = LLMatcher(_bytes_alone(), grammar, log_level=0, limits=limits())
+    matcher = LLMatcher(bytes_alone(), grammar, log_level=0, limits=limits())
     if not matcher.is_error() and matcher.consume_tokens(matcher.compute_ff_tokens()):
         matcher.compute_logit_bias()
     return shorten(matcher.get_error()) if matcher.is_error() else ""
@@ -60,5 +60,6 @@ class _Bytes:
 
 
 @cache
-def _bytes_alone() -> LLTokenizer:
+def bytes_alone() -> LLTokenizer:
+    """A vocabulary of 257 tokens: the end token, 0, and byte b is token b + 1."""
     return LLTokenizer(TokenizerWrapper(_Bytes()))

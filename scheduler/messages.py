@@ -284,11 +284,11 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of what draws are held to, since the engine started. seconds: of the loop, making masks."""
+    """Counters of what draws are held to, since the engine started. mask_seconds: of the loop, making masks."""
 
-    requests: int
+    held_requests: int
     masks: int
-    seconds: float
+    mask_seconds: float
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,7 +309,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     host: HostStats | None  # None: no host tier
     reuse: ReuseStats | None  # None: no profile reuses
     fetch: FetchStats | None  # None: no profile fetches
-    masks: MaskStats = MaskStats(requests=0, masks=0, seconds=0.0)
+    masks: MaskStats = MaskStats(held_requests=0, masks=0, mask_seconds=0.0)
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

@@ -26,6 +26,11 @@ REUSE_COUNTERS = {
     "whole_groups": "KV heads of which every query head found a match",
     "stops": "times that a layer stopped matching, since it read more than it saved",
 }
+MASK_COUNTERS = {
+    "held_requests": "requests that are held to a grammar, to tokens or to min_tokens",
+    "masks": "draws of theirs that were from some tokens alone",
+    "mask_seconds": "the engine made masks for them",
+}
 FETCH_COUNTERS = {
     "hole_tokens": "tokens in host memory alone, of rows whose blocks are predicted, for each KV head and layer",
     "read_tokens": "of these, those in blocks that were fetched and read on the device",
@@ -111,6 +116,7 @@ class Metrics:
             name: self._counter(f"tandem_reuse_{name}", what, ["layer"]) for name, what in REUSE_COUNTERS.items()
         }
         self.fetch = {name: self._counter(f"tandem_fetch_{name}", what) for name, what in FETCH_COUNTERS.items()}
+        self.masks = {name: self._counter(f"tandem_{name}", what) for name, what in MASK_COUNTERS.items()}
         self.reuse_matching = Gauge(
             "tandem_reuse_matching", "settings by which the layer looks for matches now", ["layer"],
             registry=self._registry,
@@ -157,6 +163,8 @@ class Metrics:
         self.engine_steps.inc(stats.steps - (last.steps if last else 0))
         self.engine_step_s.inc(stats.step_seconds - (last.step_seconds if last else 0.0))
         self.rings_free.set(stats.rings_free)
+        for name, counter in self.masks.items():
+            counter.inc(getattr(stats.masks, name) - (getattr(last.masks, name) if last else 0))
         if stats.reuse is not None:
             self._take_reuse(stats.reuse, last.reuse if last else None)
         if stats.fetch is not None:

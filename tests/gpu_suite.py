@@ -56,7 +56,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 # What they import, and the distribution that it comes with.
 MODULES = {
-    "llguidance": "llguidance", "pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis", "numpy": "numpy",
+    "llguidance": "llguidance", "pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis",
+    "numpy": "numpy",
     "torch": "torch", "triton": "triton", "numba": "numba", "scipy": "scipy", "safetensors": "safetensors",
     "tokenizers": "tokenizers", "transformers": "transformers", "fbgemm_gpu": "fbgemm-gpu-cpu", "pydantic": "pydantic",
     "msgspec": "msgspec", "zmq": "pyzmq", "fastapi": "fastapi", "starlette": "starlette", "uvicorn": "uvicorn",

@@ -307,6 +307,6 @@ def test_masks_are_counted() -> None:
     engine.submit([request, held("b", "free", prompt_of(20, 1))])
     drain(engine)
     stats = engine.stats().masks
-    assert stats.requests == 1
+    assert stats.held_requests == 1
     assert len(expected(request, "grammar")[0]) <= stats.masks <= len(expected(request, "grammar")[0]) + 1
-    assert stats.seconds > 0
+    assert stats.mask_seconds > 0

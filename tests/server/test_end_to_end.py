@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import psutil
 import pytest
 import yaml
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
+from pydantic import BaseModel, Field
 
 from server.config import load_deployment
 from server.plan import resolve_plan
@@ -79,6 +81,57 @@ def test_a_document_that_is_stored_is_read_where_a_chat_names_it(client):
     assert answer.usage.prompt_tokens_details.reused_tokens == 0
     without = client.chat.completions.create(**asked, max_tokens=24)
     assert "4815162" not in without.choices[0].message.content
+
+
+class Step(BaseModel):
+    explanation: str
+    output: int
+
+
+class Answer(BaseModel):
+    steps: list[Step] = Field(max_length=2)
+    verdict: Literal["yes", "no"]
+    note: str | None = Field(max_length=12)
+
+
+def test_an_answer_is_parsed_as_the_official_client_parses_it(client):
+    """Its own call, of a pydantic model; streamed as well, several at once, and with logprobs."""
+    asked = {"model": "reference", "messages": [{"role": "user", "content": "Solve it."}], "max_tokens": 400}
+    parsed = client.chat.completions.parse(**asked, response_format=Answer, seed=3, n=3, logprobs=True)
+    for choice in parsed.choices:
+        if choice.finish_reason == "stop":
+            assert isinstance(choice.message.parsed, Answer)
+        assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+    assert any(choice.finish_reason == "stop" for choice in parsed.choices)
+    with client.chat.completions.stream(**asked, response_format=Answer, seed=3) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == parsed.choices[0].message.content
+
+
+def test_answers_are_held_to_what_was_asked(client):
+    asked = {"model": "reference", "prompt": "The old house", "max_tokens": 24}
+
+    def texts(**fields: object) -> list[str]:
+        answer = client.completions.create(**asked, n=3, seed=5, extra_body=fields)
+        return [choice.text for choice in answer.choices]
+
+    assert set(texts(structured_outputs={"choice": ["yes", "no", "<|end|>"]})) <= {"yes", "no", "<|end|>"}
+    assert all(
+        re.fullmatch("[0-9]{3}-[a-f]{2}", text) for text in texts(structured_outputs={"regex": "[0-9]{3}-[a-f]{2}"})
+    )
+    assert all(text.startswith("{") for text in texts(response_format={"type": "json_object"}))
+    assert all(
+        re.fullmatch("a+b", text) for text in texts(structured_outputs={"grammar": 'start: "a"+ "b"'}) if "b" in text
+    )
+    plain = client.completions.create(**asked, temperature=0).choices[0].text
+    word = plain.split()[0]
+    assert (
+        word not in client.completions.create(**asked, temperature=0, extra_body={"bad_words": [word]}).choices[0].text
+    )
+    with pytest.raises(BadRequestError, match="unknown special token"):
+        texts(structured_outputs={"grammar": "start: <|nothing|>"})
+    with pytest.raises(BadRequestError, match="uniqueItems"):
+        texts(structured_outputs={"json": {"type": "array", "uniqueItems": True}})
 
 
 def test_a_question_about_a_document_is_answered_and_the_next_one_finds_its_prefix(client):
