@@ -29,6 +29,7 @@ _WRITTEN_AS = {
 _OWN_OPTIONS = "x-guidance"  # where llguidance reads options in a schema
 # Keywords of some draft that llguidance passes over, and which say what is valid.
 _PASSED_OVER = (_OWN_OPTIONS, "divisibleBy", "disallow", "extends")
+_WHY = {"minProperties": "masks do not tell names that repeat, so at most one that is not required can be counted on"}
 _BOUNDS = ("exclusiveMinimum", "exclusiveMaximum")  # of draft 4, where they are true or false
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _OF_VALUES = ("const", "enum", "default", "examples")
@@ -137,7 +138,7 @@ def _write(param: str, schema: object) -> str:
             UNSUPPORTED_GRAMMAR,
         )
     for keyword in _find_keywords(param, schema):
-        raise _refused(param, keyword, "it means nothing in the drafts that are served (6, 7, 2019-09 and 2020-12)")
+        raise _refused(param, keyword, _WHY.get(keyword, "it means nothing in drafts 6, 7, 2019-09 and 2020-12"))
     try:
         text = json.dumps({} if schema is True else schema, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -158,6 +159,9 @@ def _find_keywords(param: str, schema: Any) -> list[str]:
         elif isinstance(one, dict):
             found += [keyword for keyword in _PASSED_OVER if keyword in one]
             found += [keyword for keyword in _BOUNDS if isinstance(one.get(keyword), bool)]
+            num_known, least = len(_list_of(one.get("required"))), one.get("minProperties")
+            if isinstance(least, int) and least > num_known + 1:
+                found.append("minProperties")
             for name, value in one.items():
                 if name in _OF_NAMES and isinstance(value, dict):
                     if len(value) > MOST_PROPERTIES:
@@ -168,6 +172,10 @@ def _find_keywords(param: str, schema: Any) -> list[str]:
                 elif name not in _OF_VALUES:
                     pending.append(value)
     return found
+
+
+def _list_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _require_size(param: str, text: str) -> None:

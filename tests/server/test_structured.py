@@ -33,6 +33,7 @@ REFUSED = {
     "$ref": {"$ref": "file:///etc/passwd"},
     "type": {"type": "text"},
     "minProperties": {"type": "object", "minProperties": 1, "properties": {"a": {}, "b": {}}},
+    "minProperties: masks do not tell names that repeat": {"minProperties": 3, "required": ["a"], "type": "object"},
     "patternProperties": {"type": "object", "patternProperties": {"^a": {"type": "null"}, "b$": {"type": "string"}}},
     "exclusiveMinimum": {"type": "integer", "minimum": 3, "exclusiveMinimum": True},
     "x-guidance": {"type": "object", "x-guidance": {"lenient": True}},
