@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from transfer.settings import Settings
 
+ToolParser = Literal["auto", "none", "hermes", "llama3_json", "qwen3_xml", "mistral", "mistral_json", "glm", "gemma"]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma"]
+
 
 class ModelConfig(Settings):
     """A Hugging Face folder, or random weights of a named shape (for benchmarks without a checkpoint)."""
@@ -26,6 +29,14 @@ class ModelConfig(Settings):
         (), description="keys of config.json that may be passed over, though nothing here knows what they mean"
     )
     chat_template: Path | None = Field(None, description="jinja file; defaults to the tokenizer's own")
+    tool_parser: ToolParser = Field(
+        "auto",
+        description="how the model writes calls of tools; auto: as `response_template` of the tokenizer's settings "
+        "says, else as the chat template looks; none: calls are text",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        "auto", description="how the model marks its reasoning; auto and none as for `tool_parser`"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 FinishReason = Literal["stop", "length"] | None
+ChatFinishReason = Literal["stop", "length", "tool_calls"] | None
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -65,10 +66,27 @@ class Completion(Answer):
     usage: Usage
 
 
+class AnsweredFunction(Answer):
+    """`arguments`: JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class ChatMessage(Answer):
+    """`content` is null beside calls, if nothing was said; the last two are there if they are not empty."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
 
 
 class TopLogprob(Answer):
@@ -93,7 +111,7 @@ class ChatChoice(Answer):
     index: Count
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(Answer):
@@ -247,16 +265,32 @@ class CompletionChunk(Answer):
     prompt_progress: Progress | None = None
 
 
+class FunctionDelta(Answer, kw_only=True):
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(Answer, kw_only=True):
+    """Of the call with this index: id and name come first, its arguments in pieces."""
+
+    index: Count
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(Answer):
     index: Count
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatChunk(Answer):

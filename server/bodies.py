@@ -5,7 +5,7 @@ names the field. The structs have the fields that are served; what becomes of ev
 """
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from server.fields import Fields, look_into
 from server.json_fault import describe_fault
 from server.json_size import check_json_size
 from server.known_fields import (
+    CALLED_FUNCTION,
     CHAT,
     COMPLETION,
     CUSTOM,
@@ -27,6 +28,9 @@ from server.known_fields import (
     INLINE_DOCUMENT,
     JSON_SCHEMA,
     MESSAGE,
+    MESSAGE_CALL,
+    NAMED_FUNCTION,
+    NAMED_TOOL,
     PART,
     RESPONSE_FORMAT,
     STREAM_OPTIONS,
@@ -47,10 +51,14 @@ MAX_BIASES = 2**14
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 100
 MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 1024
+MAX_VARIABLES = 64  # of a chat template
+MAX_CALL_ID_CHARS = 256
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
+TOOL_NAME = "[A-Za-z0-9_.-]{1,128}"
 ROLE = "[A-Za-z0-9_-]{1,64}"  # a template writes it as it is, so no control token may be spelled out in it
 
 _INLINE_BYTES = 64 * 1024  # of a body that is decoded at once: milliseconds, whatever it holds
@@ -74,6 +82,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 
 
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID_CHARS)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 DocumentTitle = Annotated[str, msgspec.Meta(max_length=MAX_TITLE_CHARS)]
 DocumentText = Annotated[str, msgspec.Meta(min_length=1)]
@@ -155,10 +165,29 @@ class Part(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """`arguments`: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, kw_only=True):
+    """A call that the assistant made before."""
+
+    id: CallId
+    function: CalledFunction
+    type: Literal["function"] | None = None
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -196,6 +225,17 @@ class FusionChoice(msgspec.Struct, kw_only=True):
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
 
+class NamedFunction(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatBody(GenerationBody, kw_only=True):
     messages: list[Message]
     documents: list[str | InlineDocument] | None = None
@@ -204,7 +244,10 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -245,7 +288,11 @@ FIELDS: dict[type[msgspec.Struct], Fields] = {
     JsonSchema: JSON_SCHEMA,
     StructuredOutputs: STRUCTURED_OUTPUTS,
     Message: MESSAGE,
+    MessageCall: MESSAGE_CALL,
+    CalledFunction: CALLED_FUNCTION,
     Part: PART,
+    NamedTool: NAMED_TOOL,
+    NamedFunction: NAMED_FUNCTION,
     Tool: TOOL,
     Function: FUNCTION,
     Custom: CUSTOM,
@@ -391,10 +438,7 @@ def check_completion(body: CompletionBody) -> None:
 
 def check_chat(body: ChatBody) -> None:
     check_generation(body)
-    if body.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "tools are not called by this server; leave it out or send 'none'")
-    if body.tools and body.tool_choice != "none":
-        raise invalid("tools", "tools are not called by this server; leave them out or send tool_choice: 'none'")
+    check_tools(body.tools or [], body.tool_choice)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     if body.max_tokens == 0:
@@ -410,10 +454,11 @@ def check_chat(body: ChatBody) -> None:
 def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise invalid("messages", "empty; wanted at least one message")
+    called: set[str] = set()
     for i, message in enumerate(messages):
         if re.fullmatch(ROLE, message.role) is None:
             raise invalid(f"messages[{i}].role", f"got {message.role[:80]!r}, wanted a name: {ROLE}")
-        if message.content is None:
+        if message.content is None and not message.tool_calls:
             raise invalid(f"messages[{i}].content", "missing; wanted a string or a list of text parts")
         if isinstance(message.content, list):
             for j, part in enumerate(message.content):
@@ -422,6 +467,47 @@ def check_messages(messages: list[Message]) -> None:
                     raise invalid(f"{at}.type", f"got {part.type!r}, only 'text' is supported")
                 if part.text is None:
                     raise invalid(f"{at}.text", "missing; wanted a string")
+        _check_calls(i, message, called)
+
+
+def _check_calls(i: int, message: Message, called: set[str]) -> None:
+    """Calls are the assistant's, and what a tool says answers one; `called`: the ids of those so far."""
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"messages[{i}].tool_calls", f"got them of {message.role!r}; they are the assistant's")
+    called.update(call.id for call in message.tool_calls or ())
+    if message.role != "tool":
+        return
+    if message.tool_call_id is None:
+        raise invalid(f"messages[{i}].tool_call_id", "missing; wanted the id of the call that this answers")
+    if message.tool_call_id not in called:
+        got = message.tool_call_id[:80]
+        raise invalid(f"messages[{i}].tool_call_id", f"got {got!r}; no message before it has a call with this id")
+
+
+def check_tools(tools: list[Tool], choice: str | NamedTool | None) -> None:
+    """Raises ApiError 400 for what cannot be offered to a model or called."""
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"{len(tools)} tools, at most {MAX_TOOLS} are allowed")
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.type != "function":
+            raise invalid(f"tools[{i}].type", f"got {(tool.type or '')[:80]!r}, only 'function' is served")
+        if tool.function is None:
+            raise invalid(f"tools[{i}].function", "missing; wanted an object with a name")
+        name, parameters = tool.function.name, tool.function.parameters or {}
+        if name is None or re.fullmatch(TOOL_NAME, name) is None:
+            raise invalid(f"tools[{i}].function.name", f"got {(name or '')[:80]!r}, wanted {TOOL_NAME}")
+        if name in names:
+            raise invalid(f"tools[{i}].function.name", f"got {name!r} a second time; wanted a name of its own")
+        names.add(name)
+        if parameters and parameters.get("type", "object") != "object":
+            raise invalid(f"tools[{i}].function.parameters.type", "wanted 'object': arguments have names")
+        if not isinstance(parameters.get("properties", {}), dict):
+            raise invalid(f"tools[{i}].function.parameters.properties", "wanted an object")
+    if choice == "required" and not tools:
+        raise invalid("tool_choice", "got 'required' without tools; send `tools`, or leave it out")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise invalid("tool_choice.function.name", f"got {choice.function.name!r}, which is none of `tools`")
 
 
 def describe_range(least: float, most: float, closed: bool) -> str:

@@ -18,14 +18,18 @@ from server.bodies import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    MAX_VARIABLES,
     RANGES,
     RESPONSE_FORMATS,
     ROLE,
+    TOOL_NAME,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     DocumentBody,
+    Function,
     InlineDocument,
     JsonSchema,
     Message,
@@ -33,6 +37,7 @@ from server.bodies import (
     ResponseFormat,
     StructuredOutputs,
     TokenizeBody,
+    Tool,
 )
 from server.documents import DOCUMENTS_OFF
 from server.fields import Fate, Free, Neutral
@@ -111,10 +116,13 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         ChatBody: {
             "messages": {"minItems": 1},
             "max_tokens": {"minimum": 1},
-            "tool_choice": {"enum": [None, "none", "auto"], "description": "tools are not called by this server"},
+            "tools": {"maxItems": MAX_TOOLS},
+            "chat_template_kwargs": {"maxProperties": MAX_VARIABLES},
             **_of_documents(limits),
         },
-        Message: {"role": {"pattern": f"^{ROLE}$"}, "content": {"type": ["string", "array"]}},
+        Message: {"role": {"pattern": f"^{ROLE}$"}},
+        Tool: {"type": {"enum": ["function"]}, "function": _refer_to(Function)},
+        Function: {"name": {"type": "string", "pattern": f"^{TOOL_NAME}$"}, "parameters": _PARAMETERS},
         Part: {"type": {"enum": ["text"]}, "text": {"type": "string"}},
         ResponseFormat: {"type": {"enum": list(RESPONSE_FORMATS)}},
         JsonSchema: {"schema": _SCHEMA},
@@ -174,7 +182,20 @@ _BAD_WORD = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_CHARS}
 _SCHEMA = {"type": "object", "description": "a JSON schema; one that cannot be kept is refused with its keyword"}
 _TOKEN_KEY = {"pattern": "^[0-9]{1,9}$", "description": "a token id"}
 _BIAS = {"type": "number", "minimum": -100, "maximum": 100}
-_NEEDED = {Message: ["content"], Part: ["type", "text"], ResponseFormat: ["type"], JsonSchema: ["schema"]}
+_PARAMETERS = {
+    "properties": {"type": {"enum": ["object"]}, "properties": {"type": "object"}},
+    "description": "a JSON schema of the arguments",
+}
+_NEEDED = {
+    Part: ["type", "text"],
+    ResponseFormat: ["type"],
+    JsonSchema: ["schema"],
+    Tool: ["type", "function"],
+    Function: ["name"],
+}
+_SAYS = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_CALLS = {"required": ["tool_calls"], "properties": {"tool_calls": {"minItems": 1, "type": "array"}}}
+_HAS_TOOLS = {"required": ["tools"], "properties": {"tools": {"minItems": 1, "type": "array"}}}
 _STREAMED = _unless("stream", True, {"stream_options": _NULL, "return_progress": {"enum": [None, False]}})
 _OF_SCHEMA = {
     "if": {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]},
@@ -190,8 +211,24 @@ _CONDITIONS: dict[type, Tree] = {
         "allOf": [
             _STREAMED,
             _unless("logprobs", True, {"top_logprobs": _NULL}),
-            _unless("tool_choice", "none", {"tools": {"maxItems": 0}}),
+            {
+                "if": {
+                    "properties": {"tool_choice": {"type": ["string", "object"], "not": {"enum": ["none", "auto"]}}},
+                    "required": ["tool_choice"],
+                },
+                "then": _HAS_TOOLS,
+            },
         ]
+    },
+    Message: {
+        "anyOf": [_SAYS, _CALLS],
+        "allOf": [
+            _unless("role", "assistant", {"tool_calls": {"maxItems": 0}}),
+            {
+                "if": {"properties": {"role": {"const": "tool"}}, "required": ["role"]},
+                "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
+            },
+        ],
     },
     TokenizeBody: {"oneOf": _text_or_messages("prompt")},
     DocumentBody: {"oneOf": _text_or_messages("text")},

@@ -3,9 +3,12 @@
 Knows tokens and text; nothing of HTTP or of the shape of a response.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 from scheduler.messages import Delta, Logprob
+from server.message.parts import Content, Part
+from server.message.reader import MessageReader
 from server.text import StopMatcher, TextDecoder
 from server.tokenizer import Tokenizer
 
@@ -21,11 +24,15 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became certain: text, the tokens that it is of, and at the end the finish reason."""
+    """What became certain: text, the tokens that it is of, and at the end the finish reason.
+
+    `parts`: what the text is as a message, where a reader reads it; the text alone, where none does.
+    """
 
     text: str
     entries: list[TokenEntry]
     finish_reason: str | None
+    parts: list[Part]
 
 
 class Choice:
@@ -33,10 +40,17 @@ class Choice:
 
     The stop token that ended it is counted and has an entry, but no text. After a stop string, tokens that lie at or
     behind it have no entry either: nothing of a stop string leaves the server. One that begins in the first
-    `min_tokens` tokens is plain text.
+    `min_tokens` tokens is plain text. A reader sees the special tokens that the text lacks; it may finish the choice,
+    and an answer with calls ends as `tool_calls` where it ended by itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: list[str], min_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: list[str], min_tokens: int, reader: MessageReader | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._reader = reader
+        self._specials: deque[tuple[int, str]] = deque()  # where in the text, and how they are spelled
+        self._num_read = 0
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=True)
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
@@ -56,6 +70,7 @@ class Choice:
         self.num_reused_tokens = max(self.num_reused_tokens, delta.reused_tokens)
         self.num_recomputed_tokens = max(self.num_recomputed_tokens, delta.recomputed_tokens)
         text = ""
+        parts: list[Part] = []
         last = len(delta.token_ids) - 1
         for i, token_id in enumerate(delta.token_ids):
             self.num_tokens += 1
@@ -63,29 +78,65 @@ class Choice:
                 self._pending.append(TokenEntry(token_id, delta.logprobs[i], self._num_chars))
             if i == last and delta.finish_reason == "stop":
                 break
-            text += self._advance(self._decoder.step(token_id))
+            self._note_special(token_id)
+            text += self._advance(self._decoder.step(token_id), parts)
             if self.finish_reason is not None:
-                return Piece(text, self._entries_before(self._num_emitted()), self.finish_reason)
+                return self._end_early(text, parts)
         if delta.finish_reason is not None:
-            text += self._advance(self._decoder.finish())
+            text += self._advance(self._decoder.finish(), parts)
             if self.finish_reason is not None:
-                return Piece(text, self._entries_before(self._num_emitted()), self.finish_reason)
+                return self._end_early(text, parts)
             if self._matcher is not None:
-                text += self._matcher.finish()
-            self.finish_reason = delta.finish_reason
+                left = self._matcher.finish()
+                self._read(left, parts)
+                text += left
+            self._finish(delta.finish_reason, parts)
             entries, self._pending = self._pending, []
-            return Piece(text, entries, self.finish_reason)
-        return Piece(text, self._entries_before(self._num_emitted()) if self._pending else [], None)
+            return Piece(text, entries, self.finish_reason, parts)
+        return Piece(text, self._entries_before(self._num_emitted()) if self._pending else [], None, parts)
 
-    def _advance(self, text: str) -> str:
+    def _end_early(self, text: str, parts: list[Part]) -> Piece:
+        """A stop string or the reader has ended it."""
+        self._finish("stop", parts)
+        return Piece(text, self._entries_before(self._num_emitted()), self.finish_reason, parts)
+
+    def _finish(self, reason: str, parts: list[Part]) -> None:
+        self.finish_reason = reason
+        if self._reader is not None:
+            parts += self._reader.finish()
+            if reason == "stop" and self._reader.num_calls:
+                self.finish_reason = "tool_calls"
+
+    def _note_special(self, token_id: int) -> None:
+        if self._reader is not None and token_id in self._tokenizer.special_ids:
+            self._specials.append((self._num_chars, self._tokenizer.token_bytes(token_id).decode()))
+
+    def _read(self, text: str, parts: list[Part]) -> None:
+        """More of the text is certain, and so are the special tokens up to its end."""
+        if self._reader is None:
+            if text:
+                parts.append(Content(text))
+            return
+        end = self._num_read + len(text)
+        while self._specials and self._specials[0][0] <= end:
+            offset, spelled = self._specials.popleft()
+            parts += self._reader.feed(text[: offset - self._num_read], False)
+            parts += self._reader.feed(spelled, True)
+            text, self._num_read = text[offset - self._num_read :], offset
+        parts += self._reader.feed(text, False)
+        self._num_read = end
+
+    def _advance(self, text: str, parts: list[Part]) -> str:
         self._num_chars += len(text)
-        if self._matcher is None or not text:
-            return text
-        if self.num_tokens <= self._min_tokens:
-            self._num_plain += len(text)
-            return text
-        text = self._matcher.feed(text)
-        if self._matcher.matched:
+        if text and self._matcher is not None:
+            if self.num_tokens <= self._min_tokens:
+                self._num_plain += len(text)
+            else:
+                text = self._matcher.feed(text)
+                if self._matcher.matched:
+                    self.finish_reason = "stop"
+        self._read(text, parts)
+        if self._reader is not None and self._reader.is_done:
             self.finish_reason = "stop"
         return text
 

@@ -18,13 +18,15 @@ Invariants: a document's token ids are its chunks', wherever it stands; no senti
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from server.api_error import ApiError, invalid
 from server.bodies import Message, message_text
 from server.chunker import Chunks
 from server.control_tokens import ControlTokens
+from server.conversation import Conversation
+from server.message.response_template import END_CHARS
 from server.template import ChatTemplate
 from server.tokenizer import Tokenizer, TooManyTokens
 
@@ -42,25 +44,26 @@ class PlacedDocument:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
-    """`chunks`: the half-open ranges of `token_ids` that are documents' chunks."""
+    """`chunks`: the half-open ranges of `token_ids` that are documents' chunks. `end`: the template's last text."""
 
     token_ids: list[int]
     chunks: list[tuple[int, int]]
+    end: str = ""
 
 
 def write_prompt(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     control_tokens: ControlTokens,
-    messages: list[Message],
+    messages: list[Message] | Conversation,
     documents: list[PlacedDocument],
     most_tokens: int,
 ) -> ChunkedPrompt:
     """Control tokens come from the template alone. Raises ApiError 400 and TooManyTokens."""
-    texts = [text for message in messages for text in (message_text(message), message.name or "")]
-    mark = control_tokens.choose_mark([*texts, *(document.title for document in documents)])
+    conversation = messages if isinstance(messages, Conversation) else Conversation(messages)
+    mark = control_tokens.choose_mark([*conversation.texts(), *(document.title for document in documents)])
     spell = str if mark is None else partial(control_tokens.hide, mark=mark)
-    pieces = render_pieces(template, messages, [document.title for document in documents], spell)
+    pieces = render_pieces(template, conversation, [document.title for document in documents], spell)
     token_ids: list[int] = []
     chunks: list[tuple[int, int]] = []
     for piece in pieces:
@@ -75,23 +78,24 @@ def write_prompt(
             token_ids += tokenizer.encode_inside(piece) if token_ids else tokenizer.encode(piece, False)
         if len(token_ids) > most_tokens:
             raise TooManyTokens(len(token_ids))
-    return ChunkedPrompt(token_ids, chunks)
+    last = pieces[-1] if pieces else ""
+    return ChunkedPrompt(token_ids, chunks, last[-END_CHARS:] if isinstance(last, str) else "")
 
 
 def render_pieces(
-    template: ChatTemplate, messages: list[Message], titles: list[str], spell: Callable[[str], str]
+    template: ChatTemplate, conversation: Conversation, titles: list[str], spell: Callable[[str], str]
 ) -> Pieces:
     """The template's text, cut where documents stand. `spell`: how a text of a client is written. Raises ApiError."""
     nonce = f"{secrets.randbits(127):039d}"  # the same in any letters
     sentinels = [f"{_BEGIN}{nonce} {index}{_END}" for index in range(len(titles))]
     own = [{"title": spell(title), "text": text} for title, text in zip(titles, sentinels, strict=True)]
     try:
-        pieces = _cut(template.render(messages, spell, own), nonce, len(titles))
+        pieces = _cut(template.render(conversation, spell, own), nonce, len(titles))
     except ApiError:  # what is wrong with messages alone is told below
         pieces = None
     if pieces is None:
-        placed = _place_by_default(messages, titles, sentinels)
-        pieces = _cut(template.render(placed, spell), nonce, len(titles))
+        placed = _place_by_default(conversation.messages, titles, sentinels)
+        pieces = _cut(template.render(replace(conversation, messages=placed), spell), nonce, len(titles))
     if pieces is None:
         raise invalid("documents", "the chat template drops or changes the text of the message that they stand before")
     return pieces

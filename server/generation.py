@@ -6,7 +6,7 @@ Turns mail into pieces of text and keeps the counters. Knows no HTTP and no shap
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpu.profiles import why_unknown
@@ -17,6 +17,7 @@ from server.api_error import internal, invalid, unavailable
 from server.bodies import GenerationBody
 from server.choice import Choice, Piece
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick
+from server.message.reader import MessageReader
 from server.prompts import Prompt, check_token_ids, spell_words
 from server.service import Service, join_salts
 
@@ -36,16 +37,21 @@ class Update:
     piece: Piece
 
 
+def _as_words() -> None:
+    """No reader: all of an answer is words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt, how much to generate from it, how its documents are computed (None: like all of it), and what each
-    answer is held to (`server.structured`; "": nothing).
+    """A prompt, how much to generate from it, how its documents are computed (None: like all of it), what each answer
+    is held to (`server.structured`; "": nothing), and what makes a reader of each.
     """
 
     prompt: Prompt
     max_tokens: int
     fusion: Fusion | None = None
     grammar: str = ""
+    read: Callable[[], MessageReader | None] = _as_words
 
 
 class Generation:
@@ -65,7 +71,10 @@ class Generation:
         self._cache_salt = join_salts(cache_salt, body.cache_salt)
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
-        self.choices = [Choice(service.tokenizer, stops, body.min_tokens or 0) for _ in range(num_choices)]
+        self.choices = [
+            Choice(service.tokenizer, stops, body.min_tokens or 0, self.job_of(index).read())
+            for index in range(num_choices)
+        ]
         self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
         self._open = set(self._index)
         self._arrival_s = time.monotonic()

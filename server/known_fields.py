@@ -7,10 +7,10 @@ Also those that SGLang's router `smg` adds to what it passes on. Served ones are
 from server.fields import Each, Fate, Fields, free, refused, served
 
 _STRUCTURED = "send `structured_outputs`"
-_NO_TOOLS = "tools are not called by this server"
+_NO_TOOLS = "tools are called as `tools`, not so"
 _TEXT_ONLY = "text alone is read and written by this server"
-_OWN_TEMPLATE = "the chat template and what it is given are the deployment's"
-_NO_REASONING = "reasoning is not separated from the answer by this server"
+_OWN_TEMPLATE = "the chat template and how a chat goes on are the deployment's"
+_NO_REASONING = "send `reasoning_effort` or `chat_template_kwargs`"
 _NO_SHARDS = "one engine does all of a request's work here"
 _OWN_DECODING = "this way of decoding is not offered"
 _NOT_REPORTED = "not reported by this server"
@@ -68,18 +68,28 @@ PART = Fields(
     },
 )  # fmt: skip
 
+CALLED_FUNCTION = Fields("CalledFunction", served("name", "arguments"))
+
+MESSAGE_CALL = Fields(
+    "MessageCall", {"function": CALLED_FUNCTION, **served("id", "type"), **free("index", "cache_control")}
+)
+
+NAMED_FUNCTION = Fields("NamedFunction", served("name"))
+
+NAMED_TOOL = Fields("NamedTool", {"function": NAMED_FUNCTION, **served("type")})
+
 MESSAGE = Fields(
     "Message",
     {
         "content": Each(PART),
-        **served("role", "name"),
+        "tool_calls": Each(MESSAGE_CALL),
+        **served("role", "name", "tool_call_id", "reasoning", "reasoning_content"),
         **free("cache_control"),
-        **refused(_NO_TOOLS, "tool_calls", "tools", at=([],)),
-        **refused(_NO_TOOLS, "tool_call_id", "function_call"),
+        **refused("tools are offered in `tools` of the body", "tools", at=([],)),
+        **refused(_NO_TOOLS, "function_call"),
         **refused(_TEXT_ONLY, "audio"),
         **refused(_TEXT_ONLY, "annotations", at=([],)),
         **refused("a refusal is not put in the prompt by this server", "refusal", at=("",)),
-        **refused(_NO_REASONING, "reasoning", "reasoning_content", at=("",)),
         **refused("a message is not continued by this server", "prefix", "partial", at=(False,)),
     },
 )
@@ -151,8 +161,10 @@ CHAT = Fields(
         "tools": Each(TOOL),
         "documents": Each(INLINE_DOCUMENT),
         "fusion": FUSION,
-        **served("max_completion_tokens", "top_logprobs", "tool_choice"),
-        **free("parallel_tool_calls"),
+        "tool_choice": NAMED_TOOL,
+        **served(
+            "max_completion_tokens", "top_logprobs", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"
+        ),
         **refused("ranking of candidates is not offered", "best_of", at=(1,)),
         **refused(_NO_TOOLS, "functions", at=([],)),
         **refused(_NO_TOOLS, "function_call", at=("none", "auto")),
@@ -160,11 +172,9 @@ CHAT = Fields(
         **refused(_TEXT_ONLY, "audio"),
         **refused(_TEXT_ONLY, "modalities", at=([], ["text"])),
         **refused("an answer is not predicted by this server", "prediction"),
-        **refused(_NO_REASONING, "reasoning_effort", at=("none",)),
         **refused(_NO_REASONING, "reasoning", "thinking"),
         **refused("answers have one verbosity here", "verbosity", at=("medium",)),
         **refused(_OWN_TEMPLATE, "chat_template"),
-        **refused(_OWN_TEMPLATE, "chat_template_kwargs", at=({},)),
         **refused(_OWN_TEMPLATE, "add_generation_prompt", at=(True,)),
         **refused(_OWN_TEMPLATE, "continue_final_message", "add_special_tokens", "echo", at=(False,)),
         **refused(_NOT_REPORTED, "return_prompt_text", at=(False,)),

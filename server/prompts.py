@@ -7,12 +7,15 @@ import msgspec
 
 from scheduler.messages import Ready
 from server.api_error import ApiError, invalid, too_long
-from server.bodies import ChatBody, CompletionBody, GenerationBody, Message, message_text
+from server.bodies import MAX_VARIABLES, ChatBody, CompletionBody, GenerationBody
 from server.chunker import count_tokens
+from server.conversation import Conversation
 from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt
 from server.documents import Documents, GivenText
+from server.message.response_template import END_CHARS
 from server.service import Service
 from server.structured import form_grammar
+from server.template import ChatTemplate
 from server.text import TextDecoder
 from server.text_pool import INLINE_CHARS
 from server.tokenizer import Tokenizer, TooManyTokens
@@ -24,13 +27,14 @@ _DEFAULT_COMPLETION_TOKENS = 16
 class Prompt:
     """`text` is what `echo` repeats; its first `num_added` tokens (BOS) are not part of it.
 
-    `chunks`: the half-open ranges of tokens that are documents' chunks.
+    `chunks`: the half-open ranges of tokens that are documents' chunks. `end`: a chat's last text.
     """
 
     token_ids: list[int]
     text: str
     num_added: int
     chunks: tuple[tuple[int, int], ...] = ()
+    end: str = ""
 
 
 async def completion_prompts(service: Service, body: CompletionBody, limits: Ready) -> list[Prompt]:
@@ -56,39 +60,51 @@ async def completion_prompts(service: Service, body: CompletionBody, limits: Rea
     return prompts
 
 
-async def chat_prompt(service: Service, messages: list[Message], context: int) -> Prompt:
+async def chat_prompt(service: Service, conversation: Conversation, context: int) -> Prompt:
     """The template's text, with the control tokens that it spells out and no others. Raises ApiError 400."""
-    template, control_tokens, tokenizer = service.template, service.control_tokens, service.tokenizer
-    if template is None:
-        raise invalid("messages", "this model has no chat template; set model.chat_template or use /v1/completions")
-    if len(messages) > context:
-        raise invalid("messages", f"{len(messages)} messages, the attention profile has room for {context} tokens")
+    template, control_tokens, tokenizer = _template(service), service.control_tokens, service.tokenizer
+    if len(conversation.messages) > context:
+        num_messages = len(conversation.messages)
+        raise invalid("messages", f"{num_messages} messages, the attention profile has room for {context} tokens")
 
-    def encode() -> list[int]:
-        texts = [text for message in messages for text in (message_text(message), message.name or "")]
-        mark = control_tokens.choose_mark(texts)
+    def encode() -> tuple[list[int], str]:
+        mark = control_tokens.choose_mark(conversation.texts())
         if mark is None:
-            return tokenizer.encode_within(template.render(messages, str), False, context)
-        text = template.render(messages, partial(control_tokens.hide, mark=mark))
-        return control_tokens.encode(text, mark, context)
+            text = template.render(conversation, str)
+            return tokenizer.encode_within(text, False, context), text[-END_CHARS:]
+        text = template.render(conversation, partial(control_tokens.hide, mark=mark))
+        return control_tokens.encode(text, mark, context), text[-END_CHARS:]
 
-    size = INLINE_CHARS + sum(len(message_text(message)) for message in messages)
+    size = INLINE_CHARS + conversation.num_chars
     try:
-        token_ids = await service.texts.run(size, encode)
+        token_ids, end = await service.texts.run(size, encode)
     except TooManyTokens as error:
         raise _too_long("messages", f"at least {error.num_tokens}", context) from None
     if not token_ids:
         raise invalid("messages", "the chat template made an empty prompt of them")
-    return Prompt(token_ids, "", 0)
+    return Prompt(token_ids, "", 0, end=end)
+
+
+def check_variables(service: Service, variables: dict[str, object]) -> None:
+    """Raises ApiError 400 for a name that means something to every template."""
+    if len(variables) > MAX_VARIABLES:
+        raise invalid("chat_template_kwargs", f"{len(variables)} names, at most {MAX_VARIABLES} are allowed")
+    taken = sorted(_template(service).own_variables & set(variables)) if variables else []
+    if taken:
+        raise invalid(f"chat_template_kwargs.{taken[0]}", "this name has a value already; leave it out")
+
+
+def _template(service: Service) -> ChatTemplate:
+    if service.template is None:
+        raise invalid("messages", "this model has no chat template; set model.chat_template or use /v1/completions")
+    return service.template
 
 
 async def document_prompt(
-    service: Service, documents: Documents, messages: list[Message], texts: list[GivenText], context: int
+    service: Service, documents: Documents, conversation: Conversation, texts: list[GivenText], context: int
 ) -> Prompt:
     """A chat with documents, where the template puts them. Raises ApiError 400."""
-    template, control_tokens, tokenizer = service.template, service.control_tokens, service.tokenizer
-    if template is None:
-        raise invalid("messages", "this model has no chat template; set model.chat_template or use /v1/completions")
+    template, control_tokens, tokenizer = _template(service), service.control_tokens, service.tokenizer
 
     def encode() -> ChunkedPrompt:
         placed = []
@@ -99,14 +115,14 @@ async def document_prompt(
             if left < 0:
                 raise TooManyTokens(context - left)
             placed.append(PlacedDocument(given.title, chunks))
-        return write_prompt(template, tokenizer, control_tokens, messages, placed, context)
+        return write_prompt(template, tokenizer, control_tokens, conversation, placed, context)
 
-    size = INLINE_CHARS + sum(map(len, [*map(message_text, messages), *(given.text for given in texts)]))
+    size = INLINE_CHARS + conversation.num_chars + sum(len(given.text) for given in texts)
     try:
         prompt = await service.texts.run(size, encode)
     except TooManyTokens as error:
         raise _too_long("documents", f"with the messages at least {error.num_tokens}", context) from None
-    return Prompt(prompt.token_ids, "", 0, tuple(prompt.chunks))
+    return Prompt(prompt.token_ids, "", 0, tuple(prompt.chunks), prompt.end)
 
 
 def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:

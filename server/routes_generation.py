@@ -9,12 +9,14 @@ from scheduler.messages import Ready
 from server import logs
 from server.api_error import invalid
 from server.bodies import ChatBody, CompletionBody, check_chat, check_completion, read_body
+from server.conversation import read_conversation
 from server.documents import DOCUMENTS_OFF, choose_fusion, find_texts, store_inline
 from server.generation import Disconnected, Generation, Job, collect
 from server.prompts import (
     chat_max_tokens,
     chat_prompt,
     check_num_sequences,
+    check_variables,
     completion_max_tokens,
     completion_prompts,
     context_of,
@@ -24,6 +26,7 @@ from server.prompts import (
 from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
 from server.sse import EventStream, watch_disconnect
+from server.tool_use import choose_tools, hold_calls, read_with
 
 router = APIRouter()
 
@@ -57,7 +60,7 @@ async def chat_completions(request: Request) -> Response:
     limits = service.supervisor.ready()
     grammar = await hold_to_form(service, body)
     job = await _chat_job(service, body, limits, request.state.document_owner)
-    jobs = [replace(job, grammar=grammar) if grammar else job]
+    jobs = [job if job.grammar else replace(job, grammar=grammar)]  # a call that must come is no answer in a form
     generation = Generation(service, "chatcmpl", body, jobs, limits, request.state.cache_salt)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")
@@ -68,16 +71,23 @@ async def chat_completions(request: Request) -> Response:
 async def _chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) -> Job:
     """Raises ApiError 400 and 404, and RegistryError."""
     context = context_of(body, limits)
+    conversation = read_conversation(body)
+    check_variables(service, body.chat_template_kwargs or {})
+    fusion = None
     if not body.documents:
-        prompt = await chat_prompt(service, body.messages, context)
-        return Job(prompt, chat_max_tokens(service, body, prompt, limits))
-    documents = service.documents
-    if documents is None:
-        raise invalid("documents", DOCUMENTS_OFF)
-    most_bytes = _MOST_CHAR_BYTES * service.tokenizer.longest_token_chars * context
-    texts = await find_texts(documents, owner, body.documents, most_bytes)
-    prompt = await document_prompt(service, documents, body.messages, texts, context)
-    return Job(prompt, chat_max_tokens(service, body, prompt, limits), choose_fusion(documents.config, body.fusion))
+        prompt = await chat_prompt(service, conversation, context)
+    else:
+        documents = service.documents
+        if documents is None:
+            raise invalid("documents", DOCUMENTS_OFF)
+        most_bytes = _MOST_CHAR_BYTES * service.tokenizer.longest_token_chars * context
+        texts = await find_texts(documents, owner, body.documents, most_bytes)
+        prompt = await document_prompt(service, documents, conversation, texts, context)
+        fusion = choose_fusion(documents.config, body.fusion)
+    use = choose_tools(body, conversation)
+    grammar = await hold_calls(service, use, prompt)
+    max_tokens = chat_max_tokens(service, body, prompt, limits)
+    return Job(prompt, max_tokens, fusion, grammar, read_with(service, use, prompt))
 
 
 async def _keep_documents(service: Service, body: ChatBody, generation: Generation, owner: str) -> None:

@@ -4,7 +4,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server.api_error import invalid
-from server.bodies import DetokenizeBody, TokenizeBody, check_messages, message_text, read_body
+from server.bodies import DetokenizeBody, TokenizeBody, check_messages, read_body
+from server.conversation import Conversation
 from server.prompts import chat_prompt, check_token_ids
 from server.service import service_of
 from server.text_pool import INLINE_CHARS
@@ -23,9 +24,10 @@ async def tokenize(request: Request) -> Response:
         raise invalid("prompt", "give either prompt or messages, and not both")
     if body.messages is not None:
         check_messages(body.messages)
-        size = INLINE_CHARS + sum(len(message_text(message)) for message in body.messages)  # never inline, as there
+        conversation = Conversation(body.messages)
+        size = INLINE_CHARS + conversation.num_chars  # never inline, as there
         async with service.texts.aside(size):
-            token_ids = (await chat_prompt(service, body.messages, limits.max_context_tokens)).token_ids
+            token_ids = (await chat_prompt(service, conversation, limits.max_context_tokens)).token_ids
     else:
         text = body.prompt or ""
         if len(text) > service.settings.max_tokenize_kib * 1024:

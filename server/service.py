@@ -16,6 +16,7 @@ from server.body_room import BodyRoom
 from server.config import ConfigError, Deployment, ServerConfig
 from server.control_tokens import ControlTokens
 from server.documents import Documents, open_documents
+from server.message.formats import AnswerFormat, choose_format
 from server.metrics import Metrics
 from server.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.supervisor import Supervisor
@@ -30,6 +31,7 @@ class Parts:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    answer_format: AnswerFormat | None
     sampling_defaults: SamplingDefaults
     key_digests: list[bytes]
 
@@ -44,6 +46,7 @@ class Service:
     texts: TextPool
     body_room: BodyRoom
     template: ChatTemplate | None
+    answer_format: AnswerFormat | None  # None: all of an answer is words
     sampling_defaults: SamplingDefaults
     metrics: Metrics
     supervisor: Supervisor
@@ -103,6 +106,7 @@ def build_service(
         texts=TextPool(server.retry_after_seconds),
         body_room=BodyRoom(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds),
         template=parts.template,
+        answer_format=parts.answer_format,
         sampling_defaults=parts.sampling_defaults,
         metrics=metrics,
         supervisor=Supervisor(deployment, memory, engine_command, metrics, on_loading),
@@ -116,9 +120,15 @@ def load_parts(deployment: Deployment) -> Parts:
     """Raises ConfigError if the tokenizer, the chat template, the sampling defaults or the keys cannot be read."""
     keys = read_keys(deployment.server)
     tokenizer = load_tokenizer(deployment.model)
+    template = load_template(deployment.model, tokenizer)
+    answer_format = None
+    if template is not None:
+        writes_tools, settings = template.writes_tools, tokenizer.settings
+        answer_format = choose_format(deployment.model, template.source, writes_tools, settings)
     return Parts(
         tokenizer=tokenizer,
-        template=load_template(deployment.model, tokenizer),
+        template=template,
+        answer_format=answer_format,
         sampling_defaults=load_sampling_defaults(deployment),
         key_digests=[_digest(key) for key in keys],
     )

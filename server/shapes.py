@@ -12,11 +12,12 @@ from scheduler.messages import Progress
 from server.bodies import ChatBody, CompletionBody
 from server.choice import TokenEntry, prompt_entries
 from server.generation import Generation, Update
+from server.message.parts import CallBegun, Content, Part, ReadAnswer, Reasoning, join_parts
 from server.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _encode = msgspec.json.Encoder().encode
-_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
+_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"', "tool_calls": b'"tool_calls"'}
 
 
 class Shape(Protocol):
@@ -176,12 +177,15 @@ class ChatShape:
             self._has_role[index] = True
             delta = b'{"role":"assistant","content":""}'
             events = self._frame.chunk(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
-        if piece.text or piece.entries:
-            logprobs = _encode(self._logprobs(piece.entries)) if self._with_logprobs else b"null"
+        deltas = [_delta(part) for part in piece.parts]
+        if not deltas and piece.entries:
+            deltas = [b'{"content":""}']
+        logprobs = _encode(self._logprobs(piece.entries)) if self._with_logprobs else b"null"
+        for delta in deltas:
             events += self._frame.chunk(
-                b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
-                % (index, _encode(piece.text), logprobs)
+                b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}' % (index, delta, logprobs)
             )
+            logprobs = b"null"
         if piece.finish_reason is not None:
             events += self._frame.chunk(
                 b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, _FINISH[piece.finish_reason])
@@ -192,11 +196,11 @@ class ChatShape:
         choices = []
         for index, updates in enumerate(gathered):
             entries = [entry for update in updates for entry in update.piece.entries]
-            text = "".join(update.piece.text for update in updates)
+            answer = join_parts(part for update in updates for part in update.piece.parts)
             choices.append(
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "message": _message(answer),
                     "logprobs": self._logprobs(entries) if self._with_logprobs else None,
                     "finish_reason": updates[-1].piece.finish_reason,
                 }
@@ -218,6 +222,33 @@ class ChatShape:
             "logprob": _finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
+
+
+def _delta(part: Part) -> bytes:
+    """What a part of an answer adds to a message that is streamed."""
+    if isinstance(part, Content):
+        return b'{"content":%b}' % _encode(part.text)
+    if isinstance(part, Reasoning):
+        return b'{"reasoning_content":%b}' % _encode(part.text)
+    if isinstance(part, CallBegun):
+        return b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]}' % (
+            part.index, _encode(part.call_id), _encode(part.name),
+        )  # fmt: skip
+    return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (part.index, _encode(part.text))
+
+
+def _message(answer: ReadAnswer) -> dict[str, Any]:
+    """Content is null where there are calls alone."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    return message
 
 
 def _finite(logprob: float) -> float:

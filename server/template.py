@@ -1,10 +1,10 @@
 """Chat templates: jinja in a sandbox, with the options and functions that Hugging Face's templates expect.
 
-A template comes from a checkpoint, so it is foreign code: it sees the messages alone, and cannot change them.
+A template comes from a checkpoint, so it is foreign code: it sees the conversation alone, and cannot change it. For
+one that writes no tools, `default_tools.py` does.
 """
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -16,10 +16,17 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpu.config import ModelConfig
-from server.api_error import invalid
-from server.bodies import Message, message_text
+from server.api_error import ApiError, invalid
+from server.bodies import Function, Message, Tool
 from server.config import ConfigError
+from server.conversation import Conversation, Spell, Tree, plain_message, plain_tool, spell_tree
+from server.default_tools import write_tools
 from server.tokenizer import Tokenizer
+
+_PROBE = "probe_7f3a1c"
+_PROBE_CHAT = [Message(role="user", content="Hi")]
+_PROBE_TOOL = plain_tool(Tool(type="function", function=Function(name=_PROBE)))
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 class ChatTemplate:
@@ -39,26 +46,48 @@ class ChatTemplate:
             raise ConfigError(f"chat_template: does not compile: {error}") from None
         self._special_tokens = special_tokens
         self.source = source
+        self.writes_tools = True
+        self.writes_tools = self._shows(_PROBE_CHAT, [_PROBE_TOOL])
+        self.takes_system = self._shows([Message(role="system", content=_PROBE), *_PROBE_CHAT], [])
 
     def render(
-        self, messages: list[Message], spell: Callable[[str], str], documents: list[dict[str, str]] | None = None
+        self,
+        messages: list[Message] | Conversation,
+        spell: Spell,
+        documents: list[dict[str, str]] | None = None,
     ) -> str:
-        """`spell`: how a text of a message is written; documents are given as they are, each a `title` and a `text`.
+        """`spell`: how a text of a client is written; documents are given as they are, each a `title` and a `text`.
 
-        Raises ApiError 400 if the template refuses the messages.
+        Raises ApiError 400 if the template refuses the conversation.
         """
-        plain = [
-            {"role": message.role, "content": spell(message_text(message))}
-            | ({"name": spell(message.name)} if message.name else {})
-            for message in messages
-        ]
+        given = messages if isinstance(messages, Conversation) else Conversation(messages)
+        if given.has_tools and not self.writes_tools:
+            given = write_tools(given, self.takes_system)
         try:
             return self._template.render(
-                messages=plain, tools=None, documents=documents, add_generation_prompt=True, **self._special_tokens
+                **self._special_tokens
+                | spell_tree(given.variables, spell)
+                | {
+                    "messages": [plain_message(message, spell) for message in given.messages],
+                    "tools": spell_tree(given.tools, spell) or None,
+                    "documents": documents,
+                    "add_generation_prompt": True,
+                }
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             what = " ".join(str(error).split()) or type(error).__name__
             raise invalid("messages", f"the chat template refused them: {what}") from None
+
+    @property
+    def own_variables(self) -> frozenset[str]:
+        """Names that no request may give a value."""
+        return frozenset(_GIVEN | set(self._special_tokens))
+
+    def _shows(self, messages: list[Message], tools: list[Tree]) -> bool:
+        try:
+            return _PROBE in self.render(Conversation(messages, tools), str)
+        except ApiError:
+            return False
 
 
 def load_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:

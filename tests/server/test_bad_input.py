@@ -13,7 +13,15 @@ from tests.tolerances import LOOP_STALL_S
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
 LONG = "word " * 20000
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+NAMED = {"type": "function", "function": {"name": "g"}}
 DEEP = "[" * 100_000 + "]" * 20_000
+
+
+def tool_with(function: dict) -> dict:
+    return {"type": "function", "function": {"name": "f"} | function}
+
 
 # path, body, the field that the message must name
 TABLE = [
@@ -95,9 +103,62 @@ TABLE = [
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    (CHAT, {"messages": [{"role": "a", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "a", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
     (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
-    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": ""}]}]}, "messages[0].tool_calls[0].id"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}]},
+        "messages[0].tool_calls[0].type",
+    ),
+    (CHAT, {"messages": [*HI, {"role": "tool", "content": "4"}]}, "messages[1].tool_call_id"),
+    (CHAT, {"messages": [*HI, {"role": "tool", "content": "4", "tool_call_id": "a"}]}, "messages[1].tool_call_id"),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "", "tool_call_id": "b"},
+            ]
+        },
+        "messages[1].tool_call_id",
+    ),
+    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"messages": HI, "tools": [{}]}, "tools[0].type"),
+    (CHAT, {"messages": HI, "tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    (CHAT, {"messages": HI, "tools": [TOOL, tool_with({"name": ""})]}, "tools[1].function.name"),
+    (CHAT, {"messages": HI, "tools": [tool_with({"name": "a b"})]}, "tools[0].function.name"),
+    (CHAT, {"messages": HI, "tools": [tool_with({"name": "f\n"})]}, "tools[0].function.name"),
+    (CHAT, {"messages": HI, "tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    (CHAT, {"messages": HI, "tools": [tool_with({"parameters": []})]}, "tools[0].function.parameters"),
+    (
+        CHAT,
+        {"messages": HI, "tools": [tool_with({"parameters": {"type": "array"}})]},
+        "tools[0].function.parameters.type",
+    ),
+    (
+        CHAT,
+        {"messages": HI, "tools": [tool_with({"parameters": {"properties": []}})]},
+        "tools[0].function.parameters.properties",
+    ),
+    (CHAT, {"messages": HI, "tools": [tool_with({"name": f"f{i}"}) for i in range(1025)]}, "tools"),
+    (CHAT, {"messages": HI, "tools": [tool_with({"description": LONG})]}, "messages"),
+    (
+        CHAT,
+        {"messages": HI, "tools": [tool_with({"parameters": {"not": {}}})], "tool_choice": "required"},
+        "tools[0].function.parameters",
+    ),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": NAMED}, "tool_choice.function.name"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "parallel_tool_calls": 2}, "parallel_tool_calls"),
+    (CHAT, {"messages": HI, "reasoning_effort": "some"}, "reasoning_effort"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {f"x{i}": 1 for i in range(65)}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": 5}, "chat_template_kwargs"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HI, "functions": [{}]}, "functions"),
     (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
@@ -131,7 +192,11 @@ TABLE = [
     (CHAT, {"messages": HI, "modalities": ["audio"]}, "modalities"),
     (CHAT, {"messages": HI, "audio": {"voice": "x"}}, "audio"),
     (CHAT, {"messages": HI, "logprobs": 5}, "logprobs"),
-    (CHAT, {"messages": HI, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    (
+        CHAT,
+        {"messages": HI, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice.function.name",
+    ),
     (CHAT, {"messages": HI, "tools": "f"}, "tools"),
     (CHAT, {"messages": HI, "top_logprobs": 5}, "top_logprobs"),
     (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),

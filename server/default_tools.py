@@ -1,0 +1,78 @@
+"""Tools for a chat template that writes none: they are told in a system message, calls and results in turns of text.
+
+The form is Hermes's, which `message/formats.py` reads as `hermes`:
+
+    # Tools
+
+    You may call functions to help with the user's request. Their signatures are in <tools></tools>:
+    <tools>
+    {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}
+    </tools>
+
+    For each call, write a JSON object with the function's name and arguments in <tool_call></tool_call>:
+    <tool_call>
+    {"name": ..., "arguments": ...}
+    </tool_call>
+
+It goes behind the system message that there is; into one of its own, if there is none; before the first message, where
+the template drops or refuses system messages. Calls are written as above behind what the assistant said; results, one
+or several in a row, as a message of the user:
+
+    <tool_response>
+    RESULT
+    </tool_response>
+"""
+
+import msgspec
+
+from server.bodies import Message, message_text
+from server.conversation import Conversation, read_arguments
+from server.message.tools import encode_json
+
+_INTRODUCTION = (
+    "# Tools\n\nYou may call functions to help with the user's request. Their signatures are in <tools></tools>:\n"
+    "<tools>\n{tools}\n</tools>\n\nFor each call, write a JSON object with the function's name and arguments in "
+    '<tool_call></tool_call>:\n<tool_call>\n{{"name": <function-name>, "arguments": <arguments-object>}}\n</tool_call>'
+)
+
+
+def write_tools(conversation: Conversation, takes_system: bool) -> Conversation:
+    """The same chat without tools, calls and results that a template would have to know."""
+    messages: list[Message] = []
+    results: list[str] = []
+    for message in conversation.messages:
+        if message.role == "tool":
+            results.append(f"<tool_response>\n{message_text(message)}\n</tool_response>")
+            continue
+        messages += _as_user(results)
+        results = []
+        messages.append(_with_calls(message))
+    messages += _as_user(results)
+    if conversation.tools:
+        tools = "\n".join(map(encode_json, conversation.tools))
+        messages = _introduce(_INTRODUCTION.format(tools=tools), messages, takes_system)
+    return Conversation(messages, [], conversation.variables)
+
+
+def _introduce(text: str, messages: list[Message], takes_system: bool) -> list[Message]:
+    first = messages[0]
+    if first.role in ("system", "developer") or not takes_system:
+        before, after = (text, message_text(first)) if first.role == "user" else (message_text(first), text)
+        return [Message(role=first.role, name=first.name, content=f"{before}\n\n{after}"), *messages[1:]]
+    return [Message(role="system", content=text), *messages]
+
+
+def _as_user(results: list[str]) -> list[Message]:
+    return [Message(role="user", content="\n".join(results))] if results else []
+
+
+def _with_calls(message: Message) -> Message:
+    if not message.tool_calls:
+        return message
+    called = [(call.function.name, read_arguments(call.function.arguments)) for call in message.tool_calls]
+    calls = [
+        f"<tool_call>\n{encode_json({'name': name, 'arguments': arguments})}\n</tool_call>"
+        for name, arguments in called
+    ]
+    said = message_text(message)
+    return msgspec.structs.replace(message, content="\n".join([*([said] if said else []), *calls]), tool_calls=None)

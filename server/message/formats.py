@@ -1,0 +1,214 @@
+"""Forms in which models write reasoning and calls of tools, and which of them a model's template asks for.
+
+A form is a field of a response template (`response_template.py`): one for calls, one for reasoning, and the rest is
+words. What comes with the tokenizer goes before what is known here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import regex
+
+from gpu.config import ModelConfig
+from server.message.response_template import Field, ResponseTemplate, load_response_template
+
+Tree = dict[str, Any]
+
+REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldForm:
+    """How a grammar has the model write calls: what stands before, after and between the JSON objects, and the key of
+    the arguments."""
+
+    begin: str
+    end: str
+    between: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """`known_only`: calls have no marks of their own, so one of an unknown tool is words. `held`: None where no grammar
+    writes calls in this form. `reasoning`: its marks, where it is marked by plain texts. `is_own`: the template came
+    with the tokenizer."""
+
+    template: ResponseTemplate
+    known_only: bool
+    held: HeldForm | None
+    reasoning: Marks | None
+    is_own: bool
+
+
+def choose_format(
+    model: ModelConfig, template_source: str, renders_tools: bool, settings: Mapping[str, Any]
+) -> AnswerFormat | None:
+    """Of a chat template's text and the tokenizer's settings; None: all of an answer is words. Raises ConfigError.
+
+    Where the template does not write tools, they are written for `hermes` (`default_tools.py`); where it writes them in
+    a way that is not known here, JSON objects with the name of a tool are calls.
+    """
+    own = settings.get("response_template")
+    if own is not None and renders_tools and model.tool_parser == model.reasoning_parser == "auto":
+        return _read_own(own)
+    tools: str = model.tool_parser
+    if tools == "auto":
+        tools = _first(template_source, _TOOL_SIGNS, "llama3_json") if renders_tools else "hermes"
+    reasoning: str = model.reasoning_parser
+    if reasoning == "auto":
+        reasoning = _first(template_source, _REASONING_SIGNS, "none")
+    return make_format(tools, reasoning)
+
+
+def make_format(tools: str, reasoning: str) -> AnswerFormat | None:
+    """Of the names of both forms; `none` for none."""
+    fields: Tree = {"content": {}}
+    if reasoning != "none":
+        fields["reasoning_content"] = _REASONING[reasoning]
+    if tools != "none":
+        fields["tool_calls"] = _TOOLS[tools]
+    if len(fields) == 1:
+        return None
+    template = load_response_template({"fields": fields} | _anchor(reasoning), "model.tool_parser")
+    marks = _MARKS.get(reasoning)
+    return AnswerFormat(template, tools in _KNOWN_ONLY, _HELD.get(tools), marks, is_own=False)
+
+
+def hold_format(answer_format: AnswerFormat | None) -> AnswerFormat:
+    """The form in which calls are written that a grammar holds: the model's own, or JSON objects without marks."""
+    if answer_format is None:
+        answer_format = AnswerFormat(ResponseTemplate(_plain_fields(), None), False, None, None, is_own=False)
+    if answer_format.held is not None:
+        return answer_format
+    fields = {**answer_format.template.fields, _CALLS: _plain_fields()[_CALLS]}
+    template = ResponseTemplate(fields, answer_format.template.anchor)
+    return replace(answer_format, template=template, known_only=True, held=_HELD[_BARE])
+
+
+def _plain_fields() -> Mapping[str, Field]:
+    spec = {"fields": {"content": {}, _CALLS: _TOOLS[_BARE]}}
+    return load_response_template(spec, "model.tool_parser").fields
+
+
+def _read_own(spec: object) -> AnswerFormat:
+    """Of the response template that came with the tokenizer. Raises ConfigError."""
+    template = load_response_template(spec, "tokenizer_config.json: response_template")
+    assert isinstance(spec, dict)
+    marks = None
+    for name in REASONING_FIELDS:
+        field = spec["fields"].get(name, {})
+        if isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
+            marks = Marks(field["open"], field["close"])
+    is_hermes = all(spec["fields"].get(_CALLS, {}).get(key) == value for key, value in _TOOLS["hermes"].items())
+    return AnswerFormat(template, False, _HELD["hermes"] if is_hermes else None, marks, is_own=True)
+
+
+def _first(source: str, signs: Mapping[str, str], otherwise: str) -> str:
+    return next((name for name, sign in signs.items() if regex.search(sign, source)), otherwise)
+
+
+def _anchor(reasoning: str) -> Tree:
+    """The prompt's end, or the reasoning that it opens there."""
+    if reasoning == "none":
+        return {}
+    form = _REASONING[reasoning]
+    opens = form.get("open_pattern") or regex.escape(form["open"])
+    return {"start_anchor_pattern": rf"(?={opens}\s*\Z)|(?<!{opens}\s*)\Z"}
+
+
+_OF_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+_TOOLS: dict[str, Tree] = {
+    "hermes": {
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "content": "json",
+        "transform": {"type": "function", "function": "{content}"},
+    },
+    "llama3_json": {
+        "open_pattern": r'(?:\s*;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|function)"\s*:)',
+        "content": "json",
+        "transform": {
+            "type": "function",
+            "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+        },
+    },
+    "qwen3_xml": {
+        "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*(?:</tool_call>|(?=[^\s<])|(?=<[^/])|\Z)",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        "transform": _OF_NAME,
+    },
+    "mistral": {
+        "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?(?=\s*\{)",
+        "content": "json",
+        "transform": _OF_NAME,
+    },
+    "mistral_json": {
+        "open": "[TOOL_CALLS]",
+        "content": "json",
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        "transform_each": True,
+    },
+    "glm": {
+        "open_pattern": r"<tool_call>\s*(?P<name>[^\s<{]+)(?=\s*<)",
+        "close": "</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+        },
+        "transform": _OF_NAME,
+    },
+    "gemma": {
+        "open_pattern": r"(?:<\|tool_call>|<start_function_call>)\s*call:(?P<name>[\w.-]+)",
+        "close": ["<tool_call|>", "<end_function_call>"],
+        "content": "json",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>'], ["<escape>", "<escape>"]]},
+        "transform": _OF_NAME,
+    },
+}
+_BARE = "llama3_json"
+_KNOWN_ONLY = frozenset({"llama3_json"})
+
+_REASONING: dict[str, Tree] = {
+    "think": {"open": "<think>", "close": "</think>"},
+    "mistral": {"open": "[THINK]", "close": "[/THINK]"},
+    "gemma": {"open_pattern": r"<\|channel>thought\n?", "close": "<channel|>"},
+}
+
+_MARKS = {
+    "think": Marks("<think>", "</think>"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+    "gemma": Marks("<|channel>thought\n", "<channel|>"),
+}
+
+_HELD = {
+    "hermes": HeldForm("<tool_call>\n", "\n</tool_call>", "\n", "arguments"),
+    "llama3_json": HeldForm("", "", "; ", "parameters"),
+}
+
+# What a chat template has that asks for a form: the first that is found.
+_TOOL_SIGNS = {
+    "gemma": r"<\|tool_call>|<start_function_call>",
+    "qwen3_xml": r"<function=",
+    "glm": r"<arg_key>",
+    "mistral": r"\[ARGS\]",
+    "mistral_json": r"\[TOOL_CALLS\]",
+    "hermes": r"<tool_call>",
+    "llama3_json": r'"parameters"\s*:|<\|python_tag\|>',
+}
+_REASONING_SIGNS = {
+    "gemma": r"<\|channel>",
+    "mistral": r"\[THINK\]",
+    "think": r"</?think>",
+}

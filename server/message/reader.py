@@ -1,0 +1,190 @@
+"""An answer as a message: words, reasoning and calls of tools, read from its text as it comes.
+
+The text has special tokens spelled out, and told apart: a format is marked by them, and no client sees one. What is
+in the form of a call but is none is words. White space around regions goes with them. Knows no HTTP and no tokens.
+Invariant: however the text is cut, the parts joined are the same.
+"""
+
+from collections.abc import Iterable
+
+from server.message.call_readers import Call, CallReader, choose_reader
+from server.message.formats import REASONING_FIELDS, AnswerFormat
+from server.message.parts import CallArguments, CallBegun, Content, Part, Reasoning, new_call_id
+from server.message.regions import Closed, Inside, Opened, RegionReader
+from server.message.response_template import Field
+from server.message.tools import Tools
+
+_CALLS = "tool_calls"
+_CONTENT = "content"
+
+
+class MessageReader:
+    """`feed` the text, then `finish`. `is_done`: the request wants no more calls, and what follows is not read."""
+
+    def __init__(self, answer_format: AnswerFormat, opening: str, tools: Tools | None) -> None:
+        """opening: what of the answer the prompt holds already. tools: None, and calls are words."""
+        template = answer_format.template
+        fields = [field for field in template.fields.values() if tools is not None or field.name != _CALLS]
+        self._regions = RegionReader(fields)
+        self._outer = next((field.name for field in fields if field.opens is None), None)
+        self._tools = tools or Tools({})
+        self._known_only = answer_format.known_only
+        self._specials: list[tuple[int, int]] = []
+        self._num_fed = 0
+        self._field: Field | None = None
+        self._opened_at = 0
+        self._calls: CallReader | None = None
+        self._has_calls = False  # the open region has
+        self._content, self._reasoning = _Words(Content), _Words(Reasoning)
+        self.num_calls = 0
+        self.is_done = False
+        self.feed(opening, False)
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._field is not None and self._field.name in REASONING_FIELDS
+
+    def feed(self, text: str, is_special: bool) -> list[Part]:
+        if self.is_done or not text:
+            return []
+        if is_special:
+            self._specials.append((self._num_fed, self._num_fed + len(text)))
+        self._num_fed += len(text)
+        self._regions.feed(text)
+        return self._read()
+
+    def finish(self) -> list[Part]:
+        """The answer has ended."""
+        if self.is_done:
+            return []
+        self._regions.finish()
+        parts = self._read()
+        if not self.is_done:
+            self._content.end(parts)
+        return parts
+
+    def _read(self) -> list[Part]:
+        parts: list[Part] = []
+        while not self.is_done and (event := self._regions.next()) is not None:
+            if isinstance(event, Opened):
+                self._open(event)
+            elif isinstance(event, Inside):
+                self._go_on(event, parts)
+            else:
+                self._close(event, parts)
+        self._forget()
+        return parts
+
+    def _open(self, event: Opened) -> None:
+        self._field, self._opened_at = event.field, event.begin
+        if event.field.name == _CALLS:
+            self._calls = choose_reader(event.field, event.captures, self._tools, self._known_only)
+            self._has_calls = False
+
+    def _go_on(self, event: Inside, parts: list[Part]) -> None:
+        name = self._field.name if self._field is not None else self._outer
+        if self._calls is not None:
+            if not self._calls.broken:
+                text = self._visible(event.begin, event.end)
+                if self._calls.reads_specials:
+                    text = self._regions.text(event.begin, event.end)
+                if self._tell(self._calls.feed(text), parts):
+                    self._give_back(self._calls, event.end, parts)
+            else:
+                self._content.say(self._visible(event.begin, event.end), parts)
+        elif name in REASONING_FIELDS:
+            self._reasoning.say(self._visible(event.begin, event.end), parts)
+        elif name == _CONTENT:
+            self._content.say(self._visible(event.begin, event.end), parts)
+
+    def _close(self, event: Closed, parts: list[Part]) -> None:
+        field, calls = self._field, self._calls
+        if field is None:
+            return
+        self._field = self._calls = None
+        if calls is None:
+            if field.name in REASONING_FIELDS:
+                self._content.pass_region()
+                self._reasoning.pass_region()
+            return
+        if calls.broken:
+            self._content.say(self._visible(event.begin, event.end), parts)
+            return
+        if self._tell(calls.close(event.is_cut), parts) and not self._give_back(calls, event.end, parts):
+            self._content.pass_region()
+
+    def _give_back(self, calls: CallReader, end: int, parts: list[Part]) -> bool:
+        """Whether the region up to `end` is no call, or none behind those that it had: then it is words."""
+        if not calls.broken:
+            return False
+        text = calls.rest() if self._has_calls else self._visible(self._opened_at, end)
+        self._content.say(text, parts)
+        return True
+
+    def _tell(self, calls: list[Call], parts: list[Part]) -> bool:
+        """False: the request wants no more of them."""
+        for name, text in calls:
+            if name:
+                if self.num_calls == self._tools.most_calls:
+                    self.is_done = True
+                    return False
+                self._has_calls = True
+                parts.append(CallBegun(self.num_calls, new_call_id(), name))
+                self.num_calls += 1
+            elif text:
+                parts.append(CallArguments(self.num_calls - 1, text))
+        return True
+
+    def _visible(self, begin: int, end: int) -> str:
+        """The text without special tokens."""
+        pieces = []
+        for first, last in self._specials:
+            if first >= end:
+                break
+            if last > begin:
+                pieces.append(self._regions.text(begin, max(begin, first)))
+                begin = max(begin, last)
+        pieces.append(self._regions.text(begin, max(begin, end)))
+        return "".join(pieces)
+
+    def _forget(self) -> None:
+        """Of the text before the open region, or before what comes next outside, nothing will be asked."""
+        keep = self._opened_at if self._calls is not None and not self._has_calls else self._regions.position
+        self._regions.release(keep)
+        while self._specials and self._specials[0][1] <= keep:
+            del self._specials[0]
+
+
+class _Words:
+    """Words of one kind: white space around a region goes with it, but for what keeps the words on both sides apart."""
+
+    def __init__(self, kind: type[Content] | type[Reasoning]) -> None:
+        self._kind = kind
+        self._held = ""  # white space: part of the words if more of them come
+        self._is_fresh = self._is_behind = kind is Reasoning  # behind a region, and no words since; of it at all
+        self._has_said = False
+
+    def say(self, text: str, parts: list[Part]) -> None:
+        if self._is_fresh and (self._held or (self._is_behind and not self._has_said)):
+            text = text.lstrip()
+        if not text:
+            return
+        self._is_fresh = False
+        text = self._held + text
+        said = text.rstrip()
+        self._held = text[len(said) :]
+        if said:
+            self._has_said = True
+            parts.append(self._kind(said))
+
+    def pass_region(self) -> None:
+        self._is_fresh = self._is_behind = True
+
+    def end(self, parts: list[Part]) -> None:
+        if self._held and not self._is_fresh:
+            parts.append(self._kind(self._held))
+
+
+def read_whole(reader: MessageReader, texts: Iterable[tuple[str, bool]]) -> list[Part]:
+    """All parts of an answer that is there: texts, each with whether it is a special token's."""
+    return [part for text, is_special in texts for part in reader.feed(text, is_special)] + reader.finish()
