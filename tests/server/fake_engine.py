@@ -2,7 +2,8 @@
 
 `fake_engine.py SETTINGS REQUESTS REPLIES PARENT_ID`.
 It repeats the prompt: output token i is prompt token i (shifted by the seed if the temperature is not 0), then the end
-token if that is asked for. The attention profile of a request chooses what goes wrong with it.
+token if that is asked for. The attention profile of a request chooses what goes wrong with it. With a `script`, a file
+of lists of token ids, one a line, a request says the first of them instead, and takes it out.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -63,6 +65,7 @@ class Running:
     num_tokens: int = 0
     started: bool = field(default=False)
     reused: dict[str, int] = field(default_factory=dict)
+    says: list[int] | None = None
 
     def __post_init__(self) -> None:
         self.prompt = self.request.prompt_token_ids
@@ -141,8 +144,18 @@ class FakeEngine:
         now = time.monotonic()
         for request in requests:
             prefill_s = self.settings.get("prefill_s", 1.0) if request.attention_profile == "long_prefill" else 0.0
-            self.running[request.request_id] = Running(request, now + prefill_s, now + prefill_s)
+            running = Running(request, now + prefill_s, now + prefill_s, says=self.next_line())
+            self.running[request.request_id] = running
         self.say(Accepted(message.submit_id))
+
+    def next_line(self) -> list[int] | None:
+        """What the script has for a request, if there is anything left."""
+        path = self.settings.get("script")
+        lines = Path(str(path)).read_text().splitlines() if path else []
+        if not lines:
+            return None
+        Path(str(path)).write_text("\n".join(lines[1:]))
+        return json.loads(lines[0])
 
     def store(self, message: StoreChunks) -> None:
         if "no_store" in self.settings:
@@ -227,9 +240,10 @@ class FakeEngine:
             return Delta(token_ids=[], finish_reason="error", error="logits: not finite", **common)
         if request.attention_profile == "dies" and running.num_tokens == 2:
             os._exit(9)
-        shift = 0 if sampling.temperature == 0 else sampling.seed % 1000
-        ends = EOS in request.stop_token_ids and running.num_tokens >= max(len(prompt), request.min_tokens)
-        token = EOS if ends else prompt[(running.num_tokens + shift) % len(prompt)]
+        said = prompt if running.says is None else running.says
+        shift = 0 if sampling.temperature == 0 or running.says is not None else sampling.seed % 1000
+        ends = EOS in request.stop_token_ids and running.num_tokens >= max(len(said), request.min_tokens)
+        token = EOS if ends else said[(running.num_tokens + shift) % len(said)]
         running.num_tokens += 1
         reason = "length" if running.num_tokens >= request.max_tokens else None
         if token in request.stop_token_ids and running.num_tokens > request.min_tokens:
