@@ -1,0 +1,170 @@
+"""Answers that must call: what the grammar allows is read as calls whose arguments their schema accepts."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from gpu.config import ModelConfig
+from server.api_error import ApiError
+from server.bodies import ChatBody
+from server.conversation import read_conversation
+from server.message.formats import choose_format
+from server.message.parts import join_parts
+from server.prompts import Prompt
+from server.text_pool import TextPool
+from server.tokenizer import Tokenizer
+from server.tool_use import choose_tools, hold_calls, read_with
+from tests.server.grammar_texts import allows
+from tests.server.live_server import REFERENCE
+from tests.server.scripted_model import make_model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/city"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 5},
+        "tags": {"type": "array", "items": {"enum": ["}", "é", "</tool_call>"]}, "maxItems": 2},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"city": {"type": "string", "maxLength": 4}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CALL = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
+BARE = CALL.replace("arguments", "parameters")
+
+
+class Service:
+    """What holding and reading need of one."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer | None = None) -> None:
+        self.answer_format = choose_format(ModelConfig(random_weights="x"), source, True, {})
+        self.tokenizer = tokenizer or Tokenizer(REFERENCE, REFERENCE)
+        self.texts = TextPool(1)
+
+
+async def hold(service: Any, prompt: str = "", **fields: Any) -> tuple[str, Any]:
+    """The grammar, and what makes a reader."""
+    tree = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "tool_choice": "required"} | fields
+    body = msgspec.convert(tree, ChatBody)
+    use = choose_tools(body, read_conversation(body))
+    given = Prompt([1], "", 0, end=prompt)
+    return await hold_calls(service, use, given), read_with(service, use, given)
+
+
+async def test_a_call_must_come_in_the_models_own_form() -> None:
+    grammar, _ = await hold(Service("<tool_call>"))
+    assert allows(grammar, HERMES)
+    assert allows(grammar, f"{HERMES}\n{HERMES}")
+    clock = HERMES.replace("weather", "clock").replace('{"city": "Rome", "days": 2}', '{"any": [1]}')
+    assert allows(grammar, clock)
+    for text in ("", "No.", CALL, HERMES.replace("weather", "other"), HERMES.replace("2", "9"), f"{HERMES} so"):
+        assert not allows(grammar, text), text
+
+
+@pytest.mark.parametrize("source", ['{"name": "x", "parameters": {}}', "[TOOL_CALLS]", "<arg_key>", "<function="])
+async def test_formats_that_no_grammar_writes_call_in_json(source: str) -> None:
+    grammar, read = await hold(Service(source))
+    assert allows(grammar, BARE)
+    assert allows(grammar, f"{BARE}; {BARE}")
+    reader = read()
+    answer = join_parts([*reader.feed(f"{BARE}; {BARE}", False), *reader.finish()])
+    assert [(call.name, call.arguments) for call in answer.calls] == [("weather", '{"city": "Rome", "days": 2}')] * 2
+    assert answer.content == ""
+
+
+async def test_one_call_alone_where_one_is_named_or_none_may_be_beside_it() -> None:
+    for fields in ({"tool_choice": NAMED}, {"parallel_tool_calls": False}):
+        grammar, read = await hold(Service("<tool_call>"), **fields)
+        assert allows(grammar, HERMES)
+        assert not allows(grammar, f"{HERMES}\n{HERMES}")
+        assert allows(grammar, HERMES.replace("weather", "clock"), is_whole=False) is ("tool_choice" not in fields)
+        assert read() is not None
+
+
+async def test_reasoning_may_come_first_and_must_end_where_the_prompt_began_it() -> None:
+    service = Service("<tool_call> </think>")
+    grammar, _ = await hold(service)
+    assert allows(grammar, HERMES)
+    assert allows(grammar, f"<think>\nhm < / </think>\n\n{HERMES}")
+    assert not allows(grammar, "<think>\nhm</think>\n\nNo")
+    grammar, read = await hold(service, "<|assistant|>\n<think>\n")
+    assert allows(grammar, f"hm</think>\n\n{HERMES}")
+    assert not allows(grammar, f"hm {HERMES}")
+    reader = read()
+    answer = join_parts([*reader.feed(f"hm</think>\n\n{HERMES}", False), *reader.finish()])
+    assert (answer.reasoning, len(answer.calls)) == ("hm", 1)
+
+
+async def test_nothing_is_held_where_no_call_must_come() -> None:
+    for fields in ({"tool_choice": "auto"}, {"tool_choice": None}, {"tools": [], "tool_choice": None}):
+        grammar, _ = await hold(Service("<tool_call>"), **fields)
+        assert grammar == ""
+
+
+async def test_arguments_that_cannot_be_kept_are_a_400_that_names_the_keyword() -> None:
+    tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
+    with pytest.raises(ApiError, match=r"tools\[1\]\.function\.parameters: not: ") as refused:
+        await hold(Service("<tool_call>"), tools=tools)
+    assert refused.value.param == "tools[1].function.parameters"
+    await hold(Service("<tool_call>"), tools=tools, tool_choice="auto")
+    await hold(Service("<tool_call>"), tools=tools, tool_choice={"type": "function", "function": {"name": "clock"}})
+
+
+async def test_too_many_schemas_at_once_are_a_400() -> None:
+    enum = {"type": "object", "properties": {"x": {"enum": [f"value {i}" for i in range(1000)]}}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": enum}} for i in range(10)]
+    with pytest.raises(ApiError) as refused:
+        await hold(Service("<tool_call>"), tools=tools)
+    assert refused.value.param == "tools"
+
+
+def allowed_ids(matcher: LLMatcher) -> list[int]:
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+
+
+@pytest.mark.parametrize("source", ["<tool_call></think>", "[TOOL_CALLS][THINK]"])
+async def test_whatever_the_grammar_lets_a_model_draw_is_read_as_calls(source: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_model(tmp_path / "m", "", ["[THINK]", "[/THINK]", "[TOOL_CALLS]"]), REFERENCE)
+    tokens = LLTokenizer((tmp_path / "m" / "tokenizer.json").read_text())
+    grammar, read = await hold(Service(source, tokenizer))
+    draw = random.Random(5)
+    num_whole = 0
+    for _ in range(6):
+        matcher = LLMatcher(tokens, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        reader = read()
+        parts = []
+        for step in range(150):
+            ids = allowed_ids(matcher)
+            ending = [
+                token for token in ids if any(sign in tokenizer.token_bytes(token) for sign in (b'"', b"}", b"<"))
+            ]
+            token = draw.choice(ending if ending and (step > 30 or draw.random() < 0.5) else ids)
+            matcher.consume_token(token)
+            if matcher.is_stopped() or token in tokenizer.eos_ids:
+                break
+            is_special = token in tokenizer.special_ids
+            parts += reader.feed(tokenizer.token_bytes(token).decode(errors="replace"), is_special)
+        else:
+            continue
+        answer = join_parts([*parts, *reader.finish()])
+        assert answer.content == ""
+        assert answer.calls
+        num_whole += 1
+        for call in answer.calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "weather" else {"type": "object"})
+    assert num_whole > 2
