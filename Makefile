@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-b
 PROCESSES := $(if $(filter cuda,$(EXTRA)),0,2)
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run install test test-long test-gpu lint docs clean
+.PHONY: run install test test-long test-gpu test-clients lint docs clean
 .DELETE_ON_ERROR:
 
 run: install
@@ -31,6 +31,17 @@ test-long: $(VENV)/installed-$(EXTRA)-test
 test-gpu:
 	@$(or $(PYTHON),python3) -m tests.gpu_suite $(PART)
 
+# Other programs' clients, in an environment of their own: what they pin differs from what the server has.
+CLIENTS := .venv-clients
+
+test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENTS)/installed
+	$(BIN)/python -m tests.clients $(CLIENTS)/bin/python
+
+$(CLIENTS)/installed: tests/clients/requirements.txt | $(VENV)/made
+	$(BIN)/python -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --requirement $<
+	@touch $@
+
 lint: $(VENV)/installed-$(EXTRA)-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,7 +52,7 @@ docs: install
 	$(BIN)/python -m server.commands.configuration_page > docs/CONFIGURATION.md
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(CLIENTS) build
 
 # A virtual environment whose Python is gone, or of another version, is made anew.
 $(VENV)/made: deploy/find-python.sh

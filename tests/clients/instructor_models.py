@@ -1,0 +1,22 @@
+"""instructor: pydantic models as answers, through tools, with its own retry where one does not validate."""
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel, Field
+from script import SCRIPTED_URL, call, check_over, say
+
+
+class Person(BaseModel):
+    name: str
+    age: int = Field(ge=0)
+
+
+client = instructor.from_openai(OpenAI(base_url=SCRIPTED_URL, api_key="k", max_retries=0), mode=instructor.Mode.TOOLS)
+ASKED = {"model": "scripted", "messages": [{"role": "user", "content": "Ada is 36."}], "response_model": Person}
+
+say(call("Person", name="Ada", age=36))
+assert client.chat.completions.create(**ASKED, max_retries=0) == Person(name="Ada", age=36)
+
+say(call("Person", name="Ada", age=-1), call("Person", name="Ada", age=36))
+assert client.chat.completions.create(**ASKED, max_retries=2) == Person(name="Ada", age=36)
+check_over()
