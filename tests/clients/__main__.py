@@ -1,7 +1,7 @@
 """Runs each client's program, with its own interpreter, against servers that this one starts.
 
-`python -m tests.clients CLIENTS_PYTHON [NAME ...]`. A program gets the addresses of the reference model and of the scripted
-one, and the file into which it writes what the scripted one is to say. Ends with 1 if one of them fails.
+`python -m tests.clients CLIENTS_PYTHON [NAME ...]`. A program gets the addresses of the reference model and of the
+scripted one, and the file into which it writes what the scripted one is to say. Ends with 1 if one of them fails.
 """
 
 import json
