@@ -31,15 +31,16 @@ test-long: $(VENV)/installed-$(EXTRA)-test
 test-gpu:
 	@$(or $(PYTHON),python3) -m tests.gpu_suite $(PART)
 
-# Other programs' clients, in an environment of their own: what they pin differs from what the server has.
+# Other programs' clients, each in an environment of its own: what they pin differs from the server's, and among them.
 CLIENTS := .venv-clients
+CLIENT_NAMES := $(patsubst tests/clients/%.txt,%,$(wildcard tests/clients/*.txt))
 
-test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENTS)/installed
-	$(BIN)/python -m tests.clients $(CLIENTS)/bin/python
+test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENT_NAMES:%=$(CLIENTS)/%/installed)
+	$(BIN)/python -m tests.clients $(CLIENTS) $(CLIENT_NAMES)
 
-$(CLIENTS)/installed: tests/clients/requirements.txt | $(VENV)/made
-	$(BIN)/python -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --requirement $<
+$(CLIENTS)/%/installed: tests/clients/%.txt | $(VENV)/made
+	$(BIN)/python -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --requirement $<
 	@touch $@
 
 lint: $(VENV)/installed-$(EXTRA)-test

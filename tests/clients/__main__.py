@@ -1,6 +1,6 @@
 """Runs each client's program, with its own interpreter, against servers that this one starts.
 
-`python -m tests.clients CLIENTS_PYTHON [NAME ...]`. A program gets the addresses of the reference model and of the
+`python -m tests.clients ENVIRONMENTS [NAME ...]`, where each program has an environment of its own name. A program gets the addresses of the reference model and of the
 scripted one, and the file into which it writes what the scripted one is to say. Ends with 1 if one of them fails.
 """
 
@@ -19,7 +19,7 @@ from tests.server.live_server import LAPTOP, REFERENCE, ROOT, fake_command
 from tests.server.program import Program
 from tests.server.scripted_model import HERMES, make_model
 
-PROGRAMS = ("langchain_agent", "instructor_models", "pydantic_agent", "litellm_calls")
+PROGRAMS = ("instructor_answers", "langchain_openai_agent", "litellm_calls", "pydantic_ai_agent")
 _SERVE = (
     "import sys, yaml; from pathlib import Path; from server import app; from server.config import Deployment\n"
     "from server.plan import resolve_plan; from transfer.machine import load_machine\n"
@@ -50,7 +50,7 @@ def write_vocabulary(folder: Path) -> None:
     (folder / "characters.json").write_text(json.dumps(spelled))
 
 
-def main(python: str, names: list[str]) -> int:
+def main(environments: Path, names: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="tandem-clients-"))
     make_model(folder / "model", HERMES)
     write_vocabulary(folder)
@@ -71,7 +71,8 @@ def main(python: str, names: list[str]) -> int:
         }
         for name in names or PROGRAMS:
             begun = time.monotonic()
-            program = [python, str(Path(__file__).parent / f"{name}.py")]
+            python = environments / name / "bin" / "python"
+            program = [str(python), str(Path(__file__).parent / f"{name}.py")]
             done = subprocess.run(program, env=environment, timeout=300)
             print(
                 f"{name}: {'ok' if done.returncode == 0 else 'FAILED'} in {time.monotonic() - begun:.1f} s", flush=True
@@ -97,4 +98,4 @@ def wait_until_ready(server: Served) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
