@@ -1,7 +1,8 @@
 """Runs each client's program, with its own interpreter, against servers that this one starts.
 
-`python -m tests.clients ENVIRONMENTS [NAME ...]`, where each program has an environment of its own name. A program gets the addresses of the reference model and of the
-scripted one, and the file into which it writes what the scripted one is to say. Ends with 1 if one of them fails.
+`python -m tests.clients ENVIRONMENTS [NAME ...]`, where each program has an environment of its own name. A program gets
+the addresses of the reference model and of the scripted one, and the file into which it writes what the scripted one is
+to say. Ends with 1 if one of them fails.
 """
 
 import json
