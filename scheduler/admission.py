@@ -69,7 +69,9 @@ class _Round:
 
 
 class Admission:
-    """`waiting`: in order, preempted ones in front; `free_slots`: the last one is taken first."""
+    """`waiting`: in order, by priority and then by arrival, where preempted ones came first; one that was overtaken by
+    so many of less priority is overtaken by none. `free_slots`: the last one is taken first.
+    """
 
     def __init__(
         self,
@@ -99,12 +101,23 @@ class Admission:
             )
         for sequence in sequences:
             self._residence.await_room(sequence)
-            self.waiting.append(sequence)
+            self._line_up(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """It has given way, and goes first."""
+        """It has given way, and goes first, but for those of less priority."""
         self._residence.await_room(sequence)
-        self.waiting.appendleft(sequence)
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].goes_before(sequence):
+            place += 1
+        self.waiting.insert(place, sequence)
+
+    def _line_up(self, sequence: Sequence) -> None:
+        """Behind all but those that it may overtake."""
+        place = len(self.waiting)
+        while place and sequence.goes_before(self.waiting[place - 1]):
+            place -= 1
+            self.waiting[place].num_overtaken += 1
+        self.waiting.insert(place, sequence)
 
     def awaited(self) -> list[HostContext]:
         """Contexts that those left which gave way: they will begin with them."""

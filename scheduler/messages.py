@@ -62,6 +62,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     attention_profile: str
     arrival_s: float
+    priority: int = 0  # less is earlier
     cache_salt: str = ""  # prefixes are shared among requests of one salt alone
     chunks: list[ChunkSpan] = []  # of the prompt, in its order; they do not overlap
     fusion: Fusion | None = None  # None: vanilla, `chunks` are ignored

@@ -1,4 +1,5 @@
-"""Prefill jobs under way, and whose unit runs next: the shortest remaining job's, while the oldest gets its share.
+"""Prefill jobs under way, and whose unit runs next: of least priority, the shortest remaining job's, while the oldest
+gets its share.
 
 A job is layer-major: all its tokens go through layer l before any goes through l + 1. Chunk borders may differ from
 layer to layer, so a unit is as long as the time it may take allows, and as the job's prefill method: its units end
@@ -35,6 +36,11 @@ class JobInProgress:
     layer: int = 0
     begin: int = 0
     is_background: bool = False
+
+    @property
+    def priority(self) -> float:
+        """The least of its sequences'; chunks have that of requests that say none."""
+        return min((sequence.priority for sequence in self.sequences), default=0)
 
     @property
     def is_scattered(self) -> bool:
@@ -115,7 +121,7 @@ class PrefillQueue:
         left_tokens = self._config.chunk_tokens
         kind = None
         while left_tokens > 0 and (able := self._able(seconds, bool(units))):
-            entry = min(able, key=lambda one: one.remaining(self._num_layers))
+            entry = min(able, key=lambda one: (one.priority, one.remaining(self._num_layers)))
             if not units:
                 if self.jobs[0] in able and self._is_oldest_due(seconds):
                     entry = self.jobs[0]

@@ -319,12 +319,12 @@ class Scheduler:
         return {sequence.slot: sequence for sequence in entry.sequences}
 
     def _grow_running(self, stepping: list[Sequence]) -> list[PageWrite]:
-        """What the next token of each of these needs, oldest first. If there is not enough, short ones are written to
-        the host and give up pages; after that the youngest give way.
+        """What the next token of each of these needs, by priority and then the oldest first. If there is not enough,
+        short ones are written to the host and give up pages; after that the last in this order give way.
         """
         writes = []
         spared = self._spared_contexts()
-        for sequence in sorted(stepping, key=_arrival):
+        for sequence in sorted(stepping, key=_turn):
             while sequence.wants_draw and (short := self.residence.reserve(sequence, spared)) is not None:
                 if short == "pages" and self.residence.write_down(self._running):
                     continue
@@ -363,7 +363,9 @@ class Scheduler:
             yield from entry.sequences
 
     def _preempt_youngest(self, candidates: Iterable[Sequence]) -> None:
-        victim = max(candidates, key=_arrival)
+        candidates = list(candidates)
+        victim = max(candidates, key=_turn)
+        victim.num_overtaken += any(_arrival(one) > _arrival(victim) for one in candidates)
         log.warning("preempted request=%s context_tokens=%d", victim.request_id, victim.num_tokens)
         self.num_preemptions += 1
         if victim.state is State.PREFILLING:
@@ -575,3 +577,7 @@ def _run(sequence: Sequence) -> _Run:
 
 def _arrival(sequence: Sequence) -> float:
     return sequence.request.arrival_s
+
+
+def _turn(sequence: Sequence) -> tuple[float, float]:
+    return sequence.priority, _arrival(sequence)

@@ -1,5 +1,6 @@
 """One request's life in the engine: waiting, prefilling, running, finished. Preempted means waiting again."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -9,6 +10,8 @@ from gpu.step import Lane, PlacedChunk
 from scheduler.constraints import Constraint
 from scheduler.host_context import HostContext
 from scheduler.messages import EngineRequest
+
+MOST_OVERTAKEN = 64
 
 
 class State(Enum):
@@ -30,7 +33,7 @@ class Sequence:
     look begins. `shares`: a sequence that computes blocks of this one, and how many they have in common.
     `num_in_flight` counts draws launched and not collected, so the next draw is number `num_drawn` and the last token
     (known or not) stands at `next_position`. `num_left_out`: of the steps before this one, running, those that went
-    without it.
+    without it. `num_overtaken`: how often one of less priority, that came later, was let pass it.
     """
 
     request: EngineRequest
@@ -64,12 +67,22 @@ class Sequence:
     num_recomputed_tokens: int = 0
     started_s: float | None = None
     num_bypassed: int = 0
+    num_overtaken: int = 0
     has_reported: bool = False
     has_failed: bool = False
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def priority(self) -> float:
+        """Less is earlier. One that was overtaken often enough, in waiting or by who took its pages, is before all."""
+        return -math.inf if self.num_overtaken >= MOST_OVERTAKEN else self.request.priority
+
+    def goes_before(self, other: "Sequence") -> bool:
+        """Whether it may have what the other one came for first."""
+        return self.request.priority < other.priority
 
     @property
     def num_prompt_tokens(self) -> int:

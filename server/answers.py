@@ -10,6 +10,7 @@ import msgspec
 
 FinishReason = Literal["stop", "length"] | None
 ChatFinishReason = Literal["stop", "length", "tool_calls"] | None
+StopReason = Literal["time_limit"] | None  # beside `length`: there was no more time
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -55,6 +56,7 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    stop_reason: StopReason = None
 
 
 class Completion(Answer):
@@ -112,6 +114,7 @@ class ChatChoice(Answer):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
+    stop_reason: StopReason = None
 
 
 class ChatCompletion(Answer):
@@ -291,6 +294,7 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
+    stop_reason: StopReason = None
 
 
 class ChatChunk(Answer):

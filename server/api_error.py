@@ -81,6 +81,12 @@ def too_slow(part: str, seconds: float) -> ApiError:
     return ApiError(408, f"{part}: not complete after {seconds:g} s", code="request_timeout")
 
 
+def time_up(seconds: float) -> ApiError:
+    """408: the request has passed its limit, and nothing was generated. Clients that ask again by themselves don't."""
+    what = f"max_seconds: nothing was generated in {seconds:g} s, the most that this request may take"
+    return ApiError(408, what, param="max_seconds", code="time_limit", headers={"x-should-retry": "false"})
+
+
 def connections_full(most: int) -> ApiError:
     return unavailable(f"server: {most} connections are open (server.max_connections)", "too_many_connections", 1)
 

@@ -7,6 +7,7 @@ import asyncio
 import os
 import resource
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -126,11 +127,12 @@ def serve(deployment: Deployment, memory: MemoryPlan, on_loading: Callable[[Load
     logs.info("memory", **describe_memory(memory))
     try:
         app = create_app(deployment, memory, on_loading=on_loading)
+        http = http_config(app)
         listener = _bind(settings.host, settings.port)
     except ConfigError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 1
-    program = _Program(http_config(app), app.state.service)
+    program = _Program(http, app.state.service)
     program.run(sockets=[listener])
     if program.failure is not None:
         print(f"tandem: {program.failure}", file=sys.stderr)
@@ -150,7 +152,10 @@ def describe_memory(plan: MemoryPlan) -> dict[str, object]:
 
 
 def http_config(app: FastAPI) -> uvicorn.Config:
-    """How uvicorn is to serve an application of `create_app`: over connections with our limits and deadlines."""
+    """How uvicorn is to serve an application of `create_app`: over connections with our limits and deadlines.
+
+    Raises ConfigError if the certificate, its key or the clients' CA cannot be used.
+    """
     settings = app.state.service.settings
     limits = Limits(
         allowed_connections(settings.max_connections),
@@ -158,7 +163,7 @@ def http_config(app: FastAPI) -> uvicorn.Config:
         settings.body_seconds,
         settings.stall_seconds,
     )
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         loop="uvloop",
         http=connection_type(limits),
@@ -169,7 +174,18 @@ def http_config(app: FastAPI) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_LAST_SENDS_S,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=None if settings.tls_client_ca is None else str(settings.tls_client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_ca is None else ssl.CERT_REQUIRED,
     )
+    try:
+        config.load()
+    except OSError as error:  # of which SSLError is one; it tells no file
+        files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        named = ", ".join(str(path) for path in files if path is not None)
+        raise ConfigError(f"server.tls: one of {named} cannot be used: {error.strerror or error}") from None
+    return config
 
 
 def allowed_connections(asked: int | None) -> int:
@@ -209,7 +225,8 @@ class _Program(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._tasks.append(self._loop.create_task(self._watch_engine()))
         host, port = (sockets or [])[0].getsockname()[:2]
-        logs.info("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        scheme = "https" if self.config.is_ssl else "http"
+        logs.info("listening", url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for task in self._tasks:

@@ -54,6 +54,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 1024
 MAX_VARIABLES = 64  # of a chat template
 MAX_CALL_ID_CHARS = 256
+MOST_SECONDS = 10**6  # of a request
+WHOLE_CONTEXT = -1  # as truncate_prompt_tokens: what the context leaves beside the answer
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
@@ -78,6 +80,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "max_completion_tokens": (1, 2**31 - 1, True),
     "min_tokens": (0, 2**31 - 1, True),
     "top_logprobs": (0, MAX_TOP_LOGPROBS, True),
+    "priority": (-(2**31), 2**31 - 1, True),
+    "max_seconds": (0, MOST_SECONDS, False),
 }
 
 
@@ -85,6 +89,7 @@ BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHAR
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID_CHARS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+TruncationSide = Literal["left", "right"]
 DocumentTitle = Annotated[str, msgspec.Meta(max_length=MAX_TITLE_CHARS)]
 DocumentText = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -145,6 +150,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     bad_words: list[BadWord] | None = None
     allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
+    priority: int | None = None
+    max_seconds: float | None = None
     attention_profile: str | None = None
     cache_salt: CacheSalt | None = None
     return_progress: bool | None = None
@@ -383,6 +393,9 @@ def check_generation(body: GenerationBody) -> None:
     for text in stops:
         if not text or len(text) > MAX_STOP_CHARS:
             raise invalid("stop", f"a string of {len(text)} characters, wanted 1 to {MAX_STOP_CHARS}")
+    keep = body.truncate_prompt_tokens
+    if keep is not None and keep != WHOLE_CONTEXT and not 1 <= keep < 2**31:
+        raise invalid("truncate_prompt_tokens", f"got {keep}, wanted at least 1, or -1: what the context has room for")
     if len(body.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS} ids")
     if len(body.logit_bias or ()) > MAX_BIASES:
@@ -446,6 +459,8 @@ def check_chat(body: ChatBody) -> None:
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise invalid("max_tokens", "differs from max_completion_tokens; send one of the two")
+    if body.documents and body.truncate_prompt_tokens is not None:
+        raise invalid("truncate_prompt_tokens", "a prompt with documents is not cut; send one of the two")
     if len(body.documents or ()) > MAX_DOCUMENTS:
         raise invalid("documents", f"{len(body.documents or ())} documents, at most {MAX_DOCUMENTS} are allowed")
     check_messages(body.messages)

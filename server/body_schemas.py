@@ -94,6 +94,7 @@ def _bounds_of_all(limits: BodyLimits) -> dict[str, Tree]:
     if limits.max_context_tokens is not None:
         for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
             bounds[name]["maximum"] = limits.max_context_tokens - 1  # beside a prompt of one token
+    bounds["truncate_prompt_tokens"] = {"minimum": -1, "maximum": 2**31 - 1, "not": {"const": 0}}
     bounds["model"] = {"enum": [None, *limits.model_ids]}
     if limits.profiles:
         bounds["attention_profile"] = {"enum": [None, *limits.profiles]}

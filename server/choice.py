@@ -12,6 +12,9 @@ from server.message.reader import MessageReader
 from server.text import StopMatcher, TextDecoder
 from server.tokenizer import Tokenizer
 
+TIME_LIMIT = "time_limit"
+"""Why a choice ended for which there was no more time; clients read `length`, which theirs know, and beside it this."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
@@ -39,20 +42,27 @@ class Choice:
     """Feed it the deltas of one engine request; it gives pieces. The offsets count from the start of its own text.
 
     The stop token that ended it is counted and has an entry, but no text. After a stop string, tokens that lie at or
-    behind it have no entry either: nothing of a stop string leaves the server. One that begins in the first
-    `min_tokens` tokens is plain text. A reader sees the special tokens that the text lacks; it may finish the choice,
-    and an answer with calls ends as `tool_calls` where it ended by itself.
+    behind it have no entry either: nothing of a stop string leaves the server. Where it `keeps_stop`, both are text
+    (special tokens have none), and what lies behind is cut. A stop string that begins in the first `min_tokens` tokens
+    is plain text. A reader sees the special tokens that the text lacks; it may finish the choice, and an answer with
+    calls ends as `tool_calls` where it ended by itself.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: list[str], min_tokens: int, reader: MessageReader | None = None
+        self,
+        tokenizer: Tokenizer,
+        stops: list[str],
+        min_tokens: int,
+        keeps_stop: bool,
+        reader: MessageReader | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._reader = reader
         self._specials: deque[tuple[int, str]] = deque()  # where in the text, and how they are spelled
         self._num_read = 0
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=True)
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops, keeps_stop) if stops else None
+        self._keeps_stop = keeps_stop
         self._min_tokens = min_tokens
         self._num_plain = 0  # characters that came before the matcher looks
         self._num_chars = 0  # decoded, including what the matcher holds back
@@ -76,7 +86,7 @@ class Choice:
             self.num_tokens += 1
             if delta.logprobs is not None:
                 self._pending.append(TokenEntry(token_id, delta.logprobs[i], self._num_chars))
-            if i == last and delta.finish_reason == "stop":
+            if i == last and delta.finish_reason == "stop" and not self._keeps_stop:
                 break
             self._note_special(token_id)
             text += self._advance(self._decoder.step(token_id), parts)

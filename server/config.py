@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from rapidfuzz import process
 
 from gpu.config import ModelConfig
@@ -22,6 +22,11 @@ class ConfigError(Exception):
 class ServerConfig(Settings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: any free port, printed in the log")
+    tls_certificate: Path | None = Field(None, description="PEM file, with what it was signed by; given, it is HTTPS")
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's key; default: the same file")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file; clients without a certificate that these have signed are not let in"
+    )
     api_keys: tuple[str, ...] = Field(
         (),
         description="bearer keys; none: open; /health, /live, /version, /metrics, /openapi.json, /docs need none",
@@ -50,6 +55,9 @@ class ServerConfig(Settings):
     default_max_tokens: int | None = Field(
         None, ge=1, description="longest answer where a request says nothing; default: 16, in chats what is left"
     )
+    max_request_seconds: float | None = Field(
+        None, gt=0, description="longest that a request may take, whatever it allows itself in `max_seconds`"
+    )
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may ask from a browser; *: all")
     keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
     progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
@@ -69,6 +77,13 @@ class ServerConfig(Settings):
         "and one whose step takes so long",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+    @model_validator(mode="after")
+    def _certificate_first(self) -> "ServerConfig":
+        for key in ("tls_key", "tls_client_ca"):
+            if getattr(self, key) is not None and self.tls_certificate is None:
+                raise ValueError(f"{key}: got {str(getattr(self, key))!r} without tls_certificate; give both")
+        return self
 
 
 class Deployment(EngineConfig):
@@ -162,8 +177,8 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
     paths = {key: getattr(model, key) for key in ("path", "tokenizer", "chat_template")}
     anchored = {key: folder / path for key, path in paths.items() if path is not None}
     server, documents = deployment.server, deployment.documents
-    if server.api_keys_file is not None:
-        server = server.model_copy(update={"api_keys_file": folder / server.api_keys_file})
+    files = {key: getattr(server, key) for key in ("api_keys_file", "tls_certificate", "tls_key", "tls_client_ca")}
+    server = server.model_copy(update={key: folder / path for key, path in files.items() if path is not None})
     if documents is not None and documents.folder is not None:
         documents = documents.model_copy(update={"folder": folder / documents.folder})
     update = {"model": model.model_copy(update=anchored), "server": server, "documents": documents}

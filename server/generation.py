@@ -3,6 +3,7 @@
 Turns mail into pieces of text and keeps the counters. Knows no HTTP and no shape of a response.
 """
 
+import asyncio
 import secrets
 import time
 import uuid
@@ -13,10 +14,10 @@ from gpu.profiles import why_unknown
 from gpu.sampling.params import SamplingParams
 from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
 from server import logs
-from server.api_error import internal, invalid, unavailable
+from server.api_error import internal, invalid, time_up, unavailable
 from server.bodies import GenerationBody
-from server.choice import Choice, Piece
-from server.mailbox import ClientGone, EngineLost, Mailbox, Tick
+from server.choice import TIME_LIMIT, Choice, Piece
+from server.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
 from server.message.reader import MessageReader
 from server.prompts import Prompt, check_token_ids, spell_words
 from server.service import Service, join_salts
@@ -58,7 +59,14 @@ class Generation:
     """`submit`, then `updates` until `done`, then `close`, whatever happens."""
 
     def __init__(
-        self, service: Service, kind: str, body: GenerationBody, jobs: list[Job], limits: Ready, cache_salt: str
+        self,
+        service: Service,
+        kind: str,
+        body: GenerationBody,
+        jobs: list[Job],
+        limits: Ready,
+        cache_salt: str,
+        most_seconds: float | None,
     ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -71,13 +79,16 @@ class Generation:
         self._cache_salt = join_salts(cache_salt, body.cache_salt)
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
+        keeps_stop, min_tokens = bool(body.include_stop_str_in_output), body.min_tokens or 0
         self.choices = [
-            Choice(service.tokenizer, stops, body.min_tokens or 0, self.job_of(index).read())
+            Choice(service.tokenizer, stops, min_tokens, keeps_stop, self.job_of(index).read())
             for index in range(num_choices)
         ]
         self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
         self._open = set(self._index)
         self._arrival_s = time.monotonic()
+        self._most_seconds = most_seconds
+        self._timer: asyncio.TimerHandle | None = None
         self._last_token_s: list[float | None] = [None] * num_choices
         self._first_token_s: float | None = None
 
@@ -88,16 +99,21 @@ class Generation:
     async def submit(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> None:
         """Returns once the engine has accepted. Raises ApiError; then nothing is left behind."""
         requests = self._requests(num_logprobs, num_prompt_logprobs)
+        if self._most_seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._most_seconds, self.mailbox.put, TimeUp())
         try:
             await self._service.supervisor.submit(requests, self.mailbox, param)
         except BaseException:
             self._service.supervisor.forget(list(self._open), cancel=True)
             self._open.clear()
+            self._stop_timer()
             raise
         self._service.metrics.prompt_tokens.inc(self.num_prompt_tokens)
 
     async def updates(self) -> list[Update | Progress | Tick]:
-        """What has happened since the last call. Raises Disconnected, and ApiError when the engine fails."""
+        """What has happened since the last call. Raises Disconnected, and ApiError when the engine fails, and when the
+        time is up before anything was generated."""
         found: list[Update | Progress | Tick] = []
         mail = await self.mailbox.take()
         now = time.monotonic()
@@ -111,12 +127,15 @@ class Generation:
                 raise unavailable(item.message, item.code, self._service.settings.retry_after_seconds)
             elif isinstance(item, ClientGone):
                 raise Disconnected
+            elif isinstance(item, TimeUp):
+                found += self._end_in_time(now)
             else:
                 found.append(item)
         return found
 
     def close(self) -> None:
         """Cancels what the engine still works on. May be called more than once."""
+        self._stop_timer()
         self._drop("cancelled")
 
     # --- usage --------------------------------------------------------------------------------------------------------
@@ -196,6 +215,7 @@ class Generation:
                     attention_profile=profile,
                     arrival_s=self._arrival_s,
                     cache_salt=self._cache_salt,
+                    priority=body.priority or 0,
                     chunks=[ChunkSpan(*span, self._cache_salt) for span in job.prompt.chunks] if job.fusion else [],
                     fusion=job.fusion,
                     grammar=job.grammar,
@@ -204,6 +224,21 @@ class Generation:
                 )
             )
         return requests
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end_in_time(self, now: float) -> list[Update]:
+        """The time is up: what is open ends where it is. Raises ApiError if nothing was generated."""
+        if not self.num_generated_tokens:
+            self._drop(TIME_LIMIT)
+            assert self._most_seconds is not None
+            raise time_up(self._most_seconds)
+        last = [
+            Delta(request_id=name, token_ids=[], finish_reason=TIME_LIMIT) for name in self._index if name in self._open
+        ]
+        return [self._advance(self._index[delta.request_id], delta, now) for delta in last]
 
     def _drop(self, reason: str) -> None:
         if self._open:
@@ -221,7 +256,8 @@ class Generation:
         piece = choice.feed(delta)
         self._observe(index, choice.num_tokens - before, delta.queue_seconds, now)
         if piece.finish_reason is not None:
-            self._end(delta.request_id, piece.finish_reason, forget=delta.finish_reason is None)
+            is_over = delta.finish_reason not in (None, TIME_LIMIT)  # in the engine
+            self._end(delta.request_id, piece.finish_reason, forget=not is_over)
             self._service.metrics.request_s.observe(now - self._arrival_s)
             if self.done:
                 self._service.metrics.reused_tokens.inc(self.num_reused_tokens)

@@ -27,7 +27,12 @@ class EngineLost:
     code: str
 
 
-Mail = Delta | Progress | Tick | ClientGone | EngineLost
+@dataclass(frozen=True, slots=True)
+class TimeUp:
+    """The call has taken as long as it may."""
+
+
+Mail = Delta | Progress | Tick | ClientGone | EngineLost | TimeUp
 
 
 class Mailbox:

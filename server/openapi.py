@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from server import answers
-from server.bodies import FIELDS, ChatBody, CompletionBody, DetokenizeBody, DocumentBody, TokenizeBody
+from server.bodies import FIELDS, MOST_SECONDS, ChatBody, CompletionBody, DetokenizeBody, DocumentBody, TokenizeBody
 from server.body_schemas import BodyLimits, Tree, complete_schemas
 from server.registry import DOCUMENT_ID
 from server.routes_documents import DEFAULT_PAGE, MAX_PAGE
+from server.time_limit import TIME_HEADER
 
 _ANSWERS = (
     answers.Error, answers.Completion, answers.ChatCompletion, answers.Tokens, answers.Text, answers.Models,
@@ -25,7 +26,7 @@ _REFUSALS = {
     "400": "a field, or the whole body, cannot be served: `param` names it",
     "401": "no key, or an unknown one",
     "404": "no such model, or no such document of this key",
-    "408": "headers or body were not complete in time",
+    "408": "headers or body were not complete in time, or nothing was generated in `max_seconds`",
     "413": "the body is larger than `server.max_body_mib`",
     "415": "not JSON, or compressed",
     "429": "the queue is full; `retry-after` says when to come again",
@@ -35,6 +36,8 @@ _REFUSALS = {
 }
 _DOCUMENT_ID = {"type": "string", "pattern": DOCUMENT_ID}
 _PAGE = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE}
+_SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS}
+_TIME = {"name": TIME_HEADER, "in": "header", "schema": _SECONDS, "description": "as `max_seconds`; the least counts"}
 _OF_ANY = ("401", "404", "408", "431", "503")
 
 
@@ -106,6 +109,7 @@ def _posts(summary: str, body: type, answer: type, chunk: type | None) -> Tree:
     codes = [code for code in _REFUSALS if chunk is not None or code != "500"]
     return {
         "summary": summary,
+        "parameters": [] if chunk is None else [_TIME],
         "operationId": body.__name__.removesuffix("Body").lower(),
         "requestBody": {"required": True, "content": _content(body)},
         "responses": {"200": {"description": "done", "content": whole}} | _errors(codes),

@@ -1,13 +1,13 @@
 """Prompts to token ids, off the event loop, and checked against the model: ids in range, room for the answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
 
 from scheduler.messages import Ready
 from server.api_error import ApiError, invalid, too_long
-from server.bodies import MAX_VARIABLES, ChatBody, CompletionBody, GenerationBody
+from server.bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBody, CompletionBody, GenerationBody
 from server.chunker import count_tokens
 from server.conversation import Conversation
 from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt
@@ -37,27 +37,70 @@ class Prompt:
     end: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Of a prompt that has more, the last `keep` tokens, or with `is_right` cut off, the first ones."""
+
+    keep: int
+    is_right: bool
+
+    def cut(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+        if len(prompt.token_ids) <= self.keep:
+            return prompt
+        token_ids = prompt.token_ids[: self.keep] if self.is_right else prompt.token_ids[-self.keep :]
+        text = spell(tokenizer, token_ids) if prompt.text else ""
+        return Prompt(token_ids, text, 0, end="" if self.is_right else prompt.end)
+
+
+def choose_cut(body: GenerationBody, context: int, num_answer: int) -> Cut | None:
+    """None: a prompt that is too long is refused. `num_answer`: tokens that -1 leaves for the answer."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return None
+    return Cut(max(1, context - num_answer) if keep == WHOLE_CONTEXT else keep, body.truncation_side == "right")
+
+
+def most_to_read(service: Service, cut: Cut | None, context: int) -> int:
+    """Tokens of a text that is not refused before it is tokenised; one that is cut may have as many as /tokenize."""
+    return context if cut is None else max(context, service.max_tokenize_items)
+
+
 async def completion_prompts(service: Service, body: CompletionBody, limits: Ready) -> list[Prompt]:
     """One Prompt for each of the body's. Raises ApiError 400."""
     is_many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
     check_num_sequences(service, len(body.prompt) if is_many else 1, body.n or 1)
     context = context_of(body, limits)
+    asked = body.max_tokens
+    cut = choose_cut(
+        body, context, service.settings.default_max_tokens or _DEFAULT_COMPLETION_TOKENS if asked is None else asked
+    )
+    most = most_to_read(service, cut, context)
     prompts: list[Prompt] = []
     size = 0  # of all so far: many short ones take as long as a long one
     for name, given in _split(body.prompt):
         size += len(given)
         if isinstance(given, str):
-            prompt = await encode_text(service, name, given, size, context)
+            prompt = await encode_text(service, name, given, size, most)
         else:
-            if len(given) > context:
+            if len(given) > context and cut is None:
                 raise _too_long(name, str(len(given)), context)
             check_token_ids(name, given, limits.vocab_size)
             text = await service.texts.run(size, spell, service.tokenizer, given) if body.echo else ""
             prompt = Prompt(given, text, 0)
         if not prompt.token_ids:
             raise invalid(name, "empty; wanted at least one token")
+        if cut is not None:
+            kept = prompt if body.echo else replace(prompt, text="")
+            prompt = await service.texts.run(len(given), cut.cut, kept, service.tokenizer)
         prompts.append(prompt)
     return prompts
+
+
+async def cut_chat_prompt(service: Service, body: ChatBody, conversation: Conversation, context: int) -> Prompt:
+    """The prompt of a chat's messages, cut if the body says so. Raises ApiError 400."""
+    cut = choose_cut(body, context, body.max_completion_tokens or body.max_tokens or 1)
+    prompt = await chat_prompt(service, conversation, most_to_read(service, cut, context))
+    return prompt if cut is None else cut.cut(prompt, service.tokenizer)
 
 
 async def chat_prompt(service: Service, conversation: Conversation, context: int) -> Prompt:

@@ -29,7 +29,7 @@ def _of(service: Service) -> tuple[bytes, str]:
         model_ids=tuple(service.model_ids),
         refuses_unknown=settings.unknown_fields == "refuse",
         min_prompt_chars=0 if service.tokenizer.encode("", add_special_tokens=True) else 1,
-        max_tokenize_items=settings.max_tokenize_kib * 1024,
+        max_tokenize_items=service.max_tokenize_items,
         max_sequences=service.max_sequences,
         profiles=() if ready is None else tuple(ready.profiles),
         vocab_size=None if ready is None else ready.vocab_size,

@@ -8,24 +8,25 @@ from fastapi import APIRouter, Request, Response
 from scheduler.messages import Ready
 from server import logs
 from server.api_error import invalid
-from server.bodies import ChatBody, CompletionBody, check_chat, check_completion, read_body
+from server.bodies import ChatBody, CompletionBody, GenerationBody, check_chat, check_completion, read_body
 from server.conversation import read_conversation
 from server.documents import DOCUMENTS_OFF, choose_fusion, find_texts, store_inline
 from server.generation import Disconnected, Generation, Job, collect
 from server.prompts import (
     chat_max_tokens,
-    chat_prompt,
     check_num_sequences,
     check_variables,
     completion_max_tokens,
     completion_prompts,
     context_of,
+    cut_chat_prompt,
     document_prompt,
     hold_to_form,
 )
 from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
 from server.sse import EventStream, watch_disconnect
+from server.time_limit import choose_limit
 from server.tool_use import choose_tools, hold_calls, read_with
 
 router = APIRouter()
@@ -44,7 +45,7 @@ async def completions(request: Request) -> Response:
     prompts = await completion_prompts(service, body, limits)
     grammar = await hold_to_form(service, body)
     jobs = [Job(prompt, completion_max_tokens(service, body, prompt, limits), grammar=grammar) for prompt in prompts]
-    generation = Generation(service, "cmpl", body, jobs, limits, request.state.cache_salt)
+    generation = start_generation(request, "cmpl", body, jobs, limits)
     shape = CompletionShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit(body.logprobs, body.logprobs if body.echo else None, "prompt")
     return await _respond(request, service, body, generation, shape)
@@ -58,14 +59,19 @@ async def chat_completions(request: Request) -> Response:
     check_chat(body)
     check_num_sequences(service, 1, body.n or 1)
     limits = service.supervisor.ready()
-    grammar = await hold_to_form(service, body)
-    job = await _chat_job(service, body, limits, request.state.document_owner)
-    jobs = [job if job.grammar else replace(job, grammar=grammar)]  # a call that must come is no answer in a form
-    generation = Generation(service, "chatcmpl", body, jobs, limits, request.state.cache_salt)
+    jobs = [await _chat_job(service, body, limits, request.state.document_owner)]
+    generation = start_generation(request, "chatcmpl", body, jobs, limits)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")
     await _keep_documents(service, body, generation, request.state.document_owner)
     return await _respond(request, service, body, generation, shape)
+
+
+def start_generation(request: Request, kind: str, body: GenerationBody, jobs: list[Job], limits: Ready) -> Generation:
+    """Raises ApiError 400 for a header that cannot be read."""
+    service = service_of(request)
+    most_seconds = choose_limit(request.headers, body.max_seconds, service.settings.max_request_seconds)
+    return Generation(service, kind, body, jobs, limits, request.state.cache_salt, most_seconds)
 
 
 async def _chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) -> Job:
@@ -75,7 +81,7 @@ async def _chat_job(service: Service, body: ChatBody, limits: Ready, owner: str)
     check_variables(service, body.chat_template_kwargs or {})
     fusion = None
     if not body.documents:
-        prompt = await chat_prompt(service, conversation, context)
+        prompt = await cut_chat_prompt(service, body, conversation, context)
     else:
         documents = service.documents
         if documents is None:
@@ -87,6 +93,7 @@ async def _chat_job(service: Service, body: ChatBody, limits: Ready, owner: str)
     use = choose_tools(body, conversation)
     grammar = await hold_calls(service, use, prompt)
     max_tokens = chat_max_tokens(service, body, prompt, limits)
+    grammar = grammar or await hold_to_form(service, body)  # a call that must come is no answer in a form
     return Job(prompt, max_tokens, fusion, grammar, read_with(service, use, prompt))
 
 

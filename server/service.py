@@ -67,6 +67,11 @@ class Service:
         return self.deployment.scheduler.max_queue + self.deployment.scheduler.max_running
 
     @property
+    def max_tokenize_items(self) -> int:
+        """Characters (or ids) of a text that is tokenised though it need not fit."""
+        return self.settings.max_tokenize_kib * 1024
+
+    @property
     def model_ids(self) -> list[str]:
         """The model's name, then its aliases."""
         return [self.model_name, *self.deployment.model.aliases]

@@ -10,14 +10,21 @@ import msgspec
 
 from scheduler.messages import Progress
 from server.bodies import ChatBody, CompletionBody
-from server.choice import TokenEntry, prompt_entries
+from server.choice import TIME_LIMIT, TokenEntry, prompt_entries
 from server.generation import Generation, Update
 from server.message.parts import CallBegun, Content, Part, ReadAnswer, Reasoning, join_parts
 from server.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _encode = msgspec.json.Encoder().encode
-_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"', "tool_calls": b'"tool_calls"'}
+_TIMED_OUT = {"finish_reason": "length", "stop_reason": TIME_LIMIT}
+_FINISH = {
+    None: b'"finish_reason":null',
+    "stop": b'"finish_reason":"stop"',
+    "length": b'"finish_reason":"length"',
+    "tool_calls": b'"finish_reason":"tool_calls"',
+    TIME_LIMIT: _encode(_TIMED_OUT)[1:-1],
+}
 
 
 class Shape(Protocol):
@@ -106,7 +113,7 @@ class CompletionShape:
             return b""
         logprobs = _encode(self._logprobs(entries)) if self._with_logprobs else b"null"
         return self._frame.chunk(
-            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}'
+            b'{"index":%d,"text":%b,"logprobs":%b,%b}'
             % (update.index, _encode(text), logprobs, _FINISH[update.piece.finish_reason])
         )
 
@@ -120,7 +127,7 @@ class CompletionShape:
                     "index": index,
                     "text": "".join(text for text, _ in parts),
                     "logprobs": self._logprobs(entries) if self._with_logprobs else None,
-                    "finish_reason": updates[-1].piece.finish_reason,
+                    **_finish(updates[-1]),
                 }
             )
         return self._frame.whole(choices)
@@ -188,7 +195,7 @@ class ChatShape:
             logprobs = b"null"
         if piece.finish_reason is not None:
             events += self._frame.chunk(
-                b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, _FINISH[piece.finish_reason])
+                b'{"index":%d,"delta":{},"logprobs":null,%b}' % (index, _FINISH[piece.finish_reason])
             )
         return events
 
@@ -202,7 +209,7 @@ class ChatShape:
                     "index": index,
                     "message": _message(answer),
                     "logprobs": self._logprobs(entries) if self._with_logprobs else None,
-                    "finish_reason": updates[-1].piece.finish_reason,
+                    **_finish(updates[-1]),
                 }
             )
         return self._frame.whole(choices)
@@ -249,6 +256,11 @@ def _message(answer: ReadAnswer) -> dict[str, Any]:
             for call in answer.calls
         ]
     return message
+
+
+def _finish(last: Update) -> dict[str, Any]:
+    reason = last.piece.finish_reason
+    return _TIMED_OUT if reason == TIME_LIMIT else {"finish_reason": reason}
 
 
 def _finite(logprob: float) -> float:

@@ -31,14 +31,16 @@ class TextDecoder:
 
 
 class StopMatcher:
-    """Cuts a text before the stop string that is completed first (the longest of those completed together).
+    """Cuts a text before the stop string that is completed first (the longest of those completed together), or behind
+    it, where `keeps_stop`.
 
     What is held back begins where a stop string may begin; what does not is never looked at again. So a character
     costs a few string comparisons for each stop string, however long they are and however far they had matched.
     """
 
-    def __init__(self, stops: list[str]) -> None:
+    def __init__(self, stops: list[str], keeps_stop: bool) -> None:
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._longest = max(map(len, stops))
         self._held = ""
         self.num_emitted = 0
@@ -55,7 +57,7 @@ class StopMatcher:
         ]
         if ends:
             self.matched = True
-            keep = min(ends)[1]
+            keep = min(ends)[0 if self._keeps_stop else 1]
             self._held = ""
         else:
             keep = self._first_beginning(text)

@@ -90,8 +90,16 @@ def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_
 
 
 def test_zero_is_not_false_nor_one_true_but_one_is_one_in_any_spelling() -> None:
-    decode(CompletionBody, {"length_penalty": 1.0, "priority": 0.0, "store": False, "skip_special_tokens": True})
-    for name, value in (("store", 0), ("priority", False), ("length_penalty", True), ("skip_special_tokens", 1)):
+    decode(
+        CompletionBody,
+        {"length_penalty": 1.0, "routed_experts_prompt_start": 0.0, "store": False, "skip_special_tokens": True},
+    )
+    for name, value in (
+        ("store", 0),
+        ("routed_experts_prompt_start", False),
+        ("length_penalty", True),
+        ("skip_special_tokens", 1),
+    ):
         assert refusal(CompletionBody, {name: value}).code == "unsupported_value"
 
 
@@ -172,7 +180,6 @@ def test_fields_that_were_dropped_unseen_are_refused_by_name() -> None:
         "guided_regex": "a+",
         "structural_tag": "{}",
         "service_tier": "flex",
-        "truncate_prompt_tokens": 5,
         "prompt_logprobs": 1,
         "skip_special_tokens": False,
     }.items():

@@ -37,7 +37,7 @@ def before_first_stop(text: str, stops: list[str]) -> str:
 
 
 def stream(text_pieces: list[str], stops: list[str]) -> list[str]:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(stops, keeps_stop=False)
     out = []
     for piece in text_pieces:
         out.append(matcher.feed(piece))
@@ -55,7 +55,7 @@ def test_streamed_pieces_join_to_the_text_before_the_first_stop_however_it_is_cu
 
 @given(few_letters, stop_strings)
 def test_what_is_held_back_is_only_what_may_begin_a_stop_string(text, stops):
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(stops, keeps_stop=False)
     sent = ""
     for i, char in enumerate(text):
         sent += matcher.feed(char)
@@ -86,8 +86,10 @@ def test_many_long_stop_strings_that_almost_match_cost_little():
                         break
             return len(text) - longest
 
-    assert seconds_of(StopMatcher(stops), 2000) < STOP_STRINGS_S
-    assert seconds_of(EveryBeginning(stops), 200) > STOP_STRINGS_S / 10, "another way would be noticed"
+    assert seconds_of(StopMatcher(stops, keeps_stop=False), 2000) < STOP_STRINGS_S
+    assert seconds_of(EveryBeginning(stops, keeps_stop=False), 200) > STOP_STRINGS_S / 10, (
+        "another way would be noticed"
+    )
 
 
 @given(st.lists(st.integers(0, 8191), max_size=40))
@@ -108,7 +110,7 @@ def test_a_text_survives_encoding_and_streamed_decoding_without_broken_character
 def test_an_unfinished_character_ends_as_one_replacement_character():
     euro = TOKENIZER.encode("€", False)
     assert len(euro) > 1, "the test needs a character of several tokens"
-    choice = Choice(TOKENIZER, [], 0)
+    choice = Choice(TOKENIZER, [], 0, keeps_stop=False)
     first = choice.feed(Delta(request_id="r", token_ids=euro[:-1]))
     last = choice.feed(Delta(request_id="r", token_ids=[], finish_reason="length"))
     assert (first.text, last.text) == ("", "�")
@@ -177,7 +179,7 @@ def told(choice, token_ids, at_once):
 @given(st.text(alphabet="ab€ ", max_size=20), stop_strings, st.integers(1, 3))
 def test_offsets_point_at_their_tokens_and_nothing_of_a_stop_string_is_reported(text, stops, at_once):
     token_ids = TOKENIZER.encode(text, False)
-    whole, entries = told(Choice(TOKENIZER, stops, 0), token_ids, at_once)
+    whole, entries = told(Choice(TOKENIZER, stops, 0, keeps_stop=False), token_ids, at_once)
     assert whole == before_first_stop(text, stops)
     assert [entry.offset for entry in entries] == sorted(entry.offset for entry in entries)
 
@@ -187,12 +189,12 @@ def test_a_stop_string_that_begins_before_min_tokens_is_plain_text(text, stops, 
     token_ids = TOKENIZER.encode(text, False)
     decoder = TextDecoder(TOKENIZER, skip_special_tokens=True)
     plain = "".join(map(decoder.step, token_ids[:min_tokens]))
-    whole, _ = told(Choice(TOKENIZER, stops, min_tokens), token_ids, at_once)
+    whole, _ = told(Choice(TOKENIZER, stops, min_tokens, keeps_stop=False), token_ids, at_once)
     assert whole == plain + before_first_stop(text[len(plain) :], stops)
 
 
 def test_the_stop_token_is_counted_and_has_an_entry_but_no_text():
-    choice = Choice(TOKENIZER, [], 0)
+    choice = Choice(TOKENIZER, [], 0, keeps_stop=False)
     x = TOKENIZER.encode("x", False)[0]
     piece = choice.feed(Delta(request_id="r", token_ids=[x, x], logprobs=[Logprob(-1.0, [])] * 2, finish_reason="stop"))
     assert (piece.text, len(piece.entries), choice.num_tokens, piece.finish_reason) == ("x", 2, 2, "stop")
