@@ -37,6 +37,20 @@ class ModelConfig(Settings):
     reasoning_parser: ReasoningParser = Field(
         "auto", description="how the model marks its reasoning; auto and none as for `tool_parser`"
     )
+    pooling: Literal["last", "mean"] | None = Field(
+        None,
+        description="of /v1/embeddings, the last token's hidden state or the mean of all; default: what the folder's "
+        "1_Pooling/config.json says, or last",
+    )
+    nested_embeddings: bool = Field(
+        False,
+        description="the first entries of an embedding are one (Matryoshka), so requests may ask for `dimensions`",
+    )
+    ranking: Literal["cosine", "yes_no"] | None = Field(
+        None,
+        description="of /v1/rerank: by the cosine of embeddings, or as Qwen3-Reranker, by what speaks for yes and for "
+        "no; default: it is refused",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":

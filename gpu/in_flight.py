@@ -118,6 +118,7 @@ class InFlight:
             unit_seconds=self.units.seconds if self.units else 0.0,
             decode_seconds=self.decode.seconds if self.decode else 0.0,
             failures=self.failures,
+            pooled={slot: vector.numpy() for job in self.finished_jobs for slot, vector in job.pooled.items()},
         )
 
     def _fail(self, reasons: dict[int, str]) -> None:

@@ -10,6 +10,7 @@ from enum import Enum
 
 import numpy as np
 
+from gpu.pooling import Pooling
 from gpu.sampling.params import SamplingParams
 from transfer.chunks.format import ChunkKey
 
@@ -127,6 +128,7 @@ class PrefillPrompt:
     `token_ids` is int32 `[context]`: the prompt, and after a preemption the output so far as well (`num_prompt_tokens`
     tells them apart). `samples` is the number of output tokens drawn before: the next draw is number `samples`.
     `host`: what of it goes down, or None. Its page table then has, for `[sink, released)`, pages of dense layers alone.
+    `pooling`: what is told of it beside the draw, or None.
     `fused`: what it takes of chunks, or None; such a prompt is alone in its job. `capture`: it is a chunk, in NO_SLOT,
     whose keys and values are kept under that key; all prompts of its job are.
     """
@@ -140,6 +142,7 @@ class PrefillPrompt:
     host: HostPrompt | None = None
     fused: FusedPrompt | None = None
     capture: ChunkKey | None = None
+    pooling: Pooling | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -384,6 +387,7 @@ class StepResult:
     """What a step produced. `prompt_logprobs[slot][i]` belongs to prompt token `i + 1`.
 
     `unit_seconds` (device time of all units) and `decode_seconds` feed the scheduler's cost model; 0.0 if none ran.
+    `pooled[slot]`: what a prompt's `pooling` asked for, float32.
     `failures[slot]`: why a slot could not go on (the host refused memory); its token is -1 from then on.
     """
 
@@ -392,3 +396,4 @@ class StepResult:
     unit_seconds: float
     decode_seconds: float
     failures: dict[int, str] = field(default_factory=dict)
+    pooled: dict[int, np.ndarray] = field(default_factory=dict)

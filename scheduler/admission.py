@@ -270,6 +270,7 @@ class Admission:
                 sampling=sequence.request.sampling,
                 profile=sequence.request.attention_profile,
                 host=self._residence.host_prompt(sequence, start),
+                pooling=sequence.request.pooling,
                 fused=None if self._documents is None else self._documents.plan(sequence, start.begin),
             )
             for sequence, start in batch

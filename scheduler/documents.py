@@ -98,7 +98,7 @@ class Documents:
         """Of its prompt. One that is scored is computed whole, and has none."""
         request = sequence.request
         fusion = request.fusion
-        if fusion is None or fusion.policy == VANILLA or request.sampling.num_prompt_logprobs is not None:
+        if fusion is None or fusion.policy == VANILLA or sequence.needs_every_token:
             return
         end = 0
         for span in request.chunks:

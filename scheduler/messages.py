@@ -10,6 +10,7 @@ from typing import Self
 
 import msgspec
 
+from gpu.pooling import Pooling
 from gpu.sampling.params import SamplingParams
 
 _TOKEN_BYTES = 4
@@ -51,7 +52,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `prompt` is packed (`pack_tokens`); requests that share one share the object, and it is hashed once for all of them.
     `stop_token_ids` end it (the stop token is reported in `Delta.token_ids`), and are not drawn before the output has
     `min_tokens` without them; stop strings are the API process's work. `max_tokens` 0 computes the prompt alone (for
-    `echo` with `logprobs`). One with a grammar also ends where that allows nothing more.
+    `echo` with `logprobs`, or for a `pooling`). One with a grammar also ends where that allows nothing more.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     attention_profile: str
     arrival_s: float
     priority: int = 0  # less is earlier
+    pooling: Pooling | None = None
     cache_salt: str = ""  # prefixes are shared among requests of one salt alone
     chunks: list[ChunkSpan] = []  # of the prompt, in its order; they do not overlap
     fusion: Fusion | None = None  # None: vanilla, `chunks` are ignored
@@ -210,6 +212,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[Logprob] | None = None
     prompt_logprobs: list[Logprob] | None = None  # with the first token: entry i is of prompt token i + 1
+    pooled: bytes | None = None  # float32 in this host's byte order: what the request's `pooling` asked for
     finish_reason: str | None = None
     error: str | None = None  # with finish_reason error
     num_cached_tokens: int = 0

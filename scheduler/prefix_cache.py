@@ -68,10 +68,10 @@ class PrefixCache:
     def await_blocks(self, sequence: Sequence) -> None:
         """The sequence waits from now on: which of its blocks need not be computed if they are known.
 
-        Its last token is always computed, for its logits; all are, when prompt logprobs are asked.
+        Its last token is always computed, for its logits; all are, when prompt logprobs are asked, or their mean.
         """
         self.known_hashes(sequence)
-        is_used = self.is_enabled and sequence.request.sampling.num_prompt_logprobs is None
+        is_used = self.is_enabled and not sequence.needs_every_token
         sequence.num_usable_blocks = (sequence.num_tokens - 1) // self._page_tokens if is_used else 0
         align = self._align_tokens[sequence.request.attention_profile]
         end = _NO_END if align == 1 else (sequence.num_tokens - 1) // align * align

@@ -1,5 +1,7 @@
 """What requests are told of a step: deltas as tokens are drawn, progress while their prompt is prefilled."""
 
+import numpy as np
+
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, TokenLogprob
 from scheduler.messages import Delta, Logprob, Progress
 from scheduler.prefill_queue import JobInProgress
@@ -24,7 +26,11 @@ def finish_reason(sequence: Sequence, token_id: int) -> str | None:
 
 
 def make_delta(
-    sequence: Sequence, token: SampledToken, prompt_logprobs: list[TokenLogprob] | None, reason: str | None
+    sequence: Sequence,
+    token: SampledToken,
+    prompt_logprobs: list[TokenLogprob] | None,
+    pooled: np.ndarray | None,
+    reason: str | None,
 ) -> Delta:
     """The message for one draw. Cached tokens come with all, prompt logprobs and queue time with the first."""
     request = sequence.request
@@ -35,6 +41,7 @@ def make_delta(
         token_ids=token_ids,
         logprobs=[_message(token.logprob)] if token_ids and token.logprob is not None else None,
         prompt_logprobs=[_message(entry) for entry in prompt_logprobs] if prompt_logprobs and first else None,
+        pooled=None if pooled is None else pooled.tobytes(),
         finish_reason=reason,
         error=_WHY_NOTHING[token.token_id] if reason == "error" else None,
         num_cached_tokens=sequence.num_cached_tokens,

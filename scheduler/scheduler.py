@@ -300,7 +300,8 @@ class Scheduler:
                 continue
             sequence.num_in_flight -= 1
             if sequence.state is not State.FINISHED:
-                deltas += self._append(sequence, token, result.prompt_logprobs.get(token.slot))
+                slot = token.slot
+                deltas += self._append(sequence, token, result.prompt_logprobs.get(slot), result.pooled.get(slot))
         for run in launched.runs:
             self.residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
@@ -436,7 +437,11 @@ class Scheduler:
         self.constraints.consume(drawn)
 
     def _append(
-        self, sequence: Sequence, token: SampledToken, prompt_logprobs: list[TokenLogprob] | None
+        self,
+        sequence: Sequence,
+        token: SampledToken,
+        prompt_logprobs: list[TokenLogprob] | None,
+        pooled: np.ndarray | None,
     ) -> list[Delta]:
         if sequence.state is State.RUNNING:  # its prompt is done
             self._let_go([sequence])
@@ -445,7 +450,7 @@ class Scheduler:
             self._retire(sequence)
             return [make_failure(sequence, f"grammar: the answer cannot go on ({constraint.error})")]
         reason = finish_reason(sequence, token.token_id)
-        delta = make_delta(sequence, token, prompt_logprobs, reason)
+        delta = make_delta(sequence, token, prompt_logprobs, pooled, reason)
         sequence.output += delta.token_ids
         if reason is None and constraint is not None and constraint.is_over:
             self._retire(sequence)

@@ -116,6 +116,12 @@ class Sequence:
         """Whether another token may be drawn without knowing those in flight."""
         return self.state is State.RUNNING and self.num_drawn < self.request.max_tokens
 
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether its whole prompt is computed, whatever is known of it."""
+        pooling = self.request.pooling
+        return self.request.sampling.num_prompt_logprobs is not None or (pooling is not None and pooling.reads_all)
+
     def tokens_from(self, begin: int) -> np.ndarray:
         """Int32, of prompt and output from token `begin` on; the prompt itself is not copied."""
         first = max(0, begin - len(self.prompt))

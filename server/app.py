@@ -30,6 +30,7 @@ from server import (
     routes_generation,
     routes_status,
     routes_tokens,
+    routes_vectors,
 )
 from server.api_error import ApiError, invalid, unavailable
 from server.config import ConfigError, Deployment
@@ -92,6 +93,7 @@ def create_app(
     for routes in (
         routes_generation,
         routes_documents,
+        routes_vectors,
         routes_tokens,
         routes_status,
         routes_discovery,

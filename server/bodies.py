@@ -23,6 +23,7 @@ from server.known_fields import (
     CUSTOM,
     DETOKENIZE,
     DOCUMENT,
+    EMBEDDINGS,
     FUNCTION,
     FUSION,
     INLINE_DOCUMENT,
@@ -32,6 +33,8 @@ from server.known_fields import (
     NAMED_FUNCTION,
     NAMED_TOOL,
     PART,
+    RANKED_TEXT,
+    RERANK,
     RESPONSE_FORMAT,
     STREAM_OPTIONS,
     STRUCTURED_OUTPUTS,
@@ -39,6 +42,7 @@ from server.known_fields import (
     TOOL,
 )
 from server.text_pool import TextPool
+from server.vector_bodies import EmbeddingsBody, RankedText, RerankBody
 from transfer.config import Policy
 
 MAX_CHOICES = 128
@@ -290,6 +294,9 @@ FIELDS: dict[type[msgspec.Struct], Fields] = {
     ChatBody: CHAT,
     TokenizeBody: TOKENIZE,
     DetokenizeBody: DETOKENIZE,
+    EmbeddingsBody: EMBEDDINGS,
+    RerankBody: RERANK,
+    RankedText: RANKED_TEXT,
     DocumentBody: DOCUMENT,
     InlineDocument: INLINE_DOCUMENT,
     FusionChoice: FUSION,

@@ -5,7 +5,7 @@ compares two numbers (`min_tokens` and `max_tokens`, the prompt and the context)
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from server.bodies import (
     FIELDS,
@@ -42,6 +42,7 @@ from server.bodies import (
 from server.documents import DOCUMENTS_OFF
 from server.fields import Fate, Free, Neutral
 from server.registry import DOCUMENT_ID
+from server.vector_bodies import MAX_INPUTS, EmbeddingsBody, RerankBody
 
 Tree = dict[str, Any]
 
@@ -59,6 +60,8 @@ class BodyLimits:
     vocab_size: int | None
     max_context_tokens: int | None
     has_documents: bool
+    ranks_by: Literal["cosine", "yes_no"] | None
+    has_nested_embeddings: bool
 
 
 def complete_schemas(components: Tree, limits: BodyLimits) -> None:
@@ -69,7 +72,7 @@ def complete_schemas(components: Tree, limits: BodyLimits) -> None:
         if limits.refuses_unknown:
             schema["additionalProperties"] = False
         for name, keywords in (*_bounds_of_all(limits).items(), *_bounds_of(struct, limits).items()):
-            if name in schema["properties"]:
+            if name in table.fates and not _is_beside(table.fates[name]):
                 schema["properties"][name] |= keywords
         schema["required"] += _NEEDED.get(struct, [])
         schema |= _CONDITIONS.get(struct, {})
@@ -110,7 +113,7 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
     """Field -> keywords, where a check by hand allows less than the type."""
     bounds: dict[type, dict[str, Tree]] = {
         CompletionBody: {
-            "prompt": {"anyOf": _prompts(limits)},
+            "prompt": {"anyOf": _prompts(limits, limits.max_sequences)},
             "logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
             "best_of": {"minimum": 1, "maximum": MAX_CHOICES},  # n, which it must be
         },
@@ -134,8 +137,14 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         TokenizeBody: {"prompt": {"maxLength": limits.max_tokenize_items}, "messages": {"minItems": 1}},
         DetokenizeBody: {"tokens": {"items": _token_id(limits), "maxItems": limits.max_tokenize_items}},
         DocumentBody: {"messages": {"minItems": 1}},
+        EmbeddingsBody: {"input": {"anyOf": _prompts(limits, MAX_INPUTS)}, **_of_vectors(limits)},
+        RerankBody: {"instruction": _NULL if limits.ranks_by == "cosine" else {}},
     }
     return bounds.get(struct, {})
+
+
+def _of_vectors(limits: BodyLimits) -> dict[str, Tree]:
+    return {} if limits.has_nested_embeddings else {"dimensions": {"enum": [None]}}
 
 
 def _of_documents(limits: BodyLimits) -> dict[str, Tree]:
@@ -150,13 +159,13 @@ def _refer_to(struct: type) -> Tree:
     return {"$ref": f"#/components/schemas/{struct.__name__}"}
 
 
-def _prompts(limits: BodyLimits) -> list[Tree]:
+def _prompts(limits: BodyLimits, most: int) -> list[Tree]:
     """A text, token ids, or a list of either kind."""
     text: Tree = {"type": "string", "minLength": limits.min_prompt_chars}
     ids: Tree = {"type": "array", "items": _token_id(limits), "minItems": 1}
     if limits.max_context_tokens is not None:
         ids["maxItems"] = limits.max_context_tokens
-    of_one_kind: Tree = {"type": "array", "minItems": 1, "maxItems": limits.max_sequences}
+    of_one_kind: Tree = {"type": "array", "minItems": 1, "maxItems": most}
     return [text, ids, of_one_kind | {"items": text}, of_one_kind | {"items": ids}]
 
 

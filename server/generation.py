@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gpu.pooling import Pooling
 from gpu.profiles import why_unknown
 from gpu.sampling.params import SamplingParams
 from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
@@ -45,7 +46,8 @@ def _as_words() -> None:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A prompt, how much to generate from it, how its documents are computed (None: like all of it), what each answer
-    is held to (`server.structured`; "": nothing), and what makes a reader of each.
+    is held to (`server.structured`; "": nothing), what makes a reader of each, and what vector is made of the prompt
+    (None: none).
     """
 
     prompt: Prompt
@@ -53,6 +55,7 @@ class Job:
     fusion: Fusion | None = None
     grammar: str = ""
     read: Callable[[], MessageReader | None] = _as_words
+    pooling: Pooling | None = None
 
 
 class Generation:
@@ -221,6 +224,7 @@ class Generation:
                     grammar=job.grammar,
                     allowed_token_ids=allowed,
                     bad_token_ids=bad_words,
+                    pooling=job.pooling,
                 )
             )
         return requests

@@ -197,3 +197,35 @@ TOKENIZE = Fields(
 DETOKENIZE = Fields("Detokenize", served("model", "tokens"))
 
 DOCUMENT = Fields("Document", {"messages": Each(MESSAGE), **served("model", "title", "text", "cache_salt", "wait")})
+
+RANKED_TEXT = Fields("RankedText", served("text"))
+
+_VECTOR: dict[str, Fate] = {
+    **served("model", "user", "attention_profile", "cache_salt", "priority", "max_seconds"),
+    **refused(_TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
+    **refused("the header x-request-id names a request", "request_id"),
+    **refused("vectors have length 1 here", "normalize", "use_activation", at=(True,)),
+    **refused("vectors are of float32 here", "embed_dtype", at=("float32",)),
+    **refused("vectors are in the order of a little-endian host", "endianness", at=("native", "little")),
+}
+
+EMBEDDINGS = Fields(
+    "Embeddings",
+    {
+        **_VECTOR,
+        **served("input", "encoding_format", "dimensions", "truncate_prompt_tokens", "truncation_side"),
+        **refused("a text gets its tokenizer's special tokens", "add_special_tokens", at=(True,)),
+    },
+)
+
+RERANK = Fields(
+    "Rerank",
+    {
+        "documents": Each(RANKED_TEXT),
+        **_VECTOR,
+        **served("query", "top_n", "return_documents", "instruction"),
+        **refused("documents are read whole; cut them before", "max_tokens_per_doc", "max_chunks_per_doc",
+                       "truncate_prompt_tokens"),
+        **refused("documents are one text each", "rank_fields", at=(["text"],)),
+    },
+)  # fmt: skip

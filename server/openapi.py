@@ -13,13 +13,15 @@ from server.bodies import FIELDS, MOST_SECONDS, ChatBody, CompletionBody, Detoke
 from server.body_schemas import BodyLimits, Tree, complete_schemas
 from server.registry import DOCUMENT_ID
 from server.routes_documents import DEFAULT_PAGE, MAX_PAGE
+from server.routes_vectors import RANKING_PATHS
 from server.time_limit import TIME_HEADER
+from server.vector_bodies import EmbeddingsBody, RerankBody
 
 _ANSWERS = (
     answers.Error, answers.Completion, answers.ChatCompletion, answers.Tokens, answers.Text, answers.Models,
     answers.Model, answers.Health, answers.Live, answers.Version, answers.CompletionChunk, answers.ChatChunk,
     answers.TokenizerInfo, answers.ServerInfo, answers.Loads, answers.NewDocument, answers.WholeDocument,
-    answers.DocumentList, answers.DeletedDocument,
+    answers.DocumentList, answers.DeletedDocument, answers.Embeddings, answers.Ranking,
 )  # fmt: skip
 _REF = "#/components/schemas/{name}"
 _REFUSALS = {
@@ -48,6 +50,7 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"enum": list(limits.model_ids)}}
     completes = _posts("Continue a text", CompletionBody, answers.Completion, answers.CompletionChunk)
     chats = _posts("Answer a chat", ChatBody, answers.ChatCompletion, answers.ChatChunk)
+    ranks = _posts("Rank documents by a query", RerankBody, answers.Ranking, None, generates=True)
     document: Tree = {
         "openapi": "3.1.0",
         "info": {
@@ -58,6 +61,10 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
         "paths": {
             "/v1/completions": {"post": completes},
             "/v1/chat/completions": {"post": chats},
+            "/v1/embeddings": {
+                "post": _posts("Texts as vectors", EmbeddingsBody, answers.Embeddings, None, generates=True)
+            },
+            **{path: {"post": ranks | {"operationId": path.strip("/").replace("/", "_")}} for path in RANKING_PATHS},
             "/tokenize": {"post": _posts("A text or messages in tokens", TokenizeBody, answers.Tokens, None)},
             "/detokenize": {"post": _posts("Tokens as a text", DetokenizeBody, answers.Text, None)},
             "/v1/models": {"get": _gets("The model that is served", answers.Models)},
@@ -101,15 +108,18 @@ def _document_paths() -> Tree:
     }
 
 
-def _posts(summary: str, body: type, answer: type, chunk: type | None) -> Tree:
-    """`chunk`: what the events of a stream hold; None: it does not stream."""
+def _posts(summary: str, body: type, answer: type, chunk: type | None, generates: bool = False) -> Tree:
+    """`chunk`: what the events of a stream hold; None: it does not stream. generates: the engine works for it, as for
+    all that streams.
+    """
+    generates |= chunk is not None
     whole = _content(answer)
     if chunk is not None:
         whole |= {"text/event-stream": {"schema": _event(chunk)}}
-    codes = [code for code in _REFUSALS if chunk is not None or code != "500"]
+    codes = [code for code in _REFUSALS if generates or code != "500"]
     return {
         "summary": summary,
-        "parameters": [] if chunk is None else [_TIME],
+        "parameters": [_TIME] if generates else [],
         "operationId": body.__name__.removesuffix("Body").lower(),
         "requestBody": {"required": True, "content": _content(body)},
         "responses": {"200": {"description": "done", "content": whole}} | _errors(codes),

@@ -65,10 +65,10 @@ def most_to_read(service: Service, cut: Cut | None, context: int) -> int:
     return context if cut is None else max(context, service.max_tokenize_items)
 
 
-async def completion_prompts(service: Service, body: CompletionBody, limits: Ready) -> list[Prompt]:
-    """One Prompt for each of the body's. Raises ApiError 400."""
-    is_many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
-    check_num_sequences(service, len(body.prompt) if is_many else 1, body.n or 1)
+async def completion_prompts(
+    service: Service, body: CompletionBody, limits: Ready, field: str = "prompt"
+) -> list[Prompt]:
+    """One Prompt for each of the body's; `field` is what errors call it. Raises ApiError 400."""
     context = context_of(body, limits)
     asked = body.max_tokens
     cut = choose_cut(
@@ -77,7 +77,7 @@ async def completion_prompts(service: Service, body: CompletionBody, limits: Rea
     most = most_to_read(service, cut, context)
     prompts: list[Prompt] = []
     size = 0  # of all so far: many short ones take as long as a long one
-    for name, given in _split(body.prompt):
+    for name, given in _split(field, body.prompt):
         size += len(given)
         if isinstance(given, str):
             prompt = await encode_text(service, name, given, size, most)
@@ -217,6 +217,12 @@ def chat_max_tokens(service: Service, body: ChatBody, prompt: Prompt, limits: Re
     return _room("messages", prompt, context, field, asked, service.settings.default_max_tokens or context)
 
 
+def check_room(name: str, prompt: Prompt, context: int) -> None:
+    """Raises ApiError 400 for a prompt that is too long even without an answer."""
+    if len(prompt.token_ids) > context:
+        raise _too_long(name, str(len(prompt.token_ids)), context)
+
+
 def context_of(body: GenerationBody, limits: Ready) -> int:
     """The longest prompt and answer of the attention profile that a body names; of an unknown one, of any."""
     return limits.profiles.get(body.attention_profile or limits.default_profile, limits.max_context_tokens)
@@ -244,17 +250,17 @@ def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None
     return asked
 
 
-def _split(prompt: str | list[str | int | list[int]]) -> list[tuple[str, str | list[int]]]:
-    """The prompts in a body's `prompt`, each with its name for errors."""
+def _split(field: str, prompt: str | list[str | int | list[int]]) -> list[tuple[str, str | list[int]]]:
+    """The prompts in a body's `field`, each with its name for errors."""
     if isinstance(prompt, str):
-        return [("prompt", prompt)]
+        return [(field, prompt)]
     if not prompt:
-        raise invalid("prompt", "an empty list; wanted a string, a list of strings, token ids or lists of token ids")
+        raise invalid(field, "an empty list; wanted a string, a list of strings, token ids or lists of token ids")
     if len(set(map(type, prompt))) > 1:
-        raise invalid("prompt", "a list of mixed types; wanted all strings, all token ids or all lists of token ids")
+        raise invalid(field, "a list of mixed types; wanted all strings, all token ids or all lists of token ids")
     if isinstance(prompt[0], int):
-        return [("prompt", prompt)]  # type: ignore[list-item]
-    return [(f"prompt[{i}]", item) for i, item in enumerate(prompt)]  # type: ignore[misc]
+        return [(field, prompt)]  # type: ignore[list-item]
+    return [(f"{field}[{i}]", item) for i, item in enumerate(prompt)]  # type: ignore[misc]
 
 
 def _too_long(name: str, length: str, context: int) -> ApiError:

@@ -35,6 +35,8 @@ def _of(service: Service) -> tuple[bytes, str]:
         vocab_size=None if ready is None else ready.vocab_size,
         max_context_tokens=None if ready is None else ready.max_context_tokens,
         has_documents=service.documents is not None,
+        ranks_by=service.deployment.model.ranking,
+        has_nested_embeddings=service.vectors.is_nested,
     )
     return _written(limits, bool(service.key_digests))
 

@@ -1,8 +1,5 @@
 """`/v1/completions` and `/v1/chat/completions`: a body becomes jobs for the engine, and their output a response."""
 
-import asyncio
-from dataclasses import replace
-
 from fastapi import APIRouter, Request, Response
 
 from scheduler.messages import Ready
@@ -25,14 +22,14 @@ from server.prompts import (
 )
 from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
-from server.sse import EventStream, watch_disconnect
+from server.sse import EventStream, watched
 from server.time_limit import choose_limit
 from server.tool_use import choose_tools, hold_calls, read_with
 
 router = APIRouter()
 
 _MOST_CHAR_BYTES = 4  # of a character in UTF-8
-_CLIENT_GONE = 499  # for the log alone: nobody reads it
+CLIENT_GONE = 499  # for the log alone: nobody reads it
 
 
 @router.post("/v1/completions")
@@ -42,6 +39,8 @@ async def completions(request: Request) -> Response:
     service.check_model(body.model)
     check_completion(body)
     limits = service.supervisor.ready()
+    is_many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
+    check_num_sequences(service, len(body.prompt) if is_many else 1, body.n or 1)
     prompts = await completion_prompts(service, body, limits)
     grammar = await hold_to_form(service, body)
     jobs = [Job(prompt, completion_max_tokens(service, body, prompt, limits), grammar=grammar) for prompt in prompts]
@@ -67,10 +66,14 @@ async def chat_completions(request: Request) -> Response:
     return await _respond(request, service, body, generation, shape)
 
 
-def start_generation(request: Request, kind: str, body: GenerationBody, jobs: list[Job], limits: Ready) -> Generation:
-    """Raises ApiError 400 for a header that cannot be read."""
+def start_generation(
+    request: Request, kind: str, body: GenerationBody, jobs: list[Job], limits: Ready, seconds_gone: float = 0.0
+) -> Generation:
+    """`seconds_gone`: of the call's time. Raises ApiError 400 for a header that cannot be read."""
     service = service_of(request)
     most_seconds = choose_limit(request.headers, body.max_seconds, service.settings.max_request_seconds)
+    if most_seconds is not None:
+        most_seconds = max(0.0, most_seconds - seconds_gone)
     return Generation(service, kind, body, jobs, limits, request.state.cache_salt, most_seconds)
 
 
@@ -115,14 +118,11 @@ async def _respond(
 ) -> Response:
     if body.stream:
         return EventStream(generation, shape, service.settings, bool(body.return_progress))
-    watch = asyncio.create_task(watch_disconnect(request.receive, generation))
-    try:
-        gathered = await collect(generation)
-        num_entries = generation.num_prompt_tokens + generation.num_generated_tokens if body.logprobs else 0
-        return Response(await service.texts.run(num_entries, shape.whole, gathered), media_type="application/json")
-    except Disconnected:
-        logs.info("client_gone", id=generation.id)
-        return Response(status_code=_CLIENT_GONE)
-    finally:
-        generation.close()
-        watch.cancel()
+    async with watched(request.receive, generation):
+        try:
+            gathered = await collect(generation)
+            num_entries = generation.num_prompt_tokens + generation.num_generated_tokens if body.logprobs else 0
+            return Response(await service.texts.run(num_entries, shape.whole, gathered), media_type="application/json")
+        except Disconnected:
+            logs.info("client_gone", id=generation.id)
+            return Response(status_code=CLIENT_GONE)

@@ -18,6 +18,7 @@ from server.control_tokens import ControlTokens
 from server.documents import Documents, open_documents
 from server.message.formats import AnswerFormat, choose_format
 from server.metrics import Metrics
+from server.pooling import Vectors, load_vectors
 from server.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.supervisor import Supervisor
 from server.template import ChatTemplate, load_template
@@ -34,6 +35,7 @@ class Parts:
     answer_format: AnswerFormat | None
     sampling_defaults: SamplingDefaults
     key_digests: list[bytes]
+    vectors: Vectors
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Service:
     supervisor: Supervisor
     model_name: str
     key_digests: list[bytes]
+    vectors: Vectors
     documents: Documents | None  # None: the deployment takes none
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -117,6 +120,7 @@ def build_service(
         supervisor=Supervisor(deployment, memory, engine_command, metrics, on_loading),
         model_name=model_name(deployment),
         key_digests=parts.key_digests,
+        vectors=parts.vectors,
         documents=open_documents(deployment, parts.tokenizer),
     )
 
@@ -136,6 +140,7 @@ def load_parts(deployment: Deployment) -> Parts:
         answer_format=answer_format,
         sampling_defaults=load_sampling_defaults(deployment),
         key_digests=[_digest(key) for key in keys],
+        vectors=load_vectors(deployment.model, tokenizer),
     )
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import time
 from asyncio import TimerHandle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -90,6 +92,17 @@ class EventStream(Response):
             self._generation.mailbox.put(Tick())
             left_s = self._keepalive_s
         self._timer = asyncio.get_running_loop().call_later(left_s, self._tick)
+
+
+@asynccontextmanager
+async def watched(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """While it goes on, a client that leaves ends it; it is closed behind this, whatever happens."""
+    watch = asyncio.create_task(watch_disconnect(receive, generation))
+    try:
+        yield
+    finally:
+        generation.close()
+        watch.cancel()
 
 
 async def watch_disconnect(receive: Receive, generation: Generation) -> None:

@@ -336,3 +336,6 @@ FUSED_ROWS_INT8_ATOL = 0.5
 # Next-token KL of a prompt all of whose tokens are computed again from one in bf16 by other kernels, in nats: logits
 # that bf16 rounds by a hundredth; a policy that leaves out anything that matters has ten times that.
 FUSED_BFLOAT16_KL = 2e-2
+
+# Of a vector's largest entry: prompts' vectors beside transformers', both float32, whose products add in other orders.
+POOLED_ATOL = 1e-5

@@ -114,3 +114,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""
         return self.projections.logits(hidden)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What logits are made of, `[tokens, hidden]`, of the last layer's."""
+        return self.projections.final_norm(hidden)

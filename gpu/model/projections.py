@@ -49,7 +49,10 @@ class Projections:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and logits, float32 `[tokens, vocab]`."""
-        return logits_linear(rms_norm(hidden, self.weights.final_norm, self.eps), self.weights.logits)
+        return logits_linear(self.final_norm(hidden), self.weights.logits)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weights.final_norm, self.eps)
 
     def _add(self, x: Tensor, matrix: Tensor, post_norm: Tensor | None, hidden: Tensor) -> Tensor:
         if post_norm is None:

@@ -21,6 +21,7 @@ from gpu.host.deposit import Depositor
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.model.decoder import Decoder, Pages
+from gpu.pooling import Pooling
 from gpu.prefill.attention import (
     Packing,
     has_flash,
@@ -33,7 +34,7 @@ from gpu.prefill.query import PrefillQuery
 from gpu.prefill.scored_rows import cut_rows
 from gpu.prefill.staging import StagedPrompt, Staging
 from gpu.sampling.logprobs import Logprobs, join_logprobs
-from gpu.sampling.sampler import Drawing, Sampled, Sampler, gather_logprobs
+from gpu.sampling.sampler import Drawing, Sampled, Sampler, gather_logprobs, to_pinned
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob, Unit
 from gpu.upload import upload
 from transfer.chunks.format import ChunkKey
@@ -41,15 +42,19 @@ from transfer.tier import HostMemoryError, HostTier
 
 LOOK_TOKENS = 2048  # of the layer in which a policy looks, projected at once
 LOST_CHUNK_TOKENS = 2048  # of a chunk that is computed while its prompt waits, at once
+POOLED_TOKENS = 2048  # normed at once for a mean
 MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of more is worth a launch of its own
 
 
 @dataclass(slots=True)
 class FinishedJob:
-    """Next tokens of a job's prompts, in order, and the prompt logprobs of those that asked, by slot."""
+    """Next tokens of a job's prompts, in order; by slot, what those get that asked: prompt logprobs, and vectors of
+    float32 (`gpu.pooling`).
+    """
 
     drawing: Drawing
     prompt_logprobs: dict[int, Logprobs]
+    pooled: dict[int, Tensor]
 
     @property
     def sampled(self) -> Sampled:
@@ -59,6 +64,7 @@ class FinishedJob:
         """Start the copies to the host, on the current stream."""
         self.sampled.copy_to_host()
         self.prompt_logprobs = {slot: logprobs.copy_to_host() for slot, logprobs in self.prompt_logprobs.items()}
+        self.pooled = {slot: to_pinned(vector) for slot, vector in self.pooled.items()}
 
     def prompt_logprobs_to_host(self) -> dict[int, list[TokenLogprob]]:
         """After the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
@@ -469,4 +475,24 @@ class Prefill:
         logits = self.decoder.logits(hidden.index_select(0, last_rows))
         scored = {slot: join_logprobs(pieces) for slot, pieces in state.scored.items()}
         drawing = Drawing(logits, [prompt.slot for prompt in prompts], [prompt.samples for prompt in prompts])
-        return FinishedJob(drawing, scored)
+        return FinishedJob(drawing, scored, self._pool(state, hidden, logits))
+
+    def _pool(self, state: _Job, hidden: Tensor, logits: Tensor) -> dict[int, Tensor]:
+        """By slot, of prompts that ask: `hidden` is of all tokens of the job, `logits` of the prompts' last ones."""
+        pooled = {}
+        for row, prompt in enumerate(state.job.prompts):
+            begin, end = state.offsets[row], state.offsets[row + 1]
+            match prompt.pooling:
+                case None:
+                    continue
+                case Pooling(kind="logits", token_ids=token_ids):
+                    wanted = upload(np.array(token_ids, dtype=np.int64), self.device)
+                    pooled[prompt.slot] = logits[row].index_select(0, wanted)
+                case Pooling(kind="last"):
+                    pooled[prompt.slot] = self.decoder.final_norm(hidden[end - 1 : end])[0].float()
+                case _:
+                    assert prompt.begin == 0, "the mean needs every prompt token's hidden state; begin at 0"
+                    blocks = hidden[begin:end].split(POOLED_TOKENS)
+                    sums = [self.decoder.final_norm(block).sum(0, dtype=torch.float32) for block in blocks]
+                    pooled[prompt.slot] = torch.stack(sums).sum(0) / (end - begin)
+        return pooled

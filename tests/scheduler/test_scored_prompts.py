@@ -1,9 +1,11 @@
 """Prompts whose logprobs are asked for: their logits come in pieces after the layers, beside streams."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
+from gpu.pooling import Pooling
 from gpu.sampling.params import SamplingParams
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit
 from scheduler.config import PrefillConfig
@@ -153,3 +155,17 @@ def test_logits_are_learnt_apart_from_layers() -> None:
     assert model.familiar_rows == 512
     assert model.familiar_tokens(DENSE) == 3200
     assert model.rows_within(0.07, 2000, LEAST_UNIT_TOKENS) == 128
+
+
+@pytest.mark.parametrize(("kind", "num_cached"), [("last", 96), ("mean", 0)])
+def test_a_mean_is_of_all_tokens_also_of_those_that_are_known(kind: str, num_cached: int) -> None:
+    engine, runner = make_engine()
+    prompt = draw_prompt(100)
+    for name in ("first", "second"):
+        plain = make_request(name, prompt, max_tokens=0)
+        engine.submit([msgspec.structs.replace(plain, pooling=Pooling(kind=kind))])
+        (delta,) = drain(engine)[name]
+        assert (delta.finish_reason, delta.token_ids) == ("length", [])
+    assert delta.num_cached_tokens == num_cached
+    last = [job for plan in runner.plans for job in plan.new_jobs][-1].prompts[0]
+    assert (last.begin, last.pooling.kind) == (num_cached, kind)

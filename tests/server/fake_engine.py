@@ -10,12 +10,14 @@ import json
 import os
 import sys
 import time
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from gpu.pooling import Pooling
 from scheduler.messages import (
     Accepted,
     Cancel,
@@ -74,6 +76,14 @@ class Running:
 def logprob_of(token_id: int, rank_count: int | None) -> Logprob:
     top = [((token_id + rank) % VOCAB, -0.25 - 0.5 * rank) for rank in range(rank_count or 0)]
     return Logprob(-0.25, top)
+
+
+def pool(prompt: list[int], pooling: Pooling) -> bytes:
+    """How often tokens of each remainder come, of all or of the last three; of logits: how long the prompt is."""
+    if pooling.kind == "logits":
+        return array("f", [len(prompt) / 100, *([0.0] * (len(pooling.token_ids) - 1))]).tobytes()
+    counted = prompt if pooling.kind == "mean" else prompt[-3:]
+    return array("f", [sum(token % 8 == entry for token in counted) for entry in range(8)]).tobytes()
 
 
 class FakeEngine:
@@ -235,7 +245,8 @@ class FakeEngine:
             "queue_seconds": now - request.arrival_s if first else None,
         }
         if request.max_tokens == 0:
-            return Delta(token_ids=[], finish_reason="length", **common)
+            pooled = None if request.pooling is None else pool(prompt, request.pooling)
+            return Delta(token_ids=[], finish_reason="length", pooled=pooled, **common)
         if request.attention_profile == "breaks" and running.num_tokens == 2:
             return Delta(token_ids=[], finish_reason="error", error="logits: not finite", **common)
         if request.attention_profile == "dies" and running.num_tokens == 2:

@@ -17,8 +17,13 @@ from tests.server.live_server import FAKE_ENGINE, LAPTOP, REFERENCE, ROOT, fake_
 class Program:
     """`url` once it listens, `ready` once its engine serves, `end` when it was told to."""
 
-    def __init__(self, engine: dict[str, float], documents: dict[str, object] | None = None, **server: object) -> None:
-        tree = {"model": {"path": str(REFERENCE)}, "server": {"port": 0, **server}, "documents": documents}
+    def __init__(self, engine: dict[str, float], documents: dict[str, object] | None = None,
+                 model: dict[str, object] | None = None, **server: object) -> None:  # fmt: skip
+        tree = {
+            "model": {"path": str(REFERENCE), **(model or {})},
+            "server": {"port": 0, **server},
+            "documents": documents,
+        }
         script = (
             "import sys, yaml; from pathlib import Path; from server import app; from server.config import Deployment\n"
             "from server.plan import resolve_plan; from transfer.machine import load_machine\n"

@@ -50,7 +50,7 @@ class Call:
             settings=deployment.server, sampling_defaults=SamplingDefaults(),
         )  # fmt: skip
         jobs = [Job(Prompt(prompt, "", 0), max_tokens) for prompt in prompts]
-        self.generation = Generation(service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS, "salt")
+        self.generation = Generation(service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS, "salt", None)
 
     async def submit(self) -> list[EngineRequest]:
         await self.generation.submit(None, None, "prompt")

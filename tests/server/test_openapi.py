@@ -35,6 +35,7 @@ from server import (
     routes_generation,
     routes_status,
     routes_tokens,
+    routes_vectors,
 )
 from server.bodies import FIELDS, RANGES
 from server.body_schemas import BodyLimits
@@ -52,7 +53,8 @@ CHECKS = [
     negative_data_rejection,
 ]
 KEY = "sk-fuzz"
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/documents")
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank",
+         "/tokenize", "/detokenize", "/v1/documents")  # fmt: skip
 # what compares two fields, or a field with the text of another, no schema can say: all that refuses what one allows
 UNSAID = (
     r"^best_of: got .* wanted n ",
@@ -67,12 +69,14 @@ UNSAID = (
     r"^tools\[\d+\]\.function\.parameters: ",  # of a tool that must be called, as a grammar
     r"^tool_choice\.function\.name: .* none of `tools`",
     r"^truncate_prompt_tokens: a prompt with documents",
+    r"^dimensions: got .* an embedding of this model has",
     r"the attention profile has room for|the context has",
 )
 # Of the bodies that are allowed, so many are served: nine in ten came through in 3,000 cases, of those that no text and
 # no second field limits all. Where the document and the server part, whole kinds of bodies are lost.
 LEAST_SHARE = {
-    "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/tokenize": 1.0, "/detokenize": 1.0, "/v1/documents": 1.0,
+    "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/v1/embeddings": 0.75, "/rerank": 0.75,
+    "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 1.0, "/detokenize": 1.0, "/v1/documents": 1.0,
 }  # fmt: skip
 LIMITS = BodyLimits(
     model_ids=("a", "alias"),
@@ -84,6 +88,8 @@ LIMITS = BodyLimits(
     vocab_size=100,
     max_context_tokens=256,
     has_documents=True,
+    ranks_by="yes_no",
+    has_nested_embeddings=True,
 )
 DOCUMENT = "/v1/documents/{document_id}"
 GETS = (
@@ -96,8 +102,9 @@ GETS = (
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Answers end early: a context of 1,024 tokens."""
     folder = str(tmp_path_factory.mktemp("documents"))
+    vectors = {"ranking": "cosine", "nested_embeddings": True}
     documents = {"folder": folder, "memory_limit_gib": 0.25, "disk_limit_gib": 1.0}
-    program = Program({"context": 1024}, documents=documents, api_keys=[KEY])
+    program = Program({"context": 1024}, documents=documents, model=vectors, api_keys=[KEY])
     yield program.ready()
     program.process.send_signal(signal.SIGTERM)
     code, errors = program.end()
@@ -251,6 +258,7 @@ def test_the_document_has_every_route_of_the_application():
             routes_generation,
             routes_status,
             routes_tokens,
+            routes_vectors,
         )
         for route in routes.router.routes
         for method in getattr(route, "methods", ())

@@ -1,0 +1,68 @@
+"""How the served model's embeddings are made, and how it ranks: what the deployment says, else the model's folder.
+
+Knows no request. What a model does not suit is refused where it is asked for, with what to set.
+"""
+
+import json
+from dataclasses import dataclass
+
+from gpu.config import ModelConfig
+from gpu.pooling import Pooling, PoolingKind
+from server.config import ConfigError
+from server.tokenizer import Tokenizer
+
+_POOLING_FILE = "1_Pooling/config.json"  # of sentence-transformers
+_KINDS: dict[str, PoolingKind] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """By the cosine of embeddings, or by the logits of `yes_no`, in that order."""
+
+    yes_no: Pooling | None
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """embedding: None where the folder's own way is not known here, for the reason `why_not`. ranking: None: it has
+    none. is_nested: whether the first entries of an embedding are one.
+    """
+
+    embedding: Pooling | None
+    why_not: str
+    ranking: Ranking | None
+    is_nested: bool
+
+
+def load_vectors(model: ModelConfig, tokenizer: Tokenizer) -> Vectors:
+    """Raises ConfigError for a folder that cannot be read, and for a vocabulary without the words to rank by."""
+    kind, why_not = model.pooling or _read_kind(model), ""
+    if kind is None:
+        why_not = f"{_POOLING_FILE} names a pooling that is not served; set model.pooling to last or mean"
+    ranking = None
+    if model.ranking is not None:
+        ranking = Ranking(_yes_no(tokenizer) if model.ranking == "yes_no" else None)
+    return Vectors(None if kind is None else Pooling(kind=kind), why_not, ranking, model.nested_embeddings)
+
+
+def _read_kind(model: ModelConfig) -> PoolingKind | None:
+    """The last token's, where the folder says nothing: causal models have seen all of the text there."""
+    path = None if model.path is None else model.path / _POOLING_FILE
+    if path is None or not path.is_file():
+        return "last"
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {path} cannot be read: {' '.join(str(error).split())}") from None
+    modes = [mode for mode, is_on in tree.items() if mode.startswith("pooling_mode_") and is_on is True]
+    return _KINDS.get(modes[0]) if len(modes) == 1 else None
+
+
+def _yes_no(tokenizer: Tokenizer) -> Pooling:
+    words = {word: tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")}
+    for word, token_ids in words.items():
+        if len(token_ids) != 1:
+            raise ConfigError(
+                f"model.ranking: got 'yes_no', but {word!r} is {len(token_ids)} tokens of this vocabulary; wanted one"
+            )
+    return Pooling(kind="logits", token_ids=[token_ids[0] for token_ids in words.values()])
