@@ -4,7 +4,7 @@ Answers themselves are written where they come from; nothing here is ever filled
 answer that grows a field is noticed.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -348,3 +348,171 @@ class ChatChunk(Answer):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_progress: Progress | None = None
+
+
+# --- /v1/responses and /v1/messages -----------------------------------------------------------------------------------
+
+
+class InputDetails(Answer):
+    cached_tokens: Count
+    cache_write_tokens: Count
+
+
+class OutputDetails(Answer):
+    """Reasoning is counted with the answer."""
+
+    reasoning_tokens: Count
+
+
+class ResponseUsage(Answer):
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class IncompleteDetails(Answer):
+    reason: Literal["max_output_tokens", "time_limit"]
+
+
+class ResponseError(Answer):
+    code: Literal["server_error"]
+    message: str
+
+
+class ResponsePart(Answer):
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[str] | None = None
+    logprobs: list[str] | None = None
+
+
+class ResponseItem(Answer):
+    """A message, what the model thought, or a call of a tool."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] | None = None
+    content: list[ResponsePart] | None = None
+    summary: list[str] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ResponseReasoning(Answer):
+    effort: str | None
+    summary: None
+
+
+class Response(Answer):
+    id: str
+    object: Literal["response"]
+    created_at: Count
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[ResponseItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ResponseReasoning
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseEvent(Answer):
+    """An event of a stream; which fields it has follows from its type."""
+
+    type: str
+    sequence_number: Count
+    response: Response | None = None
+    item: ResponseItem | None = None
+    part: ResponsePart | None = None
+    item_id: str | None = None
+    output_index: Count | None = None
+    content_index: Count | None = None
+    delta: str | None = None
+    text: str | None = None
+    arguments: str | None = None
+    name: str | None = None
+    logprobs: list[str] | None = None
+
+
+class MessageUsage(Answer):
+    """`input_tokens` are those that were not cached."""
+
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+
+
+class MessageBlock(Answer):
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+MessageStopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+
+
+class AnsweredMessage(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: MessageStopReason
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageDelta(Answer):
+    type: str | None = None
+    text: str | None = None
+    thinking: str | None = None
+    partial_json: str | None = None
+    stop_reason: MessageStopReason = None
+    stop_sequence: str | None = None
+
+
+class MessageErrorDetail(Answer):
+    type: str
+    message: str
+
+
+class MessageError(Answer):
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
+class MessageEvent(Answer):
+    """An event of a stream; which fields it has follows from its type."""
+
+    type: str
+    message: AnsweredMessage | None = None
+    index: Count | None = None
+    content_block: MessageBlock | None = None
+    delta: MessageDelta | None = None
+    usage: MessageUsage | None = None
+
+
+class InputTokens(Answer):
+    input_tokens: Count

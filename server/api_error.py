@@ -11,6 +11,15 @@ REQUEST_TYPE = "invalid_request_error"
 SERVER_TYPE = "server_error"
 UNSUPPORTED_GRAMMAR = "unsupported_grammar"
 
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class ApiError(Exception):
     """A request cannot be served; `message` is one line for its sender. `param` names the field at fault."""
@@ -36,6 +45,11 @@ class ApiError(Exception):
         if self.status == 429:
             return OVERLOADED_TYPE
         return SERVER_TYPE if self.status >= 500 else REQUEST_TYPE
+
+    def messages_body(self) -> bytes:
+        """As Anthropic's clients expect it."""
+        kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}

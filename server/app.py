@@ -30,6 +30,7 @@ from server import (
     routes_generation,
     routes_status,
     routes_tokens,
+    routes_translated,
     routes_vectors,
 )
 from server.api_error import ApiError, invalid, unavailable
@@ -93,6 +94,7 @@ def create_app(
     for routes in (
         routes_generation,
         routes_documents,
+        routes_translated,
         routes_vectors,
         routes_tokens,
         routes_status,
@@ -300,7 +302,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -311,21 +313,22 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         405: f"{path}: {request.method} is not allowed here",
     }.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return error_response(ApiError(error.status_code, what, code=code, headers=dict(error.headers or {})))
+    return error_response(ApiError(error.status_code, what, code=code, headers=dict(error.headers or {})), path)
 
 
 async def _on_registry_full(request: Request, error: Exception) -> Response:
-    return error_response(invalid("documents", str(error), "documents_full"))
+    return error_response(invalid("documents", str(error), "documents_full"), request.url.path)
 
 
 async def _on_registry_error(request: Request, error: Exception) -> Response:
     logs.warning("documents_unavailable", reason=str(error))
     what = "documents: they cannot be read or written now; the server's log says why, under this x-request-id"
     retry_after_seconds = request.app.state.service.settings.retry_after_seconds
-    return error_response(unavailable(what, "documents_unavailable", retry_after_seconds))
+    return error_response(unavailable(what, "documents_unavailable", retry_after_seconds), request.url.path)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return error_response(invalid(".".join(str(part) for part in first["loc"][1:]) or None, str(first["msg"])))
+    named = invalid(".".join(str(part) for part in first["loc"][1:]) or None, str(first["msg"]))
+    return error_response(named, request.url.path)

@@ -41,6 +41,8 @@ from server.known_fields import (
     TOKENIZE,
     TOOL,
 )
+from server.known_other_fields import COUNT_TOKENS, MESSAGES, RESPONSES
+from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
 from server.text_pool import TextPool
 from server.vector_bodies import EmbeddingsBody, RankedText, RerankBody
 from transfer.config import Policy
@@ -294,6 +296,9 @@ FIELDS: dict[type[msgspec.Struct], Fields] = {
     ChatBody: CHAT,
     TokenizeBody: TOKENIZE,
     DetokenizeBody: DETOKENIZE,
+    ResponsesBody: RESPONSES,
+    MessagesBody: MESSAGES,
+    CountTokensBody: COUNT_TOKENS,
     EmbeddingsBody: EMBEDDINGS,
     RerankBody: RERANK,
     RankedText: RANKED_TEXT,

@@ -41,6 +41,7 @@ from server.bodies import (
 )
 from server.documents import DOCUMENTS_OFF
 from server.fields import Fate, Free, Neutral
+from server.other_bodies import MessagesBody, ResponsesBody
 from server.registry import DOCUMENT_ID
 from server.vector_bodies import MAX_INPUTS, EmbeddingsBody, RerankBody
 
@@ -138,6 +139,14 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         DetokenizeBody: {"tokens": {"items": _token_id(limits), "maxItems": limits.max_tokenize_items}},
         DocumentBody: {"messages": {"minItems": 1}},
         EmbeddingsBody: {"input": {"anyOf": _prompts(limits, MAX_INPUTS)}, **_of_vectors(limits)},
+        ResponsesBody: {
+            "max_output_tokens": _bounds_of_all(limits)["max_completion_tokens"],
+            "text": {"properties": {"format": {"properties": {"type": {"enum": ["text"]}}}}},
+        },
+        MessagesBody: {
+            "max_tokens": {"minimum": 1},
+            "stop_sequences": {"items": _STOP, "maxItems": MAX_STOP_STRINGS},
+        },
         RerankBody: {"instruction": _NULL if limits.ranks_by == "cosine" else {}},
     }
     return bounds.get(struct, {})

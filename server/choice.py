@@ -73,6 +73,11 @@ class Choice:
         self.num_recomputed_tokens = 0
         self.finish_reason: str | None = None
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended it."""
+        return (self._matcher.matched or None) if self._matcher is not None else None
+
     def feed(self, delta: Delta) -> Piece:
         """Stop strings may finish it before the engine does; then `finish_reason` is set and the caller cancels."""
         if delta.num_cached_tokens:

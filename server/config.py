@@ -58,6 +58,10 @@ class ServerConfig(Settings):
     max_request_seconds: float | None = Field(
         None, gt=0, description="longest that a request may take, whatever it allows itself in `max_seconds`"
     )
+    responses_seconds: float = Field(
+        3600.0, ge=0, description="a response may be named as `previous_response_id` for so long; 0: none is kept"
+    )
+    responses_limit_mib: float = Field(64.0, gt=0, description="of all responses that are kept; the oldest go")
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may ask from a browser; *: all")
     keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
     progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")

@@ -11,6 +11,7 @@ import msgspec
 from server import answers
 from server.bodies import FIELDS, MOST_SECONDS, ChatBody, CompletionBody, DetokenizeBody, DocumentBody, TokenizeBody
 from server.body_schemas import BodyLimits, Tree, complete_schemas
+from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
 from server.registry import DOCUMENT_ID
 from server.routes_documents import DEFAULT_PAGE, MAX_PAGE
 from server.routes_vectors import RANKING_PATHS
@@ -22,6 +23,8 @@ _ANSWERS = (
     answers.Model, answers.Health, answers.Live, answers.Version, answers.CompletionChunk, answers.ChatChunk,
     answers.TokenizerInfo, answers.ServerInfo, answers.Loads, answers.NewDocument, answers.WholeDocument,
     answers.DocumentList, answers.DeletedDocument, answers.Embeddings, answers.Ranking,
+    answers.Response, answers.ResponseEvent, answers.AnsweredMessage, answers.MessageEvent, answers.MessageError,
+    answers.InputTokens,
 )  # fmt: skip
 _REF = "#/components/schemas/{name}"
 _REFUSALS = {
@@ -51,6 +54,10 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
     completes = _posts("Continue a text", CompletionBody, answers.Completion, answers.CompletionChunk)
     chats = _posts("Answer a chat", ChatBody, answers.ChatCompletion, answers.ChatChunk)
     ranks = _posts("Rank documents by a query", RerankBody, answers.Ranking, None, generates=True)
+    messages = _of_messages(
+        _posts("Answer Anthropic's clients", MessagesBody, answers.AnsweredMessage, answers.MessageEvent)
+    )
+    counts = _of_messages(_posts("Tokens of such a prompt", CountTokensBody, answers.InputTokens, None))
     document: Tree = {
         "openapi": "3.1.0",
         "info": {
@@ -61,6 +68,11 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
         "paths": {
             "/v1/completions": {"post": completes},
             "/v1/chat/completions": {"post": chats},
+            "/v1/responses": {
+                "post": _posts("Answer, and be followed", ResponsesBody, answers.Response, answers.ResponseEvent)
+            },
+            "/v1/messages": {"post": messages},
+            "/v1/messages/count_tokens": {"post": counts},
             "/v1/embeddings": {
                 "post": _posts("Texts as vectors", EmbeddingsBody, answers.Embeddings, None, generates=True)
             },
@@ -124,6 +136,14 @@ def _posts(summary: str, body: type, answer: type, chunk: type | None, generates
         "requestBody": {"required": True, "content": _content(body)},
         "responses": {"200": {"description": "done", "content": whole}} | _errors(codes),
     }
+
+
+def _of_messages(operation: Tree) -> Tree:
+    """Errors are Anthropic's, and so is the key's header beside the usual one."""
+    for code, answer in operation["responses"].items():
+        if code != "200":
+            answer["content"] = _content(answers.MessageError)
+    return operation
 
 
 def _event(chunk: type) -> Tree:

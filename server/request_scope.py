@@ -18,6 +18,8 @@ from server.service import Service
 
 OPEN_PATHS = frozenset({"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"})
 
+MESSAGES_PATH = "/v1/messages"  # and what is below it: whose clients send `x-api-key`
+
 _SANE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
@@ -56,14 +58,14 @@ class RequestScope:
             inner.setdefault("state", {}).update(cache_salt=salt, document_owner=owner)
             await self._app(inner, receive, send_with_id)
         except ApiError as error:
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
         except ClientDisconnect:
             status = 499
         except Exception:
             logs.exception("internal_error", path=scope["path"])
             if status == 0:
                 unknown = internal("internal error; the server's log has the details under this x-request-id")
-                await error_response(unknown)(scope, receive, send_with_id)
+                await error_response(unknown, scope["path"])(scope, receive, send_with_id)
         finally:
             self._service.num_open -= counted
             milliseconds = 1e3 * (time.monotonic() - began_s)
@@ -79,6 +81,8 @@ class RequestScope:
             return salt, owner
         if service.key_digests:
             scheme, _, key = headers.get("authorization", "").partition(" ")
+            if "authorization" not in headers and path.startswith(MESSAGES_PATH):
+                scheme, key = "bearer", headers.get("x-api-key", "")
             if scheme.lower() != "bearer" or not key.strip():
                 raise bad_key("authorization: no key; send 'Authorization: Bearer KEY'")
             if not service.knows_key(key.strip()):
@@ -89,5 +93,7 @@ class RequestScope:
         return salt, owner
 
 
-def error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers, "application/json")
+def error_response(error: ApiError, path: str) -> Response:
+    """As clients of the route expect it: Anthropic's at their own, OpenAI's at all others."""
+    body = error.messages_body() if path.startswith(MESSAGES_PATH) else error.body()
+    return Response(body, error.status, error.headers, "application/json")

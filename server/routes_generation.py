@@ -47,7 +47,7 @@ async def completions(request: Request) -> Response:
     generation = start_generation(request, "cmpl", body, jobs, limits)
     shape = CompletionShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit(body.logprobs, body.logprobs if body.echo else None, "prompt")
-    return await _respond(request, service, body, generation, shape)
+    return await respond(request, service, body, generation, shape)
 
 
 @router.post("/v1/chat/completions")
@@ -58,12 +58,12 @@ async def chat_completions(request: Request) -> Response:
     check_chat(body)
     check_num_sequences(service, 1, body.n or 1)
     limits = service.supervisor.ready()
-    jobs = [await _chat_job(service, body, limits, request.state.document_owner)]
+    jobs = [await chat_job(service, body, limits, request.state.document_owner)]
     generation = start_generation(request, "chatcmpl", body, jobs, limits)
     shape = ChatShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit((body.top_logprobs or 0) if body.logprobs else None, None, "messages")
     await _keep_documents(service, body, generation, request.state.document_owner)
-    return await _respond(request, service, body, generation, shape)
+    return await respond(request, service, body, generation, shape)
 
 
 def start_generation(
@@ -77,7 +77,7 @@ def start_generation(
     return Generation(service, kind, body, jobs, limits, request.state.cache_salt, most_seconds)
 
 
-async def _chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) -> Job:
+async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) -> Job:
     """Raises ApiError 400 and 404, and RegistryError."""
     context = context_of(body, limits)
     conversation = read_conversation(body)
@@ -113,7 +113,7 @@ async def _keep_documents(service: Service, body: ChatBody, generation: Generati
         raise
 
 
-async def _respond(
+async def respond(
     request: Request, service: Service, body: CompletionBody | ChatBody, generation: Generation, shape: Shape
 ) -> Response:
     if body.stream:

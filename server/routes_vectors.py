@@ -17,6 +17,7 @@ from scheduler.messages import Ready
 from server import logs
 from server.api_error import invalid
 from server.bodies import CompletionBody, Message, check_completion, read_body
+from server.conversation import Conversation
 from server.generation import Disconnected, Generation, Job, collect
 from server.prompts import Prompt, chat_prompt, check_room, completion_prompts, context_of
 from server.routes_generation import CLIENT_GONE, start_generation
@@ -120,7 +121,7 @@ async def _questions(service: Service, body: RerankBody, texts: list[str], limit
     for i, text in enumerate(texts):
         question = f"<Instruct>: {instruction}\n<Query>: {body.query}\n<Document>: {text}"
         messages = [Message(role="system", content=_SYSTEM), Message(role="user", content=question)]
-        prompt = await chat_prompt(service, messages, context)
+        prompt = await chat_prompt(service, Conversation(messages), context)
         prompts.append(Prompt(prompt.token_ids + ending, "", 0))
         check_room(f"documents[{i}]", prompts[-1], context)
     return prompts

@@ -19,6 +19,7 @@ from server.documents import Documents, open_documents
 from server.message.formats import AnswerFormat, choose_format
 from server.metrics import Metrics
 from server.pooling import Vectors, load_vectors
+from server.response_store import ResponseStore
 from server.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.supervisor import Supervisor
 from server.template import ChatTemplate, load_template
@@ -55,6 +56,7 @@ class Service:
     model_name: str
     key_digests: list[bytes]
     vectors: Vectors
+    responses: ResponseStore
     documents: Documents | None  # None: the deployment takes none
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -121,6 +123,7 @@ def build_service(
         model_name=model_name(deployment),
         key_digests=parts.key_digests,
         vectors=parts.vectors,
+        responses=ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20)),
         documents=open_documents(deployment, parts.tokenizer),
     )
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from scheduler.messages import Progress
+from server.api_error import ApiError
 from server.bodies import ChatBody, CompletionBody
 from server.choice import TIME_LIMIT, TokenEntry, prompt_entries
 from server.generation import Generation, Update
@@ -33,8 +34,14 @@ class Shape(Protocol):
 
     def progress_chunk(self, progress: Progress, seconds: float) -> bytes: ...
 
-    def usage_chunk(self) -> bytes:
-        """The last event before [DONE]; empty unless `stream_options.include_usage` is set."""
+    def begin(self) -> bytes:
+        """What a stream opens with, before anything is generated."""
+
+    def end(self) -> bytes:
+        """What a stream that is whole ends with."""
+
+    def error(self, error: ApiError) -> bytes:
+        """What one ends with that is not."""
 
     def whole(self, gathered: Sequence[list[Update]]) -> bytes: ...
 
@@ -67,8 +74,16 @@ class _Frame:
         }
         return self._head + b'],"prompt_progress":' + _encode(report) + b"}\n\n"
 
-    def usage_chunk(self) -> bytes:
-        return self._head + b'],"usage":' + _encode(self._usage()) + b"}\n\n" if self._with_usage else b""
+    def begin(self) -> bytes:
+        return b""
+
+    def end(self) -> bytes:
+        """The usage, if `stream_options.include_usage` is set, and [DONE]."""
+        usage = self._head + b'],"usage":' + _encode(self._usage()) + b"}\n\n" if self._with_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
 
     def whole(self, choices: list[dict[str, Any]]) -> bytes:
         generation = self.generation
@@ -105,7 +120,7 @@ class CompletionShape:
         self._with_logprobs = body.logprobs is not None
         self._echoed = [not body.echo] * len(generation.choices)
         self.progress_chunk = self._frame.progress_chunk
-        self.usage_chunk = self._frame.usage_chunk
+        self.begin, self.end, self.error = self._frame.begin, self._frame.end, self._frame.error
 
     def chunk(self, update: Update) -> bytes:
         text, entries = self._echo_once(update)
@@ -175,7 +190,7 @@ class ChatShape:
         self._num_top = body.top_logprobs or 0
         self._has_role = [False] * len(generation.choices)
         self.progress_chunk = self._frame.progress_chunk
-        self.usage_chunk = self._frame.usage_chunk
+        self.begin, self.end, self.error = self._frame.begin, self._frame.end, self._frame.error
 
     def chunk(self, update: Update) -> bytes:
         index, piece = update.index, update.piece

@@ -1,4 +1,4 @@
-"""A generation as a stream of server-sent events: chunks, keepalive comments, progress, `[DONE]` or an error object."""
+"""A generation as a stream of server-sent events: chunks, keepalive comments, progress, and an end or an error."""
 
 import asyncio
 import time
@@ -43,6 +43,9 @@ class EventStream(Response):
         self._tick()
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            opening = self._shape.begin()
+            if opening:
+                await send({"type": "http.response.body", "body": opening, "more_body": True})
             last = await self._run(send)
             await send({"type": "http.response.body", "body": last, "more_body": False})
         except Disconnected:
@@ -68,13 +71,13 @@ class EventStream(Response):
                         events.append(_KEEPALIVE)
                 data = b"".join(events)
                 if generation.done:
-                    return data + shape.usage_chunk() + b"data: [DONE]\n\n"
+                    return data + shape.end()
                 if data:
                     self._last_sent_s = time.monotonic()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             logs.warning("stream_failed", id=generation.id, code=error.code, message=error.message)
-            return b"data: " + error.body() + b"\n\n"
+            return shape.error(error)
 
     def _progress(self, progress: Progress) -> bytes:
         """Its chunk, at most once in `progress_seconds` for a choice."""

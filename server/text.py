@@ -44,7 +44,7 @@ class StopMatcher:
         self._longest = max(map(len, stops))
         self._held = ""
         self.num_emitted = 0
-        self.matched = False
+        self.matched = ""  # the stop string that ended it
 
     def feed(self, text: str) -> str:
         """More of the text; returns what is now certain. After a match: the last piece, and `matched` is set."""
@@ -56,8 +56,9 @@ class StopMatcher:
             if (at := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0  # it ends among what is new
         ]
         if ends:
-            self.matched = True
-            keep = min(ends)[0 if self._keeps_stop else 1]
+            end, at = min(ends)
+            self.matched = text[at:end]
+            keep = end if self._keeps_stop else at
             self._held = ""
         else:
             keep = self._first_beginning(text)

@@ -35,6 +35,7 @@ from server import (
     routes_generation,
     routes_status,
     routes_tokens,
+    routes_translated,
     routes_vectors,
 )
 from server.bodies import FIELDS, RANGES
@@ -53,7 +54,8 @@ CHECKS = [
     negative_data_rejection,
 ]
 KEY = "sk-fuzz"
-POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank",
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+         "/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank",
          "/tokenize", "/detokenize", "/v1/documents")  # fmt: skip
 # what compares two fields, or a field with the text of another, no schema can say: all that refuses what one allows
 UNSAID = (
@@ -75,7 +77,8 @@ UNSAID = (
 # Of the bodies that are allowed, so many are served: nine in ten came through in 3,000 cases, of those that no text and
 # no second field limits all. Where the document and the server part, whole kinds of bodies are lost.
 LEAST_SHARE = {
-    "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/v1/embeddings": 0.75, "/rerank": 0.75,
+    "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/v1/responses": 0.75, "/v1/messages": 0.75,
+    "/v1/messages/count_tokens": 0.75, "/v1/embeddings": 0.75, "/rerank": 0.75,
     "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 1.0, "/detokenize": 1.0, "/v1/documents": 1.0,
 }  # fmt: skip
 LIMITS = BodyLimits(
@@ -179,6 +182,16 @@ def name_what_is_there(url: str, document: dict[str, Any]) -> None:
     schemas["ChatBody"]["properties"]["tools"]["maxItems"] = 1
     for struct in ("Function", "NamedFunction"):
         schemas[struct]["properties"]["name"] = {"enum": ["f"]}
+    schemas["InputItem"] = {
+        "type": "object", "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
+        "required": ["role", "content"], "additionalProperties": False,
+    }  # fmt: skip
+    schemas["Turn"]["properties"]["content"] = {"type": "string"}
+    for struct in ("ResponsesBody", "MessagesBody", "CountTokensBody"):
+        properties = schemas[struct]["properties"]
+        properties |= {"tools": {"enum": [None, []]}, "tool_choice": {"type": "null"}}
+        if "previous_response_id" in properties:
+            properties["previous_response_id"] = {"type": "null"}
 
 
 def give_time(document: dict[str, Any]) -> None:
@@ -258,6 +271,7 @@ def test_the_document_has_every_route_of_the_application():
             routes_generation,
             routes_status,
             routes_tokens,
+            routes_translated,
             routes_vectors,
         )
         for route in routes.router.routes
@@ -278,7 +292,7 @@ def test_the_document_has_every_known_field_and_says_whether_there_may_be_others
         for name, fate in table.fates.items():
             if isinstance(fate, Neutral):
                 assert schema["properties"][name] == {"enum": [None, *fate.values], "description": fate.reason}
-        for name in set(RANGES) & set(schema["properties"]):
+        for name in set(RANGES) & set(struct.__struct_fields__):
             assert "maximum" in schema["properties"][name]
 
 

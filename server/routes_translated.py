@@ -1,0 +1,83 @@
+"""`/v1/responses` and `/v1/messages`: chats by other names. What is said here is translated, and nothing else."""
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from server.api_error import ApiError
+from server.bodies import Message, check_chat, read_body
+from server.conversation import read_conversation
+from server.generation import Generation
+from server.message_shape import MessageShape
+from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
+from server.prompts import chat_prompt
+from server.response_shape import ResponseShape
+from server.routes_generation import chat_job, respond, start_generation
+from server.service import Service, service_of
+from server.translation import Translation, translate_messages, translate_response
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def responses(request: Request) -> Response:
+    service, owner = service_of(request), request.state.document_owner
+    body = await read_body(request, ResponsesBody, service.body_room, service.texts, service.settings)
+    service.check_model(body.model)
+    earlier = _earlier(service, owner, body.previous_response_id)
+    translated = translate_response(body, earlier)
+
+    def keep(response_id: str, answer: Message) -> None:
+        if body.store is not False:
+            service.responses.keep(owner, response_id, [*earlier, *translated.new_messages, answer])
+
+    generation = await _generate(request, translated, "resp", "input")
+    shape = ResponseShape(generation, body, service.model_name, keep)
+    return await respond(request, service, translated.chat, generation, shape)
+
+
+@router.post("/v1/messages")
+async def messages(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, MessagesBody, service.body_room, service.texts, service.settings)
+    service.check_model(body.model)
+    translated = translate_messages(body)
+    generation = await _generate(request, translated, "msg", "messages")
+    return await respond(request, service, translated.chat, generation, MessageShape(generation, service.model_name))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, CountTokensBody, service.body_room, service.texts, service.settings)
+    service.check_model(body.model)
+    translated = translate_messages(body)
+    with translated.naming():
+        check_chat(translated.chat)
+        conversation, limits = read_conversation(translated.chat), service.supervisor.ready()
+        async with service.texts.aside(conversation.num_chars):
+            prompt = await chat_prompt(service, conversation, limits.max_context_tokens)
+    counted = msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
+    return Response(counted, media_type="application/json")
+
+
+async def _generate(request: Request, translated: Translation, kind: str, param: str) -> Generation:
+    """The chat's one answer, accepted by the engine. Raises ApiError that names what was sent."""
+    service = service_of(request)
+    with translated.naming():
+        check_chat(translated.chat)
+        limits = service.supervisor.ready()
+        jobs = [await chat_job(service, translated.chat, limits, request.state.document_owner)]
+        generation = start_generation(request, kind, translated.chat, jobs, limits)
+        await generation.submit(None, None, param)
+    return generation
+
+
+def _earlier(service: Service, owner: str, response_id: str | None) -> list[Message]:
+    if response_id is None:
+        return []
+    found = service.responses.find(owner, response_id)
+    if found is None:
+        seconds = service.settings.responses_seconds
+        what = f"{response_id[:80]!r} is not kept; a response is for {seconds:g} s (server.responses_seconds)"
+        raise ApiError(404, f"previous_response_id: {what}", param="previous_response_id", code="response_not_found")
+    return found

@@ -1,0 +1,217 @@
+"""`/v1/messages`, asked by Anthropic's client: text, tools, thinking, events, counts and errors."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from tests.server.live_server import Running, fake_command, make_deployment, running_server
+from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
+
+PROMPT = "The café on the 5th street, 東京, is open."
+HI = [{"role": "user", "content": PROMPT}]
+TOOLS = [
+    {
+        "name": "weather",
+        "description": "of a city",
+        "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "東京"}}\n</tool_call>'
+
+
+def client(live: Running, key: str = "k") -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=live.url, api_key=key, max_retries=0, timeout=20)
+
+
+@pytest.fixture
+async def claude(live: Running) -> AsyncIterator[AsyncAnthropic]:
+    async with client(live) as asking:
+        yield asking
+
+
+@pytest.fixture
+async def hermes(tmp_path: Path) -> AsyncIterator[tuple[AsyncAnthropic, Script]]:
+    async with (
+        scripted_server(tmp_path, make_model(tmp_path / "model", HERMES)) as (running, script),
+        client(running) as asking,
+    ):
+        yield asking, script
+
+
+def ask(asking: AsyncAnthropic, **options: Any):
+    own = {"temperature": 0} | options.pop("extra_body", {})
+    return asking.messages.create(**{"model": "reference", "messages": HI, "max_tokens": 500} | options, extra_body=own)
+
+
+async def test_a_message_is_an_answer_of_the_chat(live, claude):
+    given = await ask(claude)
+    chat = await live.openai.chat.completions.create(model="reference", messages=HI, temperature=0)
+    assert [block.type for block in given.content] == ["text"]
+    assert given.content[0].text == chat.choices[0].message.content
+    assert (given.role, given.stop_reason, given.stop_sequence) == ("assistant", "end_turn", None)
+    usage = given.usage
+    assert (usage.input_tokens + 7, usage.cache_read_input_tokens) == (chat.usage.prompt_tokens, 7)
+    assert usage.output_tokens == chat.usage.completion_tokens
+    parts = [{"role": "user", "content": [{"type": "text", "text": part} for part in (PROMPT[:9], PROMPT[9:])]}]
+    assert (await ask(claude, messages=parts)).content == given.content
+    with_system = await ask(claude, system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}])
+    chat = [{"role": "system", "content": "Be brief."}, *HI]
+    other = await live.openai.chat.completions.create(model="reference", messages=chat, temperature=0)
+    assert with_system.content[0].text == other.choices[0].message.content
+
+
+async def test_why_it_stopped_is_told_in_anthropics_words(claude):
+    assert (await ask(claude, max_tokens=3)).stop_reason == "max_tokens"
+    for stops in (["street"], ["zzz", "5th st"]):
+        cut = await ask(claude, stop_sequences=stops)
+        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stops[-1])
+        assert cut.content[0].text.strip() == PROMPT[: PROMPT.index(stops[-1])].strip()
+    late = await ask(claude, extra_body={"attention_profile": "slow", "max_seconds": 0.3})
+    assert late.stop_reason == "max_tokens"
+
+
+async def test_the_events_of_a_stream_are_the_clients(claude):
+    whole = await ask(claude)
+    async with claude.messages.stream(
+        model="reference", messages=HI, max_tokens=500, extra_body={"temperature": 0}
+    ) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        final = await stream.get_final_message()
+    assert text == whole.content[0].text
+    assert (final.content, final.stop_reason) == (whole.content, whole.stop_reason)
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    events = [event async for event in await ask(claude, stream=True)]
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+
+
+async def test_calls_of_tools_are_blocks_and_are_answered(hermes):
+    asking, script = hermes
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
+    script.add(f"Let me look.{CALL}", f"Let me look.{CALL}")
+    given = await ask(asking, **asked)
+    text, call = given.content
+    assert text.text.strip() == "Let me look."
+    assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "東京"})
+    assert given.stop_reason == "tool_use"
+    async with asking.messages.stream(**asked, max_tokens=500) as stream:
+        final = await stream.get_final_message()
+    assert [block.model_dump(exclude={"id"}) for block in final.content] == [
+        block.model_dump(exclude={"id"}) for block in given.content
+    ]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    own = [block.model_dump(exclude_none=True) for block in given.content]
+    turns = [*asked["messages"], {"role": "assistant", "content": own}]
+    turns.append({"role": "user", "content": [result, {"type": "text", "text": "And?"}]})
+    script.add("It is fine.")
+    answered = await ask(asking, **asked | {"messages": turns})
+    assert answered.content[0].text == "It is fine."
+    counted = await asking.messages.count_tokens(**asked | {"messages": turns})
+    assert counted.input_tokens == answered.usage.input_tokens + answered.usage.cache_read_input_tokens
+
+
+async def test_a_tool_that_must_be_called_is_offered_with_the_words_of_chats(hermes):
+    asking, script = hermes
+    script.add(CALL)
+    given = await ask(asking, model="scripted", tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
+    assert [block.type for block in given.content] == ["tool_use"]
+    script.add("No.")
+    given = await ask(asking, model="scripted", tools=TOOLS, tool_choice={"type": "none"})
+    assert given.content[0].text == "No."
+
+
+async def test_thinking_is_a_block_of_its_own_and_goes_back(hermes):
+    asking, script = hermes
+    says = "It rains.\n</think>\n\nWet."
+    script.add(says, says, "More.")
+    asked = {"model": "scripted", "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    thinking, text = (await ask(asking, **asked)).content
+    assert (thinking.type, thinking.thinking.strip(), text.text) == ("thinking", "It rains.", "Wet.")
+    async with asking.messages.stream(messages=HI, max_tokens=500, **asked) as stream:
+        final = await stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"]
+    turns = [*HI, {"role": "assistant", "content": [thinking.model_dump(), text.model_dump(exclude_none=True)]}, *HI]
+    assert (await ask(asking, model="scripted", messages=turns)).content[0].text == "More."
+
+
+async def test_errors_are_the_clients_own_kinds(claude):
+    with pytest.raises(anthropic.BadRequestError) as bad:
+        await ask(claude, extra_body={"temperature": 5})
+    assert bad.value.body["error"]["type"] == "invalid_request_error"
+    assert bad.value.body["error"]["message"].startswith("temperature: ")
+    with pytest.raises(anthropic.NotFoundError):
+        await ask(claude, model="claude")
+    with pytest.raises(anthropic.InternalServerError):
+        await ask(claude, extra_body={"attention_profile": "breaks"})
+    with pytest.raises(anthropic.APIStatusError, match="not finite"):
+        _ = [event async for event in await ask(claude, stream=True, extra_body={"attention_profile": "breaks"})]
+
+
+async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
+    async with running_server(make_deployment(api_keys=["k"]), fake_command()) as live:
+        async with client(live) as known:
+            assert (await ask(known)).content
+        async with client(live, "wrong") as stranger:
+            with pytest.raises(anthropic.AuthenticationError) as refused:
+                await ask(stranger)
+        assert refused.value.body["error"]["type"] == "authentication_error"
+        body = {"messages": HI, "max_tokens": 5}
+        bearer = {"authorization": "Bearer k"}
+        assert (await live.http.post("/v1/messages", json=body, headers=bearer)).status_code == 200
+        both = {"authorization": "Bearer wrong", "x-api-key": "k"}
+        assert (await live.http.post("/v1/messages", json=body, headers=both)).status_code == 401
+        chats = await live.http.post("/v1/chat/completions", json=body, headers={"x-api-key": "k"})
+        assert chats.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [*HI, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+            "messages[1].content[0]",
+        ),
+        ({"tools": [{"name": "bad name", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_k": -5}, "top_k"),
+        ({"container": "x"}, "container"),
+        ({"maxtokens": 5}, "maxtokens"),
+        ({"messages": [{"role": "user", "content": "word " * 20000}]}, "messages"),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_named(live, body, named):
+    answer = await live.http.post("/v1/messages", json={"messages": HI, "max_tokens": 5} | body)
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["message"].startswith(f"{named}: ")
+
+
+def test_every_field_of_the_official_client_is_known():
+    from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+    from anthropic.types.message_create_params import MessageCreateParamsStreaming
+
+    from server.known_other_fields import COUNT_TOKENS, MESSAGES
+
+    for params, fields in ((MessageCreateParamsStreaming, MESSAGES), (MessageCountTokensParams, COUNT_TOKENS)):
+        assert params.__required_keys__ | params.__optional_keys__ <= set(fields.fates)

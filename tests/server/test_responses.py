@@ -1,0 +1,227 @@
+"""`/v1/responses`, asked by the official client: text, tools, reasoning, events, and what follows an earlier one."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from server import response_store
+from server.bodies import Message
+from server.response_store import ResponseStore
+from tests.server.live_server import Running, fake_command, make_deployment, running_server
+from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
+
+PROMPT = "The café on the 5th street, 東京, is open."
+Served = tuple[Running, Script]
+TOOLS = [
+    {
+        "type": "function",
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": False,
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "東京"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def hermes(tmp_path: Path) -> AsyncIterator[Served]:
+    async with scripted_server(tmp_path, make_model(tmp_path / "model", HERMES)) as served:
+        yield served
+
+
+def respond(live: Running, **options: Any):
+    return live.openai.responses.create(**{"model": "reference", "input": PROMPT, "temperature": 0} | options)
+
+
+def told(text: str) -> str:
+    """What the fake engine repeats of the reference's template."""
+    return f"\n{text}\n"
+
+
+async def test_a_response_is_an_answer_of_the_chat(live):
+    given = await respond(live, max_output_tokens=500, metadata={"a": "b"})
+    assert given.output_text.strip() == PROMPT
+    assert (given.status, given.object, given.model, given.error) == ("completed", "response", "reference", None)
+    assert given.metadata == {"a": "b"}
+    chat = await live.openai.chat.completions.create(
+        model="reference", messages=[{"role": "user", "content": PROMPT}], temperature=0
+    )
+    assert chat.choices[0].message.content == given.output_text
+    assert given.usage.input_tokens == chat.usage.prompt_tokens
+    assert given.usage.output_tokens == chat.usage.completion_tokens
+    assert given.usage.input_tokens_details.cached_tokens == 7
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": part} for part in (PROMPT[:9], PROMPT[9:])]}]
+    assert (await respond(live, input=parts)).output_text == given.output_text
+
+
+async def test_a_response_that_is_cut_is_incomplete_and_says_why(live):
+    cut = await respond(live, max_output_tokens=3)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete"
+    late = await respond(live, extra_body={"attention_profile": "slow", "max_seconds": 0.3})
+    assert (late.status, late.incomplete_details.reason) == ("incomplete", "time_limit")
+
+
+async def test_the_events_of_a_stream_are_the_clients_and_end_with_the_whole(live):
+    whole = await respond(live, max_output_tokens=500)
+    events = [event async for event in await respond(live, max_output_tokens=500, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert "".join(event.delta for event in events if event.type.endswith(".delta")) == whole.output_text
+    assert events[-4].text == whole.output_text
+    final = events[-1].response
+    assert (final.output_text, final.usage, final.status) == (whole.output_text, whole.usage, "completed")
+    assert final.output[0].id == events[2].item.id == events[5].item_id
+    async with live.openai.responses.stream(model="reference", input=PROMPT, temperature=0) as stream:
+        gathered = [event async for event in stream]
+        assert (await stream.get_final_response()).output_text == whole.output_text
+    assert gathered[-1].type == "response.completed"
+
+
+async def test_a_stream_that_breaks_ends_as_failed(live):
+    create = respond(live, stream=True, extra_body={"attention_profile": "breaks"})
+    events = [event async for event in await create]
+    assert events[-1].type == "response.failed"
+    assert "not finite" in events[-1].response.error.message
+    with pytest.raises(openai.InternalServerError):
+        await respond(live, extra_body={"attention_profile": "breaks"})
+
+
+async def test_calls_of_tools_are_items_streamed_and_not(hermes):
+    running, script = hermes
+    asked = {"model": "scripted", "input": "Weather?", "tools": TOOLS}
+    script.add(f"Let me look.{CALL}", f"Let me look.{CALL}")
+    message, call = (await running.openai.responses.create(**asked)).output
+    assert message.content[0].text.strip() == "Let me look."
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "東京"})
+    async with running.openai.responses.stream(**asked) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments == final.output[1].arguments
+    done = next(event for event in events if event.type == "response.function_call_arguments.done")
+    assert (done.arguments, done.name, done.output_index) == (call.arguments, "weather", 1)
+
+
+async def test_a_response_follows_another_and_answers_its_call(hermes, tokenizer):
+    running, script = hermes
+    script.add(CALL, "It is fine.")
+    first = await running.openai.responses.create(
+        model="scripted", input="Weather?", tools=TOOLS, instructions="Be brief."
+    )
+    result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "sunny"}
+    asked = {"model": "scripted", "tools": TOOLS, "previous_response_id": first.id}
+    second = await running.openai.responses.create(**asked, input=[result])
+    assert second.output_text == "It is fine."
+    assert second.previous_response_id == first.id
+    # the whole conversation in one request is the same prompt; instructions are not taken over
+    items = [{"role": "user", "content": "Weather?"}, first.output[0].model_dump(exclude_none=True), result]
+    script.add("Yes.")
+    whole = await running.openai.responses.create(model="scripted", tools=TOOLS, input=items)
+    assert whole.usage.input_tokens == second.usage.input_tokens
+    script.add("Third.", "Third.")
+    third = await running.openai.responses.create(model="scripted", input="More", previous_response_id=second.id)
+    items += [{"role": "assistant", "content": "It is fine."}, {"role": "user", "content": "More"}]
+    whole = await running.openai.responses.create(model="scripted", input=items)
+    assert third.usage.input_tokens == whole.usage.input_tokens
+
+
+async def test_reasoning_is_an_item_of_its_own(hermes):
+    running, script = hermes
+    script.add("It rains.\n</think>\n\nWet.", "It rains.\n</think>\n\nWet.")
+    asked = {"model": "scripted", "input": "Weather?", "reasoning": {"effort": "high"}}
+    reasoning, message = (await running.openai.responses.create(**asked)).output
+    assert (reasoning.type, reasoning.content[0].text.strip()) == ("reasoning", "It rains.")
+    assert message.content[0].text == "Wet."
+    events = [event async for event in await running.openai.responses.create(**asked, stream=True)]
+    thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert thought == reasoning.content[0].text
+
+
+async def test_what_is_kept_is_the_keys_own_for_a_time_and_not_where_nothing_is_stored():
+    settings = make_deployment(api_keys=["k", "other"], responses_seconds=0.5)
+    async with running_server(settings, fake_command()) as live:
+        first = await respond(live)
+        assert (await respond(live, previous_response_id=first.id)).previous_response_id == first.id
+        other = openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="other", max_retries=0)
+        with pytest.raises(openai.NotFoundError) as hidden:
+            await other.responses.create(model="reference", input="a", previous_response_id=first.id)
+        assert hidden.value.code == "response_not_found"
+        await other.close()
+        unkept = await respond(live, store=False)
+        with pytest.raises(openai.NotFoundError):
+            await respond(live, previous_response_id=unkept.id)
+
+        async def forgotten() -> bool:
+            try:
+                await respond(live, previous_response_id=first.id, max_output_tokens=1)
+            except openai.NotFoundError:
+                return True
+            return False
+
+        await live.until(forgotten, 3)
+
+
+def test_the_oldest_goes_when_there_is_no_room_and_the_bytes_are_counted(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(response_store.time, "monotonic", lambda: clock[0])
+    store, said = ResponseStore(10, 3000), [Message(role="user", content="x" * 1000)]
+    for name in ("a", "b", "c"):
+        store.keep("owner", name, said)
+        assert store.num_bytes <= 3000
+    assert (store.find("owner", "a"), store.find("owner", "c")) == (None, said)
+    store.keep("owner", "large", [Message(role="user", content="x" * 4000)])
+    assert store.find("owner", "large") is None
+    assert store.find("owner", "b") == said
+    assert store.find("other", "b") is None
+    clock[0] += 10
+    assert store.find("owner", "b") is None
+    store.keep("owner", "d", said)
+    assert store.num_bytes < 2000, "what is too old goes with the next"
+    never = ResponseStore(0, 3000)
+    never.keep("owner", "a", said)
+    assert never.find("owner", "a") is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "a"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": "a", "tools": [{"type": "function", "name": "bad name"}]}, "tools[0].name"),
+        ({"input": "a", "tools": [{"type": "web_search", "name": "f"}]}, "tools[0].type"),
+        ({"input": "a", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "max_output_tokens": 10**9}, "max_output_tokens"),
+        ({"input": "word " * 20000}, "input"),
+        ({"input": "a", "temperature": 3}, "temperature"),
+        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "messages": []}, "messages"),
+        ({"input": "a", "previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_named(live, body, param):
+    answer = await live.http.post("/v1/responses", json=body)
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["message"].startswith(param.partition("[")[0])
+
+
+def test_every_field_of_the_official_client_is_known():
+    from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Params
+
+    from server.known_other_fields import RESPONSES
+
+    assert Params.__required_keys__ | Params.__optional_keys__ <= set(RESPONSES.fates)
