@@ -75,7 +75,7 @@ class ReasoningSettings(msgspec.Struct, kw_only=True):
 
 
 class ResponsesBody(OtherBody, kw_only=True):
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None

@@ -104,11 +104,11 @@ GETS = (
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Answers end early: a context of 1,024 tokens."""
+    """Answers end early: a context of 8,192 tokens."""
     folder = str(tmp_path_factory.mktemp("documents"))
     vectors = {"ranking": "cosine", "nested_embeddings": True}
     documents = {"folder": folder, "memory_limit_gib": 0.25, "disk_limit_gib": 1.0}
-    program = Program({"context": 1024}, documents=documents, model=vectors, api_keys=[KEY])
+    program = Program({"context": 8192}, documents=documents, model=vectors, api_keys=[KEY])
     yield program.ready()
     program.process.send_signal(signal.SIGTERM)
     code, errors = program.end()
