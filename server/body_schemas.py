@@ -139,10 +139,7 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         DetokenizeBody: {"tokens": {"items": _token_id(limits), "maxItems": limits.max_tokenize_items}},
         DocumentBody: {"messages": {"minItems": 1}},
         EmbeddingsBody: {"input": {"anyOf": _prompts(limits, MAX_INPUTS)}, **_of_vectors(limits)},
-        ResponsesBody: {
-            "max_output_tokens": _bounds_of_all(limits)["max_completion_tokens"],
-            "text": {"properties": {"format": {"properties": {"type": {"enum": ["text"]}}}}},
-        },
+        ResponsesBody: {"max_output_tokens": _bounds_of_all(limits)["max_completion_tokens"]},
         MessagesBody: {
             "max_tokens": {"minimum": 1},
             "stop_sequences": {"items": _STOP, "maxItems": MAX_STOP_STRINGS},

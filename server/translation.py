@@ -15,6 +15,7 @@ from server.bodies import (
     CalledFunction,
     ChatBody,
     Function,
+    JsonSchema,
     Message,
     MessageCall,
     NamedFunction,
@@ -123,7 +124,10 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
     chat.tool_choice = _named(choice.name) if isinstance(choice, ToolNamed) else choice
     form = None if body.text is None else body.text.format
     if form is not None:
-        chat.response_format = ResponseFormat(type=form.type)
+        schema = None
+        if form.type == "json_schema":
+            schema = JsonSchema(schema=form.schema, name=form.name, description=form.description, strict=form.strict)
+        chat.response_format = ResponseFormat(type=form.type, json_schema=schema)
     where = ["instructions"] * len(opening) + ["previous_response_id"] * len(earlier) + origins
     return Translation(chat, where, _RESPONSES_NAMES, messages)
 

@@ -188,6 +188,7 @@ def name_what_is_there(url: str, document: dict[str, Any]) -> None:
         "type": "object", "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
         "required": ["role", "content"], "additionalProperties": False,
     }  # fmt: skip
+    schemas["TextFormat"]["properties"]["type"] = {"enum": ["text"]}
     schemas["Turn"]["properties"]["content"] = {"type": "string"}
     for struct in ("ResponsesBody", "MessagesBody", "CountTokensBody"):
         properties = schemas[struct]["properties"]

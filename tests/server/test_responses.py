@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from server import response_store
@@ -144,6 +145,18 @@ async def test_reasoning_is_an_item_of_its_own(hermes):
     events = [event async for event in await running.openai.responses.create(**asked, stream=True)]
     thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
     assert thought == reasoning.content[0].text
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+async def test_a_form_is_parsed_by_the_official_client(hermes):
+    running, script = hermes
+    script.add('{"name": "東京"}')
+    given = await running.openai.responses.parse(model="scripted", input="Which?", text_format=City)
+    assert given.output_parsed == City(name="東京")
+    assert given.text.format.type == "json_schema"
 
 
 async def test_what_is_kept_is_the_keys_own_for_a_time_and_not_where_nothing_is_stored():
