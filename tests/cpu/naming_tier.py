@@ -21,39 +21,43 @@ from transfer.exchange import ExchangeSlot, new_slot
 from transfer.slabs import PageSource
 from transfer.tier import Ask, LayerRows, Reservation, TierShape
 
-KV_HEADS, GROUP, DIM = 2, 2, 64
+KV_HEADS, GROUP, DIM = 2, 2, 64  # where a test says nothing else
 HEADS = KV_HEADS * GROUP
 NAMING, PLAIN = 0, 1
 MAX_ROWS = 4
 STEPS = 127  # of an int8 row's scale
 MEAN = 0.5  # of keys, in each channel
 BLOCK = 16  # tokens of a run, that are excluded together
-ALL_HEADS = (True,) * HEADS
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a row asks for: the first `tokens` of a context, for the heads that are `wanted`, but `excluded` blocks:
-    bool `[KV_HEADS, blocks]`, or None for none of them; those behind the last are not.
+    """What a row asks for: the first `tokens` of a context, for the heads that are `wanted`, or None for all of them,
+    but `excluded` blocks: bool `[kv_heads, blocks]`, or None for none of them; those behind the last are not.
     """
 
     context_id: int | None
     tokens: int
-    wanted: tuple[bool, ...] = ALL_HEADS
+    wanted: tuple[bool, ...] | None = None
     excluded: np.ndarray | None = None
 
-    def covered(self) -> np.ndarray:
-        """Bool `[HEADS, tokens]`."""
-        covered = np.repeat(np.array(self.wanted)[:, None], self.tokens, axis=1)
+    def covered(self, shape: TierShape) -> np.ndarray:
+        """Bool `[heads, tokens]`."""
+        wanted = (True,) * shape.num_heads if self.wanted is None else self.wanted
+        covered = np.repeat(np.array(wanted)[:, None], self.tokens, axis=1)
         if self.excluded is not None:
-            dropped = self.excluded.repeat(GROUP, axis=0).repeat(BLOCK, axis=1)[:, : self.tokens]
+            group = shape.num_heads // shape.num_kv_heads
+            dropped = self.excluded.repeat(group, axis=0).repeat(BLOCK, axis=1)[:, : self.tokens]
             covered[:, : dropped.shape[1]] &= ~dropped
         return covered
 
 
-def new_naming_tier(rows: str, bits: int, tables: int, naming_layers: int) -> CpuTier:
-    """It names the first `naming_layers * DIM` tokens of a context. Fresh memory is NaN."""
-    shape = TierShape(tuple(range(naming_layers + 1)), HEADS, KV_HEADS, DIM, rows, bits, tables)
+def new_naming_tier(rows: str, bits: int, tables: int, naming_layers: int,
+                    heads: tuple[int, int, int] = (HEADS, KV_HEADS, DIM)) -> CpuTier:  # fmt: skip
+    """It names the first `naming_layers * dim` tokens of a context. heads: query and KV heads, and the dimension of
+    each. Fresh memory is NaN.
+    """
+    shape = TierShape(tuple(range(naming_layers + 1)), *heads, rows, bits, tables)
     poisoned = PageSource(lambda num_bytes: np.full(num_bytes, 0xFF, np.uint8), None, None)
     return CpuTier(shape, torch.float32, 2**32, 1, poisoned)
 
@@ -73,10 +77,13 @@ class Witness:
 
     def __init__(self, tier: CpuTier, seed: int) -> None:
         self.tier, self.rng = tier, np.random.default_rng(seed)
-        self.bits, self.naming = tier.shape.bits_per_table, len(tier.shape.layers) - 1
-        self.planes = self.rng.standard_normal((tier.shape.num_tables, self.bits, DIM))
-        self.sizes = np.exp2(self.rng.integers(-1, 3, (KV_HEADS, DIM)))  # of the values that name
-        self.queries = (1.5 * self.rng.standard_normal((2, MAX_ROWS, HEADS, DIM))).astype(np.float32)
+        shape = tier.shape
+        self.heads, self.kv_heads, self.dim = shape.num_heads, shape.num_kv_heads, shape.dim
+        self.group = self.heads // self.kv_heads
+        self.bits, self.naming = shape.bits_per_table, len(shape.layers) - 1
+        self.planes = self.rng.standard_normal((shape.num_tables, self.bits, self.dim))
+        self.sizes = np.exp2(self.rng.integers(-1, 3, (self.kv_heads, self.dim)))  # of the values that name
+        self.queries = (1.5 * self.rng.standard_normal((2, MAX_ROWS, self.heads, self.dim))).astype(np.float32)
         self.stored: dict[int, Stored] = {}
 
     def __enter__(self) -> "Witness":
@@ -88,9 +95,9 @@ class Witness:
 
     def open(self, context_id: int) -> None:
         self.tier.open(context_id, True)
-        nothing = np.zeros((2, KV_HEADS, 0, DIM))
+        nothing = np.zeros((2, self.kv_heads, 0, self.dim))
         self.stored[context_id] = Stored(
-            nothing, nothing, np.zeros((2, KV_HEADS, 0, len(self.planes)), int), nothing[0]
+            nothing, nothing, np.zeros((2, self.kv_heads, 0, len(self.planes)), int), nothing[0]
         )
 
     def fork(self, source_id: int, context_id: int, num_tokens: int) -> None:
@@ -105,14 +112,16 @@ class Witness:
         """About a common mean: half of them a dozen clusters, some of which lie about queries of the first row; half of
         them even directions, but one in fifty nearly parallel to such a query.
         """
-        near = self.queries[:, 0].astype(np.float64).reshape(2, KV_HEADS, GROUP, DIM)
+        near = self.queries[:, 0].astype(np.float64).reshape(2, self.kv_heads, self.group, self.dim)
         near /= np.linalg.norm(near, axis=-1, keepdims=True)
-        middles = np.concatenate([6 * near, self.rng.standard_normal((2, KV_HEADS, 12 - GROUP, DIM))], axis=2)
-        chosen = self.rng.integers(0, 12, (2, KV_HEADS, tokens, 1))
-        keys = 0.8 * self.rng.standard_normal((2, KV_HEADS, tokens, DIM))
+        clusters = max(12, self.group + 4)
+        others = self.rng.standard_normal((2, self.kv_heads, clusters - self.group, self.dim))
+        middles = np.concatenate([6 * near, others], axis=2)
+        chosen = self.rng.integers(0, clusters, (2, self.kv_heads, tokens, 1))
+        keys = 0.8 * self.rng.standard_normal((2, self.kv_heads, tokens, self.dim))
         keys[:, :, : tokens // 2] += np.take_along_axis(middles, chosen, axis=2)[:, :, : tokens // 2]
         for place in range(tokens // 2, tokens, 50):
-            keys[:, :, place] = 8 * near[:, :, place % GROUP] + 0.1 * keys[:, :, place]
+            keys[:, :, place] = 8 * near[:, :, place % self.group] + 0.1 * keys[:, :, place]
         return keys + MEAN
 
     def deposit(self, context_id: int, tokens: int) -> None:
@@ -135,9 +144,10 @@ class Witness:
             if is_new and rows.value_scale is not None:
                 rows.value_scale.copy_(torch.from_numpy(self.sizes / STEPS))
             rows.values.zero_()
-            for token in range(max(reservation.begin, layer * DIM), min(reservation.end, layer * DIM + DIM)):
-                size = STEPS if rows.value_scale is not None else torch.from_numpy(self.sizes[:, token % DIM])
-                rows.values[:, token - reservation.begin, token % DIM] = size
+            first, last = layer * self.dim, layer * self.dim + self.dim
+            for token in range(max(reservation.begin, first), min(reservation.end, last)):
+                size = STEPS if rows.value_scale is not None else torch.from_numpy(self.sizes[:, token % self.dim])
+                rows.values[:, token - reservation.begin, token % self.dim] = size
         rows = layers[-1]
         if is_new and rows.value_scale is not None:
             rows.value_scale.copy_(torch.from_numpy(np.abs(values).max(1) / STEPS))
@@ -197,11 +207,12 @@ class Witness:
         """With room for the longest row's bits, if there are any."""
         blocks = max((row.excluded.shape[1] for row in rows if row.excluded is not None), default=0)
         slot = new_slot(
-            MAX_ROWS, HEADS, DIM, len(self.planes), torch.float32, torch.device("cpu"),
-            kv_heads=KV_HEADS, exclusion_blocks=blocks, counted=True,
+            MAX_ROWS, self.heads, self.dim, len(self.planes), torch.float32, torch.device("cpu"),
+            kv_heads=self.kv_heads, exclusion_blocks=blocks, counted=True,
         )  # fmt: skip
         for place, row in enumerate(rows):
-            slot.wanted[place] = torch.tensor(row.wanted)
+            if row.wanted is not None:
+                slot.wanted[place] = torch.tensor(row.wanted)
             if row.excluded is not None:
                 for kv_head, block in np.argwhere(row.excluded):
                     slot.excluded[place, kv_head, block // 32] |= -(2**31) if block % 32 == 31 else 1 << block % 32
@@ -210,7 +221,7 @@ class Witness:
     def _read(
         self, row: Row, place: int, outs: list[np.ndarray], lses: list[np.ndarray], covered: np.ndarray
     ) -> Answer:
-        named = np.concatenate([out[place] / np.repeat(self.sizes, GROUP, axis=0) for out in outs[:-1]], axis=1)
+        named = np.concatenate([out[place] / np.repeat(self.sizes, self.group, axis=0) for out in outs[:-1]], axis=1)
         assert not named[:, row.tokens :].any(), "a token that was not asked for was drawn"
         lse = np.stack([lses[0][place], lses[-1][place]])
         nothing = np.zeros(0)
@@ -221,7 +232,9 @@ class Witness:
         queries = self.queries[:, place].astype(np.float64)
         empty = Stored(*(rows[..., :0, :] for rows in vars(next(iter(self.stored.values()))).values()))
         stored = empty if row.context_id is None else self.stored[row.context_id].first(row.tokens)
-        return attend(stored, queries, self.codes_of(self.queries[:, place]), exact, row.covered(), self.bits)
+        return attend(
+            stored, queries, self.codes_of(self.queries[:, place]), exact, row.covered(self.tier.shape), self.bits
+        )
 
     def codes_of(self, queries: np.ndarray) -> np.ndarray:
         return simhash(queries.astype(np.float64), self.planes)

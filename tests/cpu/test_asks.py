@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cpu.answers import assert_answered, assert_same, expect
-from tests.cpu.naming_tier import ALL_HEADS, BLOCK, DIM, HEADS, KV_HEADS, Row, Witness, new_witness
+from tests.cpu.naming_tier import BLOCK, DIM, HEADS, KV_HEADS, Row, Witness, new_witness
 from tests.cpu.sampling_oracle import Answer
 from tests.cpu.tier_model import HEADS as MODEL_HEADS
 from tests.cpu.tier_model import Device, new_tier, tier_shape
@@ -102,7 +102,7 @@ def test_the_comparison_sees_what_covers_too_much_or_too_little(witness: Witness
         "a block more": replace(asked, excluded=one_more),
         "an excluded block that counts": replace(asked, excluded=one_counts),
         "heads in each other's place": replace(asked, excluded=excluded[::-1]),
-        "a head that is not wanted": replace(asked, wanted=ALL_HEADS),
+        "a head that is not wanted": replace(asked, wanted=None),
         "no head of a group": replace(asked, wanted=(True, True, False, False)),
         "a token less": replace(asked, tokens=4300),
         "a token more": replace(asked, tokens=4302),

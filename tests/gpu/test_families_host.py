@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,21 +21,22 @@ from tests.gpu.family_checkpoints import checkpoint, draw_prompt
 from tests.gpu.test_families import off
 from tests.gpu.twin_runners import Twins, tier_shape
 from tests.reference_tier import ReferenceTier
-from tests.tolerances import FAMILY_LOGITS
+from tests.tolerances import FAMILY_LOGITS, FAMILY_OFFLOADED
 from transfer.config import HostConfig
 from transfer.tier import HostTier
 
 # heads of 128, 64, 256, 8 and 96; 8, 16, 2, 7 and 2 to a KV head
 LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3,
           "phi3": 3}  # fmt: skip
+SOME = [("qwen3", "bfloat16"), ("glm4", "int8")]  # in the ordinary suite
 ALL = (1, 64)  # bits and tables with which nearly every key is sampled
 MIB = 2**20
 
 
 @contextmanager
 def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int] | None = None,
-             is_sampled: bool = False) -> Iterator[Twins]:  # fmt: skip
-    """tables: of the tier that serves, or None: the plain one."""
+             is_sampled: bool = False, rows: Literal["bfloat16", "int8"] = "bfloat16") -> Iterator[Twins]:  # fmt: skip
+    """tables: of the tier that serves, or None: the plain one, with such rows."""
     known = checkpoint(name, num_hidden_layers=LAYERS[name])
     shape = read_architecture(known.folder)
     for key, value in {"NUM_LAYERS": shape.num_layers, "NUM_HEADS": shape.num_heads, "DIM": shape.dim,
@@ -40,7 +44,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
                        "shallow_model": lambda _: SimpleNamespace(name=str(known.folder))}.items():  # fmt: skip
         monkeypatch.setattr(twin_runners, key, value)
     dense = keep_as_set(None, HostConfig(), shape).dense_layers
-    tier: HostTier = ReferenceTier(tier_shape(dense), 100_000, 256, 200)
+    tier: HostTier = ReferenceTier(replace(tier_shape(dense), rows=rows), 100_000, 256, 200)
     if tables is not None:
         tier = open_tier(tier_shape(dense, *tables), torch.float32, 128 * MIB, num_threads=1, is_pinned=False)
     try:
@@ -89,6 +93,44 @@ def test_the_tier_that_serves_reads_them_all_likewise(
             FAMILY_LOGITS if not is_sampled else 100 * FAMILY_LOGITS
         )  # a few keys opposite to the query are left out
         assert decode(twins, 6) < bound
+
+
+def apart(
+    name: str, rows: Literal["bfloat16", "int8"], monkeypatch: pytest.MonkeyPatch, is_lost: bool = False
+) -> float:
+    """Root mean square of the differences of log-probabilities, in nats, from the exact profile, whose rows are not
+    rounded. is_lost: a KV head's answers are wrong in one layer.
+    """
+    monkeypatch.setattr(Twins, "_round", lambda self, sequence: None)
+    with twins_of(name, monkeypatch, rows=rows) as twins:
+        twins.prefill([draw_prompt(300)])
+        squares = []
+        for step in range(8):
+            if is_lost and step == 1:
+                with torch.inference_mode():
+                    twins.tier.contexts[100][0].chunk.layers[0].values[0] *= -1
+            assert not twins.step([0]).failures
+            got, wanted = (logits.log_softmax(-1) for logits in twins.logits(0))
+            squares.append(float((got - wanted).square().mean()))
+        return float(np.sqrt(np.mean(squares)))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        pytest.param(name, rows, marks=[] if (name, rows) in SOME else pytest.mark.long)
+        for name in LAYERS
+        for rows in ("bfloat16", "int8")
+    ],
+)
+def test_offloaded_answers_are_as_far_off_as_their_rows_are_rounded(
+    name: str, rows: Literal["bfloat16", "int8"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bounds that `tandem bench long` holds it to."""
+    bound = FAMILY_OFFLOADED[rows]
+    off_by, lost = (apart(name, rows, monkeypatch, is_lost) for is_lost in (False, True))
+    print("APART", name, rows, off_by, lost)
+    assert off_by < bound < lost
 
 
 def test_layers_with_a_window_stay_and_a_model_of_nothing_else_has_nothing_to_send() -> None:
