@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from gpu.in_flight import InFlight
+from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture
 from gpu.model.weights import Weights
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
-from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
 
 PAGE_TOKENS = 16
 PROFILE = "exact"
@@ -33,7 +34,10 @@ class Decoded:
 def build_runner(
     architecture: Architecture, weights: Weights, max_batch: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Runner:
-    """A Runner with pages for `max_batch` sequences of `context` tokens; on CUDA warm and not yet captured."""
+    """A Runner with pages for `max_batch` sequences of `context` tokens, and, where layers have a window, as many of
+    these; on CUDA warm and not yet captured.
+    """
+    windows = [spec.window_tokens for spec in architecture.layer_pattern if spec.window_tokens is not None]
     runner = Runner(
         architecture,
         weights,
@@ -46,6 +50,7 @@ def build_runner(
         parts=(),
         dtype=dtype,
         device=device,
+        windows=WindowShape(architecture.window_layers, max_batch, _num_pages(max(windows))) if windows else NO_WINDOWS,
     )
     runner.warm_up(min(context, 128))
     return runner
@@ -81,10 +86,11 @@ def _collect(step: InFlight, marks: list[float]) -> list[int]:
 
 def _launch_prefill(runner: Runner, prompts: np.ndarray, context: int) -> InFlight:
     batch, length = prompts.shape
-    pages = _num_pages(context)
+    pages, has_windows = _num_pages(context), runner.pool.windows.shape.count > 0
     return runner.launch(
         StepPlan(
             page_writes=[PageWrite(slot, 0, list(range(slot * pages, (slot + 1) * pages))) for slot in range(batch)],
+            window_writes=[WindowWrite(slot, None, slot) for slot in range(batch) if has_windows],
             new_jobs=[
                 PrefillJob(
                     0, [PrefillPrompt(slot, prompts[slot], 0, length, _GREEDY, PROFILE) for slot in range(batch)]

@@ -74,6 +74,12 @@ class GpuConfig(Settings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     memory_limit_gib: float | None = Field(None, gt=0, description="of device memory, all included")
     kv_cache_gib: float | None = Field(None, gt=0, description="KV pages; default: what the limit leaves")
+    kv_windows: int | None = Field(
+        None,
+        ge=1,
+        description="windows of layers that keep no more, of `kv_cache_gib`; default: two a running sequence, "
+        "in half of what there is",
+    )
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")

@@ -11,6 +11,7 @@ import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.paged_decode_attention import DECODED_DIMS
+from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
 from gpu.model.weights import random_weights
@@ -36,12 +37,14 @@ def load_architecture(model: ModelConfig) -> Architecture:
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
                 chunk_tokens: int, max_hidden_tokens: int, num_pages: int, tier: HostTier | None,
                 parts: Sequence[Part], on_progress: LoadProgress, num_rings: Mapping[str, int] = MappingProxyType({}),
-                sink_tokens: int = 0, library: ChunkLibrary | None = None) -> Runner:  # fmt: skip
+                sink_tokens: int = 0, library: ChunkLibrary | None = None,
+                num_windows: int = 0, window_pages: int = 1) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
     tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
-    num_rings, sink_tokens, library: see `Runner`.
+    num_rings, sink_tokens, library: see `Runner`. num_windows: of `window_pages` pages (`gpu.kv.windows`); 0: all
+    layers have all of every context in pages.
     Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
@@ -72,6 +75,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
             device=device, tier=tier, parts=parts, num_rings=num_rings, sink_tokens=sink_tokens,
             checks_coverage=gpu.check_coverage, library=library,
+            windows=WindowShape(architecture.window_layers, num_windows, window_pages) if num_windows else NO_WINDOWS,
         )  # fmt: skip
         on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute
         runner.warm_up(chunk_tokens)

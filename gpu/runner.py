@@ -23,6 +23,7 @@ from gpu.host.slot_exchange import SlotExchange
 from gpu.in_flight import Awaited, InFlight, Timer
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.pool import KvPool
+from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.lanes import LaneStreams
 from gpu.methods.device_side import FetchCounts, ReuseCounts, ReuseSide, Site, make_device_sides
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
@@ -80,14 +81,16 @@ class Runner:
     (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes. num_rings: of the parts that keep
     some; sink_tokens: what a context that goes down keeps in front. ask_times: of all steps with a part on the host.
     checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
-    is not the whole context; a debug run, without graphs. library: where documents' chunks are, or None.
+    is not the whole context; a debug run, without graphs. library: where documents' chunks are, or None. windows: of
+    layers that keep no more; of the others pages hold all of a context.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
                  max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
                  device: torch.device, tier: HostTier | None, parts: Sequence[Part],
                  num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
-                 checks_coverage: bool = False, library: ChunkLibrary | None = None) -> None:  # fmt: skip
+                 checks_coverage: bool = False, library: ChunkLibrary | None = None,
+                 windows: WindowShape = NO_WINDOWS) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -96,7 +99,7 @@ class Runner:
         dense_layers = [layer for layer in range(architecture.num_layers) if layer not in deposited]
         self.pool = KvPool(
             architecture, num_pages, dense_layers, page_tokens, max_running, max_context_tokens, dtype,
-            device,
+            device, windows,
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
         self._lanes = LaneStreams(device)
@@ -291,6 +294,7 @@ class Runner:
             assert self._offload is not None
             self._offload.fetch(fetch)
         self.pool.write_pages(plan.page_writes)
+        self.pool.windows.write(plan.window_writes)
         for ring_write in plan.ring_writes:
             self._reusing[ring_write.part].assign(ring_write)
         for job in plan.new_jobs:

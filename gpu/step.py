@@ -122,6 +122,17 @@ class RingWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowWrite:
+    """Window number `window` (`gpu.kv.windows`) has what `source` has, or anything: None. A slot holds it until it is
+    released, and nobody else does; None: nobody, it is kept for who begins with the same tokens.
+    """
+
+    window: int
+    source: int | None
+    slot: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPrompt:
     """One sequence of a prefill job: tokens `[begin, len(token_ids))` are computed, `[0, begin)` are in its pages.
 
@@ -340,6 +351,7 @@ class StepPlan:
     fetches: list[Fetch] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
     ring_writes: list[RingWrite] = field(default_factory=list)
+    window_writes: list[WindowWrite] = field(default_factory=list)
     new_jobs: list[PrefillJob] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
     decode: list[DecodeGroup] = field(default_factory=list)
@@ -356,6 +368,7 @@ class StepPlan:
             or self.releases
             or self.fetches
             or self.page_writes
+            or self.window_writes
             or self.units
             or self.decode
         )

@@ -139,6 +139,8 @@ class Admission:
                 continue  # its chunks are computed first
             if self._rings.lacks(sequence):
                 continue  # one that leaves gives its ring back, whoever goes first
+            if self._residence.windows.lacks():
+                break  # as it does its window, which all need
             start, is_waiting = None, False
             if sequence.run_end:
                 start = self._try_down(sequence, this)
@@ -248,6 +250,7 @@ class Admission:
         sequence.slot = self.free_slots.pop()
         sequence.num_bypassed = 0
         self._rings.take(sequence, start.begin, [one for one in holding if one.state is State.RUNNING])
+        self._residence.windows.take(sequence, start.begin // self._residence.page_tokens)
         self._residence.prefixes.start(sequence, start.begin)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()

@@ -107,7 +107,8 @@ class Capacity:
     """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together.
 
     `host`: what deposited contexts may take, or None where every context stays on the device. `num_rings`: of the parts
-    of profiles that keep some.
+    of profiles that keep some. `num_windows`: of layers that keep no more, or 0: pages hold all; `spare_window_tokens`:
+    that each has beyond the longest window.
     """
 
     num_pages: int
@@ -116,6 +117,8 @@ class Capacity:
     max_hidden_tokens: int
     host: HostCapacity | None
     num_rings: Mapping[str, int] = field(default_factory=dict)
+    num_windows: int = 0
+    spare_window_tokens: int = 0
 
     def longest_tokens(self, profile: Profile) -> int:
         """The longest prompt and output that a request can have when nothing else runs."""
@@ -176,14 +179,17 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
         plan.max_hidden_tokens,
         None if shape is None else host_capacity(plan, shape),
         plan.num_rings,
+        plan.num_windows,
+        plan.spare_window_tokens,
     )
 
 
 def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
     """What contexts may take of host memory, by the store's own count of bytes."""
+    num_dense = sum(layer not in plan.window_layers for layer in plan.dense_layers)
     return HostCapacity(
         page_tokens=plan.page_tokens,
-        layout=PageLayout(len(shape.layers) + len(plan.dense_layers), len(plan.dense_layers), plan.num_pages),
+        layout=PageLayout(len(shape.layers) + num_dense, num_dense, plan.num_pages),
         is_adaptive=plan.residency == "adaptive",
         limit_bytes=plan.host_limit_bytes,
         sink_tokens=plan.sink_tokens,

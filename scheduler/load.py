@@ -66,6 +66,8 @@ def load_engine(
         chunk_tokens=config.scheduler.prefill.chunk_tokens,
         max_hidden_tokens=plan.max_hidden_tokens,
         num_pages=plan.num_pages,
+        num_windows=plan.num_windows,
+        window_pages=plan.window_pages,
         tier=tier,
         parts=served_parts(profiles.values()),
         num_rings=plan.num_rings,

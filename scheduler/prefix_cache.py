@@ -4,7 +4,8 @@ A block's hash covers all tokens to its end and is seeded with the model and wit
 and decode profile), so approximate KV never serves a request that asked for another making. A sequence comes with its
 prompt's hashes; nothing here walks them to say how many are known. Where a profile's KV is made in aligned blocks of
 tokens, prefixes are found up to such a border, and a prompt's last block, which may be made otherwise, is never
-published; nor is, of a prompt with documents' chunks, anything but the text before the first. Invariant: a published
+published; nor is, of a prompt with documents' chunks, anything but the text before the first. Where layers keep their
+windows alone, a prefix is found up to where one is kept. Invariant: a published
 block's page holds final keys and values once every plan launched so far is carried out, and these depend on its tokens
 and on those in front of them alone.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from gpu.profiles import Profile
 from scheduler.pages import PagePool, extend_hashes
 from scheduler.sequence import Sequence
+from scheduler.windows import Windows
 
 _NO_END = 1 << 62
 _BLOCKS_AT_ONCE = 64  # hashed between two rests: a tenth of a millisecond
@@ -27,10 +29,10 @@ _BLOCKS_AT_ONCE = 64  # hashed between two rests: a tenth of a millisecond
 class PrefixCache:
     """`profiles`: those that are served, by name; of one `kv_key` they share blocks."""
 
-    def __init__(
-        self, pages: PagePool, page_tokens: int, enabled: bool, model_key: bytes, profiles: Mapping[str, Profile]
-    ) -> None:
+    def __init__(self, pages: PagePool, windows: Windows, page_tokens: int, enabled: bool, model_key: bytes,
+                 profiles: Mapping[str, Profile]) -> None:  # fmt: skip
         self._pages = pages
+        self._windows = windows
         self._page_tokens = page_tokens
         self.is_enabled = enabled
         self._seeds = {name: _seed(model_key, profile.kv_key) for name, profile in profiles.items()}
@@ -87,18 +89,24 @@ class PrefixCache:
     def look(self, sequence: Sequence) -> Sequence | None:
         """Count the usable blocks in front that are published, from where they ended at the last look, up to a border.
 
-        Returns the sequence whose prefill under way computes the next usable one, if any does.
+        Returns the sequence whose prefill under way computes the next usable one, if any does, and leaves them where
+        this one may begin behind them.
         """
         hashes, end = sequence.hashes, sequence.num_usable_blocks
         known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
         sequence.num_known_blocks = self.align_blocks(sequence, known)
-        return self._computing.get(hashes[known]) if known < end and self._computing else None
+        if self._windows.count:  # what is behind the last window is computed anew, whether it is known or not
+            known = sequence.num_known_blocks
+        other = self._computing.get(hashes[known]) if known < end and self._computing else None
+        if other is None or not self._windows.count:
+            return other
+        return other if known < self._windows.first_end(other) <= self.count_shared(sequence, other) else None
 
     def align_blocks(self, sequence: Sequence, num_blocks: int) -> int:
         """The most of these blocks in front that end where a prefill of its profile may begin."""
         align = self._align_tokens[sequence.request.attention_profile]
         step = math.lcm(align, self._page_tokens) // self._page_tokens
-        return num_blocks // step * step
+        return self._windows.last_end(sequence.hashes, num_blocks, step)
 
     def count_held(self, sequence: Sequence) -> int:
         """Of the blocks that `look` has counted, those in front whose pages somebody holds."""
@@ -151,6 +159,7 @@ class PrefixCache:
         """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
         if sequence.hashes:
             self._pages.retract(sequence.hashes[0])
+            self._windows.retract(sequence)
 
 
 def _seed(model_key: bytes, kv_key: str) -> bytes:

@@ -22,6 +22,7 @@ from scheduler.host_contexts import HostContexts
 from scheduler.pages import PagePool
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
+from scheduler.windows import Windows
 
 _AHEAD_TOKENS = (
     2048  # of a long context's output, paid for when it is admitted: it runs a while before it must give way
@@ -65,7 +66,8 @@ class Residence:
         self._capacity = capacity
         self._profiles = profiles
         self.pages = PagePool(0, capacity.num_pages, prefix_cache)
-        self.prefixes = PrefixCache(self.pages, page_tokens, prefix_cache, model_key, profiles)
+        self.windows = Windows(capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache)
+        self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key, profiles)
         self.contexts: HostContexts | None = None
         self.frontier: Frontier | None = None
         self.is_adaptive = capacity.host is not None and capacity.host.is_adaptive

@@ -244,6 +244,7 @@ class Scheduler:
             fetches=fetches,
             page_writes=page_writes,
             ring_writes=self.rings.take_writes(),
+            window_writes=self.residence.windows.take_writes(),
             new_jobs=new_jobs,
             units=units,
             decode=_group(taken),
@@ -314,6 +315,7 @@ class Scheduler:
             self.prefixes.stop(sequence)
             self.residence.finish_prefill(sequence)
             self.residence.publish(sequence, sequence.num_tokens)
+            self.residence.windows.keep_prompt(sequence)
             sequence.state = State.RUNNING
             sequence.num_in_flight += 1
             self._running.append(sequence)
@@ -393,7 +395,9 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give back slot and pages. What a prefill has brought to the host is of no use before it ends."""
-        self.residence.leave(sequence, is_kept=sequence.state is State.RUNNING and not sequence.has_failed)
+        is_kept = sequence.state is State.RUNNING and not sequence.has_failed
+        self.residence.windows.give_back(sequence, is_kept)
+        self.residence.leave(sequence, is_kept)
         self.rings.give_back(sequence)
         self._lanes.give_back(sequence.lane)
         sequence.lane = Lane.DEVICE
@@ -505,6 +509,7 @@ class Scheduler:
             or plan.restores
             or any(deposit.opens for deposit in plan.deposits)
             or any(write.source is not None for write in plan.ring_writes)  # whose sequence may step in either lane
+            or any(write.source is not None for write in plan.window_writes)
             or (plan.lane is Lane.HOST and asks_nothing)  # such a step has the other lane's buffers
         ):
             self._lanes.move()

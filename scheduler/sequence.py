@@ -46,6 +46,7 @@ class Sequence:
     lane: Lane = Lane.DEVICE  # that its last step was launched in
     ring: tuple[str, int] | None = None  # while it holds one: of which part of its profile, and the number
     constraint: Constraint | None = None  # what its draws are held to
+    window: int | None = None  # while it holds one: its number
     context: HostContext | None = None  # in host memory, while it holds one
     left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
     num_in_flight: int = 0

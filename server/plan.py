@@ -60,6 +60,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             "dtype": memory.dtype,
             "memory_limit_gib": memory.limit_bytes[place] / GIB,
             "kv_cache_gib": memory.kv_bytes / GIB,
+            "kv_windows": memory.num_windows or None,
             "threads": memory.threads,
         }
     )

@@ -12,7 +12,7 @@ from gpu.methods.device_side import LayerReads
 def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, is_counted: bool) -> Reading:
     """The partials over the cells that are read, of pages that hold the rows' own tokens already."""
     rows, layer = reads.rows, reads.layer
-    cells = (pool.key_pages[layer], pool.value_pages[layer], pool.page_table, rows.slots, rows.context_lens, scale)
+    cells = (pool.key_pages[layer], pool.value_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale)
     parts = (reads.bounds, reads.has_far, reads.maxima)
     if applies(reads.query):
         return paged_decode_attention_cpu(reads.query, *cells, *parts)

@@ -3,6 +3,7 @@
 It refuses to know which pages are free or shared: the scheduler decides, and says so in page writes and releases.
 `gpu.kv.layout` says where resident pages, of all layers, and dense pages, of the dense layers alone, lie in the arena:
 where a slot has a dense page, its tokens are in host memory, and what reads the other layers states a hole there.
+Where windows are kept by themselves (`gpu.kv.windows`), pages are of the other layers alone.
 Invariant: a table row is only ever read up to its slot's context, so rows of released slots need no clearing.
 """
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu.kv.layout import PageLayout
+from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape, allocate
 from gpu.model.architecture import Architecture
 from gpu.step import PageWrite, Release, Restore, TablePlace
 from gpu.upload import upload
@@ -20,27 +22,35 @@ from gpu.upload import upload
 
 class KvPool:
     """arenas: of keys, of values. key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, views
-    of the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them.
+    of the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose
+    window is kept by itself, its rows in `windows`.
 
-    page_table: int32 `[max_slots, max_pages]`, by cell, of all layers.
+    page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.
     """
 
     def __init__(self, architecture: Architecture, num_pages: int, dense_layers: Sequence[int], page_tokens: int,
-                 max_slots: int, max_context_tokens: int, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
+                 max_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device,
+                 windows: WindowShape = NO_WINDOWS) -> None:  # fmt: skip
         row_shape = (architecture.num_kv_heads, page_tokens, architecture.dim)
-        layers = range(architecture.num_layers)
+        layers = [layer for layer in range(architecture.num_layers) if layer not in windows.layers]
         self.num_pages = num_pages
-        self.dense_layers = tuple(dense_layers)
+        self.dense_layers = tuple(layer for layer in dense_layers if layer in layers)
         self.deposited_layers = tuple(layer for layer in layers if layer not in self.dense_layers)
         self.layout = PageLayout(len(layers), len(self.dense_layers), num_pages)
         self.page_tokens = page_tokens
         self.max_slots = max_slots
         self.max_pages = -(-max_context_tokens // page_tokens)
         self.device = device
-        self.arenas = [_allocate((len(layers) * num_pages, *row_shape), dtype, device) for _ in range(2)]
-        self.key_pages, self.value_pages = (self._views(arena) for arena in self.arenas)
+        self.arenas = [allocate((len(layers) * num_pages, *row_shape), dtype, device) for _ in range(2)]
+        self.windows = Windows(windows, row_shape, max_slots, self.max_pages, dtype, device)
+        self.key_pages, self.value_pages = (
+            self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=True)
+        )
         self.page_table = torch.zeros(max_slots, self.max_pages, dtype=torch.int32, device=device)
+
+    def table_of(self, layer: int) -> Tensor:
+        """The page table of a layer: int32 `[max_slots, max_pages]`, by cell."""
+        return self.windows.page_table if layer in self.windows.shape.layers else self.page_table
 
     def write_pages(self, writes: Sequence[PageWrite]) -> None:
         """Append pages to page tables; asynchronous. Raises ValueError for a slot or page that does not exist."""
@@ -106,12 +116,12 @@ class KvPool:
 
     def poison(self) -> None:
         """Fill every page with NaN: a debug and test aid that shows any read of a token nobody wrote."""
-        for arena in self.arenas:
+        for arena in (*self.arenas, *self.windows.arenas):
             arena.fill_(float("nan"))
 
-    def _views(self, arena: Tensor) -> list[Tensor]:
-        """Of each layer, dense ones in front."""
-        views = {}
+    def _views(self, arena: Tensor, of_windows: dict[int, Tensor]) -> list[Tensor]:
+        """Of each layer, dense ones in front; those of windows are there."""
+        views = dict(of_windows)
         for place, layer in enumerate((*self.dense_layers, *self.deposited_layers)):
             count = self.layout.num_ids if layer in self.dense_layers else self.num_pages
             views[layer] = arena[place * self.num_pages :][:count]
@@ -137,8 +147,3 @@ class KvPool:
     def _check_ids(self, page_ids: Sequence[int], end: int) -> None:
         if page_ids and not 0 <= min(page_ids) <= max(page_ids) < end:
             raise ValueError(f"page table: page ids {min(page_ids)} to {max(page_ids)}; have {end} pages")
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that is really there: a host hands out pages at their first write, and could refuse one in mid-service."""
-    return torch.empty(shape, dtype=dtype, device=device).zero_()

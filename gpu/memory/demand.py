@@ -50,7 +50,8 @@ class PlanError(Exception):
 class Demand:
     """One model with its settings on one device. `host`: what its host tier asks for, or None without one;
     `states`: what attention methods keep for sequences that run; how many rings there are is told where it is known.
-    `documents`: how their chunks are kept, or None.
+    `documents`: how their chunks are kept, or None. `num_windows`: of `window_pages` pages in each layer with a window,
+    which then has no others (`gpu.kv.windows`); no pages: it has them as all layers have.
     """
 
     shape: Architecture
@@ -63,6 +64,8 @@ class Demand:
     host: HostDemand | None
     states: tuple[MethodState, ...]
     documents: DocumentsConfig | None = None
+    window_pages: int = 0
+    num_windows: int = 0
 
     @property
     def place(self) -> Place:
@@ -79,8 +82,24 @@ class Demand:
         return any(state.is_ring for state in self.states)
 
     @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Those whose windows are kept by themselves."""
+        return self.shape.window_layers if self.window_pages else ()
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Keys and values of one token in one layer."""
+        return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
+
+    @property
     def kv_token_bytes(self) -> int:
-        return self.shape.kv_bytes_per_token(self.dtype_bytes)
+        """Of one token in pages."""
+        return self.layer_token_bytes * (self.shape.num_layers - len(self.window_layers))
+
+    @property
+    def window_bytes(self) -> int:
+        """Of one window, in all layers that have it."""
+        return len(self.window_layers) * self.window_pages * self.page_tokens * self.layer_token_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -96,13 +115,13 @@ class Demand:
         if self.documents is None:
             return 0
         rows = ChunkShape(1, self.shape.num_kv_heads, self.shape.dim, self.documents.rows)
-        layer = self.kv_token_bytes // self.shape.num_layers
+        layer = self.layer_token_bytes
         return max(STAGED_LAYERS * rows.layer_bytes(1), layer + rows.layer_bytes(1)) + CHUNK_TOKEN_IDS_BYTES
 
     @property
     def gathered_token_bytes(self) -> int:
         """One layer's keys and values; on the CPU also a copy of one of the two while it is gathered."""
-        layer = self.kv_token_bytes // self.shape.num_layers
+        layer = self.layer_token_bytes
         return layer if self.device == "cuda" else layer * 3 // 2
 
     @property
@@ -133,7 +152,7 @@ class Demand:
     def fixed_items(self) -> tuple[MemoryItem, ...]:
         """What does not depend on the context; weights first."""
         items = (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
-        return (*items, *self._documents())
+        return (*items, *self._documents(), *self._windows())
 
     def context_items(self, context: int, hidden_tokens: int) -> tuple[MemoryItem, ...]:
         gathered = context * self.gathered_token_bytes
@@ -241,6 +260,19 @@ class Demand:
         if not is_cuda:
             return (deposit, here)
         return (deposit, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
+
+    def _windows(self) -> tuple[MemoryItem, ...]:
+        """The windows, and what a prefill unit writes before its last rows go there, with what it reads of one."""
+        if not self.window_layers:
+            return ()
+        tokens, layers = self.window_pages * self.page_tokens, len(self.window_layers)
+        note = f"{self.num_windows} of {tokens:,} tokens in {layers} layers: of what runs, and ends of prefixes"
+        buffer = 1 << (self.chunk_tokens - 1).bit_length()
+        beside = (buffer + 2 * (tokens + self.chunk_tokens)) * self.layer_token_bytes
+        return (
+            self.item("KV windows", self.num_windows * self.window_bytes, note),
+            self.item("windows under prefill", beside, f"rows of {self.chunk_tokens:,} tokens, and what they see"),
+        )
 
     def _documents(self) -> tuple[MemoryItem, ...]:
         if self.documents is None:

@@ -25,7 +25,9 @@ ROW_BYTES = {"bfloat16": 2, "int8": 1}
 
 @dataclass(frozen=True, slots=True)
 class HostDemand:
-    """One model's host tier. `kept`: what stays on the device, of which the layers are not all of the model's."""
+    """One model's host tier. `kept`: what stays on the device, of which the layers are not all of the model's;
+    `window_layers`: of these, those that have no pages, since their windows are kept by themselves.
+    """
 
     shape: Architecture
     config: HostConfig
@@ -33,6 +35,7 @@ class HostDemand:
     page_tokens: int
     dtype_bytes: int
     max_running: int
+    window_layers: tuple[int, ...] = ()
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -60,12 +63,11 @@ class HostDemand:
     @property
     def dense_per_block(self) -> int:
         """Pages of the dense layers that take as much memory as a page of all layers; 0: they take none."""
-        return PageLayout(self.shape.num_layers, len(self.dense_layers), 0).dense_per_block
+        return self._layout.dense_per_block
 
     def dense_blocks(self, num_tokens: int) -> int:
         """Pages' worth of memory that so many released tokens of a context keep on the device, in dense layers."""
-        layout = PageLayout(self.shape.num_layers, len(self.dense_layers), 0)
-        return layout.blocks_for(-(-num_tokens // self.page_tokens))
+        return self._layout.blocks_for(-(-num_tokens // self.page_tokens))
 
     def resident_tokens_of(self, context: int, num_pages: int) -> int:
         """How many tokens of a context of this length stay on the device, where nothing else is on its pages."""
@@ -142,6 +144,11 @@ class HostDemand:
         if context <= self.resident_tokens:
             return 0
         return self._whole_pages(context) - self.sink_tokens - self.window_tokens
+
+    @property
+    def _layout(self) -> PageLayout:
+        dense = [layer for layer in self.dense_layers if layer not in self.window_layers]
+        return PageLayout(self.shape.num_layers - len(self.window_layers), len(dense), 0)
 
     def _whole_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens) * self.page_tokens

@@ -25,6 +25,10 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 GPU_SHARE = 0.92  # of the card, where no limit is set: a desktop's other programs need the rest
 HOST_SHARE = 0.5  # of the host, where the CPU is the device and no limit is set
 RING_SHARE = 1 / 8  # of what weights and workspaces leave, where nobody says how many rings there are
+WINDOW_SHARE = 1 / 2  # likewise, at most, for windows of layers that keep no more, where other layers have pages
+ONLY_WINDOWS_SHARE = 3 / 4  # and where none has: the rest is for prompts under way
+WINDOWS_PER_SEQUENCE = 2  # at most: its own, and one that is kept for the next turn
+MOST_EMPTY_PAGES = 2**18  # where no layer has pages, there are numbers alone
 SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence is refused
 
 
@@ -32,10 +36,11 @@ SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence i
 class MemoryPlan:
     """`limit_bytes[place]` bounds the sum of that place's items; without a GPU every item is in host memory.
 
-    `kv_bytes` bound the `num_pages` KV pages, resident and dense (`gpu.kv.layout`). With a host tier a context keeps
-    `sink_tokens` and `window_tokens` on the device (whole pages), and all of it up to `resident_tokens`; `lump_tokens`
-    go down at once. Without one these are 0. `num_rings`: of the methods that keep some, by what profiles name them
-    (`gpu.profiles.Part`).
+    `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense (`gpu.kv.layout`). With a host tier a
+    context keeps `sink_tokens` and `window_tokens` on the device (whole pages), and all of it up to `resident_tokens`;
+    `lump_tokens` go down at once. Without one these are 0. `num_rings`: of the methods that keep some, by what profiles
+    name them (`gpu.profiles.Part`). `num_windows` of `window_pages` pages and `window_bytes`, in `window_layers`, which
+    then have no others (`gpu.kv.windows`); `spare_window_tokens` of each are beyond what these see; 0: there are none.
     """
 
     device: Literal["cuda", "cpu"]
@@ -59,6 +64,11 @@ class MemoryPlan:
     items: tuple[MemoryItem, ...]
     limit_bytes: dict[Place, int]
     notes: tuple[str, ...]
+    window_layers: tuple[int, ...] = ()
+    num_windows: int = 0
+    window_bytes: int = 0
+    window_pages: int = 0
+    spare_window_tokens: int = 0
 
     @property
     def dtype_bytes(self) -> int:
@@ -95,6 +105,15 @@ def plan_memory(
     tier = None
     if host is not None and kept is not None:
         tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running)
+    spare_tokens = _spare_window_tokens(gpu.page_tokens, tier)
+    window_pages = 0
+    if documents is None:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
+        window_pages = _count_window_pages(architecture, gpu, spare_tokens, max_context_tokens)
+    if gpu.kv_windows is not None and not window_pages:
+        why = "documents need all of a context" if architecture.window_layers else "no layer of the model has a window"
+        raise PlanError(f"gpu.kv_windows: asked {gpu.kv_windows}, but {why}; leave it out")
+    if tier is not None and window_pages:
+        tier = replace(tier, window_layers=architecture.window_layers)
     demand = Demand(
         architecture,
         device,
@@ -106,10 +125,12 @@ def plan_memory(
         tier,
         tuple(states),
         documents,
+        window_pages,
     )
     place = demand.place
     limits = _resolve_limits(gpu, device, machine)
     demand = _count_rings(demand, limits[place])
+    demand = _count_windows(demand, limits[place], gpu)
     fixed = demand.fixed_items()
     left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
     _check_fixed(fixed, place, limits, left, demand.reuses)
@@ -117,8 +138,15 @@ def plan_memory(
     if host is None:
         shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
     else:
-        budget = _host_budget(gpu, host, fixed, place, left, max_hidden_tokens, machine)
+        window_bytes = demand.num_windows * demand.window_bytes
+        budget = _host_budget(gpu, host, fixed, place, left, max_hidden_tokens, machine, window_bytes)
         shares, notes = _share_with_host(demand, budget, max_context_tokens)
+    if demand.window_layers and demand.num_windows < max_running:
+        notes = (
+            *notes,
+            f"there are windows for {demand.num_windows} sequences, scheduler.max_running is {max_running}: the others "
+            "wait; gpu.kv_windows says how many",
+        )
     if device == "cpu":
         notes = (*notes, "the CPU is the device: every item is in host memory")
     return MemoryPlan(
@@ -129,7 +157,7 @@ def plan_memory(
         max_hidden_tokens=shares.hidden_tokens,
         max_logits_rows=max(MAX_LOGITS_ROWS, max_running),
         page_tokens=gpu.page_tokens,
-        kv_bytes=shares.kv_bytes,
+        kv_bytes=shares.kv_bytes + demand.num_windows * demand.window_bytes,
         num_pages=shares.num_pages,
         dense_layers=tier.dense_layers if tier else (),
         sink_tokens=tier.sink_tokens if tier else 0,
@@ -143,6 +171,11 @@ def plan_memory(
         items=(*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)),
         limit_bytes=limits,
         notes=notes,
+        window_layers=demand.window_layers,
+        num_windows=demand.num_windows,
+        window_bytes=demand.window_bytes,
+        window_pages=window_pages,
+        spare_window_tokens=spare_tokens if window_pages else 0,
     )
 
 
@@ -157,11 +190,17 @@ def _share_pages(
     demand: Demand, gpu: GpuConfig, left: int, max_context_tokens: int | None, max_hidden_tokens: int | None
 ) -> tuple[HostShares, tuple[str, ...]]:
     """Without a host tier: pages hold all of every context."""
-    budget = left if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB)
+    budget = left
+    if gpu.kv_cache_gib is not None:
+        budget = int(gpu.kv_cache_gib * GIB) - demand.num_windows * demand.window_bytes
     context, notes = _resolve_context(demand, left, budget, max_context_tokens, max_hidden_tokens)
     hidden_tokens = max_hidden_tokens or demand.default_hidden_tokens(context, left)
     spare = left - sum(item.bytes for item in demand.context_items(context, hidden_tokens))
-    num_pages = min(spare, budget) // demand.page_bytes
+    if demand.page_bytes:
+        num_pages = min(spare, budget) // demand.page_bytes
+    else:
+        most = -(-context // demand.page_tokens)
+        num_pages = max(most, min(MOST_EMPTY_PAGES, demand.num_windows * most)) if spare >= 0 else 0
     _check_pages(demand, num_pages, context, max_context_tokens, hidden_tokens, spare, gpu)
     return HostShares(context, hidden_tokens, num_pages * demand.page_bytes, num_pages, 0, 0), notes
 
@@ -197,7 +236,7 @@ def _share_with_host(
 
 def _host_budget(
     gpu: GpuConfig, host: HostConfig, fixed: tuple[MemoryItem, ...], place: Place, left: int, hidden: int | None,
-    machine: MachineProfile,
+    machine: MachineProfile, window_bytes: int,
 ) -> Budget:  # fmt: skip
     """What host memory may be taken: of the machine's where a GPU is the device, else of what is left of its limit."""
     beside = machine.memory_bytes - sum(item.bytes for item in fixed if item.place == "host")
@@ -208,7 +247,7 @@ def _host_budget(
             f"host.memory_limit_gib: asked {_gib(asked)}, {_gib(max(have, 0))} of host memory left; lower it"
         )
     default = min(max(have, 0), int(machine.memory_bytes * HOST_SHARE))
-    kv = None if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB)
+    kv = None if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB) - window_bytes
     return Budget(left, kv, asked, default, hidden)
 
 
@@ -292,6 +331,37 @@ def _count_rings(demand: Demand, limit: int) -> Demand:
     return replace(demand, states=tuple(counted))
 
 
+def _spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:
+    """Of a window, beyond what layers see: where a prefix may end behind which a prompt begins. The tokens of a turn's
+    last pages, and, of a context that goes down, all that is not down.
+    """
+    return 2 * page_tokens + (host.window_tokens + 2 * LUMP_TOKENS if host is not None else 0)
+
+
+def _count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, context: int | None) -> int:
+    """Of one window; 0: pages hold all, since there are none, or nobody asked for them and they save less than half."""
+    longest = max((spec.window_tokens for spec in shape.layer_pattern if spec.window_tokens is not None), default=0)
+    num_pages = -(-(longest + spare_tokens) // gpu.page_tokens)
+    saves = 2 * num_pages * gpu.page_tokens <= (context or shape.max_context_tokens)
+    return num_pages if longest and (saves or gpu.kv_windows is not None) else 0
+
+
+def _count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
+    """With the number of windows: as it is asked for, or for each sequence and as many prefixes, if they take no more
+    than their share.
+    """
+    if not demand.window_layers:
+        return demand
+    if gpu.kv_windows is not None:
+        return replace(demand, num_windows=gpu.kv_windows)
+    left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
+    if gpu.kv_cache_gib is not None:
+        left = min(left, int(gpu.kv_cache_gib * GIB))
+    share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
+    count = max(1, int(max(0, left) * share) // demand.window_bytes)
+    return replace(demand, num_windows=min(count, WINDOWS_PER_SEQUENCE * demand.max_running))
+
+
 def _check_fixed(
     fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place, int], left: int, has_rings: bool
 ) -> None:
@@ -306,6 +376,7 @@ def _check_fixed(
         raise PlanError(
             f"{key}: weights and workspaces take {_gib(limit - left)}, the limit is {_gib(limit)}; raise it, or lower "
             "scheduler.prefill.chunk_tokens or scheduler.max_running"
+            + (", or gpu.kv_windows" if any(item.name == "KV windows" for item in fixed) else "")
             + (", or a profile's `capacity` or `rings`" if has_rings else "")
             + (", or documents.memory_limit_gib" if any(item.name == "documents" for item in fixed) else "")
         )
@@ -314,7 +385,7 @@ def _check_fixed(
 def _check_asked(
     demand: Demand, gpu: GpuConfig, left: int, limit: int, context: int | None, hidden_tokens: int | None
 ) -> None:
-    if gpu.kv_cache_gib is not None and int(gpu.kv_cache_gib * GIB) > left:
+    if gpu.kv_cache_gib is not None and int(gpu.kv_cache_gib * GIB) - demand.num_windows * demand.window_bytes > left:
         raise PlanError(
             f"gpu.kv_cache_gib: asked {gpu.kv_cache_gib:g} GiB, {_gib(left)} left of {_gib(limit)} after "
             "weights and workspaces; lower it, or leave it out to take what is left"
@@ -341,7 +412,8 @@ def _resolve_context(
     fixed_hidden = (hidden_tokens or 0) * demand.hidden_token_bytes
     per_token = demand.context_token_bytes(1 if hidden_tokens is None else 0)
     fits = int((left - fixed_hidden) / per_token)
-    in_pages = min(fits, budget // demand.kv_token_bytes) // demand.page_tokens * demand.page_tokens
+    in_budget = budget // demand.kv_token_bytes if demand.kv_token_bytes else fits
+    in_pages = min(fits, in_budget) // demand.page_tokens * demand.page_tokens
     context = min(longest, max(in_pages, 0), hidden_tokens or longest)
     if context == longest:
         return context, ()

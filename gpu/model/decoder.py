@@ -98,7 +98,7 @@ class Decoder:
     def _write(self, index: int, qkv: Tensor, positions: Tensor, cells: Tensor, slots: Tensor, pages: Pages | None,
                num_heads: int) -> Tensor:  # fmt: skip
         key_pages, value_pages, page_table = pages or (
-            self.pool.key_pages[index], self.pool.value_pages[index], self.pool.page_table,
+            self.pool.key_pages[index], self.pool.value_pages[index], self.pool.table_of(index),
         )  # fmt: skip
         return self._rope_kv_write(
             qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages, num_heads

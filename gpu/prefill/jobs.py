@@ -33,6 +33,7 @@ from gpu.prefill.gathered import GatheredKv
 from gpu.prefill.query import PrefillQuery
 from gpu.prefill.scored_rows import cut_rows
 from gpu.prefill.staging import StagedPrompt, Staging
+from gpu.prefill.windows import Own, WindowedUnit, WindowPrefill
 from gpu.sampling.logprobs import Logprobs, join_logprobs
 from gpu.sampling.sampler import Drawing, Sampled, Sampler, gather_logprobs, to_pinned
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, TokenLogprob, Unit
@@ -107,6 +108,7 @@ class _Job:
     method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
     fused: FusedPrompt | None
     packed: _Packed | None = None
+    windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
 
     def narrow(self, ids: Tensor) -> None:
         """From now on only these tokens are computed: packed ids, ascending, int64, the last one among them."""
@@ -114,11 +116,11 @@ class _Job:
         self.hidden = None if self.hidden is None else self.hidden[ids]
         self.offsets = [0, len(ids)]
 
-    def parts(self, unit: PrefillUnit) -> list[_Part]:
-        """A unit's, prompt by prompt."""
+    def parts(self, unit_begin: int, unit_end: int) -> list[_Part]:
+        """Of a unit, prompt by prompt."""
         parts = []
         for prompt, prompt_begin, prompt_end in zip(self.job.prompts, self.offsets, self.offsets[1:], strict=False):
-            begin, end = max(unit.begin, prompt_begin), min(unit.end, prompt_end)
+            begin, end = max(unit_begin, prompt_begin), min(unit_end, prompt_end)
             if begin < end:
                 parts.append(_Part(prompt, begin, end, prompt.begin + end - prompt_begin))
         return parts
@@ -154,6 +156,7 @@ class Prefill:
         pool = decoder.pool
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, pool.max_pages * pool.page_tokens)
         self._documents = documents
+        self.windows = WindowPrefill(pool, decoder.scale) if pool.windows.shape.layers else None
         self.watch: Callable[[PrefillQuery], None] | None = None
         """Sees what a prompt that is alone in its unit attends to, in each layer that attends to everything."""
         self._jobs: dict[int, _Job] = {}
@@ -264,6 +267,9 @@ class Prefill:
         if unit.begin == 0:
             self._begin_fused_layer(state, unit.layer, pages)
         chunk = slice(unit.begin, unit.end)
+        if self.windows is not None and unit.layer in self.decoder.pool.windows.shape.layers:
+            state.hidden[chunk] = self._compute_windowed(self.windows, state, unit.layer, chunk, state.hidden[chunk])
+            return
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Tensor:
             if state.job.is_scattered(unit.layer):
@@ -275,6 +281,27 @@ class Prefill:
         )
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
+
+    def _compute_windowed(
+        self, windows: WindowPrefill, state: _Job, layer: int, chunk: slice, hidden: Tensor
+    ) -> Tensor:
+        """A layer's hidden states of a chunk, where its windows are kept by themselves."""
+        slots, window = state.slots[chunk], self.decoder.specs[layer].window_tokens
+        assert window is not None, "prefill: a layer without a window has its rows in pages"
+        if state.windowed is None or state.windowed[0] != chunk:
+            parts = [
+                Own(part.prompt.slot, part.begin - chunk.start, part.end - chunk.start, part.context)
+                for part in state.parts(chunk.start, chunk.stop)
+            ]
+            state.windowed = chunk, WindowedUnit(self.decoder.pool, parts, state.positions[chunk], slots)
+        unit = state.windowed[1]
+        pages, cells = windows.pages(len(slots)), windows.cells(len(slots))
+        hidden = self.decoder.layer(
+            layer, hidden, state.positions[chunk], slots,
+            lambda query, _: windows.attend(unit, layer, window, query), pages, cells,
+        )  # fmt: skip
+        windows.keep(unit, layer)
+        return hidden
 
     def warm_up_chunks(self) -> None:
         """Compile what prompts with chunks need now, not in one: on numbers that mean nothing, of no slot."""
@@ -367,7 +394,7 @@ class Prefill:
 
     def _attend(self, state: _Job, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
         """Attention of a packed chunk: all prompts at once, or prompt by prompt; all `[tokens, heads, dim]`."""
-        parts = state.parts(unit)
+        parts = state.parts(unit.begin, unit.end)
         window = self.decoder.specs[unit.layer].window_tokens
         is_packed = (unit.method == DENSE or window is not None) and len(parts) > 1 and has_flash(query)
         if is_packed and sum(part.context for part in parts) <= self._most_packed_tokens:

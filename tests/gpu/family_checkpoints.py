@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
+from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
-from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
 
 PAGE_TOKENS = 16
 CHUNK_TOKENS = 128
@@ -112,8 +113,12 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
     return Checkpoint(folder, model, owner)
 
 
-def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True) -> Runner:
-    """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole."""
+def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True,
+         num_windows: int = 2, spare_pages: int = 0) -> Runner:  # fmt: skip
+    """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole.
+    num_windows: kept by themselves, if the model has any, and `spare_pages` longer than need be; 0: pages hold all.
+    """
+    windows = [spec.window_tokens for spec in read_architecture(folder).layer_pattern if spec.window_tokens is not None]
     runner = load_runner(
         ModelConfig(path=folder),
         GpuConfig(device="cpu", dtype=dtype, threads=None, page_tokens=PAGE_TOKENS, check_coverage=is_counted),
@@ -125,8 +130,12 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
         tier=None,
         parts=(),
         on_progress=lambda stage, fraction: None,
+        num_windows=num_windows if windows else 0,
+        window_pages=-(-max(windows, default=1) // PAGE_TOKENS) + spare_pages,
     )
     runner.pool.poison()
+    if runner._prefill.windows is not None:
+        runner._prefill.windows.poison()
     return runner
 
 
@@ -151,7 +160,8 @@ def generate(runner: Runner, prompt: np.ndarray, steps: int) -> tuple[list[int],
         for layer in range(runner.architecture.num_layers)
         for begin in range(0, length, CHUNK_TOKENS)
     ]
-    plan = StepPlan(page_writes=[PageWrite(0, 0, pages)], new_jobs=[job], units=units)
+    windows = [WindowWrite(1, None, 0)] if runner.pool.windows.shape.count else []
+    plan = StepPlan(page_writes=[PageWrite(0, 0, pages)], window_writes=windows, new_jobs=[job], units=units)
     tokens = [runner.launch(plan).collect().tokens[0].token_id]
     for step in range(steps):
         group = DecodeGroup([0], [length + step], [1 + step])

@@ -1,4 +1,7 @@
-"""Contexts of other families that outgrow the device: what is down is read as if it were not; windows go nowhere."""
+"""Contexts of other families that outgrow the device: what is down is read as if it were not; windows go nowhere.
+
+The runner that deposits keeps windows alone in layers that have one; its oracle has all of every context in pages.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,9 +42,15 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
     """tables: of the tier that serves, or None: the plain one, with such rows."""
     known = checkpoint(name, num_hidden_layers=LAYERS[name])
     shape = read_architecture(known.folder)
-    for key, value in {"NUM_LAYERS": shape.num_layers, "NUM_HEADS": shape.num_heads, "DIM": shape.dim,
-                       "NUM_KV_HEADS": shape.num_kv_heads,
-                       "shallow_model": lambda _: SimpleNamespace(name=str(known.folder))}.items():  # fmt: skip
+    replaced = {
+        "NUM_LAYERS": shape.num_layers,
+        "NUM_HEADS": shape.num_heads,
+        "DIM": shape.dim,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "WINDOW_LAYERS": shape.window_layers,
+        "shallow_model": lambda _: SimpleNamespace(name=str(known.folder)),
+    }
+    for key, value in replaced.items():
         monkeypatch.setattr(twin_runners, key, value)
     dense = keep_as_set(None, HostConfig(), shape).dense_layers
     tier: HostTier = ReferenceTier(replace(tier_shape(dense), rows=rows), 100_000, 256, 200)

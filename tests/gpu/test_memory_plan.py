@@ -17,6 +17,7 @@ from gpu.host.deposit import Depositor
 from gpu.kernels.paged_decode_attention import num_rows
 from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
+from gpu.kv.windows import WindowShape
 from gpu.memory import demand
 from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
 from gpu.memory.host_demand import HostDemand
@@ -42,6 +43,7 @@ MACHINES = {
 }
 SHAPE_8B = named_shape("llama-3.1-8b")
 SHAPE_TINY = named_shape("tiny")
+SHAPE_WINDOWS = named_shape("tiny-gemma3")
 
 
 def make_plan(
@@ -112,8 +114,45 @@ def test_a_plan_fits_its_limits_and_holds_its_longest_context_or_is_refused_in_o
     assert plan.max_hidden_tokens >= plan.max_context_tokens
     assert context is None or plan.max_context_tokens == context
     assert hidden is None or plan.max_hidden_tokens == hidden
-    page_bytes = named_shape(shape).kv_bytes_per_token(plan.dtype_bytes) * page_tokens
+    num_layers = named_shape(shape).num_layers
+    token_bytes = named_shape(shape).kv_bytes_per_token(plan.dtype_bytes) // num_layers
+    page_bytes = token_bytes * (num_layers - len(plan.window_layers)) * page_tokens
     assert find_bytes(plan, "KV pages") == plan.num_pages * page_bytes
+    longest = max((spec.window_tokens or 0 for spec in named_shape(shape).layers), default=0)
+    if plan.num_windows:
+        assert plan.window_pages * page_tokens >= longest + plan.spare_window_tokens
+        assert plan.window_bytes == len(plan.window_layers) * plan.window_pages * page_tokens * token_bytes
+        assert find_bytes(plan, "KV windows") == plan.num_windows * plan.window_bytes
+
+
+def test_a_long_context_of_a_model_with_windows_takes_a_sixth_of_its_layers_and_what_they_see() -> None:
+    shape = named_shape("gemma-3-12b")
+    plan = make_plan(shape, "a100-80g", GpuConfig(), 131_072)
+    pages = find_bytes(plan, "KV pages") // plan.num_pages // plan.page_tokens
+    assert (shape.kv_bytes_per_token(2), pages) == (384 * 1024, 64 * 1024)
+    taken = 131_072 * pages + plan.window_bytes
+    assert taken / (131_072 * shape.kv_bytes_per_token(2)) == pytest.approx(0.173, abs=0.001)
+    pool = KvPool(SHAPE_WINDOWS, 3, (), 16, 2, 160, torch.float32, torch.device("cpu"), WindowShape((0,), 5, 4))
+    taken = [sum(arena.nbytes for arena in arenas) for arenas in (pool.arenas, pool.windows.arenas)]
+    layer = SHAPE_WINDOWS.kv_bytes_per_token(4) // SHAPE_WINDOWS.num_layers
+    assert taken == [3 * 16 * layer * (SHAPE_WINDOWS.num_layers - 1), 5 * 4 * 16 * layer]
+
+
+def test_windows_that_would_save_little_are_left_in_pages() -> None:
+    shape = named_shape("mistral-7b-v0.1")  # all layers see 4,096 tokens
+    assert make_plan(shape, "a100-80g", GpuConfig(), 8000).num_windows == 0
+    plan = make_plan(shape, "a100-80g", GpuConfig(), max_running=8)
+    assert (plan.num_windows, plan.window_pages, find_bytes(plan, "KV pages")) == (16, 258, 0)
+    assert plan.num_pages * 16 >= plan.max_context_tokens == 32_768
+
+
+def test_windows_are_charged_and_may_be_counted_by_hand() -> None:
+    shape = named_shape("mistral-7b-v0.1")
+    plan = make_plan(shape, "a100-80g", GpuConfig(kv_windows=3), 8000)
+    assert (plan.num_windows, plan.window_pages) == (3, 258)
+    assert find_bytes(plan, "KV windows") == 3 * 258 * 16 * shape.kv_bytes_per_token(2)
+    with pytest.raises(PlanError, match="kv_windows: asked 3, but no layer of the model has a window; leave it out"):
+        make_plan(SHAPE_8B, "a100-80g", GpuConfig(kv_windows=3))
 
 
 def test_an_8b_model_on_a_24_gib_card_keeps_what_the_arithmetic_says() -> None:
@@ -252,7 +291,9 @@ def assert_holds_its_longest_context(plan: MemoryPlan, num_layers: int) -> None:
     down = max(0, plan.max_context_tokens - plan.sink_tokens - plan.window_tokens)
     if plan.max_context_tokens > plan.resident_tokens:
         assert plan.host_tokens >= down
-        dense_blocks = PageLayout(num_layers, len(plan.dense_layers), plan.num_pages).blocks_for(-(-down // page))
+        dense = [layer for layer in plan.dense_layers if layer not in plan.window_layers]
+        layout = PageLayout(num_layers - len(plan.window_layers), len(dense), plan.num_pages)
+        dense_blocks = layout.blocks_for(-(-down // page))
         windows = plan.sink_tokens + plan.window_tokens + 2 * plan.lump_tokens
         assert (plan.num_pages - dense_blocks) * page >= min(windows, plan.max_context_tokens)
     assert plan.num_pages * page >= min(plan.resident_tokens + plan.lump_tokens, plan.max_context_tokens)
@@ -312,7 +353,7 @@ def test_a_plan_with_host_memory_holds_its_longest_context_or_is_refused_in_one_
     again = make_plan(
         named_shape(shape),
         with_memory(machine, host_gib),
-        gpu.model_copy(update={"kv_cache_gib": plan.kv_bytes / GIB}),
+        gpu.model_copy(update={"kv_cache_gib": plan.kv_bytes / GIB, "kv_windows": plan.num_windows or None}),
         plan.max_context_tokens,
         plan.max_hidden_tokens,
         running,

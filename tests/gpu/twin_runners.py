@@ -31,6 +31,7 @@ from gpu.step import (
     StepPlan,
     StepResult,
     TablePlace,
+    WindowWrite,
 )
 from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shallow_model
 from tests.reference_tier import ReferenceTier, stored_rows
@@ -39,6 +40,8 @@ from transfer.config import HostConfig, SampledConfig
 from transfer.tier import HostTier, TierShape
 
 NUM_LAYERS = 4  # two of them dense by default
+WINDOW_LAYERS: tuple[int, ...] = ()  # whose windows the runner that deposits keeps by themselves
+WINDOW_PAGES = 3
 NUM_HEADS, NUM_KV_HEADS, DIM = 8, 2, 64
 DEFAULT_DENSE = (0, NUM_LAYERS // 2)
 MAX_CONTEXT = 1024
@@ -54,8 +57,9 @@ def tier_shape(dense_layers: tuple[int, ...], bits: int = BITS, num_tables: int 
 
 def layout_of(num_dense: int, num_pages: int) -> PageLayout:
     """Of `num_pages` resident pages, and as many of the dense layers."""
-    num_blocks = PageLayout(NUM_LAYERS, num_dense, num_pages).blocks_for(num_pages)
-    return PageLayout(NUM_LAYERS, num_dense, num_pages + num_blocks)
+    layers = NUM_LAYERS - len(WINDOW_LAYERS), num_dense - len(WINDOW_LAYERS)
+    num_blocks = PageLayout(*layers, num_pages).blocks_for(num_pages)
+    return PageLayout(*layers, num_pages + num_blocks)
 
 
 def parts_for(shape: TierShape) -> tuple[Part, ...]:
@@ -69,8 +73,7 @@ def load(
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
     check_coverage: bool = False, more_parts: Many[Part] = (),
 ) -> Runner:  # fmt: skip
-    num_dense = 0 if tier is None else NUM_LAYERS - len(tier.shape.layers)
-    layout = layout_of(num_dense, num_pages)
+    num_resident = num_pages if tier is None else layout_of(NUM_LAYERS - len(tier.shape.layers), num_pages).num_pages
     runner = load_runner(
         ModelConfig(path=Path(shallow_model(NUM_LAYERS).name)),
         GpuConfig(
@@ -84,13 +87,16 @@ def load(
         max_context_tokens=max_context,
         chunk_tokens=512,
         max_hidden_tokens=4096,
-        num_pages=layout.num_pages,
+        num_pages=num_resident,
         tier=tier,
         parts=(*(() if tier is None else parts_for(tier.shape)), *more_parts),
         on_progress=lambda stage, fraction: None,
         num_rings={str(part): 3 for part in more_parts if part.method.rings is not None},
         sink_tokens=page_tokens if tier is not None else 0,
+        num_windows=0 if tier is None or not WINDOW_LAYERS else max_running,
+        window_pages=WINDOW_PAGES,
     )
+    runner.pool.windows.write([WindowWrite(slot, None, slot) for slot in range(runner.pool.windows.shape.count)])
     runner.dense.choice = None  # which kernel attends to prompts follows from times, and bits from the kernel
     runner.pool.poison()
     return runner
@@ -301,7 +307,8 @@ class Twins:
         sequence.pages[first:last] = release.dense_page_ids
         sequence.released = last * self.page_tokens
         self._free = list(release.page_ids) + self._free
-        for pages in (*pool.key_pages, *pool.value_pages):
+        in_pages = [layer for layer in range(NUM_LAYERS) if layer not in WINDOW_LAYERS]
+        for pages in (all_pages[layer] for all_pages in (pool.key_pages, pool.value_pages) for layer in in_pages):
             pages[release.page_ids] = torch.nan
         self._round(sequence)
 

@@ -31,6 +31,7 @@ from gpu.step import (
     TokenLogprob,
     Unit,
 )
+from tests.scheduler.window_model import TokenWindows
 
 VOCAB = 50
 
@@ -71,7 +72,7 @@ class PageRunner:
 
     `layout`: where pages of both kinds lie; None: there are no dense ones. A page of one kind takes the bytes of those
     of the other that its block held. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on,
-    twice that), `logits_seconds` a scored token.
+    twice that), `logits_seconds` a scored token. `windows`: of layers that keep no more, or None.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class PageRunner:
         self.num_cells: dict[int, int] = {}  # by slot, that are written
         self.masks: dict[int, np.ndarray] = {}
         self.undrawn: Done | None = None
+        self.windows: TokenWindows | None = None
 
     def reuse_counts(self) -> dict[str, object]:
         return {}
@@ -168,6 +170,8 @@ class PageRunner:
             assert len(table) == write.first_page, "pages are appended without gaps"
             table += write.page_ids
             assert len(set(table)) == len(table) or self._keeps_nothing
+        if self.windows is not None:
+            self.windows.write(plan.window_writes)
         for ring_write in plan.ring_writes:
             self._assign(ring_write, plan)
         for job in plan.new_jobs:
@@ -181,6 +185,7 @@ class PageRunner:
             for slot, position, sample, ask in zip(group.slots, group.positions, group.samples, asks, strict=True):
                 if slot not in self.failed:
                     self._check_context(slot, ask)
+                self._check_window(slot, position)
                 self._write(slot, position, self.last[slot])
                 self.num_cells[slot] = position + 1
                 tokens.append(self._draw(slot, position + 1))
@@ -203,6 +208,13 @@ class PageRunner:
             assert source.end == last, "nothing stands for what the other wrote, or for the prompt's own"
             self.copies.append(source)
         self.ring_of[write.slot] = write.part, write.ring
+
+    def _check_window(self, slot: int, num_tokens: int) -> None:
+        """What is written there is what pages have of the last of so many tokens."""
+        if self.windows is not None and slot not in self.failed:
+            first = max(0, num_tokens - self.windows.window_tokens)
+            tokens = [self._read(slot, position) for position in range(first, num_tokens)]
+            self.windows.check(slot, [None] * first + tokens)
 
     def _vacate(self, slot: int) -> None:
         self.tables.pop(slot)
@@ -356,6 +368,7 @@ class PageRunner:
         del self.jobs[job.job_id]
         tokens = []
         for prompt in job.prompts:
+            self._check_window(prompt.slot, prompt.begin)
             for position in range(prompt.begin, len(prompt.token_ids)):
                 self._write(prompt.slot, position, int(prompt.token_ids[position]))
             if prompt.host is not None and prompt.slot not in self.failed:
@@ -398,6 +411,8 @@ class PageRunner:
     def _write(self, slot: int, position: int, token: int | None) -> None:
         page, offset = divmod(position, self.page_tokens)
         is_dense = page in self.dense.get(slot, ())
+        if self.windows is not None and token is not None:
+            self.windows.put(slot, position, token)
         if is_dense and self._keeps_nothing:
             return
         self._claim(self.tables[slot][page], is_dense)

@@ -20,6 +20,7 @@ from scheduler.scheduler import Scheduler
 from tests.scheduler.lane_runner import LaneRunner
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
+from tests.scheduler.window_model import TokenWindows
 from transfer.config import HostConfig
 
 REUSE = {"method": "mac", "min_context_tokens": 100}
@@ -56,6 +57,7 @@ def make_engine(
     is_pipelined: bool = True,
     order: Random | None = None,
     num_rings: int = 2,
+    num_windows: int = 0,
 ) -> tuple[Engine, PageRunner]:
     """order: of the steps of two lanes; None: there is one lane."""
     prefill = PrefillConfig(chunk_tokens=chunk_tokens, max_jobs=max_jobs)
@@ -72,13 +74,16 @@ def make_engine(
         resident_tokens=RESIDENT,
         bytes_of_run=bytes_of_run,
     )
-    capacity = Capacity(num_pages, PAGE, 4000, 5000, host, {RINGS: num_rings})
+    spare = 2 * PAGE + WINDOW + 2 * LUMP
+    capacity = Capacity(num_pages, PAGE, 4000, 5000, host, {RINGS: num_rings}, num_windows, spare)
     lanes = (Lane.DEVICE,) if order is None else (Lane.HOST, Lane.DEVICE)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, lanes)
     if order is not None:
         runner: PageRunner = LaneRunner(SHAPE.num_layers, PAGE, layout, order)
     else:
         runner = PageRunner(SHAPE.num_layers, PAGE, layout=layout)
+    if num_windows:
+        runner.windows = TokenWindows(num_windows, 40 + spare, 40)
     return Engine(scheduler, runner, None, is_pipelined), runner
 
 
@@ -99,6 +104,7 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert residence.frontier.holders == {}
     assert engine.scheduler.rings.num_free == {RINGS: engine.scheduler._capacity.num_rings[RINGS]}
     assert runner.ring_of == {}
+    assert residence.windows.num_free == residence.windows.count
     assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
     while contexts.evict_idle([]):
         pass
@@ -475,6 +481,7 @@ def soon() -> Iterator[None]:
     limit_blocks=st.integers(90, 160),
     max_running=st.integers(1, 6),
     num_rings=st.integers(1, 3),
+    num_windows=st.integers(0, 8),
     chunk_tokens=st.sampled_from([48, 256]),
     is_pipelined=st.booleans(),
     prefix_cache=st.booleans(),
@@ -489,6 +496,7 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
     limit_blocks: int,
     max_running: int,
     num_rings: int,
+    num_windows: int,
     chunk_tokens: int,
     is_pipelined: bool,
     prefix_cache: bool,
@@ -505,6 +513,7 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
         limit_blocks=limit_blocks,
         max_running=max_running,
         num_rings=num_rings,
+        num_windows=num_windows,
         chunk_tokens=chunk_tokens,
         is_pipelined=is_pipelined or order is not None,
         prefix_cache=prefix_cache,

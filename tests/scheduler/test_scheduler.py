@@ -15,10 +15,12 @@ from scheduler.engine import Engine
 from scheduler.messages import Delta, EngineRequest, pack_tokens
 from scheduler.scheduler import Scheduler
 from tests.scheduler.page_runner import PageRunner, expected_output
+from tests.scheduler.window_model import TokenWindows
 
 SHAPE = NAMED_SHAPES["tiny"]
 PROFILES = {name: Profile(name, kv_key=name, parts=()) for name in ("exact", "other")}
 PAGE = 16
+WINDOW, SPARE = 40, 40  # of layers that keep no more, where there are any: what they see, and what they have beyond
 
 
 def make_engine(
@@ -34,6 +36,7 @@ def make_engine(
     oldest_share: float = 1 / 3,
     token_gap_target_ms: float = 100.0,
     runner: PageRunner | None = None,
+    num_windows: int = 0,
 ) -> tuple[Engine, PageRunner]:
     prefill = PrefillConfig(
         chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens
@@ -45,9 +48,11 @@ def make_engine(
         prefill=prefill,
         token_gap_target_ms=token_gap_target_ms,
     )
-    capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None)
+    capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, num_windows, SPARE)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES)
     runner = runner or PageRunner(SHAPE.num_layers, PAGE)
+    if num_windows:
+        runner.windows = TokenWindows(num_windows, WINDOW + SPARE, WINDOW)
     return Engine(scheduler, runner, None, is_pipelined), runner
 
 
@@ -109,6 +114,7 @@ def check_output(request: EngineRequest, deltas: list[Delta]) -> None:
 def check_empty(engine: Engine) -> None:
     scheduler = engine.scheduler
     assert scheduler.pages.num_held == 0
+    assert scheduler.residence.windows.num_free == scheduler.residence.windows.count
     assert scheduler.pages.num_available == scheduler.pages.num_pages
     stats = engine.stats()
     assert (stats.num_running, stats.num_prefilling, stats.num_waiting) == (0, 0, 0)
@@ -152,6 +158,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
     max_jobs=st.integers(1, 3),
     is_pipelined=st.booleans(),
     prefix_cache=st.booleans(),
+    num_windows=st.integers(0, 8),
 )
 def test_no_request_is_lost_or_mixed_up(
     workload: list[tuple[EngineRequest, int, int | None]],
@@ -161,6 +168,7 @@ def test_no_request_is_lost_or_mixed_up(
     max_jobs: int,
     is_pipelined: bool,
     prefix_cache: bool,
+    num_windows: int,
 ) -> None:
     """Whatever arrives, is cancelled or preempted: every other request gets the text of its lone run."""
     engine, _ = make_engine(
@@ -171,6 +179,7 @@ def test_no_request_is_lost_or_mixed_up(
         is_pipelined=is_pipelined,
         prefix_cache=prefix_cache,
         max_hidden_tokens=200,
+        num_windows=num_windows,
     )
     deltas: dict[str, list[Delta]] = {request.request_id: [] for request, _, _ in workload}
     cancelled: set[str] = set()

@@ -1,0 +1,73 @@
+"""Windows of keys and values: of layers that never look further back, a ring of pages for a sequence instead of all.
+
+It refuses to know who holds a window and which prefix it is the end of: the scheduler numbers them, and says so in
+window writes. A **window** is a ring of `num_pages` pages in each of these layers: cell c of a context lies in page
+`c // page_tokens % num_pages`. So a page table of its own is all that who reads and writes needs, and a copy of a
+window is one of the same cells. Invariant: cells are read no further back than a layer's window, and a ring is no
+shorter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.step import WindowWrite
+from gpu.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class WindowShape:
+    """`count` windows of `num_pages` pages in each of `layers`; none: all layers are in pages."""
+
+    layers: tuple[int, ...]
+    count: int
+    num_pages: int
+
+
+NO_WINDOWS = WindowShape((), 0, 1)
+
+
+class Windows:
+    """arenas: of keys, of values: `[layers, windows, pages, kv_heads, page_tokens, dim]`. page_table: int32
+    `[max_slots, max_pages]`, by cell: pages of the window that a slot holds, counted through all windows.
+    """
+
+    def __init__(self, shape: WindowShape, row_shape: tuple[int, ...], max_slots: int, max_pages: int,
+                 dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
+        self.shape = shape
+        self.device = device
+        size = (len(shape.layers), shape.count, shape.num_pages, *row_shape)
+        self.arenas = [allocate(size, dtype, device) for _ in range(2)]
+        self._ring = torch.arange(max_pages if shape.layers else 0, device=device) % shape.num_pages
+        self.page_table = self._ring.int().repeat(max_slots, 1)
+
+    @property
+    def num_cells(self) -> int:
+        """Of a window."""
+        return self.shape.num_pages * self.arenas[0].shape[-2]
+
+    def views(self) -> list[dict[int, Tensor]]:
+        """Keys and values of each layer, by layer: `[windows * pages, kv_heads, page_tokens, dim]`."""
+        return [dict(zip(self.shape.layers, arena.flatten(1, 2).unbind(0), strict=True)) for arena in self.arenas]
+
+    def write(self, writes: Sequence[WindowWrite]) -> None:
+        """Windows are copied and given to slots, in order; asynchronous. Raises ValueError for one out of range."""
+        for write in writes:
+            named = [write.window] + ([] if write.source is None else [write.source])
+            if not all(0 <= window < self.shape.count for window in named):
+                raise ValueError(f"windows: asked {named}, have {self.shape.count}")
+            if write.source is not None and write.source != write.window:
+                for arena in self.arenas:
+                    arena[:, write.window].copy_(arena[:, write.source])
+        given = [(write.slot, write.window) for write in writes if write.slot is not None]
+        if given:
+            slots, windows = upload(np.array(given, np.int64).T.copy(), self.device).unbind(0)
+            self.page_table[slots] = (windows[:, None] * self.shape.num_pages + self._ring).int()
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that is really there: a host hands out pages at their first write, and could refuse one in mid-service."""
+    return torch.empty(shape, dtype=dtype, device=device).zero_()

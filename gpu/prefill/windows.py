@@ -1,0 +1,129 @@
+"""Prefill of a layer whose windows are kept by themselves: a unit's own rows stand beside what the window has.
+
+It refuses to know jobs, and who holds which window. A unit writes its keys and values to a buffer; a prompt's queries
+attend to the end of its window and to their own rows there; then the last rows take their places in the window. So a
+window need be no longer than what a token sees, however long units are. Invariant: cells of a window are written in the
+order of a prompt's units, and none that a query of this unit or of the next one sees is lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.kv.pool import KvPool
+from gpu.model.decoder import Pages
+from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, windowed_attention
+from gpu.upload import upload
+
+LEAST_BUFFER_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Tokens `[begin, end)` of a unit are those of `slot` that end its first `context`."""
+
+    slot: int
+    begin: int
+    end: int
+    context: int
+
+    @property
+    def first(self) -> int:
+        """The cell of its first token."""
+        return self.context - (self.end - self.begin)
+
+
+class WindowedUnit:
+    """What is the same in each layer of a unit: where its rows go. positions, slots: of its tokens."""
+
+    def __init__(self, pool: KvPool, parts: Sequence[Own], positions: Tensor, slots: Tensor) -> None:
+        self.parts = parts
+        num_cells = pool.windows.num_cells
+        self.kept = [slice(max(part.begin, part.end - num_cells), part.end) for part in parts]
+        if sum(kept.stop - kept.start for kept in self.kept) == len(positions):
+            self.kept = [slice(0, len(positions))]
+        cells = torch.cat([positions[kept] for kept in self.kept])
+        pages = torch.cat([slots[kept] for kept in self.kept]).long()
+        self.page_ids = pool.windows.page_table[pages, cells // pool.page_tokens].long()
+        self.offsets = cells % pool.page_tokens
+
+    def is_whole(self) -> bool:
+        """Whether no prompt has tokens in front of its own."""
+        return all(part.first == 0 for part in self.parts)
+
+    def packing(self, device: torch.device) -> Packing:
+        """Of prompts that are whole."""
+        begins = np.array([0, *(part.end for part in self.parts)], np.int32)
+        uploaded, most = upload(begins, device), max(part.context for part in self.parts)
+        return Packing(uploaded, uploaded, most, most)
+
+
+class WindowPrefill:
+    """The buffer, of keys and of values `[1, kv_heads, tokens, dim]`: it grows to the longest unit, by doubling."""
+
+    def __init__(self, pool: KvPool, scale: float) -> None:
+        self.pool = pool
+        self.scale = scale
+        self._one_page = torch.zeros(pool.max_slots, 1, dtype=torch.int32, device=pool.device)
+        self._resize(0)
+
+    def pages(self, num_tokens: int) -> Pages:
+        """The buffer as one page, which is every slot's first; cells there are a unit's tokens."""
+        if num_tokens > self._keys.shape[2]:
+            self._resize(num_tokens)
+        return self._keys, self._values, self._one_page
+
+    def cells(self, num_tokens: int) -> Tensor:
+        """Of a unit's tokens in the buffer, int64."""
+        return self._cells[:num_tokens]
+
+    def attend(self, unit: WindowedUnit, layer: int, window: int, query: Tensor) -> Tensor:
+        """query, out: `[tokens, heads, dim]`, of all of a unit's prompts, whose rows are in the buffer."""
+        keys, values = self._keys[0], self._values[0]
+        if len(unit.parts) > 1 and unit.is_whole() and has_flash(query):
+            own = [rows[:, : len(query)].transpose(0, 1) for rows in (keys, values)]
+            return packed_prefill_attention(query, own[0], own[1], unit.packing(query.device), self.scale, window)
+        attended = []
+        for part in unit.parts:
+            own = [rows[:, part.begin : part.end] for rows in (keys, values)]
+            seen = self._before(layer, part, window, own)
+            attended.append(windowed_attention(query[part.begin : part.end], seen[0], seen[1], window, self.scale).out)
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def keep(self, unit: WindowedUnit, layer: int) -> None:
+        """The last rows of each prompt go to its window, once they are attended to."""
+        for pages, buffer in ((self.pool.key_pages, self._keys), (self.pool.value_pages, self._values)):
+            rows = [buffer[0, :, kept] for kept in unit.kept]
+            rows = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+            pages[layer][unit.page_ids, :, unit.offsets] = rows.transpose(0, 1)
+
+    def poison(self) -> None:
+        """Fill the buffer with NaN: a debug and test aid."""
+        self._keys.fill_(float("nan"))
+        self._values.fill_(float("nan"))
+
+    def _before(self, layer: int, part: Own, window: int, own: list[Tensor]) -> list[Tensor]:
+        """Keys and values of a prompt's own tokens, `[kv_heads, tokens, dim]`, behind those in front that they see."""
+        first = max(0, part.first - window + 1)
+        if first == part.first:
+            return own
+        page_tokens = self.pool.page_tokens
+        page_ids = self.pool.windows.page_table[part.slot, first // page_tokens : -(-part.first // page_tokens)].long()
+        seen = slice(first % page_tokens, first % page_tokens + part.first - first)
+        before = [
+            pages[layer].index_select(0, page_ids).transpose(0, 1).flatten(1, 2)[:, seen]
+            for pages in (self.pool.key_pages, self.pool.value_pages)
+        ]
+        return [torch.cat(pair, 1) for pair in zip(before, own, strict=True)]
+
+    def _resize(self, num_tokens: int) -> None:
+        kv_heads, _, dim = self.pool.key_pages[0].shape[1:]
+        size = 1 << (max(num_tokens, LEAST_BUFFER_TOKENS) - 1).bit_length()
+        shape = (1, kv_heads, size, dim)
+        self._keys, self._values = (
+            torch.zeros(shape, dtype=self.pool.key_pages[0].dtype, device=self.pool.device) for _ in range(2)
+        )
+        self._cells = torch.arange(size, device=self.pool.device)

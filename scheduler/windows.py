@@ -1,0 +1,134 @@
+"""Who holds which window, of layers that keep no more, and which windows are the ends of prefixes that others may find.
+
+A window (`gpu.kv.windows`) is held by a sequence while that holds a slot; or it is kept: nobody writes to it, and a
+prompt that begins with the tokens it ends may begin behind them, with a copy; the one used longest ago is given away
+first. A copy is kept when a prompt is computed, if there is a window for it, and the window itself when its sequence
+leaves. Knows numbers, hashes and token counts; refuses to know pages. Invariants: a window is free, held or kept; what
+is kept has, for each of its ends, all cells that a layer sees from there on.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from gpu.step import WindowWrite
+from scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Ends that are in a window: behind its first `begin` blocks, and each one more, the hash of the last. `root`: of
+    the prefix's first block.
+    """
+
+    root: bytes
+    begin: int
+    hashes: list[bytes]
+
+    def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
+        """The last one among the first `num_blocks` of these, a multiple of `step`; 0: there is none."""
+        last = min(self.begin + len(self.hashes) - 1, num_blocks) // step * step
+        for end in range(last, self.begin - 1, -step):
+            if hashes[end - 1] == self.hashes[end - self.begin]:
+                return end
+        return 0
+
+
+class Windows:
+    """count: windows; 0: there are none, and nothing is held or refused. spare_tokens: cells of a window beyond what a
+    layer sees: so far behind the last cell may a prefix end that it still has.
+    """
+
+    def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool) -> None:
+        self.count = count
+        self._spare_tokens = spare_tokens
+        self._page_tokens = page_tokens
+        self._keeps = keeps
+        self._free = list(range(count - 1, -1, -1))
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # last used last
+        self._writes: list[WindowWrite] = []
+
+    @property
+    def num_free(self) -> int:
+        """That nobody holds, kept ones among them."""
+        return len(self._free) + len(self._kept)
+
+    def lacks(self) -> bool:
+        """Whether one that needs a window finds none."""
+        return bool(self.count) and not self.num_free
+
+    def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
+        """The most of these blocks in front that a prompt may begin behind, a multiple of `step`."""
+        if not self.count:
+            return num_blocks // step * step
+        return max((kept.last_end(hashes, num_blocks, step) for kept in self._kept.values()), default=0)
+
+    def first_end(self, sequence: Sequence) -> int:
+        """Behind how many of its blocks a prompt may begin at least, once this one's is computed and kept; 0: none."""
+        kept = self._ends_of(sequence, sequence.num_tokens) if self._keeps else None
+        return 0 if kept is None else kept.begin
+
+    def take(self, sequence: Sequence, num_blocks: int) -> None:
+        """It holds a window from the next plan on, whose first `num_blocks` blocks are known."""
+        if not self.count:
+            return
+        source = None
+        if num_blocks:
+            source = next(
+                window
+                for window, kept in reversed(self._kept.items())
+                if kept.last_end(sequence.hashes, num_blocks, 1) == num_blocks
+            )
+            self._kept.move_to_end(source)
+        sequence.window = self._take_one()
+        self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
+
+    def keep_prompt(self, sequence: Sequence) -> None:
+        """Its prompt is computed by the plan under way: a copy is kept behind that, if there is room for one."""
+        if sequence.window is None or not self._keeps or not self.num_free:
+            return
+        kept = self._ends_of(sequence, sequence.num_tokens)
+        if kept is not None:
+            window = self._take_one()
+            self._writes.append(WindowWrite(window, sequence.window, None))
+            self._keep(window, kept)
+
+    def give_back(self, sequence: Sequence, is_kept: bool) -> None:
+        """It leaves its slot. is_kept: what it has written is for others to find."""
+        if sequence.window is None:
+            return
+        kept = self._ends_of(sequence, sequence.next_position) if is_kept and self._keeps else None
+        if kept is None:
+            self._free.append(sequence.window)
+        else:
+            self._keep(sequence.window, kept)
+        sequence.window = None
+
+    def retract(self, sequence: Sequence) -> None:
+        """Nothing that begins as it does is found any more."""
+        if sequence.hashes:
+            for window in [window for window, kept in self._kept.items() if kept.root == sequence.hashes[0]]:
+                del self._kept[window]
+                self._free.append(window)
+
+    def take_writes(self) -> list[WindowWrite]:
+        """What was given and copied since the last call, in order."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    def _take_one(self) -> int:
+        return self._free.pop() if self._free else self._kept.popitem(last=False)[0]
+
+    def _keep(self, window: int, kept: _Kept) -> None:
+        """Another one of the same ends is of no more use."""
+        for other in [other for other, had in self._kept.items() if had == kept]:
+            del self._kept[other]
+            self._free.append(other)
+        self._kept[window] = kept
+
+    def _ends_of(self, sequence: Sequence, num_written: int) -> _Kept | None:
+        """Of a window with the first `num_written` cells of a sequence, those in front of its last token."""
+        last = min((sequence.num_tokens - 1) // self._page_tokens, sequence.num_final_blocks, len(sequence.hashes))
+        begin = max(1, -(-(num_written - self._spare_tokens) // self._page_tokens))
+        if last < begin:
+            return None
+        return _Kept(sequence.hashes[0], begin, sequence.hashes[begin - 1 : last])

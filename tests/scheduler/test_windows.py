@@ -1,0 +1,137 @@
+"""Layers that keep their window alone: what a sequence holds, where a prompt may begin, and who waits for a window."""
+
+import pytest
+
+from scheduler.windows import Windows
+from tests.scheduler.test_scheduler import (
+    PAGE,
+    check_empty,
+    check_output,
+    drain,
+    make_engine,
+    make_request,
+    prompt_of,
+    text,
+)
+from tests.scheduler.window_model import TokenWindows
+
+
+def prefilled(runner) -> list[int]:
+    return [prompt.num_computed_tokens for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
+
+
+def test_the_next_turn_begins_where_the_last_one_ended() -> None:
+    engine, _ = make_engine(num_windows=4)
+    first = make_request("a", prompt_of(200), max_tokens=100)
+    engine.submit([first])
+    answer = text(drain(engine)["a"])
+    second = make_request("b", first.prompt_token_ids + answer + prompt_of(30, salt=2))
+    engine.submit([second])
+    deltas = drain(engine)["b"]
+    check_output(second, deltas)
+    assert deltas[0].num_cached_tokens == 299 // PAGE * PAGE
+    check_empty(engine)
+
+
+def test_choices_of_one_prompt_begin_behind_it_while_the_first_goes_on() -> None:
+    engine, runner = make_engine(num_windows=6, num_pages=200)
+    requests = [make_request(f"r{i}", prompt_of(150), max_tokens=90) for i in range(4)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert prefilled(runner) == [150] + 3 * [150 - 144]
+    check_empty(engine)
+
+
+def test_a_prefix_whose_window_is_gone_is_computed_again() -> None:
+    """What pages have of it is of no use to layers that keep windows."""
+    engine, _ = make_engine(num_windows=2, num_pages=200)
+    for salt in range(3):
+        engine.submit([make_request(f"r{salt}", prompt_of(200, salt=salt))])
+        drain(engine)
+    again = make_request("again", prompt_of(200))
+    engine.submit([again])
+    deltas = drain(engine)["again"]
+    check_output(again, deltas)
+    assert deltas[0].num_cached_tokens == 0
+    hashes = engine.scheduler.prepare([again], lambda: None)[0].hashes
+    assert engine.scheduler.pages.count_known(hashes, 0, 12) == 12
+    check_empty(engine)
+
+
+def test_a_window_has_the_ends_whose_cells_are_there() -> None:
+    engine, _ = make_engine(num_windows=4, num_pages=200)
+    engine.submit([make_request("a", prompt_of(200), max_tokens=2)])
+    drain(engine)
+    for name, shared in (("b", 165), ("c", 158)):
+        request = make_request(name, prompt_of(200)[:shared] + prompt_of(60, salt=3)[::-1])
+        engine.submit([request])
+        deltas = drain(engine)[name]
+        check_output(request, deltas)
+        assert deltas[0].num_cached_tokens == (160 if shared >= 160 else 0)
+
+
+def test_who_finds_no_window_waits_for_one() -> None:
+    engine, runner = make_engine(num_windows=2, max_running=8, num_pages=200)
+    requests = [make_request(f"r{i}", prompt_of(40, salt=i), max_tokens=20) for i in range(6)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert max(len(group.slots) for plan in runner.plans for group in plan.decode) == 2
+    check_empty(engine)
+
+
+def test_those_that_gave_way_finish_with_their_own_text() -> None:
+    engine, _ = make_engine(num_windows=8, num_pages=14, max_running=4)
+    requests = [make_request(f"r{i}", prompt_of(30, salt=i), max_tokens=90) for i in range(4)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    assert engine.stats().preemptions > 0
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_empty(engine)
+
+
+def test_nothing_is_kept_of_a_context_without_finite_logits() -> None:
+    engine, runner = make_engine(num_windows=4)
+    engine.submit([make_request("a", prompt_of(200), max_tokens=40)])
+    while not engine.scheduler._running:
+        engine.step()
+    runner.broken = {engine.scheduler._running[0].slot}
+    drain(engine)
+    runner.broken = set()
+    again = make_request("b", prompt_of(200))
+    engine.submit([again])
+    deltas = drain(engine)["b"]
+    check_output(again, deltas)
+    assert deltas[0].num_cached_tokens == 0
+
+
+def test_without_a_prefix_cache_no_window_is_kept() -> None:
+    engine, runner = make_engine(num_windows=4, prefix_cache=False)
+    engine.submit([make_request("a", prompt_of(200))])
+    drain(engine)
+    assert [write.source for plan in runner.plans for write in plan.window_writes] == [None]
+    assert not engine.scheduler.residence.windows._kept
+
+
+def test_the_model_of_windows_sees_one_cell_of_another_context() -> None:
+    """Power of what is above."""
+    windows = TokenWindows(1, 80, 40)
+    tokens = list(range(200))
+    windows.of_slot[0] = 0
+    for position, token in enumerate(tokens):
+        windows.put(0, position, token)
+    windows.check(0, tokens)
+    windows.rings[0][(200 - 39) % 80] = -1
+    with pytest.raises(AssertionError):
+        windows.check(0, tokens)
+
+
+def test_models_without_windows_hold_none() -> None:
+    windows = Windows(0, 0, PAGE, True)
+    assert not windows.lacks()
+    assert windows.last_end([b"a", b"b", b"c"], 3, 2) == 2
+    assert windows.take_writes() == []

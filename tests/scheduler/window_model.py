@@ -1,0 +1,34 @@
+"""Windows of a runner without a model: rings of token ids, which must be the last tokens of who holds them."""
+
+from gpu.step import WindowWrite
+
+
+class TokenWindows:
+    """`count` rings of `num_cells` token ids, of a layer that sees `window_tokens`."""
+
+    def __init__(self, count: int, num_cells: int, window_tokens: int) -> None:
+        self.rings: list[list[int | None]] = [[None] * num_cells for _ in range(count)]
+        self.window_tokens = window_tokens
+        self.of_slot: dict[int, int] = {}
+
+    def write(self, writes: list[WindowWrite]) -> None:
+        for write in writes:
+            if write.source is not None:
+                self.rings[write.window] = list(self.rings[write.source])
+            elif write.slot is not None:
+                self.rings[write.window] = [None] * len(self.rings[write.window])
+            self.of_slot = {slot: window for slot, window in self.of_slot.items() if window != write.window}
+            if write.slot is not None:
+                self.of_slot[write.slot] = write.window
+
+    def put(self, slot: int, position: int, token: int) -> None:
+        window = self.of_slot.get(slot)
+        if window is not None:  # None: it was given to another, and nobody listens to what is drawn here
+            self.rings[window][position % len(self.rings[window])] = token
+
+    def check(self, slot: int, tokens: list[int | None]) -> None:
+        """What a layer sees behind the last of these tokens, all in front of the next one, is there."""
+        if slot in self.of_slot:
+            ring, end = self.rings[self.of_slot[slot]], len(tokens)
+            seen = range(max(0, end - self.window_tokens + 1), end)
+            assert [ring[position % len(ring)] for position in seen] == [tokens[position] for position in seen]
