@@ -91,6 +91,7 @@ class LaneRunner(PageRunner):
         if slot in self.vacated:
             self.vacated.remove(slot)
             super()._vacate(slot)
+        self.held_by = {ring: holder for ring, holder in self.held_by.items() if holder != slot}  # they are over
 
     def _assign(self, write: RingWrite, plan: StepPlan) -> None:
         """Who held the ring has stepped for the last time."""
