@@ -11,6 +11,7 @@ from scheduler.load import model_key
 from scheduler.pages import PagePool
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
+from scheduler.windows import Windows
 from tests.scheduler.test_scheduler import make_request, prompt_of
 
 HASHES = [b"first", b"second", b"third"]
@@ -64,7 +65,9 @@ def test_what_is_retracted_is_not_found_and_its_page_is_blank() -> None:
 
 
 def hashes(model: bytes, kv_key: str, salt: str = "") -> list[bytes]:
-    cache = PrefixCache(PagePool(0, 4, True), 16, True, model, {"exact": Profile("exact", kv_key, ())})
+    cache = PrefixCache(
+        PagePool(0, 4, True), Windows(0, 0, 16, True), 16, True, model, {"exact": Profile("exact", kv_key, ())}
+    )
     prompt = np.array(prompt_of(40), np.int32)
     listed = cache.hash_prompt(prompt, "exact", salt, lambda: None)
     request = msgspec.structs.replace(make_request("a", prompt_of(40)), cache_salt=salt)
