@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evals.errors_command import errors
 from evals.mac.command import mac
 from evals.options import (
     ApiKey,
@@ -46,6 +47,7 @@ SEEN_FROM_OUTSIDE = (
 app = typer.Typer(no_args_is_help=True, help="Judge quality: what an attention method keeps and what it loses.")
 app.command()(results)
 app.command()(mac)
+app.command()(errors)
 
 
 @app.command()

@@ -1,8 +1,10 @@
 """AttentionPredictor: blocks that a small network expects to matter next, from the attention of the last steps.
 
 Paper: section 4.2 and Algorithm 1. Sink and recent tokens are read always, of the blocks between them the best that the
-budget leaves room for; they were known before the step's query was. Invariant: the history holds what was read, 0 for
-blocks that were not, and everything only at the prompt's end and in the steps that calibrate.
+budget leaves room for; they were known before the step's query was. What is left is dropped, as in the paper, or
+sampled (`rest=sampled`, MagicPIG), by hash tables of which those keys are taken out. Invariant: the history holds what
+was read exactly, 0 for blocks that were not, and everything only at the prompt's end and in the steps that calibrate;
+a sample never comes there.
 """
 
 from dataclasses import dataclass
@@ -18,11 +20,14 @@ from evals.methods.attention import (
     choose_best,
     last_positions,
     prompt_weights,
+    read_together,
+    rows_apart,
     step_logits,
 )
 from evals.methods.blocks import num_blocks
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, MethodError, PromptLayer, Step, StepResult
+from evals.methods.sampled import Deposits, Sampled, merge
 from gpu.predictor.history import STORED, History, attended_maxima, block_maxima, new_history
 from gpu.predictor.network import load_network
 from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
@@ -30,17 +35,21 @@ from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
 
 @dataclass(slots=True)
 class Seen:
-    """history: of one layer, requests * heads; step: decode steps so far; network: packed for the device."""
+    """history: of one layer, requests * heads; step: decode steps so far; network: packed for the device; deposits:
+    where the rest is sampled.
+    """
 
     history: History
     step: int
     network: PackedNetwork
+    deposits: Deposits | None
 
 
 class Predicted(DecodeMethod):
     """`group`: a KV head's score is the maximum over its query heads, after the network or before it, or each query
     head reads for itself (apart). `calibrate`: every so many steps the history gets everything's attention. `rotate`:
-    in each step one block of so many is calibrated, in turn; 0: none.
+    in each step one block of so many is calibrated, in turn; 0: none. `rest=sampled`: what is not read is sampled, a
+    head each, and what that reads comes on top of the budget.
     """
 
     name: ClassVar[str] = "predicted"
@@ -55,7 +64,19 @@ class Predicted(DecodeMethod):
     window: int = Field(64, ge=1)
     group: Literal["after", "before", "apart"] = "before"
     stored: Literal["float32", "bfloat16", "uint8"] = "uint8"
+    rest: Literal["dropped", "sampled"] = "dropped"
+    bits_per_table: int = Field(10, description="of hash tables, where the rest is sampled")
+    num_tables: int = Field(150, description="likewise")
+    seed: int = Field(0, description="of their projections")
     dense_layers: str = Field("0-1", description="layers read in full; the paper keeps the first two")
+
+    @property
+    def sampled(self) -> Sampled:
+        """How the rest is read."""
+        return Sampled(
+            bits_per_table=self.bits_per_table, num_tables=self.num_tables, sink=self.sink, window=self.window,
+            seed=self.seed,
+        )  # fmt: skip
 
     def begin(self, prompt: PromptLayer) -> Seen:
         def maxima() -> torch.Tensor:
@@ -68,7 +89,8 @@ class Predicted(DecodeMethod):
         for row in rows.unbind(1):
             history.advance()
             history.put(0, row)
-        return Seen(history, 0, read_network(self.weights, device))
+        deposits = self.sampled.begin(prompt) if self.rest == "sampled" else None
+        return Seen(history, 0, read_network(self.weights, device), deposits)
 
     def step(self, step: Step, state: Seen) -> StepResult:
         sink_blocks = num_blocks(self.sink, self.block)
@@ -81,10 +103,16 @@ class Predicted(DecodeMethod):
         index, chosen = self._spread(step, blocks + sink_blocks, chosen, sink_blocks, cut)
         result = attend_chosen(step, index, chosen)
         self._note(step, state, result.lse, index, chosen)
-        if self.group == "apart":
+        if self.group != "apart":
+            result = read_together(result, step.group)
+        if state.deposits is None:
             return result
-        rows = result.keys_scored[:, :: step.group]  # the heads of a group read together
-        return StepResult(result.out, result.lse, result.keys_scored, rows)
+        read = torch.zeros(*step.query.shape[:2], step.longest + 1, device=index.device)  # and of what is nowhere
+        read.scatter_(2, index.masked_fill(~chosen, step.longest), 1.0)
+        rest = self.sampled.attend_deposited(step, state.deposits, read[..., : step.longest] > 0)
+        out, lse = merge(result.out, result.lse, rest.out, rest.lse)
+        rows = result.rows_read + rows_apart(rest.rows_read, step.keys.shape[1])
+        return StepResult(out, lse, result.keys_scored + rest.keys_scored, rows)
 
     def _score(self, step: Step, state: Seen, sink_blocks: int, widths: torch.Tensor) -> torch.Tensor:
         """Scores `[requests, heads, blocks]` of the blocks from the sink's end on, -inf behind `widths [requests]`."""

@@ -73,8 +73,11 @@ class Sampled(DecodeMethod):
         rows = exact.rows_read + rows_apart(rest.rows_read, step.keys.shape[1])
         return StepResult(out, lse, rest.keys_scored + exact.keys_scored, rows)
 
-    def attend_deposited(self, step: Step, state: Deposits) -> StepResult:
-        """The sample's part, once a step: rows_read `[requests, heads]`, of rows and tables, a head each."""
+    def attend_deposited(self, step: Step, state: Deposits, excluded: torch.Tensor | None = None) -> StepResult:
+        """The sample's part, once a step: rows_read `[requests, heads]`, of rows and tables, a head each.
+
+        excluded: bool `[requests, heads, longest]`, what it does not stand for; found in tables like the others.
+        """
         self._append(step, state)
         position = torch.arange(step.longest, device=step.lengths.device)
         end = (step.lengths - self.window)[:, None, None]
@@ -82,6 +85,8 @@ class Sampled(DecodeMethod):
         codes = hash_rows(step.query, state.projections)
         collisions = count_collisions(codes, state.codes[..., : step.longest])  # [requests, heads, n]
         sampled = (collisions >= 2) & deposited
+        if excluded is not None:
+            sampled &= ~excluded
         out, lse = self._attend_sampled(step, state, sampled)
         index_read = self._index_rows((collisions * deposited).sum(-1), step)
         keys = sampled.sum(-1).float()

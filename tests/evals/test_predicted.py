@@ -21,7 +21,7 @@ from gpu.predictor.network import PredictorNetwork, load_network, save_network
 from tests.evals.test_methods import GROUP, HEADS, LENGTHS, STEPS, Case, best, check, run
 from tests.gpu import predictor_oracle
 from tests.gpu.reference_model import FOLDER
-from tests.tolerances import METHOD_FLOAT32
+from tests.tolerances import METHOD_FLOAT32, SAMPLED_MEAN_SIGMAS
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "deploy" / "models" / "reference"
@@ -114,6 +114,40 @@ def test_with_the_whole_context_as_budget_it_equals_dense(group, weights):
     for mine, dense in zip(run(case, method), run(case, Full()), strict=True):
         torch.testing.assert_close(mine.out, dense.out, atol=METHOD_FLOAT32, rtol=0)
         torch.testing.assert_close(mine.lse, dense.lse, atol=METHOD_FLOAT32, rtol=0)
+
+
+def test_what_is_not_read_is_sampled_by_tables_of_the_others_and_never_comes_into_a_history(weights):
+    case, prompt = Case(23), Case(23).prompt()
+    every = "group=before,calibrate=2,rest=sampled,bits_per_table=1,num_tables=400"
+    for mine, dense in zip(run(case, parse_method(label(weights) + "," + every)), run(case, Full()), strict=True):
+        torch.testing.assert_close(mine.out, dense.out, atol=METHOD_FLOAT32, rtol=0)
+        torch.testing.assert_close(mine.lse, dense.lse, atol=METHOD_FLOAT32, rtol=0)
+        assert (mine.keys_scored == dense.keys_scored).all()
+    few = ",rest=sampled,bits_per_table=3,num_tables=8"
+    methods = [parse_method(label(weights, group="before") + more) for more in ("", few)]
+    states = [method.begin(prompt) for method in methods]
+    for step in case.steps(prompt):
+        dropped, sampled = (method.step(step, state) for method, state in zip(methods, states, strict=True))
+        assert torch.equal(states[0].history.ring, states[1].history.ring)
+        assert (sampled.lse >= dropped.lse).all()
+        assert (sampled.keys_scored >= dropped.keys_scored).all()
+        assert (sampled.keys_scored > dropped.keys_scored).any()
+        assert (sampled.rows_read > dropped.rows_read).all(), "tables are read whatever is found"
+
+
+def test_over_projections_the_mass_of_predicted_blocks_and_a_sample_of_the_rest_is_the_whole(weights):
+    case, draws = Case(24), 150
+    exact = [result.lse for result in run(case, Full())]
+    found = np.empty((draws, STEPS, len(LENGTHS), HEADS))
+    for seed in range(draws):
+        text = f"group=before,rest=sampled,bits_per_table=2,num_tables=6,seed={seed}"
+        results = run(case, parse_method(label(weights) + "," + text))
+        found[seed] = [(one.lse - whole).exp() for one, whole in zip(results, exact, strict=True)]
+    of_draws = found.mean((1, 2, 3))
+    assert abs(of_draws.mean() - 1) < SAMPLED_MEAN_SIGMAS * of_draws.std(ddof=1) / draws**0.5
+    assert of_draws.std() > 0
+    without = run(case, parse_method(label(weights, group="before")))
+    assert np.mean([(one.lse - whole).exp() for one, whole in zip(without, exact, strict=True)]) < 0.95
 
 
 def test_a_predictor_without_weights_says_what_it_needs():
