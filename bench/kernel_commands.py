@@ -168,39 +168,42 @@ def predicted_steps(
     batches: Annotated[str, typer.Option(help="contexts, with commas")] = "1,4",
     budgets: Annotated[str, typer.Option(help="tokens that a KV head reads of the middle, with commas")] = "2048",
     turnovers: Annotated[str, typer.Option(help="shares of blocks that change from step to step")] = "0.05,0.2,0.5",
+    replay: Annotated[Path | None, typer.Option(help="a model's selections, of `tandem eval selections`; at budgets "
+                                                "that have them")] = None,
     steps: Annotated[int, typer.Option(min=8, help="decode steps measured of each")] = 24,
-    trace: Annotated[Path | None, typer.Option(help="a Chrome trace of steps as they serve")] = None,
-) -> None:
+    trace: Annotated[Path | None, typer.Option(help="a Chrome trace of steps as they serve; beside it `.lanes.json`, "
+                                               "with a lane each for what overlaps")] = None,
+) -> None:  # fmt: skip
     """Time whole decode steps over predicted blocks, fetched in several ways, on a GPU; the last line is JSON."""
     import json
     from dataclasses import asdict
 
     import torch
 
-    from bench.predicted_decode import Contexts, measure, measure_link
+    from bench.predicted_decode import Contexts, compare_ways, measure, measure_link, tabulate
+    from bench.predicted_ways import read_selections
     from gpu.model.architecture import named_shape
+    from transfer.tier_shape import BLOCK_TOKENS
 
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch finds no CUDA device; steps are timed on a GPU")
     shares, sizes = [float(share) for share in turnovers.split(",")], [int(size) for size in batches.split(",")]
+    selections = None if replay is None else read_selections(replay)
     contexts = Contexts(named_shape(shape), context, max(sizes), None)
     rate = measure_link(contexts)
     console, told = Console(), []
     console.print(f"{shape}, {context:,} tokens, link {rate / 1e9:.1f} GB/s", highlight=False)
     try:
         for budget in map(int, budgets.split(",")):
+            replayed = selections if selections is not None and selections.shape[3] * BLOCK_TOKENS == budget else None
             for size in sizes:
-                table = Table("way", "turnover", "step, ms", "floor, ms", "times", "MB over the link", title=(
-                    f"budget {budget}, batch {size}"))  # fmt: skip
-                read_ms = 0.0
-                for one in measure(contexts, weights, budget, size, shares, steps, trace):
-                    read_ms = one.median_ms if one.way == "read" else read_ms
-                    floor = max(read_ms, one.link_bytes / rate * 1e3)
-                    share = "" if one.way in ("read", "predict") else f"{one.turnover:.0%}"
-                    table.add_row(one.way, share, f"{one.median_ms:.2f}", f"{floor:.2f}",
-                                  f"{one.median_ms / floor:.2f}", f"{one.link_bytes / 1e6:.1f}")  # fmt: skip
-                    told.append({"budget": budget, "batch": size, "floor_ms": floor, **asdict(one)})
-                console.print(table)
+                found = []
+                for one in measure(contexts, weights, budget, size, shares, steps, trace, replayed):
+                    found.append(one)
+                    told.append({"budget": budget, "batch": size, **asdict(one)})
+                    print(json.dumps(told[-1]), flush=True)  # what a run that is cut leaves
+                console.print(tabulate(found, rate, f"budget {budget:,}, batch {size}"))
+                console.print("\n".join(compare_ways(found)), highlight=False)
     finally:
         contexts.tier.shutdown()
     print(json.dumps({"shape": shape, "context": context, "link_gb_s": rate / 1e9, "rows": told}))

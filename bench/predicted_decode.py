@@ -1,7 +1,8 @@
 """Whole decode steps over predicted blocks, at turnovers that are stated, beside other ways to bring the same blocks.
 
 Weights are random, so how far one step's blocks differ from the next one's says nothing of a model: a share of them is
-exchanged for others, drawn anew. The predictor runs all the same. Ways: `read`, the blocks stay as they are, which is
+exchanged for others, drawn anew, or what the reference model chose comes again (`bench.predicted_ways`). The predictor
+runs all the same. Ways: `read`, the blocks stay as they are, which is
 what a step costs without prediction and link; `predict`, as well, with the prediction; `across`, what serves: fetched
 across tokens, beside the layers that follow; `demand`: likewise chosen, but fetched where a layer needs them; `layer`:
 the next layer's blocks are chosen by this layer's query and the mean keys of blocks, and fetched beside the rest of
@@ -9,28 +10,27 @@ this layer; `refetch`: likewise, and all of the budget comes anew, as published 
 host memory, which a link does not notice. Nothing else in a step differs from what serves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from rich.table import Table
 
+from bench.predicted_ways import NO_FETCH, WAYS, Forced, Replayed, Wanted, Way, Ways, fetch
 from bench.step_trace import trace_steps
+from bench.trace_lanes import HostSpan
 from cpu.tier import CpuTier, open_tier
 from gpu.config import Composition
 from gpu.decode.ladder import StepKind
 from gpu.decode.steps import Batch
 from gpu.kv.layout import PageLayout
 from gpu.load import RANDOM_SEED
-from gpu.methods.device_side import LayerReads
-from gpu.methods.predicted.blocks import Blocks
-from gpu.methods.predicted.device import Predicted, _Choice
-from gpu.methods.predicted.fetching import fetch_blocks
-from gpu.methods.predicted.replacing import replace_blocks
+from gpu.methods.predicted.device import Predicted
 from gpu.model.architecture import Architecture
 from gpu.model.weights import Weights, random_weights
 from gpu.profiles import Part, resolve_profiles
@@ -38,24 +38,35 @@ from gpu.runner import Runner
 from gpu.step import HostAsk, PageWrite, RingWrite, StepPlan
 from transfer.config import HostConfig
 from transfer.copies import PASSED
+from transfer.tier import Answered
 from transfer.tier_shape import BLOCK_TOKENS, TierShape
 
-Way = Literal["read", "predict", "across", "demand", "layer", "refetch"]
-WAYS: tuple[Way, ...] = get_args(Way)
 PAGE_TOKENS, DENSE_LAYERS = 16, (0, 1)
 SINK, WINDOW, ROOM = 64, 192, 2_048
 PATTERN_TOKENS = 4_096
 WARM_UP_STEPS = 6
 
 
+REPLAYED = "replayed"
+ALONE_REPEATS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step's median milliseconds on the device, and bytes that it brought over the link."""
+    """A step's median milliseconds on the device, and bytes that it brought over the link, of blocks and of keys that
+    were looked at. turnover: what was asked for, or REPLAYED; changed: share of slots that were filled anew; alone_ms:
+    as many blocks brought one layer after the other with nothing beside; hidden: the share of that time by which the
+    step is not longer than with prediction alone; plain_bytes: of the whole budget.
+    """
 
     way: Way
-    turnover: float
+    turnover: float | str
     median_ms: float
     link_bytes: int
+    plain_bytes: int
+    changed: float
+    alone_ms: float | None
+    hidden: float | None
 
 
 class Contexts:
@@ -154,149 +165,123 @@ class Steps:
         self.runner.shutdown()
 
 
-class Ways:
-    """How one side of a method brings its blocks; `None` gives it back what serves."""
-
-    def __init__(self, side: Predicted) -> None:
-        self.side = side
-        self._serving: dict[str, Any] = {
-            name: getattr(side, name) for name in ("_choose", "_score", "before", "after", "read")
-        }
-        self._fresh = torch.zeros(side.blocks.ids.shape, dtype=torch.uint8, device=side.blocks.ids.device)
-        self._means: Tensor | None = None
-
-    def set(self, way: Way, turnover: float) -> None:
-        side = self.side
-        for name, serving in self._serving.items():
-            setattr(side, name, serving)
-        predict = self._serving["_score"]
-
-        def forced(layer: Blocks, choice: _Choice) -> Tensor:
-            if way not in ("layer", "refetch"):
-                predict(layer, choice)
-            return force(layer, turnover)
-
-        side._score = forced  # type: ignore[method-assign]
-        change = {"read": self._read, "predict": self._predict, "demand": self._demand}.get(way)
-        if way in ("layer", "refetch"):
-            self._across_layers(is_whole=way == "refetch")
-        elif change is not None:
-            change()
-
-    def _read(self) -> None:
-        def nothing(reads: LayerReads, *_: Any) -> None:
-            return
-
-        self.side.after = nothing  # type: ignore[method-assign]
-
-    def _predict(self) -> None:
-        predict = self._serving["_score"]
-        self.side._choose = lambda layer, choice, counts: predict(layer, choice)  # type: ignore[method-assign]
-
-    def _demand(self) -> None:
-        side, before, fresh_of = self.side, self._serving["before"], self._fresh
-
-        def choose(layer: Blocks, choice: _Choice, counts: Tensor) -> None:
-            fresh_of[self._place_of(layer)].copy_(_replace(side, layer, choice, counts))
-
-        def fetch_first(reads: LayerReads) -> None:
-            place = side._places.get(reads.layer)
-            if place is not None:
-                _fetch(side, side._layers[place], fresh_of[place])
-            before(reads)
-
-        side._choose = choose  # type: ignore[method-assign]
-        side.before = fetch_first  # type: ignore[method-assign]
-
-    def _across_layers(self, is_whole: bool) -> None:
-        side, after, read = self.side, self._serving["after"], self._serving["read"]
-        size = (len(side._layers), side._kv_heads, side.blocks.history.shape[3], side._dim)
-        means = self._means = (
-            torch.randn(size, dtype=torch.bfloat16, device="cuda") if self._means is None else self._means
-        )
-
-        def choose_next(reads: LayerReads, *rest: Any) -> None:
-            serving, side._choose = side._choose, lambda *_: None  # type: ignore[method-assign]
-            after(reads, *rest)
-            side._choose = serving  # type: ignore[method-assign]
-            place, own = side._places.get(reads.layer), side._of_rows.get(reads.rows)
-            if place is None or own is None or own.choice is None or place + 1 == len(side._layers):
-                return
-            layer = side._layers[place + 1]
-            with side._streams.aside(side._streams.up):
-                query = reads.query.unflatten(1, (side._kv_heads, -1))
-                torch.einsum("rkgd,kbd->rkgb", query, means[place + 1]).amax(2)
-                fresh = _replace(side, layer, own.choice, side._counts[place + 1])
-                _fetch(side, layer, torch.ones_like(fresh) if is_whole else fresh)
-
-        def wait(reads: LayerReads, *rest: Any) -> None:
-            own = side._of_rows.get(reads.rows)
-            if own is not None and own.used and reads.layer in side._places:
-                torch.cuda.current_stream().wait_stream(side._streams.up)  # type: ignore[arg-type]
-            read(reads, *rest)
-
-        side.after = choose_next  # type: ignore[method-assign]
-        side.read = wait  # type: ignore[method-assign]
-
-    def _place_of(self, layer: Blocks) -> int:
-        return next(place for place, one in enumerate(self.side._layers) if one is layer)
-
-
-def force(layer: Blocks, turnover: float) -> Tensor:
-    """Scores `[places, blocks]` by which all but a share of the blocks that are there stay, and others are drawn."""
-    places, blocks = layer.interior.shape
-    scores = torch.rand(places, blocks, device=layer.ids.device)
-    held = (torch.rand(layer.ids.shape, device=layer.ids.device) >= turnover).float() * 4 - 2  # stays: 2, goes: -2
-    there = layer.ids.clamp(min=0).long()
-    return scores.scatter_add_(1, there, torch.where(layer.ids >= 0, held, 0.0))
-
-
-def _replace(side: Predicted, layer: Blocks, choice: _Choice, counts: Tensor) -> Tensor:
-    scores = side._score(layer, choice).masked_fill_(choice.is_out, -torch.inf)
-    wanted = scores.topk(layer.ids.shape[1], 1, sorted=False).indices.int()
-    return replace_blocks(layer.ids, layer.bits, wanted, choice.is_in, counts)
-
-
-def _fetch(side: Predicted, layer: Blocks, fresh: Tensor) -> None:
-    fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, side._kv_heads, side._is_int8)
-
-
 def measure(
     contexts: Contexts, weights_file: Path, budget: int, batch: int, turnovers: Sequence[float], steps: int,
-    trace: Path | None,
+    trace: Path | None, selections: np.ndarray | None = None,
 ) -> Iterator[Measured]:  # fmt: skip
-    """Each way at each turnover; `read` and `predict` once. trace: of `across` at the last turnover."""
+    """Each way at each turnover, and at what is replayed; `read` and `predict` once. trace: of `across`, at the last
+    of these.
+    """
     bench = Steps(contexts, weights_file, budget, batch)
     ways, side = Ways(bench.side), bench.side
     block_bytes = 2 * 2 * BLOCK_TOKENS * contexts.shape.dim
+    sources: list[tuple[float | str, Wanted]] = [(turnover, Forced(turnover)) for turnover in turnovers]
+    if selections is not None:
+        layers, slots = len(side._layers), side.blocks.ids.shape[2]
+        blocks, device = contexts.run_tokens // BLOCK_TOKENS, side.blocks.ids.device
+        sources.append((REPLAYED, Replayed(selections, layers, side._kv_heads, slots, blocks, device)))
+    places, predict_ms = batch * side._kv_heads * len(side._layers), 0.0
+    plain = places * budget // BLOCK_TOKENS * block_bytes
     try:
         for way in WAYS:
-            for turnover in turnovers if way not in ("read", "predict") else turnovers[:1]:
-                ways.set(way, turnover)
+            for turnover, wanted in sources if way not in NO_FETCH else sources[:1]:
+                ways.set(way, wanted)
                 bench.capture()
                 bench.time(2)
                 before = side.fetch_counts()
                 median = bench.time(steps)
                 after, num_steps = side.fetch_counts(), steps + WARM_UP_STEPS
-                fetched = (after.fetched_blocks - before.fetched_blocks) * block_bytes
-                looked = (after.looked_blocks - before.looked_blocks) * block_bytes // 2
+                blocks_a_step = (after.fetched_blocks - before.fetched_blocks) / num_steps
+                changed = blocks_a_step * block_bytes / plain
                 if way == "refetch":
-                    fetched = num_steps * batch * side._kv_heads * (len(side._layers) - 1) * budget * block_bytes // 16
-                yield Measured(way, turnover, median, (fetched + looked) // num_steps)
+                    blocks_a_step = places * budget / BLOCK_TOKENS * (1 - 1 / len(side._layers))
+                looked = (after.looked_blocks - before.looked_blocks) / num_steps * block_bytes / 2
+                predict_ms = median if way == "predict" else predict_ms
+                alone = hidden = None
+                if way not in NO_FETCH:
+                    alone = _time_alone(side, blocks_a_step * block_bytes / plain)
+                if way == "across" and alone:
+                    hidden = min(1.0, max(0.0, 1 - (median - predict_ms) / alone))
+                link = int(blocks_a_step * block_bytes + looked)
+                yield Measured(way, turnover, median, link, plain, changed, alone, hidden)
         if trace is not None:
-            ways.set("across", turnovers[-1])
+            ways.set("across", sources[-1][1])
             bench.capture()
-            trace_steps(_traced(bench), dict, torch.device("cuda"), trace)
+            _trace(bench, trace)
     finally:
         bench.shutdown()
 
 
-def _traced(bench: Steps) -> Callable[[], None]:
+def _time_alone(side: Predicted, share: float) -> float:
+    """Milliseconds in which a share of all slots is filled, layer by layer, by the kernel that serves."""
+    shape, device = side.blocks.ids.shape, side.blocks.ids.device
+    fresh = ((torch.rand(shape, device=device) < share) & (side.blocks.ids >= 0)).to(torch.uint8)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for repeat in range(ALONE_REPEATS + 1):
+        if repeat == 1:
+            begin.record()
+        for layer, own in zip(side._layers, fresh, strict=True):
+            fetch(side, layer, own)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / ALONE_REPEATS
+
+
+def _trace(bench: Steps, path: Path) -> None:
+    spans: list[HostSpan] = []
+    answering = bench.runner.decode_steps._answering
+    assert answering is not None
+    observe = answering._on_answered
+
+    def note(rows: int, num_parts: int, answered: Answered, seconds: float) -> None:
+        """Behind an answered step: the thread has waited for its asks and attended for so long."""
+        now = time.time_ns()
+        name = f"{len(spans)}: waited {1e3 * answered.waited_s:.2f} ms, attended {1e3 * answered.attended_s:.2f}"
+        spans.append(HostSpan(name, now - int(1e9 * seconds), now))
+        observe(rows, num_parts, answered, seconds)
+
+    answering._on_answered = note
+
     def step() -> None:
         bench.step()
         torch.cuda.synchronize()
 
-    return step
+    trace_steps(step, dict, torch.device("cuda"), path, lambda: spans)
+
+
+def tabulate(found: Sequence[Measured], link_rate: float, title: str) -> Table:
+    """A line a way and turnover, beside max(compute, link): the step that only reads, and its bytes at the link's
+    rate.
+    """
+    table = Table("way", "turnover", "changed", "step, ms", "floor, ms", "times", "MB over the link", "of the budget",
+                  "alone, ms", "hidden", title=title)  # fmt: skip
+    read_ms = next(one.median_ms for one in found if one.way == "read")
+    for one in found:
+        floor = max(read_ms, one.link_bytes / link_rate * 1e3)
+        fetches = one.alone_ms is not None
+        share = one.turnover if isinstance(one.turnover, str) else f"{one.turnover:.0%}"
+        table.add_row(
+            one.way, share if fetches else "", f"{one.changed:.1%}" if fetches else "", f"{one.median_ms:.2f}",
+            f"{floor:.2f}", f"{one.median_ms / floor:.2f}", f"{one.link_bytes / 1e6:.1f}",
+            f"{one.link_bytes / one.plain_bytes:.0%}", "" if one.alone_ms is None else f"{one.alone_ms:.2f}",
+            "" if one.hidden is None else f"{one.hidden:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def compare_ways(found: Sequence[Measured]) -> list[str]:
+    """Prediction apart, and for each turnover what fetching across tokens costs over reading alone and gains over the
+    ways that fetch otherwise.
+    """
+    steps = {(one.way, one.turnover): one.median_ms for one in found}
+    read_ms, predict_ms = (next(ms for (way, _), ms in steps.items() if way == each) for each in NO_FETCH)
+    lines = [f"prediction: {predict_ms - read_ms:.2f} ms"]
+    for (way, turnover), across in steps.items():
+        if way == "across":
+            others = [f"{steps[other, turnover] / across:.2f} of {other}" for other in ("demand", "layer", "refetch")
+                      if (other, turnover) in steps]  # fmt: skip
+            lines.append(f"across at {turnover}: {across / read_ms:.2f} of reading alone; {', '.join(others)} over it")
+    return lines
 
 
 def measure_link(contexts: Contexts) -> float:

@@ -13,7 +13,8 @@ import torch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from bench.step_trace import DeviceEvent, covered_us, device_events
+from bench.step_trace import device_events
+from bench.trace_events import DeviceEvent, covered_us
 
 GROUPS = {  # parts of kernels' names; the first group that has one
     "link": ("Memcpy HtoD", "Memcpy DtoH"),

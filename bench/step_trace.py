@@ -9,35 +9,27 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import cast
 
 import torch
 from rich.table import Table
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
+from bench.trace_events import COPIES, WAITS, DeviceEvent, covered_us
+from bench.trace_lanes import HostSpan, hidden_share, lanes_of, write_lanes
+
 STEPS = 8
 _WARMUP_STEPS = 2  # with the tracer attached, before it records
-_WAITS = ("await_answer",)  # parts of kernels' names
-_COPIES = ("Memcpy", "_deposit_kernel", "_restore_kernel", "_scatter_kernel")
-
 Counters = Callable[[], dict[str, float]]
-
-
-class DeviceEvent(NamedTuple):
-    """A kernel or copy, on the device's clock."""
-
-    name: str
-    start_us: float
-    duration_us: float
 
 
 def device_parts(events: Sequence[DeviceEvent], span_us: float, steps: int) -> dict[str, float]:
     """Milliseconds a step of `steps` in `span_us`: `device_busy_ms` (kernels that compute), `wait_for_cpu_ms` (a kernel
     that spins until the CPU has answered), `copies_ms` (over the link or within, and deposits' kernels), `idle_ms`.
     """
-    waits = [event for event in events if any(part in event.name for part in _WAITS)]
-    copies = [event for event in events if any(part in event.name for part in _COPIES)]
+    waits = [event for event in events if any(part in event.name for part in WAITS)]
+    copies = [event for event in events if any(part in event.name for part in COPIES)]
     others = set(events).difference(waits, copies)
     times = {
         "device_busy_ms": covered_us(others),
@@ -49,12 +41,15 @@ def device_parts(events: Sequence[DeviceEvent], span_us: float, steps: int) -> d
 
 
 def trace_steps(
-    step: Callable[[], None], counters: Counters, device: torch.device, path: Path | None
-) -> dict[str, float]:
+    step: Callable[[], None], counters: Counters, device: torch.device, path: Path | None,
+    spans: Callable[[], Sequence[HostSpan]] = tuple,
+) -> dict[str, float]:  # fmt: skip
     """Milliseconds of the parts of a step, of STEPS traced calls of `step`: `step_ms`, on CUDA `device_parts`, and each
     counter (seconds so far, by name) as `<name>_ms`. A driver that lets nobody trace gives no parts of the device.
 
-    path: where a Chrome trace goes, which on the CPU is the only reason to trace.
+    path: where a Chrome trace goes, which on the CPU is the only reason to trace; with events of a device, `path` with
+    `.lanes` before its suffix has them by what they do, beside `spans` of the CPU's threads (`bench.trace_lanes`), and
+    the share of fetching that is hidden is told as `hidden_share`.
     """
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     tracer = profile(activities=[activity]) if device.type == "cuda" or path is not None else None
@@ -79,6 +74,11 @@ def trace_steps(
             parts |= device_parts(events, span_us, STEPS)
         if path is not None:
             tracer.export_chrome_trace(str(path))
+        if path is not None and events:
+            lanes = lanes_of(events, spans(), _start_ns(tracer))
+            write_lanes(path.with_suffix(f".lanes{path.suffix}"), lanes)
+            share = hidden_share(lanes)
+            parts |= {} if share is None else {"hidden_share": share}
     return parts | {f"{name}_ms": 1e3 * (after[name] - before[name]) / STEPS for name in before}
 
 
@@ -89,6 +89,9 @@ def tabulate_parts(parts: dict[str, float]) -> Table:
     for column in ("ms a step", "of it"):
         table.add_column(column, justify="right")
     for name, ms in parts.items():
+        if name == "hidden_share":
+            table.add_row("fetching hidden", "", f"{ms:.0%}")
+            continue
         table.add_row(name.removesuffix("_ms").replace("_", " "), f"{ms:.3f}", f"{ms / parts['step_ms']:.0%}")
     return table
 
@@ -103,13 +106,11 @@ def device_events(tracer: profile) -> list[DeviceEvent]:
     ]
 
 
-def covered_us(events: Iterable[DeviceEvent]) -> float:
-    """Length of the union of the events' intervals."""
-    covered, end = 0.0, float("-inf")
-    for _, start, duration in sorted(events, key=lambda event: event.start_us):
-        covered += max(0.0, start + duration - max(start, end))
-        end = max(end, start + duration)
-    return covered
+def _start_ns(tracer: profile) -> int:
+    """Since the epoch: what the events' times are counted from."""
+    results = tracer.profiler.kineto_results if tracer.profiler is not None else None
+    assert results is not None, "trace: it has ended"
+    return cast(int, results.trace_start_ns())
 
 
 def _synchronize(device: torch.device) -> None:

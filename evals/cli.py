@@ -33,6 +33,7 @@ from evals.options import (
     read_deployment,
 )
 from evals.results_command import results
+from evals.selections_command import selections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +49,7 @@ app = typer.Typer(no_args_is_help=True, help="Judge quality: what an attention m
 app.command()(results)
 app.command()(mac)
 app.command()(errors)
+app.command()(selections)
 
 
 @app.command()

@@ -6,15 +6,16 @@ layer. It refuses to know how a method chooses. Invariant: a share is of one que
 method that reads everything has 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
 from evals.forward import ReferenceDecoder
 from evals.methods.attention import step_logits
-from evals.methods.method import DecodeMethod, PromptLayer, Step
+from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
 from evals.methods.registry import parse_method
 from evals.rows import Row
 
@@ -68,11 +69,10 @@ def labels_of(budget: int, weights: Sequence[str], ablation: Ablation, choices: 
     return labels | {"StreamingLLM": f"streaming:sink={budget // 2},{ends}"}
 
 
-def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[float, float, float]:
-    """Means over the last `steps` queries: the share of a query head's attention that the reads hold, the tokens that
-    a query head read, and rows of KV that its heads read together of a KV head.
+def replay_steps(method: DecodeMethod, prompt: PromptLayer, steps: int) -> Iterator[tuple[Step, StepResult, Any]]:
+    """The last `steps` queries of whole prompts as decode steps, with what a method makes of each, and its state.
 
-    prompt: a layer of whole prompts; what stands before the last `steps` tokens is the method's prompt.
+    prompt: a layer; what stands before the last `steps` tokens is the method's prompt.
     """
     begin = prompt.lengths - steps
     longest = prompt.longest - steps
@@ -81,13 +81,20 @@ def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[
         prompt.values, begin, longest))  # fmt: skip
     state = method.begin(before)
     requests = torch.arange(len(begin), device=begin.device)
-    kept, read, rows = [], [], []
     for number in range(steps):
         lengths, end = begin + number + 1, longest + number + 1
         query, plain = (of[requests, :, lengths - 1] for of in (prompt.queries, prompt.pre_rope_queries))
         step = Step(prompt.layer, query, plain, prompt.keys[:, :, :end], prompt.values[:, :, :end], lengths, end)
+        yield step, method.step(step, state), state
+
+
+def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[float, float, float]:
+    """Means over the last `steps` queries: the share of a query head's attention that the reads hold, the tokens that
+    a query head read, and rows of KV that its heads read together of a KV head.
+    """
+    kept, read, rows = [], [], []
+    for number, (step, result, _) in enumerate(replay_steps(method, prompt, steps)):
         exact = prompt.once(("lse", steps, number), lambda step=step: step_logits(step).logsumexp(-1))
-        result = method.step(step, state)
         kept.append((result.lse - exact).exp().mean())
         read.append(result.keys_scored.mean())
         rows.append(result.rows_read.mean())

@@ -36,13 +36,15 @@ from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
 @dataclass(slots=True)
 class Seen:
     """history: of one layer, requests * heads; step: decode steps so far; network: packed for the device; deposits:
-    where the rest is sampled.
+    where the rest is sampled; chosen: blocks behind the sink that the last step read, int64 `[requests, heads, most]`,
+    -1: none.
     """
 
     history: History
     step: int
     network: PackedNetwork
     deposits: Deposits | None
+    chosen: torch.Tensor | None = None
 
 
 class Predicted(DecodeMethod):
@@ -100,6 +102,7 @@ class Predicted(DecodeMethod):
         most = num_blocks(self.budget.most(step.longest), self.block)
         scores = self._score(step, state, sink_blocks, cut - sink_blocks)
         blocks, chosen = choose_best(scores, counts.clamp(min=0), max(most, 1))
+        state.chosen = blocks.masked_fill(~chosen, -1)
         index, chosen = self._spread(step, blocks + sink_blocks, chosen, sink_blocks, cut)
         result = attend_chosen(step, index, chosen)
         self._note(step, state, result.lse, index, chosen)

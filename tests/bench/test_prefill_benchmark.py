@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench.prefill import PrefillBenchmark, run_prefill_benchmark
 from bench.prefill_trace import group_events, most_kernels, tabulate_groups
-from bench.step_trace import DeviceEvent
+from bench.trace_events import DeviceEvent
 from server.config import Deployment
 from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from torch.profiler import DeviceType
 
 from bench import step_trace
-from bench.step_trace import STEPS, DeviceEvent, device_parts, tabulate_parts, trace_steps
+from bench.step_trace import STEPS, device_parts, tabulate_parts, trace_steps
+from bench.trace_events import DeviceEvent
 
 ONE_AFTER_ANOTHER = [
     DeviceEvent("_gemv_kernel", 0, 1000),

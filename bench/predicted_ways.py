@@ -1,0 +1,185 @@
+"""Ways to bring a layer's predicted blocks to the device, and which blocks these are: forced, or replayed.
+
+A side of the method that serves is changed in the part that a way is about, and in nothing else; see
+`bench.predicted_decode` for the ways. It refuses to know contexts and times. Invariant: what is wanted next depends on
+no weights: a stated share is exchanged for others, drawn anew, or what a model chose in its steps comes again.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.methods.device_side import LayerReads
+from gpu.methods.predicted.blocks import Blocks
+from gpu.methods.predicted.device import Predicted, _Choice
+from gpu.methods.predicted.fetching import fetch_blocks
+from gpu.methods.predicted.replacing import replace_blocks
+
+Way = Literal["read", "predict", "across", "demand", "layer", "refetch"]
+WAYS: tuple[Way, ...] = get_args(Way)
+NO_FETCH: tuple[Way, ...] = ("read", "predict")
+RING_OFFSET = 7  # steps between what the contexts of a batch replay
+
+Wanted = Callable[[Blocks, int], Tensor]
+"""Scores `[places, blocks]` of a layer, by its place among those that go down."""
+
+
+class Ways:
+    """How one side of a method brings its blocks; `None` gives it back what serves."""
+
+    def __init__(self, side: Predicted) -> None:
+        self.side = side
+        self._serving: dict[str, Any] = {
+            name: getattr(side, name) for name in ("_choose", "_score", "before", "after", "read")
+        }
+        self._fresh = torch.zeros(side.blocks.ids.shape, dtype=torch.uint8, device=side.blocks.ids.device)
+        self._means: Tensor | None = None
+
+    def set(self, way: Way, wanted: Wanted) -> None:
+        side = self.side
+        for name, serving in self._serving.items():
+            setattr(side, name, serving)
+        predict = self._serving["_score"]
+
+        def forced(layer: Blocks, choice: _Choice) -> Tensor:
+            if way not in ("layer", "refetch"):
+                predict(layer, choice)
+            return wanted(layer, self._place_of(layer))
+
+        side._score = forced  # type: ignore[method-assign]
+        change = {"read": self._read, "predict": self._predict, "demand": self._demand}.get(way)
+        if way in ("layer", "refetch"):
+            self._across_layers(is_whole=way == "refetch")
+        elif change is not None:
+            change()
+
+    def _read(self) -> None:
+        def nothing(reads: LayerReads, *_: Any) -> None:
+            return
+
+        self.side.after = nothing  # type: ignore[method-assign]
+
+    def _predict(self) -> None:
+        predict = self._serving["_score"]
+        self.side._choose = lambda layer, choice, counts: predict(layer, choice)  # type: ignore[method-assign]
+
+    def _demand(self) -> None:
+        side, before, fresh_of = self.side, self._serving["before"], self._fresh
+
+        def choose(layer: Blocks, choice: _Choice, counts: Tensor) -> None:
+            fresh_of[self._place_of(layer)].copy_(_replace(side, layer, choice, counts))
+
+        def fetch_first(reads: LayerReads) -> None:
+            place = side._places.get(reads.layer)
+            if place is not None:
+                fetch(side, side._layers[place], fresh_of[place])
+            before(reads)
+
+        side._choose = choose  # type: ignore[method-assign]
+        side.before = fetch_first  # type: ignore[method-assign]
+
+    def _across_layers(self, is_whole: bool) -> None:
+        side, after, read = self.side, self._serving["after"], self._serving["read"]
+        size = (len(side._layers), side._kv_heads, side.blocks.history.shape[3], side._dim)
+        means = self._means = (
+            torch.randn(size, dtype=torch.bfloat16, device="cuda") if self._means is None else self._means
+        )
+
+        def choose_next(reads: LayerReads, *rest: Any) -> None:
+            serving, side._choose = side._choose, lambda *_: None  # type: ignore[method-assign]
+            after(reads, *rest)
+            side._choose = serving  # type: ignore[method-assign]
+            place, own = side._places.get(reads.layer), side._of_rows.get(reads.rows)
+            if place is None or own is None or own.choice is None or place + 1 == len(side._layers):
+                return
+            layer = side._layers[place + 1]
+            with side._streams.aside(side._streams.up):
+                query = reads.query.unflatten(1, (side._kv_heads, -1))
+                torch.einsum("rkgd,kbd->rkgb", query, means[place + 1]).amax(2)
+                fresh = _replace(side, layer, own.choice, side._counts[place + 1])
+                fetch(side, layer, torch.ones_like(fresh) if is_whole else fresh)
+
+        def wait(reads: LayerReads, *rest: Any) -> None:
+            own = side._of_rows.get(reads.rows)
+            if own is not None and own.used and reads.layer in side._places:
+                torch.cuda.current_stream().wait_stream(side._streams.up)  # type: ignore[arg-type]
+            read(reads, *rest)
+
+        side.after = choose_next  # type: ignore[method-assign]
+        side.read = wait  # type: ignore[method-assign]
+
+    def _place_of(self, layer: Blocks) -> int:
+        return next(place for place, one in enumerate(self.side._layers) if one is layer)
+
+
+def force(layer: Blocks, turnover: float) -> Tensor:
+    """Scores `[places, blocks]` by which all but a share of the blocks that are there stay, and others are drawn."""
+    places, blocks = layer.interior.shape
+    scores = torch.rand(places, blocks, device=layer.ids.device)
+    held = (torch.rand(layer.ids.shape, device=layer.ids.device) >= turnover).float() * 4 - 2  # stays: 2, goes: -2
+    there = layer.ids.clamp(min=0).long()
+    return scores.scatter_add_(1, there, torch.where(layer.ids >= 0, held, 0.0))
+
+
+def _replace(side: Predicted, layer: Blocks, choice: _Choice, counts: Tensor) -> Tensor:
+    scores = side._score(layer, choice).masked_fill_(choice.is_out, -torch.inf)
+    wanted = scores.topk(layer.ids.shape[1], 1, sorted=False).indices.int()
+    return replace_blocks(layer.ids, layer.bits, wanted, choice.is_in, counts)
+
+
+def fetch(side: Predicted, layer: Blocks, fresh: Tensor) -> None:
+    """What is `fresh` of a layer's slots, by the kernel that serves."""
+    fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, side._kv_heads, side._is_int8)
+
+
+class Forced:
+    """A share of the blocks that are there goes, and others come."""
+
+    def __init__(self, turnover: float) -> None:
+        self.turnover = turnover
+
+    def __call__(self, layer: Blocks, place: int) -> Tensor:
+        return force(layer, self.turnover)
+
+
+class Replayed:
+    """What a model chose, step after step, to and fro, so that neighbours in time stay neighbours."""
+
+    def __init__(
+        self, chosen: np.ndarray, layers: int, kv_heads: int, slots: int, blocks: int, device: torch.device
+    ) -> None:
+        """chosen: int `[steps, layers, kv_heads, slots]`, -1: none; for so many layers of places of `kv_heads` heads,
+        by which the recorded ones are used in turn. Raises ValueError for another number of slots, or for blocks that
+        the run does not have.
+        """
+        steps, _, _, recorded = chosen.shape
+        if recorded != slots or steps < 2:
+            raise ValueError(f"selections: {steps} steps of {recorded} blocks; wanted 2 or more of {slots}")
+        if chosen.max() >= blocks:
+            raise ValueError(f"selections: block {chosen.max()}, the run has {blocks}; use a longer --context")
+        to_and_fro = np.concatenate([chosen, chosen[-2:0:-1]])
+        self._chosen = torch.from_numpy(to_and_fro.astype(np.int64)).to(device)
+        self._steps = torch.zeros(layers, dtype=torch.int64, device=device)  # so far, by layer
+        self._kv_heads = kv_heads
+
+    def __call__(self, layer: Blocks, place: int) -> Tensor:
+        self._steps[place].add_(1)  # on the device: a captured step goes on
+        places, blocks = layer.interior.shape
+        steps, layers, heads, _ = self._chosen.shape
+        at = torch.arange(places, device=layer.ids.device)
+        step = (self._steps[place] + RING_OFFSET * (at // self._kv_heads)) % steps
+        wanted = self._chosen[step, place % layers, at % self._kv_heads % heads]  # [places, slots]
+        scores = torch.zeros(places, blocks, device=layer.ids.device)
+        return scores.scatter_add_(1, wanted.clamp(min=0), (wanted >= 0).float())
+
+
+def read_selections(path: Path) -> np.ndarray:
+    """What `tandem eval selections` wrote: int `[steps, layers, kv_heads, slots]`. Raises ValueError or OSError."""
+    with np.load(path, allow_pickle=False) as file:
+        if "blocks" not in file.files or file["blocks"].ndim != 4:
+            raise ValueError(f"selections: {path} holds none; make it with `tandem eval selections`")
+        return file["blocks"]

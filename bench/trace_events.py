@@ -1,0 +1,24 @@
+"""Kernels and copies of a device's trace, and how long they cover. It refuses to know who traces and what is shown."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+WAITS = ("await_answer",)  # parts of kernels' names
+COPIES = ("Memcpy", "_deposit_kernel", "_restore_kernel", "_scatter_kernel")
+
+
+class DeviceEvent(NamedTuple):
+    """A kernel or copy, on the device's clock."""
+
+    name: str
+    start_us: float
+    duration_us: float
+
+
+def covered_us(events: Iterable[DeviceEvent]) -> float:
+    """Length of the union of the events' intervals."""
+    covered, end = 0.0, float("-inf")
+    for _, start, duration in sorted(events, key=lambda event: event.start_us):
+        covered += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    return covered
