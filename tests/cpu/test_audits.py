@@ -78,9 +78,11 @@ def by_estimates(audits: Audits, context: HostContext, got: Attended, full: np.n
     context.steps += 1
 
 
-def masses(rule: Rule, draws: int) -> np.ndarray:
+def masses(rule: Rule, draws: int, num_excluded: int = 0) -> np.ndarray:
     """Of the steps behind the first, as shares of the true masses: `[draws, steps, heads]`, of heads that have a key
-    with half of their mass, which is found in every other draw."""
+    with half of their mass, which is found in every other draw. num_excluded: blocks behind the first that each KV head
+    leaves out of a step, those to which the step before attended most, exactly.
+    """
     generator = np.random.default_rng(4)
     rows, query = clustered(generator, TOKENS, BITS, TABLES)
     group = HEADS // KV_HEADS
@@ -93,7 +95,15 @@ def masses(rule: Rule, draws: int) -> np.ndarray:
     drift = 0.05 * generator.standard_normal((STEPS, *query.shape))
     queries, shares = query + drift.cumsum(0), np.empty((draws, STEPS, HEADS))
     keys = rows.real_keys().repeat(group, axis=0)
-    truth = np.exp(np.einsum("hnd,shd->shn", keys, queries) / np.sqrt(query.shape[1])).sum(-1)
+    each = np.exp(np.einsum("hnd,shd->shn", keys, queries) / np.sqrt(query.shape[1]))
+    flags = np.zeros((STEPS, 1, KV_HEADS, 32), np.uint8)
+    if num_excluded:
+        of_blocks = each.reshape(STEPS, KV_HEADS, group, -1, 16).sum((2, 4))[:, :, 1:]
+        best = np.argsort(-of_blocks, -1)[:-1, :, :num_excluded] + 1
+        np.put_along_axis(flags[1:, 0], best, 1, -1)
+    excluded = np.packbits(flags, axis=-1, bitorder="little").view(np.int32)
+    covered = 1 - flags[:, 0, :, : TOKENS // 16].repeat(16, -1).repeat(group, 1)
+    truth = (each * covered).sum(-1)
     settings = ErrorsConfig(bound=0.25, epsilon=AUDITED_EPSILON, audit_steps=3, full_share=1.0)
     estimating, table = kernel("bf16", True, BITS, TABLES), table_of([Context([(rows, SAMPLED, 0, TOKENS)])])
     for draw in range(draws):
@@ -102,7 +112,8 @@ def masses(rule: Rule, draws: int) -> np.ndarray:
         for step, asked in enumerate(codes.reshape(STEPS, 1, HEADS, TABLES)):
             full = audits.full([context], 1, 0, 1)
             assert full is not None
-            got = estimating.attend(table, queries[step, None].astype(np.float32), asked, 1, full=full[0])
+            asking = queries[step, None].astype(np.float32)
+            got = estimating.attend(table, asking, asked, 1, excluded=excluded[step], full=full[0])
             shares[draw, step] = np.exp(got.lse[0]) / truth[step]
             rule(audits, context, got, full)
     return shares[:, 1:, ::group]
@@ -117,6 +128,20 @@ def test_the_mass_is_unbiased_where_full_readings_choose_and_biased_where_estima
     sigmas = abs(of_draws.mean() - 1) / (of_draws.std(ddof=1) / np.sqrt(draws))
     assert of_draws.std() > 0
     assert (sigmas > UNBIASED_SIGMAS) == is_biased, sigmas
+
+
+def test_the_mass_of_the_rest_is_unbiased_where_exact_attention_excludes_blocks_and_full_readings_choose() -> None:
+    """Predicted blocks with epsilon: some heads read in full what is left, others a sample of it."""
+    draws, read = 300, []
+
+    def noting(audits: Audits, context: HostContext, got: Attended, full: np.ndarray) -> None:
+        by_full_readings(audits, context, got, full)
+        read.append(full.mean())
+
+    of_draws = masses(noting, draws, num_excluded=6).mean((1, 2))
+    assert 0.1 < np.mean(read) < 0.9
+    assert of_draws.std() > 0
+    assert abs(of_draws.mean() - 1) < UNBIASED_SIGMAS * of_draws.std(ddof=1) / np.sqrt(draws)
 
 
 def test_a_tier_reads_in_full_what_its_first_turns_find_beyond_epsilon() -> None:

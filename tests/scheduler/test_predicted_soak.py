@@ -16,7 +16,7 @@ from scheduler.load import load_engine
 from tests.gpu.reference_model import shallow_model
 from tests.gpu.test_predicted_serving import WEIGHTS
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
-from transfer.config import HostConfig, SampledConfig
+from transfer.config import ErrorsConfig, HostConfig, SampledConfig
 
 BLOCKS = {"weights": str(WEIGHTS), "budget_tokens": 64, "history": 8, "calibration": 8, "min_context_tokens": 0,
           "sink_tokens": 16, "local_tokens": 32, "exempt_layers": 1, "rings": 2}  # fmt: skip
@@ -26,6 +26,10 @@ PROFILES = {
     "wide": {"host": {"method": "predicted", **BLOCKS, "budget_tokens": 512}},
 }
 DOCUMENT_TOKENS = 420
+LONG_TOKENS = 2_300  # of which there are hash tables
+EVERY_KEY = SampledConfig(  # two of 60 tables of two buckets hold any key; some heads read in full all the same
+    bits_per_table=1, num_tables=60, errors=ErrorsConfig(epsilon=0.3, audit_steps=8, full_share=0.2)
+)
 
 
 @pytest.fixture(scope="module", params=["adaptive", "fixed"])
@@ -101,3 +105,28 @@ def test_forks_of_one_prompt_each_have_blocks_of_their_own(engine: Engine) -> No
     assert [text(deltas[name]) for name in names] == wanted
     check_rings(engine)
     check_idle(engine)
+
+
+def test_where_samples_find_every_key_texts_are_those_of_reading_all_with_epsilon_and_blocks_taken_out() -> None:
+    """Sampled for real: a key that is read twice or by nobody, or an answer in full over what is fetched, shows."""
+    config = EngineConfig(
+        model=ModelConfig(path=Path(shallow_model(3).name)),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.02, threads=1, check_coverage=True),
+        host=HostConfig(memory_limit_gib=0.05, threads=1, resident_tokens=128, residency="fixed", sampled=EVERY_KEY),
+        profiles={"both": Composition.model_validate(PROFILES["both"])},
+        scheduler=SchedulerConfig(max_running=2, max_context_tokens=LONG_TOKENS + 64),
+    )
+    engine, _ = load_engine(config, plan_here(config), lambda *_: None)
+    try:
+        prompt = prompt_of(LONG_TOKENS, 7)
+        texts = [text(run(engine, [ask(name, prompt, 20, name)])[name]) for name in ("both", "offloaded")]
+        assert texts[0] == texts[1]
+        assert engine._runner._offload is not None
+        errors = engine._runner._offload.tier.stats().errors
+        assert errors.estimated > 0
+        assert errors.in_full > 0
+        (counts,) = engine._runner.fetch_counts().values()
+        assert 0 < counts.read_tokens < counts.hole_tokens
+        assert counts.dropped_tokens == 0
+    finally:
+        engine.shutdown()
