@@ -32,6 +32,7 @@ from evals.options import (
     parse_tasks,
     read_deployment,
 )
+from evals.predicted_command import predicted
 from evals.results_command import results
 from evals.selections_command import selections
 
@@ -50,6 +51,7 @@ app.command()(results)
 app.command()(mac)
 app.command()(errors)
 app.command()(selections)
+app.command()(predicted)
 
 
 @app.command()

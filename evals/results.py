@@ -200,6 +200,10 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Any]:
 
 def render_run(run: dict[str, Any]) -> str:
     """Markdown of a run: a table for each length, methods down, tasks across."""
+    if run["set"] == "predicted":
+        from evals.report.predicted import render_predicted
+
+        return render_predicted(run)
     samples = " or ".join(str(count) for count in sorted({row["samples"] for row in run["rows"]}))
     failures = sum(row["failures"] for row in run["rows"])
     ends = [(row["low"], row["score"], row["high"]) for row in run["rows"] if row["low"] is not None]

@@ -1,0 +1,67 @@
+"""Runs about predicted blocks become one document, whose tables are means and counts of its rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from evals.cli import app
+from evals.report.predicted import render_ablations, render_errors, render_fidelity, render_recovery
+from evals.results import render_run
+
+RIVALS = ("H2O, last 64, shared", "Quest, shared", "SnapKV, shared", "StreamingLLM")
+
+
+def recovered(method: str, budget: int, task: str, share: float) -> dict[str, Any]:
+    return {"length": 4096, "task": task, "budget": budget, "method": method, "recovery": share,
+            "kv_rows": 1.5 * budget, "prompts": 2, "steps": 8}  # fmt: skip
+
+
+ROWS = [recovered(method, budget, task, share + budget / 10_000)
+        for task, shares in {"a": (0.5, 0.4, 0.45, 0.3, 0.2), "b": (0.5, 0.4, 0.55, 0.3, 0.2)}.items()
+        for budget in (256, 512)
+        for method, share in zip(("predicted before", *RIVALS), shares, strict=True)]  # fmt: skip
+
+
+def test_recovery_is_a_mean_over_cells_and_the_best_is_counted_by_cell() -> None:
+    lines = render_recovery(ROWS)
+    assert "| predicted before | 1.50 | 52.56 | 55.12 | 53.84 |" in lines
+    assert "| Quest, shared | 1.50 | 52.56 | 55.12 | 53.84 |" in lines
+    assert f"`predicted before` is best of {', '.join(RIVALS)} in 2 of 4 cells." in lines
+    assert any("a at 4,096 (2 of 8 steps), b at 4,096 (2 of 8 steps)" in line for line in lines)
+
+
+def test_other_tables_have_a_line_a_setting_a_method_and_a_kind_of_heads() -> None:
+    varied = [recovered(f"predicted M={steps}", 512, "a", 0.7 - steps / 1_000) for steps in (1, 20)]
+    assert render_ablations({"M": [*varied, ROWS[1]]})[2:] == ["| M | M=1: 69.90, M=20: 68.00 |"]
+    row = {"method": "full", "prompts": 2, "head_fraction": 1.0, "bytes_fraction": 0.5, "agreement": 0.75, "kl": 0.01,
+           "error": 0.1, "worst_error": 0.2}  # fmt: skip
+    assert render_fidelity([row])[2] == "| `full` | 2 | 100.0 % | 50.0 % | 75.0 % | 0.0100 | 0.100 / 0.200 |"
+    error = {"length": 4096, "excluded": 512, "heads": "all", "answers": 1000, "log_mass_within": 0.95,
+             "output_within": 0.96, "other_directions_within": 0.97, "log_mass_error": 0.1, "log_mass_estimate": 0.2,
+             "output_error": 0.3, "output_estimate": 0.4}  # fmt: skip
+    wanted = "| 4,096 | 512 tokens | all | 1,000 | 95.0 % | 96.0 % | 97.0 % | 0.100 / 0.200 | 0.300 / 0.400 |"
+    assert render_errors([error, {**error, "answers": 0}])[2:] == [wanted]
+
+
+def test_the_command_puts_runs_together_and_results_renders_them(tmp_path: Path) -> None:
+    made = {"configuration": {"samples": 2, "steps": 8}, "rows": ROWS}
+    files = {name: tmp_path / f"{name}.json" for name in ("recovery", "fidelity", "out")}
+    files["recovery"].write_text(json.dumps(made))
+    layers = [{"length": 4096, "method": "full", "error": error} for error in (0.1, 0.3)]
+    row = {"length": 4096, "method": "full", "prompts": 2, "head_fraction": 1.0, "bytes_fraction": 1.0,
+           "agreement": 1.0, "kl": 0.0}  # fmt: skip
+    files["fidelity"].write_text(json.dumps({"rows": [row], "layers": layers}))
+    command = ["predicted", "--out", str(files["out"]), "--machine", "a machine", "--date", "today", "--recovery",
+               str(files["recovery"]), "--fidelity", str(files["fidelity"])]  # fmt: skip
+    done = CliRunner().invoke(app, [*command, "--ablation", f"M={files['recovery']}"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(files["out"].read_text())
+    assert document["recovery"] == ROWS
+    text = render_run(document)
+    assert "On a machine, today." in text
+    assert "| `full` | 2 | 100.0 % | 100.0 % | 100.0 % | 0.0000 | 0.200 / 0.300 |" in text
+    done = CliRunner().invoke(app, [*command, "--ablation", "M"])
+    assert done.exit_code == 1
+    assert "wanted WHAT=FILE" in done.output
