@@ -2,13 +2,15 @@
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 from rapidfuzz import process
 
-from gpu.config import ModelConfig
+from gpu.config import Composition, MethodChoice, ModelConfig
+from gpu.methods.method import Slot
+from gpu.methods.registry import list_methods
 from scheduler.config import EngineConfig
 from transfer.settings import Settings
 
@@ -185,5 +187,23 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
     server = server.model_copy(update={key: folder / path for key, path in files.items() if path is not None})
     if documents is not None and documents.folder is not None:
         documents = documents.model_copy(update={"folder": folder / documents.folder})
+    profiles = {name: _anchor_methods(one, folder) for name, one in deployment.profiles.items()}
     update = {"model": model.model_copy(update=anchored), "server": server, "documents": documents}
-    return deployment.model_copy(update=update)
+    return deployment.model_copy(update={**update, "profiles": profiles})
+
+
+def _anchor_methods(composition: Composition, folder: Path) -> Composition:
+    """Of the files that its methods' settings name; what is not right there is said where it is checked."""
+    methods, update = list_methods(), {}
+    for slot in get_args(Slot):
+        choice: MethodChoice | None = getattr(composition, slot)
+        if choice is None or choice.method not in methods:
+            continue
+        known = methods[choice.method].settings.model_fields
+        files = {
+            key: str(folder / path)
+            for key, path in choice.settings.items()
+            if isinstance(path, str) and key in known and known[key].annotation is Path
+        }
+        update[slot] = MethodChoice(method=choice.method, **{**choice.settings, **files})
+    return composition.model_copy(update=update)

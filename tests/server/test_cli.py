@@ -189,6 +189,18 @@ BAD_CONFIGURATIONS = [
 ]
 
 
+def test_files_that_a_profiles_method_names_are_relative_to_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "tandem.yaml"
+    blocks = "{method: predicted, weights: WEIGHTS, budget_tokens: 512}"
+    profiles = f"  here: {{host: {blocks}}}\n  there: {{host: {blocks}}}\n  plain: {{host: sampled}}\n"
+    profiles = profiles.replace("WEIGHTS", "own/p.safetensors", 1).replace("WEIGHTS", "/else/p.pth", 1)
+    path.write_text(f"model: {{path: models/m}}\nhost: {{memory_limit_gib: 1}}\nprofiles:\n{profiles}")
+    found = load_deployment(path).profiles
+    assert found["here"].host.settings == {"weights": str(tmp_path / "own/p.safetensors"), "budget_tokens": 512}
+    assert found["there"].host.settings["weights"] == "/else/p.pth"
+    assert (found["plain"].host.method, found["plain"].host.settings) == ("sampled", {})
+
+
 @pytest.mark.parametrize(
     ("command", "yaml", "words"),
     [*(("plan", *bad) for bad in BAD_CONFIGURATIONS), *(("serve", *bad) for bad in BAD_CONFIGURATIONS[:4])],
