@@ -101,7 +101,9 @@ def render_recovery(rows: Sequence[Row]) -> list[str]:
             all(shares[own, *cell]["recovery"] > shares[name, *cell]["recovery"] for name in rivals) for cell in at
         )
         if at:
-            lines.append(f"`{own}` is best of {', '.join(rivals)} in {won} of {len(at)} cells.")
+            means = {name: _mean([shares[name, *cell]["recovery"] for cell in at]) for name in [own, *rivals]}
+            told = "; ".join(f"{name} {100 * means[name]:.2f}" for name in rivals)
+            lines.append(f"`{own}` is best in {won} of {len(at)} cells; on average {100 * means[own]:.2f} ({told}).")
     return lines
 
 

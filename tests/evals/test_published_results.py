@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evals.paired import clopper_pearson, interval_of_counts
-from evals.results import render_table
+from evals.results import MARKERS, render_run, render_table
 from evals.rows import FED, column_of
 from tests.tolerances import POINTS_STORED
 
@@ -52,6 +52,15 @@ def test_every_line_of_the_tables_is_in_the_page(name: str) -> None:
     for length in sorted({row["length"] for row in rows}):
         for line in render_table([row for row in rows if row["length"] == length]):
             assert line in page
+
+
+def test_the_tables_of_predicted_blocks_are_those_of_their_rows() -> None:
+    page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    run = json.loads((DOCS / "results" / "predicted-cpu.json").read_text(encoding="utf-8"))
+    begin, end = (marker.format(name="predicted") for marker in MARKERS)
+    assert page[page.index(begin) + len(begin) : page.index(end)].strip() == render_run(run)
+    run["errors"][0]["log_mass_within"] -= 0.001
+    assert render_run(run) not in page
 
 
 def test_one_loss_more_would_be_noticed() -> None:
