@@ -235,11 +235,11 @@ class DecodeSteps:
         self._count(rows, num_parts, attention_s)
 
     def _point(self) -> Event:
-        """Of the current stream, behind all that it was given."""
+        """Of the current stream, behind all that it was given; whoever waits for it leaves the core to others."""
         device = self.loop.last_tokens.device
         if device.type == "cpu":
             return PASSED
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 

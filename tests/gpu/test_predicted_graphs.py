@@ -1,9 +1,14 @@
 """Steps that predict, on CUDA: captured as eager, rows of other profiles beside, and slots that hold what they say."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from bench.step_trace import trace_steps
+from bench.trace_lanes import COMPUTE, EXCHANGE, FETCH, PREDICTION
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_predicted_serving import NARROW, WIDE, PredictedTwins
 from tests.gpu.twin_runners import check_steps
@@ -73,3 +78,21 @@ def test_on_cuda_two_half_batches_fetch_what_one_does() -> None:
             twins.check_slots(slot)
         chosen.append(twins.side.fetch_counts().read_tokens)
     assert chosen[0] == chosen[1] > 0
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_trace_of_captured_steps_has_a_lane_for_fetching_beside_what_computes(tmp_path: Path) -> None:
+    twins = PredictedTwins(NARROW, "predicted+sampled", device="cuda", graph_batch_sizes=(1,))
+    twins.prefill(PROMPTS[:1])
+    for _ in range(3):
+        twins.step([0])
+
+    def step() -> None:
+        assert not twins.step([0]).failures
+        torch.cuda.synchronize()
+
+    path = tmp_path / "steps.json"
+    trace_steps(step, dict, torch.device("cuda"), path)
+    told = json.loads((tmp_path / "steps.lanes.json").read_text())
+    lanes = {event["cat"] for event in told["traceEvents"] if event["ph"] == "X"}
+    assert {COMPUTE, EXCHANGE, FETCH, PREDICTION} <= lanes
