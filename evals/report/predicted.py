@@ -27,6 +27,8 @@ def gather(
     def rows_of(document: Document, names: Sequence[str]) -> list[Row]:
         made = document["configuration"]
         beside = {"prompts": made["samples"], "steps": made["steps"]}
+        if "draws" in made:
+            beside["task"] = ", ".join(made["tasks"])
         return [{name: row[name] for name in names if name in row} | beside for row in document["rows"]]
 
     return {
@@ -131,21 +133,18 @@ def render_fidelity(rows: Sequence[Row]) -> list[str]:
 
 
 def render_errors(rows: Sequence[Row]) -> list[str]:
-    """A line for each length, what was left out of the sample, and kind of heads."""
-    columns = ("length", "left out", "heads", "answers", "log mass within two", "output within two", "other directions",
-               "log mass: error / estimate", "output: error / estimate")  # fmt: skip
+    """A line for each length and task, what was left out of the sample, and kind of heads."""
+    columns = ("length", "task", "left out", "heads", "answers", "log mass within two", "output within two",
+               "other directions", "log mass: error / estimate", "output: error / estimate")  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in rows:
         if not row["answers"]:
             continue
-        within = " | ".join(
-            f"{100 * row[name]:.1f} %" for name in ("log_mass_within", "output_within", "other_directions_within")
-        )
-        lines.append(
-            f"| {row['length']:,} | {row['excluded']:,} tokens | {row['heads']} | {row['answers']:,} | {within} | "
-            f"{row['log_mass_error']:.3f} / {row['log_mass_estimate']:.3f} | "
-            f"{row['output_error']:.3f} / {row['output_estimate']:.3f} |"
-        )
+        names = ("log_mass_within", "output_within", "other_directions_within")
+        told = [f"{row['length']:,}", row["task"], f"{row['excluded']:,} tokens", row["heads"], f"{row['answers']:,}"]
+        told += [f"{100 * row[name]:.1f} %" for name in names]
+        told += [f"{row[f'{name}_error']:.3f} / {row[f'{name}_estimate']:.3f}" for name in ("log_mass", "output")]
+        lines.append(f"| {' | '.join(told)} |")
     return lines
 
 

@@ -39,15 +39,15 @@ def test_other_tables_have_a_line_a_setting_a_method_and_a_kind_of_heads() -> No
     row = {"method": "full", "prompts": 2, "head_fraction": 1.0, "bytes_fraction": 0.5, "agreement": 0.75, "kl": 0.01,
            "error": 0.1, "worst_error": 0.2}  # fmt: skip
     assert render_fidelity([row])[2] == "| `full` | 2 | 100.0 % | 50.0 % | 75.0 % | 0.0100 | 0.100 / 0.200 |"
-    error = {"length": 4096, "excluded": 512, "heads": "all", "answers": 1000, "log_mass_within": 0.95,
-             "output_within": 0.96, "other_directions_within": 0.97, "log_mass_error": 0.1, "log_mass_estimate": 0.2,
+    error = {"length": 4096, "task": "needle", "excluded": 512, "heads": "all", "answers": 1000,
+             "log_mass_within": 0.95, "output_within": 0.96, "other_directions_within": 0.97, "log_mass_error": 0.1, "log_mass_estimate": 0.2,
              "output_error": 0.3, "output_estimate": 0.4}  # fmt: skip
-    wanted = "| 4,096 | 512 tokens | all | 1,000 | 95.0 % | 96.0 % | 97.0 % | 0.100 / 0.200 | 0.300 / 0.400 |"
+    wanted = "| 4,096 | needle | 512 tokens | all | 1,000 | 95.0 % | 96.0 % | 97.0 % | 0.100 / 0.200 | 0.300 / 0.400 |"
     assert render_errors([error, {**error, "answers": 0}])[2:] == [wanted]
 
 
 def test_the_command_puts_runs_together_and_results_renders_them(tmp_path: Path) -> None:
-    made = {"configuration": {"samples": 2, "steps": 8}, "rows": ROWS}
+    made: dict[str, Any] = {"configuration": {"samples": 2, "steps": 8}, "rows": ROWS}
     files = {name: tmp_path / f"{name}.json" for name in ("recovery", "fidelity", "out")}
     files["recovery"].write_text(json.dumps(made))
     layers = [{"length": 4096, "method": "full", "error": error} for error in (0.1, 0.3)]
@@ -56,10 +56,16 @@ def test_the_command_puts_runs_together_and_results_renders_them(tmp_path: Path)
     files["fidelity"].write_text(json.dumps({"rows": [row], "layers": layers}))
     command = ["predicted", "--out", str(files["out"]), "--machine", "a machine", "--date", "today", "--recovery",
                str(files["recovery"]), "--fidelity", str(files["fidelity"])]  # fmt: skip
+    files["errors"] = tmp_path / "errors.json"
+    errors = {"length": 4096, "excluded": 0, "heads": "all", "answers": 0}
+    made["configuration"] |= {"draws": 4, "tasks": ["needle"]}
+    files["errors"].write_text(json.dumps({**made, "rows": [errors]}))
+    command += ["--errors", str(files["errors"])]
     done = CliRunner().invoke(app, [*command, "--ablation", f"M={files['recovery']}"])
     assert done.exit_code == 0, done.output
     document = json.loads(files["out"].read_text())
     assert document["recovery"] == ROWS
+    assert document["errors"] == [{**errors, "prompts": 2, "steps": 8, "task": "needle"}]
     text = render_run(document)
     assert "On a machine, today." in text
     assert "| `full` | 2 | 100.0 % | 100.0 % | 100.0 % | 0.0000 | 0.200 / 0.300 |" in text
