@@ -39,9 +39,11 @@ def test_other_tables_have_a_line_a_setting_a_method_and_a_kind_of_heads() -> No
     row = {"method": "full", "prompts": 2, "head_fraction": 1.0, "bytes_fraction": 0.5, "agreement": 0.75, "kl": 0.01,
            "error": 0.1, "worst_error": 0.2}  # fmt: skip
     assert render_fidelity([row])[2] == "| `full` | 2 | 100.0 % | 50.0 % | 75.0 % | 0.0100 | 0.100 / 0.200 |"
-    error = {"length": 4096, "task": "needle", "excluded": 512, "heads": "all", "answers": 1000,
-             "log_mass_within": 0.95, "output_within": 0.96, "other_directions_within": 0.97, "log_mass_error": 0.1, "log_mass_estimate": 0.2,
-             "output_error": 0.3, "output_estimate": 0.4}  # fmt: skip
+    error = {
+        "length": 4096, "task": "needle", "excluded": 512, "heads": "all", "answers": 1000, "log_mass_within": 0.95,
+        "output_within": 0.96, "other_directions_within": 0.97, "log_mass_error": 0.1, "log_mass_estimate": 0.2,
+        "output_error": 0.3, "output_estimate": 0.4,
+    }  # fmt: skip
     wanted = "| 4,096 | needle | 512 tokens | all | 1,000 | 95.0 % | 96.0 % | 97.0 % | 0.100 / 0.200 | 0.300 / 0.400 |"
     assert render_errors([error, {**error, "answers": 0}])[2:] == [wanted]
 
