@@ -67,12 +67,8 @@ def render_predicted(document: Document) -> str:
 
         lines += ["", "### Tasks", ""]
         for length in sorted({row["length"] for row in document["rows"]}):
-            lines += [
-                f"{length:,} tokens:",
-                "",
-                *render_table([r for r in document["rows"] if r["length"] == length]),
-                "",
-            ]
+            own = [row for row in document["rows"] if row["length"] == length]
+            lines += [f"{length:,} tokens, {_prompts_of(own)}:", "", *render_table(own), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -146,6 +142,14 @@ def render_errors(rows: Sequence[Row]) -> list[str]:
         told += [f"{row[f'{name}_error']:.3f} / {row[f'{name}_estimate']:.3f}" for name in ("log_mass", "output")]
         lines.append(f"| {' | '.join(told)} |")
     return lines
+
+
+def _prompts_of(rows: Sequence[Row]) -> str:
+    """How many prompts a task, and which rows have others."""
+    counts = [row["samples"] for row in rows]
+    most = max(set(counts), key=counts.count)
+    others = [f"{row['samples']} of `{row['method']}` on {row['task']}" for row in rows if row["samples"] != most]
+    return f"{most} prompts a task" + (f" ({', '.join(others)})" if others else "")
 
 
 def _mean(values: Sequence[float]) -> float:

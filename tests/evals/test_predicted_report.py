@@ -68,8 +68,12 @@ def test_the_command_puts_runs_together_and_results_renders_them(tmp_path: Path)
     document = json.loads(files["out"].read_text())
     assert document["recovery"] == ROWS
     assert document["errors"] == [{**errors, "prompts": 2, "steps": 8, "task": "needle"}]
+    scored = {"method": "full", "task": "needle", "length": 4096, "samples": 8, "score": 100.0, "difference": None,
+              "head_fraction": 1.0, "bytes_fraction": 1.0}  # fmt: skip
+    document["rows"] = [scored, {**scored, "task": "list"}, {**scored, "method": "quest", "samples": 4}]
     text = render_run(document)
     assert "On a machine, today." in text
+    assert "4,096 tokens, 8 prompts a task (4 of `quest` on needle):" in text
     assert "| `full` | 2 | 100.0 % | 100.0 % | 100.0 % | 0.0000 | 0.200 / 0.300 |" in text
     done = CliRunner().invoke(app, [*command, "--ablation", "M"])
     assert done.exit_code == 1
