@@ -1,0 +1,74 @@
+"""A matrix as the decoder sees it: what it multiplies, with the fusions of a decode step, and what it weighs.
+
+It refuses to know layers, and how a matrix came to be stored as it is. Invariant: a product is that of the numbers that
+`unpack` returns, to the rounding of the dtype that computes.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.model.spec import Activation
+
+
+class Matrix(Protocol):
+    """`[rows, inner]`. Tokens are `[tokens, inner]`; results are new. dtype: of results, and of what computes."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything that a product reads: scales and zero points, too."""
+
+    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`x @ self.T (+ residual)`; x of any floating dtype."""
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
+        """`rms_norm(x, norm, eps) @ self.T (+ bias)`."""
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
+        """`activation(gate) * up` of the two halves of `rms_norm(x, norm, eps) @ self.T`, gate first."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`x @ self.T` in float32."""
+
+    def unpack(self) -> Tensor:
+        """All of it, `[rows, inner]` of `dtype`."""
+
+
+class PlainMatrix:
+    """A tensor as it lies there: bf16 or float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return linear(x, self.weight, residual)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
+        return norm_linear(x, norm, eps, self.weight, bias)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
+        return norm_gate_up_swiglu(x, norm, eps, self.weight, activation)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return logits_linear(x, self.weight)
+
+    def unpack(self) -> Tensor:
+        return self.weight
+
+
+def as_matrix(stored: "Tensor | Matrix") -> Matrix:
+    """What multiplies by a tensor; another matrix is one already."""
+    return PlainMatrix(stored) if isinstance(stored, Tensor) else stored
