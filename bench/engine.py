@@ -26,7 +26,8 @@ from gpu.decode.steps import Batch
 from gpu.load import DTYPES, RANDOM_SEED
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
-from gpu.model.weights import Weights, random_weights
+from gpu.model.matrix_formats import rounded, step_weight_bytes
+from gpu.model.weights import Weights, random_weights, unpacked
 from gpu.runner import Runner
 
 # Share of tokens that the peer chooses too. In float32 only near-ties differ. In bf16 random weights of 8B differ at
@@ -38,7 +39,9 @@ _GRAPH_REPEATS = 50
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchmark:
-    """What to measure. Either `model` or `random_weights`; `rounds` of `steps` steps, ours and the peer's in turn."""
+    """What to measure. Either `model` or `random_weights`; `rounds` of `steps` steps, ours and the peer's in turn.
+    weights: as `model.weights`; the peer has them unpacked.
+    """
 
     model: Path | None
     random_weights: str | None
@@ -49,6 +52,7 @@ class EngineBenchmark:
     threads: int
     device: str
     dtype: str
+    weights: str | None = None
 
     @property
     def context(self) -> int:
@@ -60,18 +64,24 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
     device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
     torch.set_num_threads(benchmark.threads)
     architecture, weights = _load(benchmark, dtype, device)
-    weight_bytes = architecture.num_weights_read_per_token * dtype.itemsize
+    weight_bytes = step_weight_bytes(architecture, dtype.itemsize, device.type == "cuda")
     rates, rate = measure_floor_rates(weight_bytes, benchmark.threads, device)
     floor = f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s, measured"
     floor_ms = weight_bytes / rate / 1e6
     runner = build_runner(architecture, weights, max(benchmark.batches), benchmark.context, dtype, device)
     runner.capture(benchmark.batches, lambda fraction: None)
+    plain = unpacked(Weights(weights.embedding, list(weights.layers), weights.final_norm, weights.logits))
     checkpoint = load_hugging_face(benchmark.model, dtype, device) if benchmark.model is not None else None
-    rows = []
+    rows, what = [], f"{architecture.name} {benchmark.weights or benchmark.dtype}"
     for batch in benchmark.batches:
-        announce(console, f"decode step, {architecture.name} {benchmark.dtype}, batch {batch}", floor, floor_ms)
+        announce(
+            console,
+            f"decode step, {what}, batch {batch}",
+            floor,
+            floor_ms,
+        )
         common: dict[str, Any] = {
-            "shape": f"{architecture.name} {benchmark.dtype}, batch {batch}, context {benchmark.context}",
+            "shape": f"{what}, batch {batch}, context {benchmark.context}",
             "device": device_name(device) + ("" if device.type == "cuda" else f", {benchmark.threads} threads"),
             "floor": floor,
             "floor_ms": floor_ms,
@@ -82,7 +92,7 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
         if checkpoint is not None:
             measured = _against_hugging_face(runner, checkpoint, prompts, benchmark)
         else:
-            peer = PlainDecode(architecture, weights, batch, benchmark.context, device)
+            peer = PlainDecode(architecture, plain, batch, benchmark.context, device)
             measured = _against_plain(runner, peer, prompts, benchmark)
         measured["extras"] |= {"tokens_per_s": 1e3 * batch / measured["ms"]}
         measured["extras"] |= {"peer_tokens_per_s": 1e3 * batch / measured["peer_ms"]}
@@ -108,10 +118,10 @@ def draw_prompts(batch: int, prompt_tokens: int, vocab_size: int) -> np.ndarray:
 
 def _load(benchmark: EngineBenchmark, dtype: torch.dtype, device: torch.device) -> tuple[Architecture, Weights]:
     if benchmark.model is not None:
-        architecture = read_architecture(benchmark.model)
+        architecture = rounded(read_architecture(benchmark.model), benchmark.weights, "--weights")
         return architecture, load_weights(benchmark.model, architecture, dtype, device, lambda fraction: None)
     assert benchmark.random_weights is not None
-    architecture = named_shape(benchmark.random_weights)
+    architecture = rounded(named_shape(benchmark.random_weights), benchmark.weights, "--weights")
     return architecture, random_weights(architecture, RANDOM_SEED, dtype, device, lambda fraction: None)
 
 

@@ -28,13 +28,17 @@ from safetensors import safe_open
 
 from bench.rows import Row, announce, require, summarise
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
-from gpu.model.checkpoint import INDEX_FILE, wanted_shapes
+from gpu.model.checkpoint import INDEX_FILE
 from gpu.model.checkpoint import load_weights as load
+from gpu.model.matrix import as_matrix
+from gpu.model.matrix_formats import rounded
+from gpu.model.places import wanted_tensors
 from gpu.model.shapes import named_config
 
 DRAWN_WEIGHTS = 2**25
 READ_BYTES = 8 * 2**20
 GIB = 2**30
+ROUNDING = {"int4": 0.15, "int8": 0.02, "fp8": 0.05}  # of normal numbers, relative; of others it is above 1
 LOOK_S = 0.02  # between looks at the loader's own memory
 
 
@@ -48,9 +52,12 @@ class Loaded:
     is_right: bool
 
 
-def run_load_weights(folder: Path, shape_name: str, shards: int, rounds: int, device: str, console: Console) -> Row:
-    """A row whose `ms` is the load's. Raises GateError for weights that are not those of the file, ModelError for an
-    unknown shape, OSError for a disk that is full.
+def run_load_weights(
+    folder: Path, shape_name: str, shards: int, rounds: int, device: str, console: Console, weights: str | None = None
+) -> Row:
+    """A row whose `ms` is the load's; weights: as `model.weights`, to what they are rounded on the way. Raises
+    GateError for weights that are not those of the file, ModelError for an unknown shape, OSError for a disk that is
+    full.
     """
     shape = named_shape(shape_name)
     num_bytes = 2 * shape.num_weights
@@ -68,7 +75,7 @@ def run_load_weights(folder: Path, shape_name: str, shards: int, rounds: int, de
         cache_s = min(_read_all(files) for _ in range(2))
         floor = f"{stored_bytes / GIB:.2f} GiB over {stored_bytes / GIB / cache_s:.2f} GiB/s of the page cache"
         announce(console, "load", floor, 1e3 * cache_s)
-        runs = [_load_apart(Path(name), device) for _ in range(rounds)]
+        runs = [_load_apart(Path(name), device, weights) for _ in range(rounds)]
     require(all(run.is_right for run in runs), "loaded weights are not those of the file")
     timing = summarise([1e3 * run.seconds for run in runs])
     rss, own = (max(getattr(run, f"peak_{kind}_bytes") for run in runs) / GIB for kind in ("rss", "own"))
@@ -77,8 +84,9 @@ def run_load_weights(folder: Path, shape_name: str, shards: int, rounds: int, de
         f"loaded at {rate:.2f} GiB/s, {cache_s / timing.ms * 1e3:.0%} of the page cache's rate; the process held "
         f"{own:.2f} GiB of its own at most, {rss:.2f} GiB with pages of the files that it had mapped"
     )
+    note = f", rounded to {weights}" if weights else ""
     return Row(
-        name="load weights", shape=f"{shape_name}, {shards} files", device=device, ms=timing.ms, p10=timing.p10,
+        name="load weights", shape=f"{shape_name}, {shards} files{note}", device=device, ms=timing.ms, p10=timing.p10,
         p90=timing.p90, floor=floor, floor_ms=1e3 * cache_s, peer=None, peer_ms=None,
         rates={"page_cache_gib_s": stored_bytes / GIB / cache_s},
         extras={"gib_s": rate, "peak_rss_gib": rss, "peak_own_gib": own},
@@ -89,7 +97,7 @@ def run_load_weights(folder: Path, shape_name: str, shards: int, rounds: int, de
 def write_checkpoint(folder: Path, shape: Architecture, config: dict[str, object], shards: int) -> list[Path]:
     """A folder as it is published: `config.json`, safetensors in bfloat16 and their index. Returns the files."""
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = list(wanted_shapes(shape).items())
+    tensors = [(name, list(tensor.shapes[0])) for name, tensor in wanted_tensors(shape).items()]
     drawn = torch.randn(DRAWN_WEIGHTS, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     numbers = memoryview(drawn.view(torch.uint8).numpy())
     parts = [dict(tensors[first::shards]) for first in range(shards)]
@@ -126,10 +134,10 @@ def _read_all(files: list[Path]) -> float:
     return time.perf_counter() - began
 
 
-def _load_apart(folder: Path, device: str) -> Loaded:
+def _load_apart(folder: Path, device: str, rounded_to: str | None) -> Loaded:
     """In a process of its own, whose memory is the load's."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_load, args=(folder, device, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=_load, args=(folder, device, rounded_to, theirs))
     process.start()
     theirs.close()
     try:
@@ -141,8 +149,8 @@ def _load_apart(folder: Path, device: str) -> Loaded:
     return loaded
 
 
-def _load(folder: Path, device_name: str, results: Connection) -> None:
-    device, shape = torch.device(device_name), read_architecture(folder)
+def _load(folder: Path, device_name: str, rounded_to: str | None, results: Connection) -> None:
+    device, shape = torch.device(device_name), rounded(read_architecture(folder), rounded_to, "--weights")
     torch.zeros(1, device=device)  # the context is no part of it
     with _own_memory() as most:
         began = time.perf_counter()
@@ -151,7 +159,9 @@ def _load(folder: Path, device_name: str, results: Connection) -> None:
     index = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
     name = f"model.layers.{shape.num_layers - 1}.mlp.down_proj.weight"
     with safe_open(folder / index[name], framework="pt") as shard:
-        is_right = torch.equal(shard.get_tensor(name), weights.layers[-1].down.cpu())
+        stored, held = shard.get_tensor(name), as_matrix(weights.layers[-1].down).unpack().cpu()
+    error = float((held.float() - stored.float()).norm() / stored.float().norm())
+    is_right = error < ROUNDING[rounded_to] if rounded_to else torch.equal(stored, held)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     results.send(Loaded(seconds, peak, most[0], is_right))
 

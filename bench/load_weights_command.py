@@ -16,6 +16,7 @@ def load_weights(
     shards: Annotated[int, typer.Option(min=1, help="files of it")] = 4,
     rounds: Annotated[int, typer.Option(min=1)] = 2,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
+    weights: Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="rounded to this on the way")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Write a checkpoint of random weights, and load it, beside the rate at which the page cache is read."""
@@ -29,7 +30,8 @@ def load_weights(
     warn_if_busy(console)
     resolved = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        report([run_load_weights(folder, random_weights, shards, rounds, resolved, console)], json_file, console)
+        row = run_load_weights(folder, random_weights, shards, rounds, resolved, console, weights)
+        report([row], json_file, console)
     except (GateError, ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -16,6 +16,7 @@ from gpu.load import DTYPES, load_architecture
 from gpu.memory.host_demand import CODE_BYTES, ROW_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
+from gpu.model.matrix_formats import step_weight_bytes
 from gpu.profiles import Profile
 from scheduler.capacity import HostCapacity, host_capacity
 from scheduler.config import EngineConfig
@@ -49,7 +50,7 @@ class LongFloors:
         and the floor is the device's part alone. kept_tokens: of all rows, those that the host has and the device
         reads.
         """
-        weight_bytes = self.architecture.num_weights_read_per_token * self.plan.dtype_bytes
+        weight_bytes = step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda")
         kv_bytes = (
             batch * self._resident_bytes(profile, context) + kept_tokens * len(self.shape.layers) * self._layer_bytes
         )
@@ -124,7 +125,7 @@ def measure_floors(config: EngineConfig) -> LongFloors:
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture, probe_machine())
     shape = find_tier_shape(config, architecture, plan)
-    weight_bytes = architecture.num_weights_read_per_token * plan.dtype_bytes
+    weight_bytes = step_weight_bytes(architecture, plan.dtype_bytes, plan.device == "cuda")
     rates = measure_host_rates(count_physical_cores())
     if plan.device == "cuda":
         rates |= measure_device_rates(torch.device("cuda"))

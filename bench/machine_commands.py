@@ -35,6 +35,7 @@ def engine(
     threads: Threads = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
     dtype: Annotated[str, typer.Option(help="auto: bfloat16 on cuda, float32 and bfloat16 on the CPU")] = "auto",
+    weights: Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="rounded to this at load")] = None,
     http: Annotated[Path | None, typer.Option(metavar="CONFIG", help="instead: serve CONFIG, stream over HTTP")] = None,
     streams: Annotated[int, typer.Option(min=1, help="with --http")] = 16,
     json_file: JsonFile = None,
@@ -72,6 +73,7 @@ def engine(
                 threads=threads or count_physical_cores(),
                 device=resolved,
                 dtype=one,
+                weights=weights,
             )
             rows += run_engine_benchmark(benchmark, console)
         report(rows, json_file, console)
@@ -108,13 +110,14 @@ def run_http(
 
     from bench.engine import measure_floor_rates
     from bench.over_http import Floor, HttpBenchmark, run_http_benchmark
+    from gpu.model.matrix_formats import step_weight_bytes
     from server.config import load_deployment
     from server.plan import resolve_plan
     from transfer.machine import probe_machine
 
     plan = resolve_plan(load_deployment(config), probe_machine())
     device = torch.device(plan.memory.device)
-    weight_bytes = plan.architecture.num_weights_read_per_token * plan.memory.dtype_bytes
+    weight_bytes = step_weight_bytes(plan.architecture, plan.memory.dtype_bytes, plan.memory.device == "cuda")
     rates, rate = measure_floor_rates(weight_bytes, threads or plan.memory.threads, device)
     floor = Floor(f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s", weight_bytes / rate / 1e6, rates)
     benchmark = HttpBenchmark(

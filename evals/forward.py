@@ -17,7 +17,7 @@ from evals.methods.method import PrefillResult, PromptLayer, Step
 from gpu.model.architecture import Architecture, read_architecture
 from gpu.model.checkpoint import load_weights
 from gpu.model.rope import layer_rope_tables
-from gpu.model.weights import LayerWeights, Weights
+from gpu.model.weights import LayerWeights, Weights, unpacked
 
 CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""
@@ -147,7 +147,7 @@ class ReferenceDecoder:
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> ReferenceDecoder:
     """Read a Hugging Face folder. Raises ModelError for a model that is not served or files that do not fit it."""
     architecture = read_architecture(folder)
-    weights = load_weights(folder, architecture, dtype, device, lambda _: None)
+    weights = unpacked(load_weights(folder, architecture, dtype, device, lambda _: None))
     tables = layer_rope_tables(architecture, architecture.max_context_tokens, device)
     return ReferenceDecoder(architecture, weights, tables)
 

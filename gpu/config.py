@@ -20,6 +20,11 @@ class ModelConfig(Settings):
     name: str | None = Field(None, description="the id in /v1/models; defaults to the folder's or the shape's name")
     aliases: tuple[str, ...] = Field((), description="further ids by which requests may name the model")
     shape: str | None = Field(None, description="named shape to plan with while the folder `path` is not there yet")
+    weights: Literal["bfloat16", "fp8", "int8", "int4"] | None = Field(
+        None,
+        description="matrices of a plain checkpoint are rounded to this as they are loaded, and stay so on a GPU; "
+        "bfloat16: as they are. A checkpoint that is quantised is served as it is, and wants no word here",
+    )
     rope: dict[str, int | float | bool | str | list[float]] | None = Field(
         None,
         description="in place of `rope_scaling` in config.json, with its keys, and beside them `rope_theta` and "

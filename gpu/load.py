@@ -14,6 +14,7 @@ from gpu.kernels.paged_decode_attention import DECODED_DIMS
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
+from gpu.model.matrix_formats import rounded
 from gpu.model.weights import random_weights
 from gpu.profiles import Part
 from gpu.runner import Runner
@@ -29,9 +30,11 @@ LoadProgress = Callable[[str, float], None]
 def load_architecture(model: ModelConfig) -> Architecture:
     """The shape that a model configuration names. Raises ModelError."""
     if model.path is not None:
-        return read_architecture(model.path, model.rope, model.ignore_config_keys)
-    assert model.random_weights is not None
-    return named_shape(model.random_weights)
+        shape = read_architecture(model.path, model.rope, model.ignore_config_keys)
+    else:
+        assert model.random_weights is not None
+        shape = named_shape(model.random_weights)
+    return rounded(shape, model.weights, "model.weights")
 
 
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,

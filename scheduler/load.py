@@ -18,7 +18,7 @@ from gpu.load import DTYPES, RANDOM_SEED, load_architecture, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture, ModelError
 from gpu.model.rope import rope_key
-from gpu.model.weights_digest import digest_random, digest_weights, kept_path
+from gpu.model.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
 from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.step import DENSE, Lane
@@ -132,9 +132,10 @@ def open_library(
     if documents.rows == "int8" and plan.device == "cpu" and find_spec("fbgemm_gpu") is None:
         raise ModelError("documents.rows: int8 on the CPU wants fbgemm; pip install '.[cpu]', or choose bfloat16")
     if model.path is not None:
-        digest = digest_weights(model.path, kept_path())
+        digest = digest_rounded(digest_weights(model.path, kept_path()), model.weights)
     else:
-        digest = digest_random(str(model.random_weights), RANDOM_SEED, plan.dtype, plan.device)
+        drawn = digest_random(str(model.random_weights), RANDOM_SEED, plan.dtype, plan.device)
+        digest = digest_rounded(drawn, model.weights)
     shape = ChunkShape(architecture.num_layers, architecture.num_kv_heads, architecture.dim, documents.rows)
     return ChunkLibrary(open_chunks(documents, digest, shape, is_pinned=plan.device == "cuda"))
 
@@ -158,5 +159,5 @@ def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int
 
 def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
     """Names the weights, their precision and the rotation (`rope_key`) in prefix hashes."""
-    source = f"{model.path or model.random_weights}:{gpu.dtype}:{rope}"
+    source = f"{model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{rope}"
     return hashlib.blake2b(source.encode(), digest_size=16).digest()

@@ -11,6 +11,7 @@ from gpu.config import ModelConfig
 from gpu.memory.demand import Place
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
+from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
 from scheduler.memory import plan_engine
 from server.config import Deployment
@@ -32,6 +33,11 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]
 
     Raises ModelError for a folder that is missing without `model.shape`, or broken, or of another shape than it says.
     """
+    shape, notes = _find_shape(model)
+    return rounded(shape, model.weights, "model.weights"), notes
+
+
+def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
     if model.random_weights is not None:
         return named_shape(model.random_weights), ("random weights: the text means nothing",)
     assert model.path is not None, "ModelConfig gives a path or random weights"

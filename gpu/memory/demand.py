@@ -11,6 +11,7 @@ from gpu.decode.ladder import steps_to_capture
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
+from gpu.model.matrix_formats import describe_formats, largest_unpacked, weight_bytes
 from transfer.chunks.format import ChunkShape
 from transfer.config import DocumentsConfig
 
@@ -30,6 +31,7 @@ SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more t
 SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
 PIECE_TOKENS = 2048  # the shortest piece of a past that is attended to in pieces, each twice as long as the next
 RING_OUTPUTS = 8  # of a token, as wide as a query: summaries in two precisions, copies of queries, partials
+MOST_PACKED_TOKENS = 256  # that are multiplied by a matrix of few bits as it is stored; for more it is widened
 CHUNK_TOKEN_IDS_BYTES = 32  # of a token whose rows are placed: cell, position of its rotation, slot, score
 HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
 
@@ -186,8 +188,11 @@ class Demand:
         return num_tokens * width * self.dtype_bytes
 
     def _weights(self) -> tuple[MemoryItem, ...]:
-        shape = self.shape
-        return (self.item("weights", shape.num_weights * self.dtype_bytes, f"{shape.num_weights / 1e9:.2f} billion"),)
+        shape, is_packed = self.shape, self.device == "cuda"
+        num_bytes, note = weight_bytes(shape, self.dtype_bytes, is_packed), f"{shape.num_weights / 1e9:.2f} billion"
+        if shape.quantisation is not None:
+            note += f", {describe_formats(shape)}" + ("" if is_packed else ", unpacked")
+        return (self.item("weights", num_bytes, note),)
 
     def _decode_partials(self) -> int:
         """Bytes of the partials of split contexts, and of the compiled step's float32 logits."""
@@ -220,8 +225,17 @@ class Demand:
                 logits + drawing,
                 f"{rows} rows of {shape.vocab_size:,} in float32, and drawing",
             ),
+            *self._widening(),
             self.item("penalties", running * shape.vocab_size * PENALTY_ENTRY_BYTES, f"tokens counted for {running}"),
         )
+
+    def _widening(self) -> tuple[MemoryItem, ...]:
+        """Of a matrix of few bits, for prefill and for larger batches than its own product takes."""
+        num_bytes = largest_unpacked(self.shape) * self.dtype_bytes
+        if not num_bytes or self.device == "cpu":
+            return ()
+        count = 1 + self.num_lanes * (self.max_running > MOST_PACKED_TOKENS)
+        return (self.item("widened matrix", count * num_bytes, "the largest of a layer, for prefill"),)
 
     def _method_states(self) -> tuple[MemoryItem, ...]:
         """Of methods that keep a state for what runs; any of the sequences that run may be of any profile. Rings whose

@@ -1,80 +1,96 @@
 """Checkpoints: the safetensors of a Hugging Face folder, each tensor to its place on the device.
 
-It refuses to know how weights are used, beyond that queries and keys are rotated in halves: rows of a checkpoint whose
-pairs are neighbours, or of heads that are rotated in part, are put in that order here, which no product of a query and
-a key notices. Invariant: a tensor goes from its memory-mapped file straight into its place; host memory never holds a
-copy of the model. A folder is checked whole, names and shapes, before the first byte is allocated.
+It refuses to know where that is (`gpu.model.places`). Invariant: a tensor goes from its memory-mapped file straight
+into its place; host memory never holds a copy of the model. A folder is checked whole, names, shapes and types, before
+the first byte is allocated.
 """
 
 import json
 import logging
+import math
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from gpu.model.family import Family, families
+from gpu.kernels.packed import Packed
+from gpu.model.places import canonical, places, wanted_tensors
 from gpu.model.spec import Architecture, ModelError
-from gpu.model.weights import LayerWeights, Progress, Weights, allocate_weights
+from gpu.model.stored import StoredError, StoredTensor
+from gpu.model.weights import Progress, Stored, Weights, allocate_weights, unpacked
 
 log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-STORED_DTYPES = ("BF16", "F16", "F32")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a checkpoint's tensor goes: order, of its rows on the device (int64), or None: as they are; offset is
-    added, in float32, and then all multiplied by `gain`.
-    """
-
-    tensor: Tensor
-    order: Tensor | None = None
-    offset: float = 0.0
-    gain: float = 1.0
-
-    def fill(self, stored: Tensor) -> None:
-        rows = stored if self.order is None else stored.index_select(0, self.order)
-        if self.offset or self.gain != 1:
-            rows = (rows.float() + self.offset) * self.gain
-        self.tensor.copy_(rows)
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
+_SCALE_ENDS = (".scales", ".weight_scale")
 
 
 def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                  on_progress: Progress) -> Weights:  # fmt: skip
     """Read `folder`'s safetensors, sharded or single, into new device tensors of `dtype`.
 
-    Raises ModelError, one line, for a file that is missing or broken and for a tensor that is missing, extra or of
-    another shape or type than the architecture's.
+    Matrices of few bits, of the file or rounded as the architecture's quantisation says, stay packed on a GPU and are
+    unpacked on the CPU, where a step of plain weights is compiled. Raises ModelError, one line, for a file that is
+    missing or broken and for a tensor that is missing, extra or of another shape or type than the architecture's.
     """
+    weights = load_packed(folder, architecture, dtype, device, on_progress)
+    return unpacked(weights) if device.type == "cpu" and architecture.quantisation is not None else weights
+
+
+def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
+                on_progress: Progress) -> Weights:  # fmt: skip
+    """As `load_weights`, and packed on the CPU, too."""
     files = _find_files(folder)
-    wanted = wanted_shapes(architecture)
-    _check_tensors(files, wanted, architecture, folder)
-    weights = allocate_weights(architecture, dtype, device)
-    places = _places(weights, architecture)
-    began, stored_bytes = time.perf_counter(), 0
-    done, total = 0, sum(place.tensor.numel() for place in places.values())
-    for path, names in files.items():
-        with _open(path) as shard:
-            for name in names:
-                place = places.get(_canonical(name, architecture) or "")
-                if place is None:
-                    continue
-                stored = shard.get_tensor(name)
-                place.fill(stored)
-                stored_bytes += stored.nbytes
-                done += stored.numel()
-                on_progress(done / total)
+    total = _check_tensors(files, wanted_tensors(architecture), architecture, folder)
+    weights = allocate_weights(architecture, dtype, device, _find_scales(files, architecture))
+    found = places(weights, architecture)
+    began, stored_bytes, done = time.perf_counter(), 0, 0
+    for comes_first in (True, False):
+        for path, names in files.items():
+            with _open(path) as shard:
+                for name in names:
+                    place = found.get(canonical(name, architecture) or "")
+                    if place is None or place.fill is None or place.comes_first != comes_first:
+                        continue
+                    stored = shard.get_tensor(name)
+                    _fill(place, stored, name, path)
+                    stored_bytes += stored.nbytes
+                    done += stored.numel()
+                    on_progress(done / total)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _log_rate(folder, stored_bytes, time.perf_counter() - began)
-    return weights
+    return _settled(weights)
+
+
+def _fill(place: StoredTensor, stored: torch.Tensor, name: str, path: Path) -> None:
+    assert place.fill is not None, "what has no place is passed over"
+    try:
+        place.fill(stored)
+    except StoredError as error:
+        raise ModelError(f"model: {path}: tensor {name} {error}") from None
+
+
+def _settled(weights: Weights) -> Weights:
+    """Without orders that change nothing."""
+
+    def settle(stored: Stored) -> Stored:
+        if not isinstance(stored, Packed) or stored.order is None:
+            return stored
+        is_same = torch.equal(stored.order, torch.arange(stored.inner, device=stored.order.device))
+        return replace(stored, order=None) if is_same else stored
+
+    layers = [
+        replace(layer, qkv=settle(layer.qkv), output=settle(layer.output), gate_up=settle(layer.gate_up),
+                down=settle(layer.down))
+        for layer in weights.layers
+    ]  # fmt: skip
+    return Weights(weights.embedding, layers, weights.final_norm, settle(weights.logits))
 
 
 def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
@@ -84,79 +100,6 @@ def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
         "weights folder=%s gib=%.2f seconds=%.1f gib_s=%.2f peak_rss_gib=%.2f",
         folder, num_bytes / 2**30, seconds, num_bytes / 2**30 / max(seconds, 1e-9), peak_bytes / 2**30,
     )  # fmt: skip
-
-
-def head_order(architecture: Architecture) -> Tensor | None:
-    """Which element of a checkpoint's head each of ours is, int64 `[dim]`, so that element i is rotated against
-    i + dim / 2; None: the same one. What is not rotated stands behind what is, in both halves.
-    """
-    dim, rotary = architecture.dim, architecture.rotary_dim or architecture.dim
-    if rotary == dim and not architecture.is_interleaved:
-        return None
-    rotated = torch.arange(rotary).view(-1, 2).T if architecture.is_interleaved else torch.arange(rotary).view(2, -1)
-    still = torch.arange(rotary, dim).view(2, -1)
-    return torch.cat([rotated, still], 1).flatten()
-
-
-def _places(weights: Weights, architecture: Architecture) -> dict[str, Place]:
-    """Where each tensor of a checkpoint goes, a slice of a fused one, mostly; by canonical name."""
-    offset = architecture.norm_offset
-    places = {
-        "model.embed_tokens.weight": Place(weights.embedding),
-        "model.norm.weight": Place(weights.final_norm, offset=offset),
-    }
-    if not architecture.tied_embeddings:
-        places["lm_head.weight"] = Place(weights.logits)
-    names = _family(architecture).tensors(architecture)
-    for index, layer in enumerate(weights.layers):
-        known = _layer_places(layer, architecture)
-        places |= {f"model.layers.{index}.{name}": known[what] for name, what in names.items()}
-    return places
-
-
-def _layer_places(layer: LayerWeights, architecture: Architecture) -> dict[str, Place]:
-    """Of one layer, by what a family's table calls them (`gpu.model.family`)."""
-    a = architecture
-    query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_offset
-    order, heads = head_order(a), None
-    if order is not None:
-        rotated = torch.arange(a.num_heads + a.num_kv_heads)[:, None] * a.dim + order
-        heads = torch.cat([rotated.flatten(), torch.arange(query + key, query + 2 * key)])
-    places = {
-        "attention_norm": Place(layer.attention_norm, offset=offset),
-        "mlp_norm": Place(layer.mlp_norm, offset=offset),
-        "output": Place(layer.output),
-        "gate_up": Place(layer.gate_up),
-        "gate": Place(layer.gate_up[: a.intermediate]),
-        "up": Place(layer.gate_up[a.intermediate :]),
-        "down": Place(layer.down),
-    }
-    for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
-        if rows is not None:
-            places["qkv" + suffix] = Place(rows, heads)
-            places["query" + suffix] = Place(rows[:query], None if heads is None else heads[:query])
-            places["key" + suffix] = Place(rows[query : query + key], None if heads is None else heads[:key])
-            places["value" + suffix] = Place(rows[query + key :])
-    if layer.query_norm is not None and layer.key_norm is not None:
-        places["query_norm"] = Place(layer.query_norm, order, offset, a.query_gain)
-        places["key_norm"] = Place(layer.key_norm, order, offset)
-    if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:
-        places["attention_post_norm"] = Place(layer.attention_post_norm, offset=offset)
-        places["mlp_post_norm"] = Place(layer.mlp_post_norm, offset=offset)
-    return places
-
-
-def _family(architecture: Architecture) -> Family:
-    return families()[architecture.family]
-
-
-def _canonical(name: str, architecture: Architecture) -> str | None:
-    return _family(architecture).canonical(name)
-
-
-def wanted_shapes(architecture: Architecture) -> dict[str, list[int]]:
-    meta = allocate_weights(architecture, torch.bfloat16, torch.device("meta"))
-    return {name: list(place.tensor.shape) for name, place in _places(meta, architecture).items()}
 
 
 def _find_files(folder: Path) -> dict[Path, list[str]]:
@@ -194,32 +137,52 @@ def _open(path: Path) -> safe_open:
         raise ModelError(f"model: {path} is not a whole safetensors file ({error}); fetch it again") from None
 
 
-def _check_tensors(files: dict[Path, list[str]], wanted: dict[str, list[int]], architecture: Architecture,
-                   folder: Path) -> None:  # fmt: skip
+def _check_tensors(files: dict[Path, list[str]], wanted: dict[str, StoredTensor], architecture: Architecture,
+                   folder: Path) -> int:  # fmt: skip
+    """How many numbers there are to be placed."""
     found: set[str] = set()
+    total = 0
     for path, names in files.items():
         with _open(path) as shard:
             for name in names:
-                place = _canonical(name, architecture)
+                place = canonical(name, architecture)
                 if place is None or _is_derived(place, architecture):
                     continue
                 if place not in wanted:
                     family = architecture.family
                     raise ModelError(f"model: {path}: tensor {name} is not one of a {family} of {len(wanted)} tensors")
-                stored = shard.get_slice(name)
-                if stored.get_shape() != wanted[place]:
-                    raise ModelError(
-                        f"model: {path}: tensor {name} is {stored.get_shape()}; wanted {wanted[place]} by config.json"
-                    )
-                if stored.get_dtype() not in STORED_DTYPES:
-                    raise ModelError(
-                        f"model: {path}: tensor {name} is {stored.get_dtype()}; wanted {', '.join(STORED_DTYPES)}"
-                    )
+                stored, asked = shard.get_slice(name), wanted[place]
+                shape, dtype = stored.get_shape(), stored.get_dtype()
+                if tuple(shape) not in asked.shapes:
+                    shapes = " or ".join(str(list(one)) for one in asked.shapes)
+                    raise ModelError(f"model: {path}: tensor {name} is {shape}; wanted {shapes} by config.json")
+                if dtype not in asked.dtypes:
+                    raise ModelError(f"model: {path}: tensor {name} is {dtype}; wanted {', '.join(asked.dtypes)}")
                 found.add(place)
-    missing = [name for name in wanted if name not in found]
+                total += math.prod(shape) if asked.fill is not None else 0
+    needed = [name for name, tensor in wanted.items() if tensor.is_needed]
+    missing = [name for name in needed if name not in found]
     if missing:
         where = next(iter(files)) if len(files) == 1 else folder / INDEX_FILE
-        raise ModelError(f"model: {where}: tensor {missing[0]} is missing ({len(missing)} of {len(wanted)} are)")
+        raise ModelError(f"model: {where}: tensor {missing[0]} is missing ({len(missing)} of {len(needed)} are)")
+    return total
+
+
+def _find_scales(files: dict[Path, list[str]], architecture: Architecture) -> torch.dtype:
+    """The type of integers' scales, which must have one. Raises ModelError."""
+    first: tuple[str, str] | None = None
+    for path, names in files.items():
+        with _open(path) as shard:
+            for name in names:
+                if architecture.quantisation is None or not name.endswith(_SCALE_ENDS):
+                    continue
+                dtype = shard.get_slice(name).get_dtype()
+                first = first or (name, dtype)
+                if dtype != first[1]:
+                    raise ModelError(
+                        f"model: {path}: tensor {name} is {dtype}, {first[0]} is {first[1]}; wanted one type"
+                    )
+    return _SCALES.get(first[1], torch.bfloat16) if first else torch.bfloat16
 
 
 def _is_derived(name: str, architecture: Architecture) -> bool:

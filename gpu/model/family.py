@@ -13,6 +13,7 @@ from typing import Any
 import gpu.model.families
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope, rotary_share, with_rope
+from gpu.model.quantisation import parse_quantisation, without_quantisation
 from gpu.model.spec import Architecture, LayerSpec, ModelError
 
 # A layer's tensors, without `model.layers.N.`, and what of `gpu.model.weights.LayerWeights` each of them is.
@@ -91,11 +92,12 @@ def parse_config(
     ignored_keys: those that mean nothing here. Raises ModelError for what is not served.
     """
     family = find_family(config.get("model_type"), source)
-    config = family.unwrap(config)
+    quantisation = parse_quantisation(config, source)
+    config = without_quantisation(family.unwrap(config))
     keys = ConfigKeys(config if rope is None else with_rope(config, rope), family.defaults, source)
     shape = family.parse(keys, name)
     keys.refuse_unread(family.harmless, ignored_keys)
-    return replace(shape, family=family.name)
+    return replace(shape, family=family.name, quantisation=quantisation)
 
 
 def parse_sizes(

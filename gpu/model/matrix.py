@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.kernels.packed import Packed
+from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
 from gpu.model.spec import Activation
 
 
@@ -69,6 +71,36 @@ class PlainMatrix:
         return self.weight
 
 
-def as_matrix(stored: "Tensor | Matrix") -> Matrix:
-    """What multiplies by a tensor; another matrix is one already."""
-    return PlainMatrix(stored) if isinstance(stored, Tensor) else stored
+class PackedMatrix:
+    """Words of 4 or 8 bits, widened where they are multiplied."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return packed_linear(x, self.packed, residual)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
+        return packed_norm_linear(x, norm, eps, self.packed, bias)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
+        return packed_norm_gate_up(x, norm, eps, self.packed, activation)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return packed_logits(x, self.packed)
+
+    def unpack(self) -> Tensor:
+        return unpack(self.packed)
+
+
+def as_matrix(stored: Tensor | Packed) -> Matrix:
+    """What multiplies by weights as they lie there."""
+    return PackedMatrix(stored) if isinstance(stored, Packed) else PlainMatrix(stored)

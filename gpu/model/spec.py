@@ -8,6 +8,8 @@ formulas stand here, so that plans, floors and the cost model follow it.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gpu.model.matrix_format import Quantisation
+
 ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn", "longrope")
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -47,7 +49,8 @@ class Architecture:
     """family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim: of a head's leading
     elements that are rotated, None: all; is_interleaved: a checkpoint's pairs are neighbours, not halves.
     norm_offset: added to a checkpoint's norm weights; query_gain: what its query norms are multiplied by, so that the
-    logits' scale is always dim**-0.5; embedding_scale: of the input embedding, in the model's dtype.
+    logits' scale is always dim**-0.5; embedding_scale: of the input embedding, in the model's dtype. quantisation:
+    which matrices have few bits, None: none (`gpu.model.matrix_formats` says what that weighs).
     """
 
     name: str
@@ -71,6 +74,7 @@ class Architecture:
     norm_offset: float = 0.0
     query_gain: float = 1.0
     embedding_scale: float = 1.0
+    quantisation: Quantisation | None = None
 
     @property
     def group(self) -> int:

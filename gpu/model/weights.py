@@ -1,22 +1,33 @@
 """Weights on the device: how a layer's are laid out, and random ones for a named shape.
 
-It refuses to know how they are used, beyond that Q, K and V are one matrix and gate and up another, and where
-checkpoints have them (`gpu.model.checkpoint`).
+A matrix is a tensor, or packed in few bits. It refuses to know how they are used, beyond that Q, K and V are one matrix
+and gate and up another, and where checkpoints have them (`gpu.model.checkpoint`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gpu.kernels.packed import BITS, Packed
+from gpu.kernels.packed_linear import unpack
+from gpu.kernels.words import WORD_BITS, pack_words
+from gpu.model.matrix_format import MatrixFormat
+from gpu.model.matrix_formats import layer_formats, matrix_shapes, output_format
 from gpu.model.spec import Architecture, LayerSpec
 
 RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot
 
 RANDOM_BIAS_SPREAD = 0.1  # of random weights' biases: seen in every result, and no larger than what they are added to
 
+# Of random numbers of few bits: the standard deviation of what a scale multiplies.
+RANDOM_STEPS = {"int4": 2.7, "int8": 40.0, "fp8": 16.0}
+
+UNSET = -1  # of a column's place, until a checkpoint has said
+
 Progress = Callable[[float], None]
+Stored = Tensor | Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +39,11 @@ class LayerWeights:
     """
 
     attention_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Stored
+    output: Stored
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Stored
+    down: Stored
     qkv_bias: Tensor | None = None
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
@@ -47,18 +58,47 @@ class Weights:
     embedding: Tensor
     layers: list[LayerWeights]
     final_norm: Tensor
-    logits: Tensor
+    logits: Stored
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether any matrix is."""
+        matrices = (matrix for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        return isinstance(self.logits, Packed) or any(isinstance(matrix, Packed) for matrix in matrices)
+
+
+def unpacked(weights: Weights) -> Weights:
+    """All matrices as tensors. Takes the layers out of `weights` as it goes: two copies are of one layer alone."""
+    layers = [_unpacked_layer(weights.layers.pop(0)) for _ in range(len(weights.layers))]
+    return Weights(weights.embedding, layers, weights.final_norm, _unpacked(weights.logits))
+
+
+def _unpacked_layer(layer: LayerWeights) -> LayerWeights:
+    return replace(
+        layer, qkv=_unpacked(layer.qkv), output=_unpacked(layer.output), gate_up=_unpacked(layer.gate_up),
+        down=_unpacked(layer.down),
+    )  # fmt: skip
+
+
+def _unpacked(stored: Stored) -> Tensor:
+    return unpack(stored) if isinstance(stored, Packed) else stored
 
 
 def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
                    on_progress: Progress) -> Weights:  # fmt: skip
-    """Draw weights on the device: activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD."""
+    """Draw weights on the device: activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD.
+
+    Matrices of few bits are drawn as such, all scales alike; on the CPU they are unpacked.
+    """
     weights = allocate_weights(architecture, dtype, device)
     generator = torch.Generator(device=device).manual_seed(seed)
     residual_scale = (2 * architecture.num_layers) ** -0.5
 
-    def draw(matrix: Tensor, scale: float) -> None:
+    def draw(matrix: Stored, scale: float) -> None:
+        if isinstance(matrix, Packed):
+            return _draw_packed(matrix, scale * matrix.inner**-0.5, generator)
         matrix.normal_(0.0, scale * matrix.shape[-1] ** -0.5, generator=generator)
+        return None
 
     for index, layer in enumerate(weights.layers):
         for norm in (layer.attention_norm, layer.mlp_norm, layer.key_norm):
@@ -83,12 +123,30 @@ def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, de
     if not architecture.tied_embeddings:
         weights.embedding.normal_(0.0, 1.0, generator=generator)
     on_progress(1.0)
-    return weights
+    return unpacked(weights) if device.type == "cpu" and architecture.quantisation is not None else weights
 
 
-def allocate_weights(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Not yet filled."""
+def _draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:
+    """Numbers of this standard deviation, normal but for their rounding."""
+    step = RANDOM_STEPS[matrix.kind]
+    for words in matrix.words.split(4096):
+        drawn = torch.empty(len(words), matrix.inner, device=words.device).normal_(0.0, step, generator=generator)
+        if matrix.kind == "fp8":
+            numbers = drawn.to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            numbers = drawn.add_(matrix.middle).round_().clamp_(0, 2**matrix.bits - 1).to(torch.uint8)
+        words.copy_(pack_words(numbers, matrix.bits, matrix.unit))
+    matrix.scales.fill_(spread / step)
+    if matrix.zeros is not None:
+        matrix.zeros.fill_(matrix.middle)
+
+
+def allocate_weights(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device, scales: torch.dtype = torch.bfloat16
+) -> Weights:
+    """Not yet filled. scales: of integers, 16 bits."""
     a = architecture
+    shapes = matrix_shapes(a)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -96,15 +154,19 @@ def allocate_weights(architecture: Architecture, dtype: torch.dtype, device: tor
     def norm(width: int) -> Tensor:
         return torch.empty(width, dtype=torch.float32 if a.norm_offset else dtype, device=device)
 
-    def layer(spec: LayerSpec) -> LayerWeights:
+    def matrix(rows: int, inner: int, stored: MatrixFormat | None) -> Stored:
+        return empty(rows, inner) if stored is None else allocate_packed(rows, inner, stored, dtype, device, scales)
+
+    def layer(index: int, spec: LayerSpec) -> LayerWeights:
         width = (a.num_heads + 2 * a.num_kv_heads) * a.dim
+        formats = layer_formats(a, index)
         return LayerWeights(
             attention_norm=norm(a.hidden),
-            qkv=empty(width, a.hidden),
-            output=empty(a.hidden, a.num_heads * a.dim),
+            qkv=matrix(*shapes["qkv"], formats["qkv"]),
+            output=matrix(*shapes["output"], formats["output"]),
             mlp_norm=norm(a.hidden),
-            gate_up=empty(2 * a.intermediate, a.hidden),
-            down=empty(a.hidden, a.intermediate),
+            gate_up=matrix(*shapes["gate_up"], formats["gate_up"]),
+            down=matrix(*shapes["down"], formats["down"]),
             qkv_bias=empty(width) if spec.qkv_bias else None,
             query_norm=norm(a.dim) if spec.qk_norm else None,
             key_norm=norm(a.dim) if spec.qk_norm else None,
@@ -113,6 +175,21 @@ def allocate_weights(architecture: Architecture, dtype: torch.dtype, device: tor
         )
 
     embedding = empty(a.vocab_size, a.hidden)
-    layers = [layer(spec) for spec in a.layers]
-    logits = embedding if a.tied_embeddings else empty(a.vocab_size, a.hidden)
+    layers = [layer(index, spec) for index, spec in enumerate(a.layers)]
+    logits = embedding if a.tied_embeddings else matrix(a.vocab_size, a.hidden, output_format(a))
     return Weights(embedding, layers, norm(a.hidden), logits)
+
+
+def allocate_packed(
+    rows: int, inner: int, stored: MatrixFormat, dtype: torch.dtype, device: torch.device, scales: torch.dtype
+) -> Packed:
+    """Not yet filled. scales: of 16 bits, where they have so many."""
+    group = stored.group or inner
+    shape = (-(-rows // stored.row_block), -(-inner // group))
+    return Packed(
+        kind=stored.kind, dtype=dtype, inner=inner, group=group, row_block=stored.row_block,
+        words=torch.empty(rows, inner * BITS[stored.kind] // WORD_BITS, dtype=torch.int32, device=device),
+        scales=torch.empty(shape, dtype=torch.float32 if stored.scale_bytes == 4 else scales, device=device),
+        zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
+        order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,
+    )  # fmt: skip

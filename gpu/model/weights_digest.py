@@ -56,6 +56,13 @@ def digest_random(shape: str, seed: int, dtype: str, device: str) -> str:
     return hashlib.blake2b(drawn.encode(), digest_size=16).hexdigest()
 
 
+def digest_rounded(digest: str, asked: str | None) -> str:
+    """Of the same weights, rounded as they are loaded to `asked`; None and "bfloat16": as they are."""
+    if asked in (None, "bfloat16"):
+        return digest
+    return hashlib.blake2b(json.dumps([digest, asked]).encode(), digest_size=16).hexdigest()
+
+
 def _stamp(path: Path) -> str:
     state = path.stat()  # of what a link leads to
     return json.dumps([str(path.resolve()), state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino])

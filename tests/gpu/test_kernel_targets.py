@@ -30,6 +30,8 @@ from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.head_norm import head_norm
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.merge_attended import merge_attended
+from gpu.kernels.packed import Packed
+from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
 from gpu.kernels.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.kernels.race import race
 from gpu.kernels.restore_rows import restore_rows
@@ -51,6 +53,8 @@ from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.replacing import replace_blocks
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
+from gpu.model.matrix_format import MatrixFormat
+from gpu.model.weights import allocate_packed
 from gpu.predictor.predict import PackedNetwork, predict_blocks
 from transfer.exchange import new_slot
 from transfer.partial import Partial
@@ -148,6 +152,32 @@ def _projections(shape: Architecture, dtype: torch.dtype) -> None:
         linear(middle, weight(shape.hidden, shape.intermediate), x)
         if tokens == 1:  # more go to cuBLAS
             logits_linear(x, weight(shape.vocab_size, shape.hidden))
+
+
+def _packed(shape: Architecture, dtype: torch.dtype) -> None:
+    """Of kinds that files have, with zero points where they have them. Of one shape and type: each takes seconds."""
+    if dtype != torch.bfloat16 or shape.hidden < 4096:
+        return
+    attention, device = shape.num_heads * shape.dim, torch.device("cuda")
+    qkv_rows = attention + 2 * shape.num_kv_heads * shape.dim
+    formats = (MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
+               MatrixFormat("fp8", 128, 4, row_block=128))  # fmt: skip
+    for stored in formats:
+
+        def matrix(rows: int, inner: int, stored: MatrixFormat = stored) -> Packed:
+            return allocate_packed(rows, inner, stored, dtype, device, torch.bfloat16)
+
+        for tokens in (1, 4, 40) if stored.kind == "int4" else (1, 16):
+            x = torch.empty(tokens, shape.hidden, dtype=dtype, device="cuda")
+            norm = torch.empty(shape.hidden, dtype=dtype, device="cuda")
+            bias = torch.empty(qkv_rows, dtype=dtype, device="cuda")
+            packed_norm_linear(x, norm, 1e-5, matrix(qkv_rows, shape.hidden), bias)
+            packed_linear(torch.empty(tokens, attention, device="cuda"), matrix(shape.hidden, attention), x)
+            packed_norm_gate_up(x, norm, 1e-5, matrix(2 * shape.intermediate, shape.hidden), "silu")
+            middle = torch.empty(tokens, shape.intermediate, dtype=dtype, device="cuda")
+            packed_linear(middle, matrix(shape.hidden, shape.intermediate), x)
+            packed_logits(x, matrix(shape.vocab_size, shape.hidden))
+        unpack(matrix(shape.hidden, shape.intermediate))
 
 
 def _race(shape: Architecture, dtype: torch.dtype) -> None:
@@ -317,6 +347,9 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_bounds_kernel": _mac,
     "_complete_kernel": _mac,
     "_gemv_kernel": _projections,
+    "_packed_gemv_kernel": _packed,
+    "_packed_dot_kernel": _packed,
+    "_unpack_kernel": _packed,
     "_race_kernel": _race,
     "_merge_kernel": _merge,
     "_deposit_kernel": _rows,
@@ -414,11 +447,12 @@ def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes
     return recorded
 
 
-SLOW = "_query_sparse_kernel"  # three selections, each with a loop without masks and one with: half a minute
+# Three selections, each with a loop without masks and one with: half a minute; and three kinds of numbers.
+SLOW = ("_query_sparse_kernel", "_packed_gemv_kernel", "_packed_dot_kernel")
 QUICK = ("_swiglu_kernel", "_reduce_kernel", "_merge_kernel")  # of the card with more shared memory, a sample
 TARGETS = [
     pytest.param(
-        name, capability, marks=[] if (capability == 89 and name != SLOW) or name in QUICK else pytest.mark.long
+        name, capability, marks=[] if (capability == 89 and name not in SLOW) or name in QUICK else pytest.mark.long
     )
     for name in LAUNCHES
     for capability in SHARED_KIB

@@ -1,6 +1,7 @@
 """The Triton kernels themselves, under Triton's interpreter: the kernels' own tests again, without a GPU.
 
-In float32 (and the GEMV in bf16, which is all it takes): the interpreter multiplies bf16 matrices wrongly.
+In float32 (and products of one token in bf16, which is all one of them takes): the interpreter multiplies bf16 matrices
+wrongly.
 """
 
 import os
@@ -14,7 +15,7 @@ from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",
-           "fused", "predictor", "predicted", "scattered")  # fmt: skip
+           "fused", "packed", "predictor", "predicted", "scattered")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -35,6 +36,8 @@ SELECTED = " or ".join(
         "(test_kernels_scattered and cpu and float32 and (shape0 or shape1) and 199)",
         "(test_partial and cpu and not partition)",
         "(test_kernels_gather and cpu and float32)",
+        "(test_kernels_packed and cpu-float32 and (-2-int4 or -2-fp8 or -1-int8 or -1-int4-zeros or -1-fp8-rows))",
+        "(test_kernels_packed and (cpu-float32-int4 or cpu-float32-fp8))",
         "(test_kernels_fused and cpu and float32 and not shape3)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
     )
@@ -50,6 +53,7 @@ LARGER = " or ".join(
         "(test_kernels_momo and cpu and float32)",
         "(test_kernels_scattered and cpu and float32)",
         "(test_kernels_mac and cpu and float32 and (wraps or one_of or holes or released or noticed or youngest))",
+        "(test_kernels_packed and cpu-float32 or (test_kernels_packed and cpu-bfloat16-1-))",
         "(test_kernels_predictor and cpu and float32 and (few or ragged or step_by_step))",
     )
 )

@@ -1,0 +1,85 @@
+"""A matrix of 4 or 8 bits: words, what scales them, and what they stand for. Products of it: `packed_linear`.
+
+It refuses to know checkpoints. Invariant: number `q` of a group is `(q - zero) * scale`, with `q` in `[0, 2**bits)`, or
+for FP8 (e4m3, no infinities) the number that the byte is, times the scale.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.words import WORD_BITS, unit_of, unpack_words
+
+Kind = Literal["int4", "int8", "fp8"]
+BITS: dict[str, int] = {"int4": 4, "int8": 8, "fp8": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that share their scales.
+
+    words int32 `[rows, inner * bits / 32]` (`gpu.kernels.words`); scales bf16, float16 or float32
+    `[ceil(rows / row_block), ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`,
+    the column of a token that each of ours is multiplied by, None: the same one.
+    """
+
+    kind: Kind
+    dtype: torch.dtype
+    inner: int
+    group: int
+    row_block: int
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.kind]
+
+    @property
+    def rows(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    @property
+    def unit(self) -> int:
+        return unit_of(self.inner, self.group, self.bits)
+
+    @property
+    def num_words(self) -> int:
+        """Of a row."""
+        return self.inner * self.bits // WORD_BITS
+
+    @property
+    def middle(self) -> int:
+        """The zero point where none is stored."""
+        return 2 ** (self.bits - 1)
+
+    @property
+    def nbytes(self) -> int:
+        held = (getattr(self, part.name) for part in fields(self))
+        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+
+def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Plain torch: `[rows, inner]` of `dtype`, in which it computes, columns as tokens have them."""
+    numbers = unpack_words(packed.words, packed.bits, packed.unit)
+    row = torch.arange(packed.rows, device=numbers.device) // packed.row_block
+    column = torch.arange(packed.inner, device=numbers.device) // packed.group
+    scales = packed.scales.to(dtype)[row][:, column]
+    if packed.kind == "fp8":
+        result = numbers.view(torch.float8_e4m3fn).to(dtype) * scales
+    else:
+        zeros = packed.middle if packed.zeros is None else packed.zeros.to(dtype)[row][:, column]
+        result = (numbers.to(dtype) - zeros) * scales
+    if packed.order is None:
+        return result
+    placed = torch.empty_like(result)
+    placed[:, packed.order] = result
+    return placed

@@ -1,0 +1,64 @@
+"""How matrices are stored, and so how many bytes they take. No torch.
+
+It refuses to know how files spell it (`gpu.model.quantisation`) and what multiplies (`gpu.kernels.packed`). Invariant:
+these are the bytes that a loaded matrix holds, scales and zero points counted.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["int4", "int8", "fp8"]
+BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8}
+_ORDER_BYTES = 8  # of a column
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFormat:
+    """group: columns to a scale, None: a row's all. row_block: rows that share their scales. has_zeros: whether a group
+    has a zero point, a byte; has_order: whether a checkpoint's groups are not of neighbours.
+    """
+
+    kind: Kind
+    group: int | None
+    scale_bytes: int = 2
+    row_block: int = 1
+    has_zeros: bool = False
+    has_order: bool = False
+
+    def num_bytes(self, rows: int, inner: int) -> int:
+        group = self.group or inner
+        groups = -(-rows // self.row_block) * -(-inner // group)
+        each = self.scale_bytes + self.has_zeros
+        return rows * inner * BITS[self.kind] // 8 + groups * each + self.has_order * inner * _ORDER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """Which matrices of a model have few bits. scheme: how files have them, or "rounded": those of a plain checkpoint
+    are, as they are loaded. layers: of layers' matrices; output: of the output matrix, None: plain, which a tied one
+    always is. plain: modules that are left alone, by name, by a part of one between dots, or `re:` and an expression.
+    """
+
+    scheme: str
+    layers: MatrixFormat
+    output: MatrixFormat | None
+    plain: tuple[str, ...] = ()
+
+    def leaves(self, names: tuple[str, ...]) -> bool:
+        """Whether a module, by any of its names, is plain."""
+        return any(_matches(pattern, name) for pattern in self.plain for name in names)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return f".{pattern}." in f".{name}."
+
+
+_OUTPUT = MatrixFormat("int8", 128)
+ROUNDED = {
+    "int4": Quantisation("rounded", MatrixFormat("int4", 128, has_zeros=True), _OUTPUT),
+    "int8": Quantisation("rounded", MatrixFormat("int8", 128), _OUTPUT),
+    "fp8": Quantisation("rounded", MatrixFormat("fp8", None, scale_bytes=4), _OUTPUT),
+}

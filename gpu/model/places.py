@@ -1,0 +1,158 @@
+"""Where each tensor of a checkpoint goes: into a slice of a fused matrix, mostly; and what becomes of it on the way.
+
+It refuses to know files, and how weights are used beyond that queries and keys are rotated in halves: rows of a
+checkpoint whose pairs are neighbours, or of heads that are rotated in part, are put in that order here, which no
+product of a query and a key notices.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.packed import Packed
+from gpu.model.family import Family, families
+from gpu.model.matrix_format import MatrixFormat
+from gpu.model.matrix_formats import PARTS, layer_formats, module_names, output_format, part_rows
+from gpu.model.spec import Architecture
+from gpu.model.stored import PLAIN, Part, StoredTensor, stored_tensors
+from gpu.model.weights import LayerWeights, Weights, allocate_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint's tensor goes: order, of its rows on the device (int64), or None: as they are; offset is
+    added, in float32, and then all multiplied by `gain`.
+    """
+
+    tensor: Tensor
+    order: Tensor | None = None
+    offset: float = 0.0
+    gain: float = 1.0
+
+    def fill(self, stored: Tensor) -> None:
+        rows = stored if self.order is None else stored.index_select(0, self.order)
+        if self.offset or self.gain != 1:
+            rows = (rows.float() + self.offset) * self.gain
+        self.tensor.copy_(rows)
+
+    @property
+    def wanted(self) -> StoredTensor:
+        return StoredTensor((tuple(self.tensor.shape),), PLAIN, self.fill)
+
+
+def head_order(architecture: Architecture) -> Tensor | None:
+    """Which element of a checkpoint's head each of ours is, int64 `[dim]`, so that element i is rotated against
+    i + dim / 2; None: the same one. What is not rotated stands behind what is, in both halves.
+    """
+    dim, rotary = architecture.dim, architecture.rotary_dim or architecture.dim
+    if rotary == dim and not architecture.is_interleaved:
+        return None
+    rotated = torch.arange(rotary).view(-1, 2).T if architecture.is_interleaved else torch.arange(rotary).view(2, -1)
+    still = torch.arange(rotary, dim).view(2, -1)
+    return torch.cat([rotated, still], 1).flatten()
+
+
+def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTensor]:
+    """By canonical name: what tensors are wanted, and what puts each into its place in `weights`."""
+    offset = architecture.norm_offset
+    found = {
+        "model.embed_tokens.weight": Place(weights.embedding).wanted,
+        "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
+    }
+    if isinstance(weights.logits, Packed):
+        whole = Part(weights.logits, 0, weights.logits.rows, None)
+        found |= _stored("lm_head", output_format(architecture), whole, architecture)
+    elif not architecture.tied_embeddings:
+        found["lm_head.weight"] = Place(weights.logits).wanted
+    names = family_of(architecture).tensors(architecture)
+    for index, layer in enumerate(weights.layers):
+        found |= _packed_places(layer, architecture, index)
+        known = _layer_places(layer, architecture)
+        plain = {f"model.layers.{index}.{name}": known[what] for name, what in names.items() if what in known}
+        found |= {name: place.wanted for name, place in plain.items()}
+    return found
+
+
+def canonical(name: str, architecture: Architecture) -> str | None:
+    """As in `Family`."""
+    return family_of(architecture).canonical(name)
+
+
+def family_of(architecture: Architecture) -> Family:
+    """That made it."""
+    return families()[architecture.family]
+
+
+def wanted_tensors(architecture: Architecture) -> dict[str, StoredTensor]:
+    """What a folder must hold, by canonical name."""
+    return places(allocate_weights(architecture, torch.bfloat16, torch.device("meta")), architecture)
+
+
+def _heads(a: Architecture) -> Tensor | None:
+    """Order of all rows of QKV."""
+    order = head_order(a)
+    if order is None:
+        return None
+    query, key = a.num_heads * a.dim, a.num_kv_heads * a.dim
+    rotated = torch.arange(a.num_heads + a.num_kv_heads)[:, None] * a.dim + order
+    return torch.cat([rotated.flatten(), torch.arange(query + key, query + 2 * key)])
+
+
+def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
+    """Of the matrices of few bits: their modules' tensors."""
+    found: dict[str, StoredTensor] = {}
+    formats, heads = layer_formats(a, index), _heads(a)
+    for matrix, stored in formats.items():
+        packed = getattr(layer, matrix)
+        if stored is None:
+            continue
+        begin, parts = 0, {}
+        for what, rows in zip(PARTS[matrix], part_rows(a, matrix), strict=True):
+            order = None
+            if heads is not None and what in ("query", "key"):
+                order = heads[begin : begin + rows] - begin
+            parts[what] = Part(packed, begin, begin + rows, order)
+            begin += rows
+        parts[matrix] = Part(packed, 0, begin, heads if matrix == "qkv" else None) if len(parts) > 1 else parts[matrix]
+        for what, module in module_names(a, index, matrix).items():
+            found |= _stored(module, stored, parts[what], a)
+    return found
+
+
+def _stored(module: str, stored: MatrixFormat | None, part: Part, a: Architecture) -> dict[str, StoredTensor]:
+    assert stored is not None, "a packed matrix has a format"
+    assert a.quantisation is not None, "it is of a quantised model"
+    tensors = stored_tensors(a.quantisation.scheme, stored, part, a.quantisation.layers.row_block)
+    return {module + end: tensor for end, tensor in tensors.items()}
+
+
+def _layer_places(layer: LayerWeights, a: Architecture) -> dict[str, Place]:
+    """Plain ones of one layer, by what a family's table calls them (`gpu.model.family`)."""
+    query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_offset
+    order, heads = head_order(a), _heads(a)
+    places = {
+        "attention_norm": Place(layer.attention_norm, offset=offset),
+        "mlp_norm": Place(layer.mlp_norm, offset=offset),
+    }
+    if isinstance(layer.output, Tensor):
+        places["output"] = Place(layer.output)
+    if isinstance(layer.gate_up, Tensor):
+        places["gate_up"] = Place(layer.gate_up)
+        places["gate"] = Place(layer.gate_up[: a.intermediate])
+        places["up"] = Place(layer.gate_up[a.intermediate :])
+    if isinstance(layer.down, Tensor):
+        places["down"] = Place(layer.down)
+    for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
+        if isinstance(rows, Tensor):
+            places["qkv" + suffix] = Place(rows, heads)
+            places["query" + suffix] = Place(rows[:query], None if heads is None else heads[:query])
+            places["key" + suffix] = Place(rows[query : query + key], None if heads is None else heads[:key])
+            places["value" + suffix] = Place(rows[query + key :])
+    if layer.query_norm is not None and layer.key_norm is not None:
+        places["query_norm"] = Place(layer.query_norm, order, offset, a.query_gain)
+        places["key_norm"] = Place(layer.key_norm, order, offset)
+    if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:
+        places["attention_post_norm"] = Place(layer.attention_post_norm, offset=offset)
+        places["mlp_post_norm"] = Place(layer.mlp_post_norm, offset=offset)
+    return places

@@ -1,0 +1,290 @@
+"""Tensors of quantised modules, as each scheme's files have them, and how they become words, scales and zero points.
+
+`gpu.model.quantisation` names the schemes. It refuses to know layers and families. A module's tensors may lie in
+different files, so each is put into its place alone; where groups are not of neighbours, what says so comes first.
+Invariant: numbers, scales and zero points are those of the file, exactly; nothing is rounded but plain checkpoints.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.packed import Packed
+from gpu.kernels.words import pack_words
+from gpu.model.matrix_format import BITS, MatrixFormat
+from gpu.model.rounding import round_rows
+from gpu.model.weights import UNSET
+
+INTEGER = ("I32",)
+SCALES = ("F16", "BF16")
+WIDE_SCALES = ("F32", "BF16", "F16")
+PLAIN = ("BF16", "F16", "F32")
+# Of eight columns, where AWQ's kernels have each of a word's nibbles, from the lowest up.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_NIBBLES = tuple(_AWQ_ORDER.index(column) for column in range(8))
+
+
+class StoredError(ValueError):
+    """What is wrong with a tensor's content."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a module: the shapes and types that it may have, and what puts it into its place (None: nothing is
+    made of it). is_needed: whether it must be there; comes_first: whether others' places hang on it.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    fill: Callable[[Tensor], None] | None
+    is_needed: bool = True
+    comes_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows `[begin, end)` of a packed matrix, which one module holds. order: of its rows, as in a `Place`."""
+
+    packed: Packed
+    begin: int
+    end: int
+    order: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are unpacked, whole, before they are put into their places."""
+        return self.packed.words.device
+
+    @property
+    def num_groups(self) -> int:
+        return self.packed.scales.shape[1]
+
+    def put_numbers(self, numbers: Tensor) -> None:
+        """uint8 `[rows, inner]`, columns as files have them."""
+        if self.packed.order is not None:
+            numbers = numbers.index_select(1, self.packed.order)
+        words = pack_words(self._ordered(numbers), self.packed.bits, self.packed.unit)
+        self.packed.words[self.begin : self.end].copy_(words)
+
+    def put_scales(self, scales: Tensor, row_block: int) -> None:
+        """`[rows / row_block, groups]`, or one for all."""
+        if not bool(scales.isfinite().all()):
+            raise StoredError("holds scales that are not finite")
+        self._put(self.packed.scales, scales, row_block)
+
+    def put_zeros(self, zeros: Tensor) -> None:
+        """uint8 `[rows, groups]`, or one for all."""
+        assert self.packed.zeros is not None, "zero points have a place"
+        self._put(self.packed.zeros, zeros, 1)
+
+    def put_order(self, groups: Tensor, is_moved: bool) -> None:
+        """int32 `[inner]`, each column's group. is_moved: whether groups need not be of neighbours."""
+        group = self.packed.group
+        order = torch.argsort(groups, stable=True)
+        if not torch.equal(groups.index_select(0, order), torch.arange(len(groups), device=groups.device) // group):
+            raise StoredError(f"does not hold groups of {group} columns")
+        if self.packed.order is None:
+            if is_moved or not torch.equal(order, torch.arange(len(order), device=order.device)):
+                raise StoredError("has columns out of order, and quantization_config has not")
+        elif bool((self.packed.order == UNSET).all()):
+            self.packed.order.copy_(order)
+        elif not torch.equal(self.packed.order, order):
+            raise StoredError("has another order than the module that it is multiplied with")
+
+    def _put(self, place: Tensor, stored: Tensor, row_block: int) -> None:
+        ours = self.packed.row_block
+        if stored.numel() == 1:
+            stored = stored.reshape(1, 1).expand(-(-self.rows // ours), self.num_groups)
+        elif row_block != ours:
+            stored = stored.repeat_interleave(row_block // ours, 0)[: -(-self.rows // ours)]
+        begin = self.begin // ours
+        place[begin : begin + len(stored)].copy_(self._ordered(stored))
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        return rows if self.order is None else rows.index_select(0, self.order.to(rows.device))
+
+
+def stored_tensors(scheme: str, stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    """By the ends of their names, as `.qweight`. row_block: of the file's scales."""
+    tensors = _SCHEMES[scheme](stored, part, row_block)
+    return {end: replace(tensor, fill=_there(tensor.fill, part.device)) for end, tensor in tensors.items()}
+
+
+def _there(fill: Callable[[Tensor], None] | None, device: torch.device) -> Callable[[Tensor], None] | None:
+    """Of a tensor that goes there first, as it is stored."""
+    return None if fill is None else lambda stored: fill(stored.to(device))
+
+
+def _rounded(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    def fill(weight: Tensor) -> None:
+        numbers, scales, zeros = round_rows(weight, stored)
+        part.put_numbers(numbers)
+        part.put_scales(scales, 1)
+        if zeros is not None:
+            part.put_zeros(zeros)
+
+    return {".weight": StoredTensor(((part.rows, part.packed.inner),), PLAIN, fill)}
+
+
+def _awq(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    rows, inner, groups = part.rows, part.packed.inner, part.num_groups
+
+    def numbers(words: Tensor) -> Tensor:
+        """int32 `[lines, rows / 8]` -> uint8 `[rows, lines]`."""
+        nibbles = _numbers(words, 4).view(len(words), -1, 8)
+        return nibbles[:, :, list(_AWQ_NIBBLES)].flatten(1).t().contiguous()
+
+    return {
+        ".qweight": StoredTensor(((inner, rows // 8),), INTEGER, lambda words: part.put_numbers(numbers(words))),
+        ".qzeros": StoredTensor(((groups, rows // 8),), INTEGER, lambda words: part.put_zeros(numbers(words))),
+        ".scales": StoredTensor(((groups, rows),), SCALES, lambda scales: part.put_scales(scales.t(), 1)),
+    }
+
+
+def _gptq(stored: MatrixFormat, part: Part, row_block: int, is_one_less: bool = True) -> dict[str, StoredTensor]:
+    """is_one_less: whether a zero point of z is stored as z - 1, with what that wraps around to."""
+    rows, inner, groups, bits = part.rows, part.packed.inner, part.num_groups, BITS[stored.kind]
+    planes = 32 // bits
+
+    def fill_numbers(words: Tensor) -> None:  # [inner / planes, rows]
+        part.put_numbers(_numbers(words.t().contiguous(), bits))
+
+    def fill_zeros(words: Tensor) -> None:  # [groups, rows / planes]
+        zeros = _numbers(words, bits)
+        part.put_zeros(((zeros + is_one_less) & (2**bits - 1)).t())
+
+    return {
+        ".qweight": StoredTensor(((inner // planes, rows),), INTEGER, fill_numbers),
+        ".qzeros": StoredTensor(((groups, rows // planes),), INTEGER, fill_zeros),
+        ".scales": StoredTensor(((groups, rows),), SCALES, lambda scales: part.put_scales(scales.t(), 1)),
+        ".g_idx": _order(stored, part),
+        ".bias": StoredTensor(((rows,),), PLAIN, _refuse_bias(part), is_needed=False),
+    }
+
+
+def _gptq_v2(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    return _gptq(stored, part, row_block, is_one_less=False)
+
+
+def _pack_quantized(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    rows, inner, groups, bits = part.rows, part.packed.inner, part.num_groups, BITS[stored.kind]
+    planes = 32 // bits
+
+    def check_shape(shape: Tensor) -> None:
+        if shape.tolist() != [rows, inner]:
+            raise StoredError(f"says {shape.tolist()}; wanted {[rows, inner]}")
+
+    def fill_zeros(words: Tensor) -> None:  # [rows / planes, groups], signed numbers from the middle
+        part.put_zeros(_numbers(words.t().contiguous(), bits)[:, :rows].t())
+
+    tensors = {
+        ".weight_packed": StoredTensor(
+            ((rows, -(-inner // planes)),), INTEGER, lambda words: part.put_numbers(_numbers(words, bits)[:, :inner])
+        ),
+        ".weight_scale": _scales(stored, part, row_block, SCALES),
+        ".weight_shape": StoredTensor(((2,),), ("I64", "I32"), check_shape, is_needed=False),
+        ".weight_g_idx": _order(stored, part),
+    }
+    if stored.has_zeros:
+        tensors[".weight_zero_point"] = StoredTensor(((-(-rows // planes), groups),), INTEGER, fill_zeros)
+    return tensors
+
+
+def _compressed(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    """Bytes of FP8, or signed ones."""
+    is_float = stored.kind == "fp8"
+
+    def fill_zeros(zeros: Tensor) -> None:
+        part.put_zeros((zeros.to(torch.int16) + 128).to(torch.uint8))
+
+    tensors = {
+        ".weight": _fp8_weight(part) if is_float else StoredTensor(
+            ((part.rows, part.packed.inner),), ("I8",),
+            lambda weight: part.put_numbers((weight.to(torch.int16) + 128).to(torch.uint8)),
+        ),
+        ".weight_scale": _scales(stored, part, row_block, WIDE_SCALES if is_float else SCALES),
+    }  # fmt: skip
+    if stored.has_zeros:
+        shapes = tensors[".weight_scale"].shapes
+        tensors[".weight_zero_point"] = StoredTensor(shapes, ("I8",), fill_zeros)
+    return tensors | _of_tokens()
+
+
+def _fp8(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    return {".weight": _fp8_weight(part), ".weight_scale": _scales(stored, part, row_block, WIDE_SCALES)} | _of_tokens()
+
+
+def _fp8_blocks(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    scale = _scales(stored, part, row_block, WIDE_SCALES)
+    return {".weight": _fp8_weight(part), ".weight_scale_inv": scale} | _of_tokens()
+
+
+def _fp8_weight(part: Part) -> StoredTensor:
+    def fill(weight: Tensor) -> None:
+        numbers = weight.view(torch.uint8)
+        if bool(((numbers & 0x7F) == 0x7F).any()):
+            raise StoredError("holds NaN")
+        part.put_numbers(numbers)
+
+    return StoredTensor(((part.rows, part.packed.inner),), ("F8_E4M3",), fill)
+
+
+def _of_tokens() -> dict[str, StoredTensor]:
+    """What files say of tokens, which are not rounded here."""
+    return {".input_scale": StoredTensor(((), (1,)), WIDE_SCALES, None, is_needed=False)}
+
+
+def _scales(stored: MatrixFormat, part: Part, row_block: int, dtypes: tuple[str, ...]) -> StoredTensor:
+    rows, groups = part.rows, part.num_groups
+    shapes: tuple[tuple[int, ...], ...] = ((-(-rows // row_block), groups),)
+    if stored.group is None:
+        shapes = ((rows, 1), (rows,), (), (1,), (1, 1))
+
+    def fill(scales: Tensor) -> None:
+        part.put_scales(scales if scales.ndim == 2 else scales.reshape(-1, 1), row_block)
+
+    return StoredTensor(shapes, dtypes, fill)
+
+
+def _order(stored: MatrixFormat, part: Part) -> StoredTensor:
+    def fill(groups: Tensor) -> None:
+        part.put_order(groups.to(torch.int64), is_moved=stored.has_order)
+
+    return StoredTensor(
+        ((part.packed.inner,),), INTEGER, fill, is_needed=stored.has_order, comes_first=True
+    )  # fmt: skip
+
+
+def _refuse_bias(part: Part) -> Callable[[Tensor], None]:
+    """Some files have a bias of zeros for every product."""
+
+    def fill(bias: Tensor) -> None:
+        if bool(bias.any()):
+            raise StoredError("is not zero, and this model's product has no bias")
+
+    return fill
+
+
+def _numbers(words: Tensor, bits: int) -> Tensor:
+    """int32 `[lines, words]` -> uint8 `[lines, words * 32 / bits]`, from the lowest bits up."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(1)
+
+
+_SCHEMES: dict[str, Callable[[MatrixFormat, Part, int], dict[str, StoredTensor]]] = {
+    "rounded": _rounded,
+    "awq": _awq,
+    "gptq": _gptq,
+    "gptq_v2": _gptq_v2,
+    "pack-quantized": _pack_quantized,
+    "compressed": _compressed,
+    "fp8": _fp8,
+    "fp8 rows": _fp8,
+    "fp8 blocks": _fp8_blocks,
+}

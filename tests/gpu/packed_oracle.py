@@ -1,0 +1,70 @@
+"""Matrices of few bits, drawn, with the float64 numbers that they stand for, by the definition of each kind."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu.kernels.packed import BITS, Packed
+from gpu.kernels.words import pack_words, unit_of
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """wanted: float64 `[rows, inner]`."""
+
+    packed: Packed
+    wanted: np.ndarray
+
+
+def e4m3(codes: np.ndarray) -> np.ndarray:
+    """float64 of bytes: a sign, four bits of exponent less 7, three of mantissa; exponent 0 has no leading one."""
+    sign = np.where(codes & 0x80, -1.0, 1.0)
+    exponent, mantissa = ((codes >> 3) & 15).astype(int), (codes & 7) / 8.0
+    return sign * np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7.0))
+
+
+def draw_codes(generator: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray:
+    """uint8: every number of the kind, small FP8 ones as often as large ones, and no NaN."""
+    codes = generator.integers(0, 2 ** BITS[kind], shape, dtype=np.uint8)
+    return np.where((codes & 0x7F) == 0x7F, codes ^ 0x40, codes) if kind == "fp8" else codes
+
+
+def draw_packed(
+    kind: str, rows: int, inner: int, group: int, row_block: int, has_zeros: bool, has_order: bool, dtype: torch.dtype,
+    device: str,
+) -> Drawn:  # fmt: skip
+    """Scales and zero points stand in buffers of NaN and of 255."""
+    generator = np.random.default_rng(rows * inner + group)
+    codes = draw_codes(generator, kind, (rows, inner))
+    shape = (-(-rows // row_block), -(-inner // group))
+    scales = torch.from_numpy(generator.uniform(0.5, 1.5, shape) * 2.0 ** -BITS[kind])
+    scales = scales.float() if kind == "fp8" else scales.bfloat16()
+    zeros = generator.integers(0, 2 ** BITS[kind], shape, dtype=np.uint8) if has_zeros else None
+    order = generator.permutation(inner) if has_order else None
+    wide_scales = np.repeat(np.repeat(scales.double().numpy(), row_block, 0), group, 1)[:rows, :inner]
+    if kind == "fp8":
+        numbers = e4m3(codes)
+    elif zeros is None:
+        numbers = codes - 2.0 ** (BITS[kind] - 1)
+    else:
+        numbers = codes - np.repeat(np.repeat(zeros.astype(float), row_block, 0), group, 1)[:rows, :inner]
+    wanted = numbers * wide_scales
+    if order is not None:
+        placed = np.empty_like(wanted)
+        placed[:, order] = wanted
+        wanted = placed
+    words = pack_words(torch.from_numpy(codes), BITS[kind], unit_of(inner, group, BITS[kind]))
+    packed = Packed(
+        kind, dtype, inner, group, row_block, words.to(device), poisoned(scales.to(device), float("nan")),
+        None if zeros is None else poisoned(torch.from_numpy(zeros).to(device), 255),
+        None if order is None else torch.from_numpy(order).to(device),
+    )  # fmt: skip
+    return Drawn(packed, wanted)
+
+
+def poisoned(tensor: torch.Tensor, poison: float) -> torch.Tensor:
+    """The same, contiguous, in the midst of a buffer of `poison`."""
+    buffer = torch.full((tensor.numel() + 512,), poison, dtype=tensor.dtype, device=tensor.device)
+    inside = buffer[256 : 256 + tensor.numel()].view(tensor.shape)
+    return inside.copy_(tensor)

@@ -1,0 +1,169 @@
+"""Products with matrices of 4 and 8 bits, with what is fused into them, against float64 oracles of their numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.kernels.arguments import INTERPRETED
+from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
+from gpu.kernels.words import pack_words, unit_of, unpack_words
+from tests.gpu import kernel_oracles as oracle
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
+from tests.gpu.packed_oracle import draw_codes, draw_packed, e4m3, poisoned
+from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32, LOGITS_FLOAT32
+
+CHAIN_TOLERANCE = {torch.float32: 2 * KERNEL_FLOAT32, torch.bfloat16: KERNEL_CHAIN_BFLOAT16}
+# kind, rows, inner, group, row_block, has_zeros, has_order: rows and columns that no block divides, too
+MATRICES = {
+    "int4": ("int4", 50, 1056, 32, 1, False, False),
+    "int4-zeros": ("int4", 64, 1024, 128, 1, True, False),
+    "int4-order": ("int4", 38, 320, 64, 1, True, True),
+    "int4-small": ("int4", 6, 72, 72, 1, True, False),
+    "int8": ("int8", 50, 1056, 1056, 1, False, False),
+    "int8-zeros": ("int8", 22, 640, 128, 1, True, False),
+    "fp8-rows": ("fp8", 50, 1056, 1056, 1, False, False),
+    "fp8-blocks": ("fp8", 72, 448, 128, 8, False, False),
+}
+
+of_every_kind = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("tokens", [1, 2, 17]),
+    pytest.mark.parametrize("name", MATRICES),
+]
+
+
+def each(test):
+    for mark in of_every_kind:
+        test = mark(test)
+    return test
+
+
+def _arguments(name, tokens, dtype, device):
+    drawn = draw_packed(*MATRICES[name], dtype, device)
+    generator = np.random.default_rng(tokens)
+    nan = float("nan")
+    x = poisoned(random(generator, (tokens, drawn.packed.inner), dtype, device), nan)
+    gain = poisoned(random(generator, (drawn.packed.inner,), dtype, device), nan)
+    return drawn, x, gain, random(generator, (tokens, drawn.packed.rows), dtype, device)
+
+
+@each
+def test_a_product_is_that_of_the_numbers_and_adds_the_residual(name, tokens, dtype, device):
+    drawn, x, _, residual = _arguments(name, tokens, dtype, device)
+    product, before = wide(x) @ drawn.wanted.T, residual.clone()
+    got = packed_linear(x, drawn.packed)
+    assert got.dtype == dtype
+    assert distance(got, product) < KERNEL_TOLERANCE[dtype]
+    assert distance(packed_linear(x, drawn.packed, residual), product + wide(residual)) < KERNEL_TOLERANCE[dtype]
+    assert torch.equal(residual, before)
+    x[:, int((np.abs(wide(x)).max(0) * np.linalg.norm(drawn.wanted, axis=0)).argmax())] = 0
+    assert distance(packed_linear(x, drawn.packed), product) > KERNEL_TOLERANCE[dtype]
+
+
+@each
+def test_float32_tokens_are_taken(name, tokens, dtype, device):
+    drawn, x, _, _ = _arguments(name, tokens, dtype, device)
+    got = packed_linear(x.float(), drawn.packed)
+    assert got.dtype == dtype
+    assert distance(got, wide(x) @ drawn.wanted.T) < KERNEL_TOLERANCE[dtype]
+
+
+@each
+def test_logits_are_float32_and_not_rounded_where_a_kernel_can_store_them(name, tokens, dtype, device):
+    drawn, x, _, _ = _arguments(name, tokens, dtype, device)
+    got, product = packed_logits(x, drawn.packed), wide(x) @ drawn.wanted.T
+    assert got.dtype == torch.float32
+    is_rounded = dtype == torch.bfloat16 and (tokens > 1 or (device == "cpu" and not INTERPRETED))  # its numbers
+    assert distance(got, product) < (KERNEL_BFLOAT16 if is_rounded else LOGITS_FLOAT32)
+    assert distance(got.bfloat16(), product) > LOGITS_FLOAT32
+
+
+@each
+def test_a_norm_stands_before_and_a_bias_behind(name, tokens, dtype, device):
+    drawn, x, gain, residual = _arguments(name, tokens, dtype, device)
+    bias = residual[0].contiguous()
+    wanted = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ drawn.wanted.T
+    assert distance(packed_norm_linear(x, gain, NORM_EPS, drawn.packed, None), wanted) < CHAIN_TOLERANCE[dtype]
+    got = packed_norm_linear(x, gain, NORM_EPS, drawn.packed, bias)
+    assert distance(got, wanted + wide(bias)) < CHAIN_TOLERANCE[dtype]
+    got = packed_norm_linear(x, gain * 1.1, NORM_EPS, drawn.packed, bias)
+    assert distance(got, wanted + wide(bias)) > CHAIN_TOLERANCE[dtype]
+
+
+@each
+def test_gate_and_up_meet_in_swiglu(name, tokens, dtype, device):
+    drawn, x, gain, _ = _arguments(name, tokens, dtype, device)
+    packed, spread = drawn.packed, float(np.linalg.norm(drawn.wanted) / drawn.wanted.shape[0] ** 0.5)
+    scales = poisoned((packed.scales.float() / spread).to(packed.scales.dtype), float("nan"))
+    kept = wide(scales) / np.where(wide(packed.scales) == 0, 1, wide(packed.scales))
+    ratio = np.repeat(np.repeat(kept, packed.row_block, 0), packed.group, 1)[: packed.rows, : packed.inner]
+    if packed.order is not None:
+        placed = np.empty_like(ratio)
+        placed[:, packed.order.cpu().numpy()] = ratio
+        ratio = placed
+    packed = replace(packed, scales=scales)
+    normed = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ (drawn.wanted * ratio).T
+    got = packed_norm_gate_up(x, gain, NORM_EPS, packed, "silu")
+    assert got.shape == (tokens, packed.rows // 2)
+    assert distance(got, oracle.swiglu(normed)) < CHAIN_TOLERANCE[dtype]
+    assert distance(got, oracle.swiglu(np.roll(normed, 1, 1))) > CHAIN_TOLERANCE[dtype]
+    gate, up = np.split(normed, 2, -1)
+    gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    got = packed_norm_gate_up(x, gain, NORM_EPS, packed, "gelu_tanh")
+    assert distance(got, gelu) < CHAIN_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MATRICES)
+def test_an_unpacked_matrix_is_its_numbers_each_rounded_once(name, dtype, device):
+    drawn = draw_packed(*MATRICES[name], dtype, device)
+    got = unpack(drawn.packed)
+    assert torch.equal(got.cpu(), torch.from_numpy(drawn.wanted).float().to(dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_tokens_than_the_kernel_takes_are_multiplied_all_the_same(dtype, device, monkeypatch):
+    monkeypatch.setattr("gpu.kernels.packed_linear.MOST_TOKENS", 16)
+    drawn, x, gain, residual = _arguments("int4-order", 17, dtype, device)
+    product = wide(x) @ drawn.wanted.T
+    assert distance(packed_linear(x, drawn.packed, residual), product + wide(residual)) < KERNEL_TOLERANCE[dtype]
+    assert distance(packed_logits(x, drawn.packed), product) < KERNEL_TOLERANCE[dtype]
+    normed = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ drawn.wanted.T
+    assert distance(packed_norm_linear(x, gain, NORM_EPS, drawn.packed, None), normed) < CHAIN_TOLERANCE[dtype]
+
+
+def test_every_fp8_number_is_the_one_that_its_byte_means():
+    codes = np.arange(256, dtype=np.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F]
+    assert np.array_equal(torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy(), e4m3(codes))
+
+
+@pytest.mark.parametrize(("bits", "inner", "group"), [(4, 1056, 32), (4, 72, 72), (8, 640, 128), (8, 12, 12)])
+def test_words_hold_columns_in_planes_and_give_them_back(bits, inner, group):
+    codes = torch.from_numpy(draw_codes(np.random.default_rng(3), "int4" if bits == 4 else "int8", (3, inner)))
+    unit = unit_of(inner, group, bits)
+    words = pack_words(codes, bits, unit)
+    assert torch.equal(unpack_words(words, bits, unit), codes)
+    each = unit * bits // 32
+    for word, plane in ((0, 1), (each - 1, 32 // bits - 1), (each, 0)):
+        if word < words.shape[1]:
+            column = word // each * unit + plane * each + word % each
+            assert torch.equal((words[:, word] >> (bits * plane)) & (2**bits - 1), codes[:, column].int())
+
+
+def test_rows_of_no_whole_words_and_tokens_that_do_not_meet_are_named():
+    with pytest.raises(ValueError, match="rows of 1028 in groups of 1028: wanted multiples of 8 columns"):
+        unit_of(1028, 1028, 4)
+    drawn = draw_packed(*MATRICES["int4-small"], torch.float32, "cpu")
+    x = torch.zeros(2, 72)
+    with pytest.raises(ValueError, match=r"packed_linear: got x .*wanted \[tokens, in\] and \[out, in\]"):
+        packed_linear(x[:, 1:], drawn.packed)
+    with pytest.raises(ValueError, match="packed_linear: residual is"):
+        packed_linear(x, drawn.packed, torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="packed_norm_linear: norm is"):
+        packed_norm_linear(x, torch.zeros(71), NORM_EPS, drawn.packed, None)

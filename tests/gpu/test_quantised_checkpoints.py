@@ -1,0 +1,234 @@
+"""Checkpoints of 4 and 8 bits, laid out as their publishers do: what is loaded is what the file means, or refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu.kernels.packed import Packed
+from gpu.model.architecture import ModelError, read_architecture
+from gpu.model.checkpoint import load_packed, load_weights
+from gpu.model.matrix import as_matrix
+from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
+from gpu.model.weights import Weights
+from tests.gpu.family_checkpoints import checkpoint, generate, load
+from tests.gpu.quantised_files import FORMATS, awq, write
+
+CPU = torch.device("cpu")
+MATRICES = ("qkv", "output", "gate_up", "down")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each written once, when it is asked for."""
+
+    class Folders(dict):
+        def __missing__(self, name: str) -> Path:
+            config, draw = FORMATS[name]
+            self[name] = tmp_path_factory.mktemp("formats") / name
+            write(checkpoint("llama2").folder, self[name], config, draw)
+            return self[name]
+
+    return Folders()
+
+
+def packed(folder: Path, asked: str | None = None, dtype: torch.dtype = torch.float32) -> Weights:
+    return load_packed(folder, rounded(read_architecture(folder), asked, "weights"), dtype, CPU, lambda _: None)
+
+
+def plain_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + "-plain")
+
+
+def whole(folder: Path) -> Weights:
+    return load_weights(folder, read_architecture(folder), torch.float32, CPU, lambda _: None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_matrix_is_packed_and_holds_the_numbers_of_the_file(name: str, folders) -> None:
+    got, wanted = packed(folders[name]), whole(plain_of(folders[name]))
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix in MATRICES:
+            stored = getattr(ours, matrix)
+            assert isinstance(stored, Packed)
+            assert torch.equal(as_matrix(stored).unpack(), getattr(theirs, matrix)), matrix
+    assert torch.equal(got.embedding, wanted.embedding)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-order", "fp8-blocks", "compressed-int4-zeros"])
+def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, folders) -> None:
+    prompt = np.random.default_rng(1).integers(0, 320, 200).astype(np.int32)
+    (tokens, logits), (others, wanted) = (
+        generate(load(folder), prompt, 6) for folder in (folders[name], plain_of(folders[name]))
+    )
+    assert tokens == others
+    assert torch.equal(logits, wanted)
+    assert len(set(tokens)) > 2
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4", "qwen2", "gemma3"])
+@pytest.mark.parametrize("name", ["gptq_v2", "fp8-blocks", "compressed-w8a8"])
+def test_other_families_rows_are_put_in_order_and_keep_their_biases(family: str, name: str, tmp_path: Path) -> None:
+    """Fused projections, heads that are rotated in part, prefixes of names."""
+    config, draw = FORMATS[name]
+    folder = tmp_path / "model"
+    plain = write(checkpoint(family).folder, folder, config, draw)
+    got, wanted = packed(folder), whole(plain)
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix in MATRICES:
+            assert torch.equal(as_matrix(getattr(ours, matrix)).unpack(), getattr(theirs, matrix)), matrix
+        assert (ours.qkv_bias is None) == (theirs.qkv_bias is None)
+        assert ours.qkv_bias is None or torch.equal(ours.qkv_bias, theirs.qkv_bias)
+
+
+def test_modules_that_are_left_alone_are_plain_and_so_is_what_is_said_of_their_bytes(tmp_path: Path) -> None:
+    config, draw = FORMATS["awq"]
+    config = config | {"modules_to_not_convert": ["mlp", "layers.1.self_attn"]}
+    plain = write(checkpoint("llama2").folder, tmp_path / "model", config, draw, ("mlp", "layers.1.self_attn"))
+    got, wanted = packed(tmp_path / "model"), whole(plain)
+    assert isinstance(got.layers[0].qkv, Packed)
+    assert isinstance(got.layers[2].output, Packed)
+    for layer, matrix in ((0, "gate_up"), (2, "down"), (1, "qkv"), (1, "output")):
+        assert torch.equal(getattr(got.layers[layer], matrix), getattr(wanted.layers[layer], matrix))
+    assert_bytes(tmp_path / "model", got)
+
+
+def assert_bytes(folder: Path, got: Weights, asked: str | None = None) -> None:
+    shape = rounded(read_architecture(folder), asked, "weights")
+    layers = [getattr(layer, name) for layer in got.layers for name in layer.__dataclass_fields__]
+    read = sum(held.nbytes for held in (*layers, got.final_norm, got.logits) if held is not None)
+    assert step_weight_bytes(shape, 4, is_packed=True) == read
+    assert weight_bytes(shape, 4, is_packed=True) == read + (0 if got.logits is got.embedding else got.embedding.nbytes)
+    assert weight_bytes(shape, 4, is_packed=False) == 4 * shape.num_weights
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "fbgemm", "compressed-int4-zeros", "compressed-w8a8"])
+def test_bytes_are_those_that_are_held(name: str, folders) -> None:
+    assert_bytes(folders[name], packed(folders[name]))
+
+
+@pytest.mark.parametrize(("asked", "most"), [("int4", 0.14), ("int8", 0.012), ("fp8", 0.04)])
+def test_a_plain_checkpoint_is_rounded_as_it_is_loaded(asked: str, most: float) -> None:
+    folder = checkpoint("llama2").folder
+    got, wanted = packed(folder, asked), whole(folder)
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix in MATRICES:
+            stored, right = getattr(ours, matrix), getattr(theirs, matrix)
+            error = float((as_matrix(stored).unpack() - right).norm() / right.norm())
+            assert 0 < error < most
+    assert isinstance(got.logits, Packed)
+    assert got.logits.kind == "int8"
+    assert torch.equal(got.embedding, wanted.embedding)
+    assert_bytes(folder, got, asked)
+
+
+def test_what_is_tied_to_the_embedding_stays_as_it_is() -> None:
+    got = packed(checkpoint("llama3").folder, "int4")
+    assert got.logits is got.embedding
+
+
+CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("awq", {"version": "gemv"}, r"quantization_config\.version is 'gemv'; served: 'gemm'"),
+    ("awq", {"bits": 3}, r"\.bits is 3; served: 4"),
+    ("awq", {"group_size": 12}, r"group_size is 12; served: -1 and multiples of 8"),
+    ("awq", {"quant_method": "bitsandbytes"}, r"quant_method is 'bitsandbytes'; served: 'awq', 'gptq', 'fp8'"),
+    ("awq", {"mystery": 1}, r"mystery is 1, and nothing here knows what that means"),
+    ("gptq", {"bits": 2}, r"\.bits is 2; served: 4, 8"),
+    ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'; served: 'gptq', 'gptq_v2'"),
+    ("gptq", {"dynamic": {"-:lm_head": {}}}, r"dynamic is .*; served: none"),
+    ("fp8-blocks", {"weight_block_size": [96, 128]}, r"weight_block_size is \[96, 128\]; wanted two powers of two"),
+    ("fp8-blocks", {"fmt": "e5m2"}, r"fmt is 'e5m2'; served: 'e4m3'"),
+    ("compressed-int4", {"format": "marlin-24"}, r"format is 'marlin-24'; served of these weights: 'pack-quantized'"),
+    ("compressed-int4", {"config_groups": {}}, r"config_groups is \[\]; served: one"),
+    ("compressed-int4", {"sparsity_config": {"format": "sparse-24"}}, r"sparsity_config is .*; served: none"),
+    ("compressed-int4", {"transform_config": {"a": 1}}, r"transform_config is .*; served: none"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), CONFIG_REFUSALS)
+def test_a_configuration_that_is_not_understood_is_refused_in_one_line(name, change, words, folders, tmp_path) -> None:
+    config = json.loads((folders[name] / "config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=words) as caught:
+        read_architecture(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def broken(name: str):
+    module = "model.layers.1.self_attn.k_proj"
+
+    def lost(tensors):
+        del tensors[f"{module}.scales"]
+
+    def cut_short(tensors):
+        tensors[f"{module}.qweight"] = tensors[f"{module}.qweight"][:-1].clone()
+
+    def of_another_format(tensors):
+        tensors[f"{module}.weight"] = torch.zeros(2, 2)
+
+    def of_another_type(tensors):
+        tensors[f"{module}.qweight"] = tensors[f"{module}.qweight"].long()
+
+    def not_finite(tensors):
+        tensors[f"{module}.scales"][1, 5] = float("inf")
+
+    def of_two_types(tensors):
+        tensors[f"{module}.scales"] = tensors[f"{module}.scales"].bfloat16()
+
+    def out_of_order(tensors):
+        tensors[f"{module}.g_idx"] = tensors[f"{module}.g_idx"].flip(0).contiguous()
+
+    def of_uneven_groups(tensors):
+        tensors[f"{module}.g_idx"][0] = 1
+
+    def with_a_bias(tensors):
+        tensors[f"{module}.bias"] = torch.ones(len(tensors[f"{module}.scales"][0]))
+
+    def holding_nan(tensors):
+        tensors[f"{module}.weight"].view(torch.uint8)[0, 0] = 0xFF
+
+    return {one.__name__: one for one in (
+        lost, cut_short, of_another_format, of_another_type, not_finite, of_two_types, out_of_order, of_uneven_groups,
+        with_a_bias, holding_nan,
+    )}[name]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), [
+    ("awq", "lost", r"tensor model\.layers\.1\.self_attn\.k_proj\.scales is missing \(1 of "),
+    ("awq", "cut_short", r"k_proj\.qweight is \[63, 8\]; wanted \[64, 8\] by config\.json"),
+    ("awq", "of_another_format", r"tensor .*k_proj\.weight is not one of a llama"),
+    ("awq", "of_another_type", r"k_proj\.qweight is I64; wanted I32"),
+    ("awq", "not_finite", r"k_proj\.scales holds scales that are not finite"),
+    ("awq", "of_two_types", r"tensor .* is (BF16|F16), .* is (BF16|F16); wanted one type"),
+    ("gptq", "out_of_order", r"k_proj\.g_idx has columns out of order, and quantization_config has not"),
+    ("gptq", "of_uneven_groups", r"k_proj\.g_idx does not hold groups of 32 columns"),
+    ("gptq", "with_a_bias", r"k_proj\.bias is not zero, and this model's product has no bias"),
+    ("gptq-order", "out_of_order", r"g_idx has another order than the module that it is multiplied with"),
+    ("fp8-blocks", "holding_nan", r"k_proj\.weight holds NaN"),
+])  # fmt: skip
+def test_a_file_that_is_not_what_its_configuration_says_is_refused(name, damage, words, folders, tmp_path) -> None:
+    shutil.copy(folders[name] / "config.json", tmp_path)
+    tensors = load_file(folders[name] / "model.safetensors")
+    broken(damage)(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=words) as caught:
+        packed(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_of_one_product_that_differ_are_refused(tmp_path: Path) -> None:
+    config = FORMATS["awq"][0] | {"modules_to_not_convert": ["v_proj"]}
+    write(checkpoint("llama2").folder, tmp_path / "model", config, awq(32), ("v_proj",))
+    with pytest.raises(ModelError, match=r"v_proj is left plain and .*q_proj is not; one product wants them alike"):
+        packed(tmp_path / "model")
+
+
+def test_a_quantised_checkpoint_is_not_rounded_again(folders) -> None:
+    with pytest.raises(ModelError, match=r"model\.weights: asked int4, awq is quantised already \(awq\); leave it out"):
+        rounded(read_architecture(folders["awq"]), "int4", "model.weights")
