@@ -209,6 +209,23 @@ def predicted_steps(
     print(json.dumps({"shape": shape, "context": context, "link_gb_s": rate / 1e9, "rows": told}))
 
 
+@app.command()
+def weights(
+    shape: Annotated[str, typer.Option(help="a named shape")] = "llama-3.1-8b",
+    batch: Annotated[str, typer.Option(help="tokens at once, with commas; those of a prefill unit, too")] = "1,4,16",
+    kinds: Annotated[str, typer.Option(help="with commas")] = "bfloat16,fp8,int8,int4",
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time one layer's matrices in 16, 8 and 4 bits, beside what their bytes take and the vendor's library."""
+    from bench.matrices import KINDS, matrix_rows
+
+    batches, asked = parse_batches(batch), tuple(kinds.split(","))
+    if not set(asked) <= set(KINDS):
+        raise typer.BadParameter(f"got {kinds}; wanted some of {', '.join(KINDS)}", param_hint="--kinds")
+    run_kernel(device, json_file, lambda resolved, console: matrix_rows(shape, batches, asked, resolved, console))
+
+
 @app.command("fused-rows")
 def fused_rows(
     tokens: Annotated[int, typer.Option(min=1, help="of a layer's keys")] = 65_536,

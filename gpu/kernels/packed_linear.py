@@ -12,6 +12,8 @@ sums, not off numbers. An FP8 byte, moved to the float's sign, exponent and mant
 subnormal ones, too. No card needs to know FP8.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from torch import Tensor
 from gpu.kernels.arguments import check, runs_on_triton
 from gpu.kernels.packed import Packed, unpack_reference
 from gpu.kernels.rms_norm import check_norm, rms_norm
-from gpu.kernels.swiglu import gated, swiglu_reference
+from gpu.kernels.swiglu import gated, swiglu
 from gpu.model.spec import Activation
 
 MOST_TOKENS = 256  # beyond, a matrix is widened first; as many rows as logits have at once
@@ -30,6 +32,8 @@ GATED_ROWS = 8
 # Several: block_rows, block_words, num_warps, num_stages, of products and of `gated` ones.
 DOT_CONFIGS = {False: (32, 64, 4, 3), True: (32, 32, 4, 3)}
 UNPACK_BLOCK = (16, 64)  # rows, words
+
+Widen = Callable[[Packed], Tensor]
 
 _KINDS = {"int4": 4, "int8": 8, "fp8": 0}
 
@@ -214,26 +218,29 @@ def _unpack_kernel(
         tl.store(place, wide.to(out.dtype.element_ty), mask=inside)
 
 
-def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
+def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None) -> Tensor:
     """`x @ packed.T (+ residual)`: x `[tokens, inner]` of any float type, residual `[tokens, rows]` of packed.dtype.
 
-    The result, `[tokens, rows]`, is new and of packed.dtype. Raises ValueError for another shape, dtype or device.
+    The result, `[tokens, rows]`, is new and of packed.dtype. widened: what widens the matrix for more than MOST_TOKENS,
+    None: `widen`. Raises ValueError for another shape, dtype or device.
     """
     x = _ordered("packed_linear", x, packed)
     if residual is not None:
         check("packed_linear", "residual", residual, (len(x), packed.rows), packed.dtype, x.device)
-    return _product(x, packed, residual, None, packed.dtype)
+    return _product(x, packed, residual, None, packed.dtype, widened)
 
 
 def packed_logits(x: Tensor, packed: Packed) -> Tensor:
     """`x @ packed.T` in float32, never rounded to bf16. Raises ValueError for another shape or device."""
     x = _ordered("packed_logits", x, packed)
     if len(x) <= MOST_TOKENS or not runs_on_triton(x):
-        return _product(x, packed, None, None, torch.float32)
-    return torch.cat([_product(part, packed, None, None, torch.float32) for part in x.split(MOST_TOKENS)])
+        return _product(x, packed, None, None, torch.float32, None)
+    return torch.cat([_product(part, packed, None, None, torch.float32, None) for part in x.split(MOST_TOKENS)])
 
 
-def packed_norm_linear(x: Tensor, norm: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
+def packed_norm_linear(
+    x: Tensor, norm: Tensor, eps: float, packed: Packed, bias: Tensor | None, widened: Widen | None = None
+) -> Tensor:
     """`rms_norm(x, norm, eps) @ packed.T (+ bias)`: norm `[inner]` of x.dtype or float32, bias `[rows]`.
 
     Raises ValueError for another shape, dtype or device.
@@ -244,10 +251,12 @@ def packed_norm_linear(x: Tensor, norm: Tensor, eps: float, packed: Packed, bias
     if _is_gemv(x, packed) and packed.order is None:
         return _gemv(_ordered("packed_norm_linear", x, packed), packed, norm, eps, bias, None, packed.dtype)
     x = _ordered("packed_norm_linear", rms_norm(x, norm, eps), packed)
-    return _product(x, packed, bias, None, packed.dtype)
+    return _product(x, packed, bias, None, packed.dtype, widened)
 
 
-def packed_norm_gate_up(x: Tensor, norm: Tensor, eps: float, packed: Packed, activation: Activation) -> Tensor:
+def packed_norm_gate_up(
+    x: Tensor, norm: Tensor, eps: float, packed: Packed, activation: Activation, widened: Widen | None = None
+) -> Tensor:
     """`activation(gate) * up` of `rms_norm(x, norm, eps) @ packed.T`, gate first -> `[tokens, rows / 2]`.
 
     Raises ValueError for another shape, dtype or device.
@@ -257,12 +266,12 @@ def packed_norm_gate_up(x: Tensor, norm: Tensor, eps: float, packed: Packed, act
         x = _ordered("packed_norm_gate_up", x, packed)
         return _gemv(x, packed, norm, eps, None, activation, packed.dtype)
     x = _ordered("packed_norm_gate_up", rms_norm(x, norm, eps), packed)
-    return _product(x, packed, None, activation, packed.dtype)
+    return _product(x, packed, None, activation, packed.dtype, widened)
 
 
 def unpack(packed: Packed) -> Tensor:
     """`[rows, inner]` of packed.dtype, each number rounded once, columns as tokens have them."""
-    wide = _unpack(packed)
+    wide = widen(packed)
     if packed.order is None:
         return wide
     placed = torch.empty_like(wide)
@@ -283,16 +292,17 @@ def _is_gemv(x: Tensor, packed: Packed) -> bool:
 
 
 def _product(
-    x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype
-) -> Tensor:
+    x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype,
+    widened: Widen | None,
+) -> Tensor:  # fmt: skip
     """x in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all."""
     if _is_gemv(x, packed):
         return _gemv(x, packed, None, 0.0, added, activation, dtype)
     if runs_on_triton(x) and 0 < len(x) <= MOST_TOKENS:
         return _dot(x, packed, added, activation, dtype)
-    product = x.to(packed.dtype) @ _unpack(packed).t()
+    product = x.to(packed.dtype) @ (widened or widen)(packed).t()
     if activation is not None:
-        product = swiglu_reference(product, activation)
+        product = swiglu(product, activation)
     return (product if added is None else product.add_(added)).to(dtype)
 
 
@@ -342,8 +352,8 @@ def _dot(x: Tensor, packed: Packed, added: Tensor | None, activation: Activation
     return out
 
 
-def _unpack(packed: Packed) -> Tensor:
-    """Columns in the matrix's own order."""
+def widen(packed: Packed) -> Tensor:
+    """As `unpack`, columns in the matrix's own order."""
     if not runs_on_triton(packed.words):
         wide = unpack_reference(packed, torch.float32).to(packed.dtype)
         return wide if packed.order is None else wide.index_select(1, packed.order)

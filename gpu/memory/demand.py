@@ -11,7 +11,7 @@ from gpu.decode.ladder import steps_to_capture
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
-from gpu.model.matrix_formats import describe_formats, largest_unpacked, weight_bytes
+from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
 from transfer.chunks.format import ChunkShape
 from transfer.config import DocumentsConfig
 
@@ -230,12 +230,12 @@ class Demand:
         )
 
     def _widening(self) -> tuple[MemoryItem, ...]:
-        """Of a matrix of few bits, for prefill and for larger batches than its own product takes."""
-        num_bytes = largest_unpacked(self.shape) * self.dtype_bytes
+        """Of matrices of few bits, for prefill and for larger batches than their own products take."""
+        num_bytes = widened_bytes(self.shape, self.dtype_bytes)
         if not num_bytes or self.device == "cpu":
             return ()
         count = 1 + self.num_lanes * (self.max_running > MOST_PACKED_TOKENS)
-        return (self.item("widened matrix", count * num_bytes, "the largest of a layer, for prefill"),)
+        return (self.item("widened matrices", count * num_bytes, "of a layer, for prefill"),)
 
     def _method_states(self) -> tuple[MemoryItem, ...]:
         """Of methods that keep a state for what runs; any of the sequences that run may be of any profile. Rings whose

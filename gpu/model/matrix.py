@@ -11,7 +11,15 @@ from torch import Tensor
 
 from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.packed import Packed
-from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
+from gpu.kernels.packed_linear import (
+    Widen,
+    packed_linear,
+    packed_logits,
+    packed_norm_gate_up,
+    packed_norm_linear,
+    unpack,
+    widen,
+)  # fmt: skip
 from gpu.model.spec import Activation
 
 
@@ -74,8 +82,9 @@ class PlainMatrix:
 class PackedMatrix:
     """Words of 4 or 8 bits, widened where they are multiplied."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: Packed, widened: Widen) -> None:
         self.packed = packed
+        self.widened = widened
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,13 +95,13 @@ class PackedMatrix:
         return self.packed.nbytes
 
     def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return packed_linear(x, self.packed, residual)
+        return packed_linear(x, self.packed, residual, self.widened)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
-        return packed_norm_linear(x, norm, eps, self.packed, bias)
+        return packed_norm_linear(x, norm, eps, self.packed, bias, self.widened)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
-        return packed_norm_gate_up(x, norm, eps, self.packed, activation)
+        return packed_norm_gate_up(x, norm, eps, self.packed, activation, self.widened)
 
     def logits(self, x: Tensor) -> Tensor:
         return packed_logits(x, self.packed)
@@ -101,6 +110,6 @@ class PackedMatrix:
         return unpack(self.packed)
 
 
-def as_matrix(stored: Tensor | Packed) -> Matrix:
-    """What multiplies by weights as they lie there."""
-    return PackedMatrix(stored) if isinstance(stored, Packed) else PlainMatrix(stored)
+def as_matrix(stored: Tensor | Packed, widened: Widen = widen) -> Matrix:
+    """What multiplies by weights as they lie there. widened: what widens packed ones for prefill."""
+    return PackedMatrix(stored, widened) if isinstance(stored, Packed) else PlainMatrix(stored)

@@ -13,6 +13,8 @@ from gpu.model.family import families
 from gpu.model.matrix_format import ROUNDED, MatrixFormat, Quantisation
 from gpu.model.spec import Architecture, ModelError
 
+WIDENED_BYTES = 512 * 2**20
+
 # A layer's matrices, and what of `gpu.model.family.LAYER_TENSORS` they are made of, in the order of their rows.
 PARTS = {"qkv": ("query", "key", "value"), "output": ("output",), "gate_up": ("gate", "up"), "down": ("down",)}
 
@@ -82,11 +84,14 @@ def describe_formats(architecture: Architecture) -> str:
     return f"{layers.kind} in {groups}, output matrix {output.kind if output else 'plain'}"
 
 
-def largest_unpacked(architecture: Architecture) -> int:
-    """Numbers of the largest matrix of few bits in a layer, which prefill widens; 0 where all are plain."""
+def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
+    """Of the matrices of few bits that prefill keeps widened: a layer's, or as many as WIDENED_BYTES hold, but the
+    largest in any case; 0 where all are plain.
+    """
     if architecture.quantisation is None:
         return 0
-    return max(rows * inner for rows, inner in matrix_shapes(architecture).values())
+    sizes = [rows * inner * dtype_bytes for rows, inner in matrix_shapes(architecture).values()]
+    return max(max(sizes), min(sum(sizes), WIDENED_BYTES))
 
 
 def rounded(architecture: Architecture, asked: str | None, key: str) -> Architecture:

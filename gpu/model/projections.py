@@ -10,8 +10,10 @@ from torch import Tensor
 from gpu.kernels.head_norm import head_norm
 from gpu.kernels.rms_norm import rms_norm, rms_norm_add
 from gpu.model.matrix import Matrix, as_matrix
+from gpu.model.matrix_formats import widened_bytes
 from gpu.model.spec import Architecture
 from gpu.model.weights import Weights
+from gpu.model.widened import Widened
 
 _QKV, _OUTPUT, _GATE_UP, _DOWN = range(4)  # of a layer's matrices
 
@@ -28,8 +30,10 @@ class Projections:
         self.eps = architecture.rms_norm_eps
         self._heads = architecture.num_heads, architecture.num_kv_heads
         self._activations = [spec.activation for spec in architecture.layers]
+        widened = Widened(widened_bytes(architecture, weights.embedding.element_size()))
         self._matrices = [
-            tuple(map(as_matrix, (layer.qkv, layer.output, layer.gate_up, layer.down))) for layer in weights.layers
+            tuple(as_matrix(stored, widened) for stored in (layer.qkv, layer.output, layer.gate_up, layer.down))
+            for layer in weights.layers
         ]
         self._logits = as_matrix(weights.logits)
 

@@ -1,8 +1,8 @@
 """Checkpoints of few bits, written as each format's publishers lay them out, beside the same model in plain float32.
 
 Written from the formats' definitions, with numpy alone; nothing here is shared with what reads them. AWQ: the packing
-of its GEMM kernels. GPTQ: words along the input, zero points less one (and not so in its second version). FP8: e4m3 with a
-scale a tensor, a row, or a block. compressed-tensors: words along the input, from the middle, rows first.
+of its GEMM kernels. GPTQ: words along the input, zero points less one (and not so in its second version). FP8: e4m3
+with a scale a tensor, a row, or a block. compressed-tensors: words along the input, from the middle, rows first.
 """
 
 import json

@@ -1,5 +1,6 @@
 """What a plan counts for one more token is what is allocated for it, and limits are in the units that they name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from gpu.kv.pool import KvPool
 from gpu.memory.demand import Demand
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import named_shape
+from gpu.model.matrix_formats import rounded
 from gpu.model.rope import rope_tables
+from gpu.model.weights import allocate_weights
 from gpu.prefill.gathered import GatheredKv
 from gpu.sampling.penalties import PenaltyTable
 from transfer.machine import load_machine
@@ -62,6 +65,23 @@ def plan_8b(**gpu: float) -> MemoryPlan:
         named_shape("llama-3.1-8b"), GpuConfig.model_validate(gpu), host=None, kept=None, states=(), max_running=8,
         chunk_tokens=2048, max_context_tokens=4096, max_hidden_tokens=None, machine=CARD,
     )  # fmt: skip
+
+
+def test_matrices_of_few_bits_are_counted_as_they_are_held_and_one_of_them_widened() -> None:
+    shape = rounded(replace(TINY, tied_embeddings=False), "int4", "weights")
+    on_cpu = replace(DEMAND, shape=shape)
+    weights = next(item for item in on_cpu.fixed_items() if item.name == "weights")
+    assert weights.bytes == 4 * shape.num_weights
+    assert "widened matrices" not in {item.name for item in on_cpu.fixed_items()}
+    on_gpu = {item.name: item.bytes for item in replace(on_cpu, device="cuda").fixed_items()}
+    packed = allocate_weights(shape, torch.float32, torch.device("meta"))
+    layers = [getattr(layer, name) for layer in packed.layers for name in layer.__dataclass_fields__]
+    tensors = (*layers, packed.final_norm, packed.logits, packed.embedding)
+    assert on_gpu["weights"] == sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    widest = 4 * shape.hidden * (3 * shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.dim)
+    assert on_gpu["widened matrices"] == widest
+    crowd = {item.name: item.bytes for item in replace(on_cpu, device="cuda", max_running=300).fixed_items()}
+    assert crowd["widened matrices"] == 2 * widest
 
 
 def test_a_limit_of_gib_is_in_gib() -> None:

@@ -1,0 +1,177 @@
+"""Times one layer's matrices in bf16, FP8, int8 and int4, with the fusions of a decode step: `weights`.
+
+It refuses to know attention. Shapes are those of a named model; weights are random, as many layers of them as no cache
+holds, multiplied one after another in a CUDA graph. A product is compared with that of the unpacked numbers in float64
+before anything is timed. Floor: the bytes that are held over the rate of reading, or FLOPs over that of products,
+whichever takes longer. Peer: the same four products by the vendor's library in bf16; beside it, where torch has them,
+its own products of int4 and FP8.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+from bench.rates import device_name, measure_device_rates
+from bench.rows import Row, announce, measure, require
+from gpu.model.architecture import named_shape
+from gpu.model.matrix import as_matrix
+from gpu.model.matrix_formats import rounded
+from gpu.model.projections import Projections
+from gpu.model.spec import Architecture
+from gpu.model.weights import LayerWeights, Weights, random_weights
+
+KINDS = ("bfloat16", "fp8", "int8", "int4")
+COLD_BYTES = 512 * 2**20  # several times the L2 of an H200
+MOST_ERROR = 1.5e-2  # of a product behind a norm, against float64
+SEED, WARMUPS, REPEATS = 1, 3, 20
+INT4_GROUP, INNER_TILES = 128, 8  # of torch's own int4
+
+
+def matrix_rows(
+    shape_name: str, batches: Sequence[int], kinds: Sequence[str], device: torch.device, console: Console
+) -> list[Row]:
+    """A row for each kind and batch: milliseconds of one layer's matrices. Raises GateError."""
+    rates = measure_device_rates(device)
+    plain, rows = _draw(shape_name, "bfloat16", device), []
+    for kind in kinds:
+        shape, weights = plain if kind == "bfloat16" else _draw(shape_name, kind, device)
+        layer_bytes = sum(as_matrix(matrix).nbytes for matrix in _matrices(weights.layers[0]))
+        _check(shape, weights)
+        for batch in batches:
+            floor, floor_ms = _floor(shape, layer_bytes, batch, rates)
+            if floor_ms is not None:
+                announce(console, f"layer, {kind}, batch {batch}", floor, floor_ms)
+            timing = measure(_graph(_layers(shape, weights, batch), device), device, WARMUPS, REPEATS)
+            peer = measure(_graph(_library(plain[1], batch), device), device, WARMUPS, REPEATS)
+            others = {name: measure(_graph(call, device), device, WARMUPS, REPEATS).ms / count
+                      for name, count, call in _torch_products(kind, plain[1], batch)}  # fmt: skip
+            count, plain_count = len(weights.layers), len(plain[1].layers)
+            rows.append(
+                Row(
+                    name="layer's matrices", shape=f"{shape_name} {kind}, batch {batch}", device=device_name(device),
+                    ms=timing.ms / count, p10=timing.p10 / count, p90=timing.p90 / count, floor=floor,
+                    floor_ms=floor_ms, peer="the vendor's library in bf16", peer_ms=peer.ms / plain_count, rates=rates,
+                    extras=others, config={"kind": kind, "batch": batch, "bytes": layer_bytes, "layers": count},
+                )
+            )  # fmt: skip
+    return rows
+
+
+def _draw(shape_name: str, kind: str, device: torch.device) -> tuple[Architecture, Weights]:
+    """As many layers as no cache holds, and a vocabulary that does not matter."""
+    shape = replace(named_shape(shape_name), num_layers=1, vocab_size=1024, tied_embeddings=True)
+    bits = {"bfloat16": 16, "int4": 4}.get(kind, 8)
+    layers = 1 + COLD_BYTES * 8 // (bits * shape.num_layer_weights) if device.type == "cuda" else 1
+    shape = rounded(replace(shape, num_layers=layers), kind, "--kinds")
+    return shape, random_weights(shape, SEED, torch.bfloat16, device, lambda _: None)
+
+
+def _matrices(layer: LayerWeights) -> tuple:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _check(shape: Architecture, weights: Weights) -> None:
+    """The product behind the norm of a layer, of one token and of several."""
+    for tokens in (1, 5):
+        x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=weights.embedding.device)
+        got = Projections(weights, shape).qkv(0, x).double()
+        wide = x.double() * (x.double().square().mean(-1, keepdim=True) + shape.rms_norm_eps).rsqrt()
+        wanted = wide @ as_matrix(weights.layers[0].qkv).unpack().double().t()
+        error = float((got - wanted).norm() / wanted.norm())
+        require(error < MOST_ERROR, f"a product of {tokens} tokens is {error:.1e} from float64's")
+
+
+def _layers(shape: Architecture, weights: Weights, batch: int) -> Callable[[], object]:
+    projections = Projections(weights, shape)
+    hidden = torch.randn(batch, shape.hidden, dtype=torch.bfloat16, device=weights.embedding.device)
+    attended = torch.randn(batch, shape.num_heads * shape.dim, device=hidden.device)
+
+    def run() -> None:
+        for layer in range(shape.num_layers):
+            projections.qkv(layer, hidden)
+            projections.mlp(layer, projections.output(layer, attended, hidden))
+
+    return run
+
+
+def _library(weights: Weights, batch: int) -> Callable[[], object]:
+    def run() -> None:
+        for layer, tokens in zip(weights.layers, inputs, strict=True):
+            for matrix, x in zip(_matrices(layer), tokens, strict=True):
+                F.linear(x, matrix)
+
+    inputs = [_inputs(layer, batch) for layer in weights.layers]
+    return run
+
+
+def _inputs(layer: LayerWeights, batch: int) -> list[Tensor]:
+    return [torch.randn(batch, m.shape[1], dtype=torch.bfloat16, device=m.device) for m in _matrices(layer)]
+
+
+def _torch_products(kind: str, weights: Weights, batch: int) -> list[tuple[str, int, Callable[[], object]]]:
+    """Torch's own products of a kind: name, how many layers, and what runs them. Of a card that has none: nothing."""
+    layers = weights.layers
+    if layers[0].qkv.device.type != "cuda" or kind not in ("int4", "fp8"):
+        return []
+    make = _int4_layer if kind == "int4" else _fp8_layer
+    try:
+        calls = [call for layer in layers for call in make(layer, batch)]
+        for call in calls[:4]:
+            call()
+        torch.cuda.synchronize()
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return [(f"torch {kind} is not here: {str(error).splitlines()[0][:60]}", 1, lambda: None)]
+    return [(f"torch_{kind}_ms", len(layers), lambda: [call() for call in calls])]
+
+
+def _int4_layer(layer: LayerWeights, batch: int) -> list[Callable[[], object]]:
+    calls: list[Callable[[], object]] = []
+    for matrix, x in zip(_matrices(layer), _inputs(layer, batch), strict=True):
+        numbers = torch.randint(0, 256, (matrix.shape[0], matrix.shape[1] // 2), dtype=torch.uint8, device=x.device)
+        packed = torch.ops.aten._convert_weight_to_int4pack(numbers, INNER_TILES)
+        scales = torch.ones(matrix.shape[1] // INT4_GROUP, matrix.shape[0], 2, dtype=torch.bfloat16, device=x.device)
+        calls.append(lambda x=x, p=packed, s=scales: torch.ops.aten._weight_int4pack_mm(x, p, INT4_GROUP, s))
+    return calls
+
+
+def _fp8_layer(layer: LayerWeights, batch: int) -> list[Callable[[], object]]:
+    calls: list[Callable[[], object]] = []
+    one = torch.ones((), device=layer.qkv.device)
+    for matrix, x in zip(_matrices(layer), _inputs(layer, max(16, batch)), strict=True):
+        narrow, columns = x.to(torch.float8_e4m3fn), matrix.to(torch.float8_e4m3fn).t()
+        calls.append(
+            lambda x=narrow, w=columns: torch._scaled_mm(x, w, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        )
+    return calls
+
+
+def _graph(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The same without the host's part."""
+    if device.type != "cuda":
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _floor(shape: Architecture, layer_bytes: int, batch: int, rates: dict[str, float]) -> tuple[str, float | None]:
+    if "device_stream_gb_s" not in rates:
+        return "none: rates are of a CUDA device", None
+    flops, gb_s, tflop_s = (
+        2 * batch * shape.num_layer_weights,
+        rates["device_stream_gb_s"],
+        rates["bf16_matmul_tflop_s"],
+    )
+    if flops / tflop_s / 1e9 > layer_bytes / gb_s / 1e6:
+        return f"{flops / 1e12:.3g} TFLOP at {tflop_s:.0f} TFLOP/s", flops / tflop_s / 1e9
+    return f"{layer_bytes / 1e6:.1f} MB at {gb_s:.0f} GB/s", layer_bytes / gb_s / 1e6

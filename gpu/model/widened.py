@@ -1,0 +1,48 @@
+"""Matrices of few bits as prefill multiplies them, kept from one unit of a layer to the next.
+
+Prefill goes layer by layer, chunk after chunk, so a matrix that is kept is widened once for a layer and not once for a
+chunk. It refuses to know layers: what was used longest ago goes first. Invariant: a kept matrix was written on the
+stream that reads it; for other streams, and in a graph that is being captured, matrices are widened anew.
+"""
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.packed import Packed
+from gpu.kernels.packed_linear import widen
+
+
+class Widened:
+    """At most `most_bytes` of them; a larger one is not kept."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by the address of their words
+        self._bytes = 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, packed: Packed) -> Tensor:
+        """`[rows, inner]` of packed.dtype, columns in the matrix's order; not to be written to."""
+        num_bytes = packed.rows * packed.inner * packed.dtype.itemsize
+        if num_bytes > self.most_bytes or not self._is_ours(packed.device):
+            return widen(packed)
+        key = packed.words.data_ptr()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        while self._bytes + num_bytes > self.most_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest.nbytes
+            del oldest  # its memory is the next one's
+        self._kept[key] = widen(packed)
+        self._bytes += num_bytes
+        return self._kept[key]
+
+    def _is_ours(self, device: torch.device) -> bool:
+        if device.type != "cuda":
+            return True
+        stream = torch.cuda.current_stream(device)
+        self._stream = self._stream or stream
+        return stream == self._stream and not torch.cuda.is_current_stream_capturing()
