@@ -26,9 +26,10 @@ from gpu.kernels.swiglu import gated, swiglu
 from gpu.model.spec import Activation
 
 MOST_TOKENS = 256  # beyond, a matrix is widened first; as many rows as logits have at once
-# One token: block_rows, block_words, num_warps, unroll; of `gated` programs, each row is two.
-GEMV_CONFIGS = {"int4": (16, 128, 4, 1), "int8": (8, 128, 4, 1), "fp8": (8, 128, 4, 1)}
-GATED_ROWS = 8
+# One token: block_rows, num_warps, unroll; of `gated` programs each row is two. A warp's block is WARP_WORDS wide, and
+# warps stand side by side: so tokens are loaded as words are, once for all rows, and nothing crosses shared memory.
+GEMV_CONFIGS = {False: (4, 2, 1), True: (2, 2, 1)}
+WARP_WORDS = 128
 # Several: block_rows, block_words, num_warps, num_stages, of products and of `gated` ones.
 DOT_CONFIGS = {False: (32, 64, 4, 3), True: (32, 32, 4, 3)}
 UNPACK_BLOCK = (16, 64)  # rows, words
@@ -63,17 +64,18 @@ def _scales(
     scales, zeros, row, column, inside, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """What factors are less by, and then multiplied by, float32 `[rows, words]`; of FP8 `0` and the scale alone."""
+    """What is taken off factors times a gain, and that gain, float32 `[rows, words]`; of FP8 0 and the scale. All three
+    have so few bits that the difference is exact.
+    """
     at = (row // ROW_BLOCK) * NUM_GROUPS + column // GROUP
     scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == 0:
         return scale * 0.0, scale
     BASE: tl.constexpr = 16.0 if KIND == 4 else 256.0
+    less = 1.5 * BASE
     if HAS_ZEROS:
-        less = 1.0 + tl.load(zeros + at, mask=inside, other=0).to(tl.float32) * (1.0 / BASE)
-    else:
-        less = scale * 0.0 + 1.5
-    return less, scale * BASE
+        less = BASE + tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+    return less * scale, scale * BASE
 
 
 @triton.jit
@@ -124,9 +126,9 @@ def _packed_gemv_kernel(
             part += _factor(packed, PLANE, KIND) * values
             if GATES:
                 up_part += _factor(ups, PLANE, KIND) * values
-        sums += (part - less * total) * gain * HALF
+        sums += (part * gain - less * total) * HALF
         if GATES:
-            up_sums += (up_part - up_less * total) * up_gain * HALF
+            up_sums += (up_part * up_gain - up_less * total) * HALF
     result = tl.sum(sums, 1)
     scale = 1.0
     if NORMS:
@@ -144,7 +146,7 @@ def _widened(packed, less, gain, PLANE: tl.constexpr, KIND: tl.constexpr):
     """float32 numbers of a plane."""
     if KIND == 0:
         return _factor(packed, PLANE, KIND) * 2.0**120 * gain
-    return (_factor(packed, PLANE, KIND) - less) * gain
+    return _factor(packed, PLANE, KIND) * gain - less
 
 
 @triton.jit
@@ -323,14 +325,13 @@ def _gemv(
 ) -> Tensor:  # fmt: skip
     gates = activation is not None
     num_rows = packed.rows // (2 if gates else 1)
-    block_rows, block_words, num_warps, unroll = GEMV_CONFIGS[packed.kind]
-    block_rows = min(block_rows, GATED_ROWS) if gates else block_rows
+    block_rows, num_warps, unroll = GEMV_CONFIGS[gates]
     out = torch.empty(1, num_rows, dtype=dtype, device=x.device)
     _packed_gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
         x, *_tensors(packed), x if norm is None else norm, out if added is None else added.contiguous(), out, eps,
         num_rows, **_layout(packed), NORMS=norm is not None, GATES=gates, GELU=activation == "gelu_tanh",
-        ADDS_RESIDUAL=added is not None, BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words, UNROLL=unroll,
-        num_warps=num_warps,
+        ADDS_RESIDUAL=added is not None, BLOCK_ROWS=block_rows, BLOCK_WORDS=WARP_WORDS * num_warps,
+        UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out
 

@@ -64,6 +64,7 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
                     on_progress(done / total)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what matrices were unpacked and rounded in
     _log_rate(folder, stored_bytes, time.perf_counter() - began)
     return _settled(weights)
 

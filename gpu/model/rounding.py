@@ -14,12 +14,12 @@ from gpu.model.matrix_format import BITS, MatrixFormat
 SHRINKS = tuple(1.0 - 0.025 * step for step in range(17))  # of the range that a scale holds
 FP8_MAX = 448.0
 _LEAST = 1e-8  # of a scale: a group of zeros has one, too
-_ROWS = 4096  # at once: copies of a group's numbers are many times the matrix
+_NUMBERS = 2**24  # at once: what is compared takes several times their memory
 
 
 def round_rows(rows: Tensor, stored: MatrixFormat) -> tuple[Tensor, Tensor, Tensor | None]:
     """float `[rows, inner]` -> numbers uint8 `[rows, inner]`, scales `[rows, groups]`, zeros uint8 or None."""
-    parts = [_round(part.float(), stored) for part in rows.split(_ROWS)]
+    parts = [_round(part.float(), stored) for part in rows.split(max(1, _NUMBERS // rows.shape[1]))]
     numbers, scales, zeros = zip(*parts, strict=True)
     return torch.cat(numbers), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
 

@@ -1,0 +1,33 @@
+"""The table of a layer's matrices: a row for each kind and batch beside a peer, and no number for a wrong product."""
+
+import pytest
+import torch
+from rich.console import Console
+
+import bench.matrices
+from bench.matrices import matrix_rows
+from bench.rows import GateError, Row
+from gpu.model.projections import Projections
+
+CPU = torch.device("cpu")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]) -> list[Row]:
+    monkeypatch.setattr(bench.matrices, "measure_device_rates", lambda device: {})
+    return matrix_rows("tiny", (1, 3), kinds, CPU, Console(quiet=True))
+
+
+def test_each_kind_and_batch_has_a_row_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = run(monkeypatch, ("bfloat16", "int4"))
+    pairs = [(kind, batch) for kind in ("bfloat16", "int4") for batch in (1, 3)]
+    assert [row.shape for row in rows] == [f"tiny {kind}, batch {batch}" for kind, batch in pairs]
+    assert all(row.ms > 0 and row.peer_ms for row in rows)
+    weights = 256 * (4 + 2 * 2) * 64 + 256 * 256 + 3 * 256 * 512
+    assert rows[0].config["bytes"] == 2 * weights
+
+
+def test_a_product_that_is_wrong_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Projections.qkv
+    monkeypatch.setattr(Projections, "qkv", lambda self, layer, x: right(self, layer, x).roll(1, 1))
+    with pytest.raises(GateError, match="a product of 1 tokens is"):
+        run(monkeypatch, ("bfloat16",))
