@@ -36,8 +36,9 @@ SELECTED = " or ".join(
         "(test_kernels_scattered and cpu and float32 and (shape0 or shape1) and 199)",
         "(test_partial and cpu and not partition)",
         "(test_kernels_gather and cpu and float32)",
-        "(test_kernels_packed and cpu-float32 and (-2-int4 or -2-fp8 or -1-int8 or -1-int4-zeros or -1-fp8-rows))",
-        "(test_kernels_packed and (cpu-float32-int4 or cpu-float32-fp8))",
+        "(test_kernels_packed and cpu-float32 and (-2-int4-zeros or -2-fp8-blocks or -17-int4-order))",
+        "(test_kernels_packed and cpu-float32 and (-1-int8-zeros or -1-int4-small or -1-fp8-rows))",
+        "(test_kernels_packed and (int8-zeros-float32-cpu or fp8-blocks-float32-cpu))",
         "(test_kernels_fused and cpu and float32 and not shape3)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
     )
@@ -53,7 +54,7 @@ LARGER = " or ".join(
         "(test_kernels_momo and cpu and float32)",
         "(test_kernels_scattered and cpu and float32)",
         "(test_kernels_mac and cpu and float32 and (wraps or one_of or holes or released or noticed or youngest))",
-        "(test_kernels_packed and cpu-float32 or (test_kernels_packed and cpu-bfloat16-1-))",
+        "(test_kernels_packed and (cpu-float32 or cpu-bfloat16-1-))",
         "(test_kernels_predictor and cpu and float32 and (few or ragged or step_by_step))",
     )
 )
