@@ -40,7 +40,7 @@ MEANING = [
     ("llama2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope scaling 'mrope'; served: default, "),
     ("llama2", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "'linear' has beta; known: factor"),
     ("llama2", {"rope_condense_ratio": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, "8 beside rope scaling"),
-    ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, and nothing here knows"),
+    ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; served: 'awq'"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is .*; served: None"),
     ("mistral", {"num_experts": 8}, "num_experts is 8, and nothing here knows"),
     ("ministral", {"layer_types": ["linear_attention"] * 3}, "layer_types is .*; wanted 3 of 'sliding_attention'"),
