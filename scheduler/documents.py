@@ -114,8 +114,9 @@ class Documents:
             return
         sequence.holds_chunks = True
         sequence.missing = [chunk for chunk in sequence.chunks if not self._library.hold(chunk.key)]
-        found = (chunk.end - chunk.begin for chunk in sequence.chunks if chunk not in sequence.missing)
-        sequence.num_found_tokens = sum(found)
+        if sequence.num_found_tokens is None:  # later it finds what was computed for itself
+            found = (chunk.end - chunk.begin for chunk in sequence.chunks if chunk not in sequence.missing)
+            sequence.num_found_tokens = sum(found)
 
     def let_go(self, sequence: Sequence) -> None:
         """It has read its chunks, or will not."""
@@ -145,8 +146,10 @@ class Documents:
             sequence.num_tokens, sequence.num_prompt_tokens, self._windows,
         )  # fmt: skip
         if plan is not None and not sequence.output:  # one that gave way has been told of
+            num_left = len(sequence.prompt) - begin - plan.num_computed  # of chunks, as they were computed alone
+            num_found = sequence.num_found_tokens or 0
             sequence.num_recomputed_tokens = plan.num_chosen
-            sequence.num_reused_tokens = max(0, sequence.num_found_tokens - plan.num_chosen)
+            sequence.num_reused_tokens = max(0, min(num_found - plan.num_chosen, num_left))
         return plan
 
     # --- chunks to compute --------------------------------------------------------------------------------------------

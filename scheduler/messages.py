@@ -216,8 +216,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     error: str | None = None  # with finish_reason error
     num_cached_tokens: int = 0
-    reused_tokens: int = 0  # of chunks, whose keys and values were stored and stay as they were
-    recomputed_tokens: int = 0  # of chunks, whose stored ones were replaced
+    reused_tokens: int = 0  # of chunks that were stored before, whose keys and values stay as they were, at least
+    recomputed_tokens: int = 0  # of chunks, computed again with the prompt; which, the device alone knows
     queue_seconds: float | None = None  # with the first delta: from arrival to the start of its prefill
 
 

@@ -63,7 +63,7 @@ class Sequence:
     chunks: list[PlacedChunk] = field(default_factory=list)
     missing: list[PlacedChunk] = field(default_factory=list)
     holds_chunks: bool = False
-    num_found_tokens: int = 0
+    num_found_tokens: int | None = None
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
     started_s: float | None = None

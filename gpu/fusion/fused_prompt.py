@@ -85,6 +85,11 @@ class FusedPrompt:
         for layer in range(self._first_layer, self._first_layer + LAYERS_AHEAD):
             self._read(layer)
 
+    @property
+    def num_tail_tokens(self) -> int:
+        """At the prompt's end, behind all chunks: all of them are computed, in every layer."""
+        return self.num_tokens - max(self.begin, self._spans[-1][1])
+
     # --- which tokens are computed ------------------------------------------------------------------------------------
 
     @property

@@ -273,7 +273,7 @@ class Prefill:
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Tensor:
             if state.job.is_scattered(unit.layer):
-                return self._attend_scattered(state, unit, query)
+                return self._attend_scattered(state, unit, query, pre_rope_query)
             return self._attend(state, unit, query, pre_rope_query)
 
         state.hidden[chunk] = self.decoder.layer(
@@ -363,16 +363,34 @@ class Prefill:
         prompt = state.job.prompts[0]
         return self._keys_and_values(state, prompt, layer, len(prompt.token_ids))
 
-    def _attend_scattered(self, state: _Job, unit: PrefillUnit, query: Tensor) -> Tensor:
+    def _attend_scattered(self, state: _Job, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
         """Dense attention of a unit of few tokens among the prompt's."""
         keys, values = self._whole(state, unit.layer)
         positions, window = state.positions[unit.begin : unit.end], self.decoder.specs[unit.layer].window_tokens
+        num_tokens, scale = keys.shape[1], self.decoder.scale
+        asked = PrefillQuery(
+            unit.layer, query, pre_rope_query, keys, values, positions, None, num_tokens, scale, None
+        )  # fmt: skip
         if self.watch is not None and window is None:
-            scale, num_tokens = self.decoder.scale, keys.shape[1]
-            self.watch(
-                PrefillQuery(unit.layer, query, query, keys, values, positions, None, num_tokens, scale, None)
-            )  # fmt: skip
-        return scattered_attention(query, keys, values, positions, self.decoder.scale, window).out
+            self.watch(asked)
+        if window is None:
+            self._show_tail(state, unit, asked)
+        return scattered_attention(query, keys, values, positions, scale, window).out
+
+    def _show_tail(self, state: _Job, unit: PrefillUnit, asked: PrefillQuery) -> None:
+        """To the methods that want a prompt's last queries in order: all tokens behind the last chunk are computed."""
+        fused, slot = state.fused, state.job.prompts[0].slot
+        assert fused is not None
+        num_left = state.offsets[-1] - unit.end
+        num_own = min(unit.end - unit.begin, fused.num_tail_tokens - num_left)
+        if num_own <= 0 or not any(method.has_ring(slot) for method in self._reusing):
+            return
+        end, own = fused.num_tokens - num_left, slice(unit.end - unit.begin - num_own, None)
+        tail = replace(
+            asked, query=asked.query[own], pre_rope_query=asked.pre_rope_query[own], keys=asked.keys[:, :end],
+            values=asked.values[:, :end], positions=asked.positions[own], begin=end - num_own,
+        )  # fmt: skip
+        self._show(tail, slot)
 
     def _score(self, state: _Job, unit: LogitsUnit) -> None:
         """Logprobs of a unit's tokens, prompt by prompt."""

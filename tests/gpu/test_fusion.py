@@ -1,10 +1,12 @@
 """Prompts that take chunks computed alone: every policy against a float64 oracle, and what must equal dense prefill."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gpu.prefill.query import PrefillQuery
 from tests.gpu.fusion_stand import FusionStand, Oracle, draw
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL
 
@@ -149,3 +151,42 @@ def test_what_is_kept_of_a_chunk_depends_on_nothing_beside_it(tmp_path: Path) ->
         oracle = Oracle(alone).alone(chunk)
         wanted = np.stack([np.stack(pair) for pair in oracle]).reshape(layers[0].shape)
         np.testing.assert_allclose(layers[0], wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+class SeesPrompts:
+    """As a method whose sequences hold rings: what it is shown, by layer."""
+
+    def __init__(self) -> None:
+        self.shown: dict[int, list[PrefillQuery]] = {}
+
+    def has_ring(self, slot: int) -> bool:
+        return slot == 0
+
+    def see_prompt(self, slot: int, query: PrefillQuery, attend: object) -> None:
+        copy = replace(query, query=query.query.clone(), keys=query.keys.clone(), values=query.values.clone())
+        self.shown.setdefault(query.layer, []).append(copy)
+
+
+@pytest.mark.parametrize("policy", ["a3", "legolink"])
+@pytest.mark.parametrize("unit_tokens", [29, 500])
+def test_methods_with_rings_see_the_end_of_a_fused_prompt_in_order(
+    stand: FusionStand, policy: str, unit_tokens: int
+) -> None:
+    """All behind the last chunk, in every layer; where all is computed again, as of a prompt without chunks."""
+    dense, fused = SeesPrompts(), SeesPrompts()
+    for seer, spans in ((dense, []), (fused, SPANS)):
+        stand.prefill._reusing = (seer,)  # type: ignore[assignment]
+        stand.serve(stand.prompt(TOKENS, spans, policy if spans else "vanilla", 1.0), unit_tokens)
+    tail = SPANS[-1][1]
+    for layer in range(6):
+        (last, *_), parts = dense.shown[layer][::-1], fused.shown[layer]
+        assert [part.begin for part in parts[1:]] == [part.begin + len(part.query) for part in parts[:-1]]
+        assert parts[-1].begin + len(parts[-1].query) == len(TOKENS)
+        assert parts[0].begin <= tail
+        for part in parts:
+            assert part.keys.shape[1] == part.begin + len(part.query)
+            assert part.positions.tolist() == list(range(part.begin, part.begin + len(part.query)))
+        np.testing.assert_allclose(
+            parts[-1].query[-3:].numpy(), last.query[-3:].numpy(), atol=FUSED_LOGIT_ATOL, rtol=0
+        )  # fmt: skip
+        np.testing.assert_allclose(parts[-1].keys.numpy(), last.keys.numpy(), atol=FUSED_LOGIT_ATOL, rtol=0)

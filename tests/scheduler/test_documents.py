@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.in_flight import InFlight
 from gpu.load import load_architecture
-from gpu.model.architecture import named_shape
+from gpu.model.architecture import NAMED_SHAPES, named_shape
 from gpu.model.spec import RopeScaling
 from gpu.sampling.params import SamplingParams
 from gpu.step import FUSED, PrefillUnit, StepPlan
@@ -21,6 +22,7 @@ from scheduler.engine import Engine
 from scheduler.load import chunk_kv_key, load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, ChunksStored, Delta, EngineRequest, Fusion, StoreChunks, pack_tokens
+from tests.tolerances import FUSED_LOGIT_ATOL
 from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import probe_machine
 
@@ -38,10 +40,16 @@ def draw(count: int, seed: int) -> list[int]:
 CHUNKS = [draw(size, 10 + number) for number, size in enumerate(SIZES)]
 
 
-def make_engine(folder: Path, host: HostConfig | None = None, pages_gib: float = 0.1, **documents: object) -> Engine:
+def make_engine(
+    folder: Path,
+    host: HostConfig | None = None,
+    pages_gib: float = 0.1,
+    model: ModelConfig = MODEL,
+    **documents: object,
+) -> Engine:
     config = EngineConfig(
-        model=MODEL,
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib),
+        model=model,
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1),
         host=host,
         documents=DocumentsConfig(
             **{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}  # type: ignore[arg-type]
@@ -50,7 +58,7 @@ def make_engine(folder: Path, host: HostConfig | None = None, pages_gib: float =
             max_running=4, max_context_tokens=2048, prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096)
         ),
     )
-    plan = plan_engine(config, load_architecture(MODEL), probe_machine())
+    plan = plan_engine(config, load_architecture(model), probe_machine())
     return load_engine(config, plan, lambda stage, fraction: None)[0]
 
 
@@ -266,5 +274,41 @@ def test_chunks_are_named_by_what_their_keys_depend_on() -> None:
     plain = chunk_kv_key(shape, "float32", 2048)
     assert chunk_kv_key(shape, "float32", 4096) == plain
     assert chunk_kv_key(shape, "bfloat16", 2048) != plain
-    dynamic = replace(shape, rope=RopeScaling("dynamic", 1e4, {"factor": 2.0}))
+    dynamic = replace(
+        shape, rope=RopeScaling("dynamic", 1e4, {"factor": 2.0, "original_max_position_embeddings": 1024.0})
+    )
     assert len({plain, *(chunk_kv_key(dynamic, "float32", tokens) for tokens in (2048, 4096))}) == 3
+
+
+SCORED = SamplingParams(temperature=0.0, num_logprobs=20)
+
+
+def logprobs(engine: Engine, request: EngineRequest) -> dict[int, float]:
+    """Of the first token drawn, the likeliest 20."""
+    first = serve(engine, request)[0].logprobs
+    assert first is not None
+    return dict(first[0].top)
+
+
+def off(some: dict[int, float], others: dict[int, float]) -> float:
+    return max(abs(some[token] - others.get(token, -99.0)) for token in list(some)[:5])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED_SHAPES if name.startswith("tiny")])
+def test_every_familys_chunks_are_placed_as_if_they_had_been_computed_there(name: str, tmp_path: Path) -> None:
+    """Norms of keys, biases, windows, scaled positions: one chunk behind nothing, and all tokens computed again."""
+    engine = make_engine(tmp_path, model=ModelConfig(random_weights=name))
+    prompt = pack_tokens([*CHUNKS[0], *draw(QUESTION, 2)])
+    alone = {"prompt": prompt, "chunks": [ChunkSpan(0, SIZES[0])], "sampling": SCORED}
+    wanted = logprobs(engine, structs.replace(ask("a", None, max_tokens=1), **alone))
+    pie = Fusion(policy="pie", ratio=0.0)
+    for again in ("b", "c"):  # computed for it, and found
+        got = logprobs(engine, structs.replace(ask(again, pie, max_tokens=1), **alone))
+        assert off(wanted, got) < FUSED_LOGIT_ATOL
+    whole = logprobs(engine, ask("d", None, max_tokens=1, sampling=SCORED))
+    for policy in ("a3", "legolink"):
+        fusion = Fusion(policy=policy, ratio=1.0)
+        assert off(whole, logprobs(engine, ask(policy, fusion, max_tokens=1, sampling=SCORED))) < FUSED_LOGIT_ATOL
+    unplaced = logprobs(engine, ask("e", Fusion(policy="full_reuse", ratio=0.0), max_tokens=1, sampling=SCORED))
+    assert off(whole, unplaced) > 10 * FUSED_LOGIT_ATOL, "what is not placed is seen"
+    engine.shutdown()

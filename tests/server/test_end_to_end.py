@@ -16,6 +16,7 @@ import psutil
 import pytest
 import yaml
 from openai import BadRequestError, OpenAI
+from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
 from server.config import load_deployment
@@ -56,10 +57,15 @@ def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subp
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[tuple[subprocess.Popen, str]]:
-    folder = tmp_path_factory.mktemp("served")
-    documents = {"folder": str(folder / "documents"), "memory_limit_gib": 0.25, "disk_limit_gib": 1.0}
-    process, url = serve(folder, {"documents": documents})
+def documents(tmp_path_factory) -> dict[str, object]:
+    """Of servers that have a store in common, one after another or at once."""
+    folder = tmp_path_factory.mktemp("documents")
+    return {"folder": str(folder), "memory_limit_gib": 0.25, "disk_limit_gib": 1.0, "rows": "float32"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, documents) -> Iterator[tuple[subprocess.Popen, str]]:
+    process, url = serve(tmp_path_factory.mktemp("served"), {"documents": documents})
     yield process, url
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 0
@@ -70,17 +76,61 @@ def client(server) -> OpenAI:
     return OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def test_a_document_that_is_stored_is_read_where_a_chat_names_it(client):
+def ask(client: OpenAI, question: str = QUESTION, before: tuple[str, ...] = (), **extra: object) -> ChatCompletion:
+    """A chat of turns, ours and the model's by turns, and this question."""
+    roles = ("user", "assistant")
+    turns = [{"role": roles[number % 2], "content": text} for number, text in enumerate((*before, question))]
+    return client.chat.completions.create(
+        model="reference", messages=turns, temperature=0, max_tokens=24, extra_body=extra
+    )
+
+
+def shares(answer: ChatCompletion) -> tuple[int, int]:
+    details = answer.usage.prompt_tokens_details
+    return details.reused_tokens, details.recomputed_tokens
+
+
+def test_a_document_is_stored_once_and_fused_into_every_turn_that_names_it(client):
     made = client.post("/documents", body={"text": DOCUMENT, "title": "The house"}, cast_to=object)
-    assert made["num_stored"] + made["num_known"] == made["num_chunks"] or made["reason"]
-    asked = {"model": "reference", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-    named = {"documents": [made["id"]], "fusion": {"policy": "vanilla"}}
-    answer = client.chat.completions.create(**asked, max_tokens=24, extra_body=named)
+    assert (made["num_stored"], made["num_known"], made["reason"]) == (made["num_chunks"], 0, None)
+    size, named = made["num_tokens"], {"documents": [made["id"]]}
+    answer = ask(client, **named)
     assert "4815162" in answer.choices[0].message.content
-    assert answer.usage.prompt_tokens > made["num_tokens"]
-    assert answer.usage.prompt_tokens_details.reused_tokens == 0
-    without = client.chat.completions.create(**asked, max_tokens=24)
-    assert "4815162" not in without.choices[0].message.content
+    again = round(0.15 * answer.usage.prompt_tokens)
+    assert shares(answer) == (size - again, again), "what is computed again is not counted as reused"
+    next_turn = ask(client, "Are you sure?", (QUESTION, answer.choices[0].message.content), **named)
+    again = round(0.15 * next_turn.usage.prompt_tokens)
+    assert shares(next_turn) == (size - again, again)
+    vanilla = ask(client, fusion={"policy": "vanilla"}, **named)
+    assert shares(vanilla) == (0, 0)
+    assert vanilla.usage.prompt_tokens == answer.usage.prompt_tokens
+    assert vanilla.choices[0].message.content == answer.choices[0].message.content
+    whole = ask(client, fusion={"policy": "cacheblend", "ratio": 1}, **named)
+    assert shares(whole) == (0, size)
+    assert whole.choices[0].message.content == vanilla.choices[0].message.content
+    assert shares(ask(client, fusion={"policy": "pie"}, **named)) == (size, 0)
+    assert "4815162" not in ask(client).choices[0].message.content
+
+
+def test_another_server_fuses_what_is_stored_also_into_prompts_that_go_down(client, documents, tmp_path):
+    """It starts on the folder later: documents and chunks are there; a host tier, and a method of prefill."""
+    made = client.post("/documents", body={"text": DOCUMENT, "title": "The house"}, cast_to=object)
+    host = {"resident_tokens": 256, "residency": "fixed", "memory_limit_gib": 0.3}
+    profiles = {"momo": {"prefill": "momo"}}
+    process, url = serve(tmp_path, {"documents": documents, "host": host, "profiles": profiles})
+    try:
+        other = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+        assert [entry["id"] for entry in other.get("/documents", cast_to=object)["data"]] == [made["id"]]
+        for profile in ("exact", "offloaded", "momo"):
+            answer = ask(other, documents=[made["id"]], attention_profile=profile)
+            assert "4815162" in answer.choices[0].message.content, profile
+            again = round(0.15 * answer.usage.prompt_tokens)
+            assert shares(answer) == (made["num_tokens"] - again, again), profile
+        taken = client.post("/documents", body={"text": DOCUMENT, "title": "The house"}, cast_to=object)
+        assert (taken["id"], taken["num_known"]) == (made["id"], made["num_chunks"])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
 
 
 class Step(BaseModel):
