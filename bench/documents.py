@@ -215,7 +215,7 @@ def _plan(fusion: Fusion, num_tokens: int, num_chunks: int, model: Architecture)
     begins = range(FRONT_TOKENS, FRONT_TOKENS + num_chunks * CHUNK_TOKENS, CHUNK_TOKENS)
     chunks = [PlacedChunk(begin, begin + CHUNK_TOKENS, key) for begin in begins]
     windows = [spec.window_tokens for spec in model.layers]
-    return plan_fused(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, chunks, 0, num_tokens,
+    return plan_fused(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, 0, chunks, 0, num_tokens,
                       num_tokens, windows)  # fmt: skip
 
 

@@ -84,7 +84,9 @@ class FusedPrompt:
 
     chunks: ascending, disjoint, behind the prompt's `begin`. select_layer: 0 for a policy that looks at nothing.
     seam_tokens: at the front of each chunk, chosen before all others. `[question_begin, question_end)`: who is asked
-    what matters. num_computed: from `select_layer` on.
+    what matters. num_computed: from `select_layer` on. num_evicted: of tokens between the text in front of the first
+    chunk and what stands behind the last one, which each KV head of each layer gives up once the prompt is done: what
+    is left moves up to the first cells, and the next token's is so much before its position.
     """
 
     policy: str
@@ -95,6 +97,7 @@ class FusedPrompt:
     num_computed: int
     question_begin: int
     question_end: int
+    num_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpu.fusion.plan import VANILLA, UnknownPolicyError, get_policy, plan_fused
+from gpu.profiles import Profile
 from gpu.sampling.params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusedPrompt, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.capacity import TooLargeError
@@ -79,7 +80,7 @@ class Documents:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def check(self, request: EngineRequest) -> None:
+    def check(self, request: EngineRequest, profile: Profile) -> None:
         """Raises TooLargeError for what cannot be served, by name."""
         fusion = request.fusion
         if fusion is None:
@@ -88,11 +89,22 @@ class Documents:
             get_policy(fusion.policy)
         except UnknownPolicyError as error:
             raise TooLargeError(str(error)) from None
-        if fusion.keep_tokens:
+        why = self._why_all_is_kept(profile) if fusion.keep_tokens and request.chunks else None
+        if why is not None:
             raise TooLargeError(
-                f"fusion.keep_tokens: asked {fusion.keep_tokens}; what is kept after the first token cannot be chosen "
-                "here: set documents.keep_tokens to 0"
+                f"fusion.keep_tokens: asked {fusion.keep_tokens}, but {why}; set documents.keep_tokens to 0, or ask "
+                "for another profile"
             )
+
+    def _why_all_is_kept(self, profile: Profile) -> str | None:
+        """Where cells must be positions."""
+        if any(window is not None for window in self._windows):
+            return "the model has layers with a window, which is one of positions"
+        if profile.goes_down:
+            return f"contexts of the profile {profile.name!r} go to host memory"
+        if profile.ring_part is not None:
+            return f"the profile {profile.name!r} takes over what was read of cells before"
+        return None
 
     def name_chunks(self, sequence: Sequence) -> None:
         """Of its prompt. One that is scored is computed whole, and has none."""
@@ -139,12 +151,15 @@ class Documents:
     def plan(self, sequence: Sequence, begin: int) -> FusedPrompt | None:
         """How its prompt is computed from `begin` on, which no chunk begins before."""
         fusion = sequence.request.fusion
+        sequence.num_evicted = 0
         if fusion is None or not sequence.chunks:
             return None
         plan = plan_fused(
-            fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, sequence.chunks, begin,
-            sequence.num_tokens, sequence.num_prompt_tokens, self._windows,
+            fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens, sequence.chunks,
+            begin, sequence.num_tokens, sequence.num_prompt_tokens, self._windows,
         )  # fmt: skip
+        if plan is not None:
+            sequence.num_evicted = plan.num_evicted
         if plan is not None and not sequence.output:  # one that gave way has been told of
             num_left = len(sequence.prompt) - begin - plan.num_computed  # of chunks, as they were computed alone
             num_found = sequence.num_found_tokens or 0

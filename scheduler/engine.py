@@ -61,6 +61,7 @@ class Engine:
         self._num_steps = 0
         self._step_seconds = 0.0
         self._decode_context_tokens = 0
+        self._evicted_tokens = 0  # of the contexts of decode steps
         self._refused: list[ChunksStored] = []
 
     @property
@@ -172,6 +173,8 @@ class Engine:
                 spared_rows=reads.spared_rows + cells // group - sum(one.kv_cells),
                 ring_bytes=reads.ring_bytes + sum(one.ring_bytes),
             )
+        shape = self._runner.architecture
+        reads = replace(reads, dropped_rows=self._evicted_tokens * shape.num_layers * shape.num_kv_heads)
         for fetched in self._runner.fetch_counts().values():
             reads = replace(
                 reads,
@@ -244,6 +247,7 @@ class Engine:
             self._draw(lane)
         self._num_steps += 1
         self._decode_context_tokens += sum(place + 1 for group in plan.decode for place in group.positions)
+        self._evicted_tokens += sum(sum(group.positions) - sum(group.cells) for group in plan.decode if group.cells)
         return plan
 
     def _draw(self, lane: Lane) -> None:

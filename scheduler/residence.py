@@ -238,6 +238,13 @@ class Residence:
         sequence.pages += write.page_ids
         return [write]
 
+    def give_back_evicted(self, sequence: Sequence) -> None:
+        """Its prompt is done, and what is left of it has moved up: pages behind that are free."""
+        if sequence.num_evicted:
+            first = self._blocks(sequence.next_cell) + 1
+            self.pages.release(sequence.pages[first:])
+            del sequence.pages[first:]
+
     def deposit(self, sequence: Sequence) -> Deposit | None:
         """Old tokens are written to the host where the next draw makes it due."""
         return None if self.frontier is None else self._deposits.next_deposit(sequence)
@@ -476,4 +483,4 @@ class Residence:
         return max(0, blocks_for(size.num_own) - blocks_for(num_own))
 
     def _needs_page(self, sequence: Sequence) -> bool:
-        return sequence.next_position // self._capacity.page_tokens >= len(sequence.pages)
+        return sequence.next_cell // self._capacity.page_tokens >= len(sequence.pages)

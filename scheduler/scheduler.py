@@ -146,7 +146,7 @@ class Scheduler:
         for request in requests:
             self._capacity.check(request, self._profiles[request.attention_profile])
             if self.documents is not None:
-                self.documents.check(request)
+                self.documents.check(request, self._profiles[request.attention_profile])
         known: dict[tuple[int, str, str], tuple[np.ndarray, list[bytes]]] = {}
         sequences = []
         for request in requests:
@@ -449,6 +449,7 @@ class Scheduler:
     ) -> list[Delta]:
         if sequence.state is State.RUNNING:  # its prompt is done
             self._let_go([sequence])
+            self.residence.give_back_evicted(sequence)
         constraint = sequence.constraint
         if constraint is not None and constraint.error:
             self._retire(sequence)
@@ -576,6 +577,7 @@ def _group(rows: list[Row]) -> list[DecodeGroup]:
             [sequence.next_position for sequence, _ in rows],
             [sequence.num_drawn for sequence, _ in rows],
             asks if any(ask is not None for ask in asks) else None,
+            [sequence.next_cell for sequence, _ in rows] if any(sequence.num_evicted for sequence, _ in rows) else None,
         )
     ]
 

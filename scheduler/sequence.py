@@ -64,6 +64,7 @@ class Sequence:
     missing: list[PlacedChunk] = field(default_factory=list)
     holds_chunks: bool = False
     num_found_tokens: int | None = None
+    num_evicted: int = 0  # of its prompt's tokens, once that is done: so many cells before its positions it goes on
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
     started_s: float | None = None
@@ -111,6 +112,11 @@ class Sequence:
     def next_position(self) -> int:
         """Where the input token of the next draw stands."""
         return self.num_prompt_tokens + self.num_drawn - 1
+
+    @property
+    def next_cell(self) -> int:
+        """Where its keys and values are written."""
+        return self.next_position - self.num_evicted
 
     @property
     def wants_draw(self) -> bool:

@@ -8,7 +8,7 @@ counted as dropped, and methods have no part in such a layer; a step with asks a
 goes down, whatever its rows read there, for the host answers as often.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,10 +101,15 @@ def check_coverage(
     ledger = Coverage(reads.layer, [f"of slot {slot}" for slot in rows.slots.tolist()])
     near, far = on_device.near.covered, None if on_device.far is None else on_device.far.covered
     ledger.add(Owner.RESIDENT, near if near is None or far is None else near + far)
-    covered = [method.covered(reads) for method in ringed] if reads.window is None else []
+    evicted = (rows.positions - rows.cells).int()  # of a prompt, once it was done
+    covered: list[Mapping[Owner, Tensor]] = []
+    if reads.window is None:
+        covered = [method.covered(reads) for method in ringed]
+        covered.append({Owner.DROPPED: evicted[:, None].expand(-1, reads.query.shape[1])})
     for owner in sorted({owner for one in covered for owner in one}):
         counts = [one[owner] for one in covered if owner in one]
         ledger.add(owner, torch.stack(counts).sum(0, dtype=torch.int32))
     for partial in answers:
         ledger.add(Owner.HOST, partial.covered)
-    ledger.check(rows.context_lens if reads.window is None else rows.context_lens.clamp_max(reads.window))
+    whole = rows.context_lens + evicted
+    ledger.check(whole if reads.window is None else rows.context_lens.clamp_max(reads.window))

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool1d
 
 from gpu.fusion.plan import choose_ends
 
 LOGIT_ENTRIES = 2**25  # of float32 logits of the question at once
+POOLED = 7  # tokens that are kept or given up nearly together
 COMPUTED = float("inf")
 """The number of what is computed whatever the policy is."""
 _SEAM = 1e30  # above any score; nearer to the seam is higher
@@ -37,6 +39,16 @@ def question_scores(query: Tensor, keys: Tensor, positions: Tensor, scale: float
         logits.masked_fill_(seen > positions[begin : begin + most, None], -torch.inf)
         total += logits.softmax(-1).sum((0, 1))
     return total
+
+
+def kept_scores(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """SnapKV (arXiv 2404.14469), section 4: the attention that each token gets from each KV head's own query heads,
+    summed over question tokens, the mean of POOLED neighbours; float32 `[kv_heads, context]`. As `question_scores`.
+    """
+    heads, (kv_heads, _, _) = query.shape[1] // len(keys), keys.shape
+    each = query.unflatten(1, (kv_heads, heads))
+    own = [question_scores(each[:, head], keys[head, None], positions, scale) for head in range(kv_heads)]
+    return avg_pool1d(torch.stack(own), POOLED, 1, POOLED // 2, count_include_pad=False)
 
 
 def value_deviations(values: Tensor, stored: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpu.fusion.choice import choose, draw_scores, end_scores, floors, question_scores, value_deviations
 from gpu.fusion.documents import Documents
+from gpu.fusion.eviction import Eviction
 from gpu.fusion.plan import get_policy, kept_spans
 from gpu.fusion.rows import read_rows
 from gpu.model.decoder import Decoder, Pages
@@ -89,6 +90,12 @@ class FusedPrompt:
     def num_tail_tokens(self) -> int:
         """At the prompt's end, behind all chunks: all of them are computed, in every layer."""
         return self.num_tokens - max(self.begin, self._spans[-1][1])
+
+    def make_eviction(self) -> Eviction:
+        """What is given up once the prompt is done."""
+        plan, tail = self.plan, self._spans[-1][1]
+        asking_end = max(plan.question_end, tail + 1)  # a question that is a chunk's last token was computed with it
+        return Eviction(plan.chunks[0].begin, tail, asking_end, self.num_tokens, plan.num_evicted)
 
     # --- which tokens are computed ------------------------------------------------------------------------------------
 

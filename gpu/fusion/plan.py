@@ -55,6 +55,7 @@ def plan_fused(
     ratio: float,
     select_layer: int,
     seam_tokens: int,
+    keep_tokens: int,
     chunks: Sequence[PlacedChunk],
     begin: int,
     num_tokens: int,
@@ -63,9 +64,11 @@ def plan_fused(
 ) -> FusedPrompt | None:
     """The plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
 
-    ratio: of all prompt tokens (the paper's r), so many of chunks are computed again. chunks: ascending, disjoint,
-    behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the sequence gave way: it is text, and asks
-    nothing. windows: of the model's layers; the layer that looks attends to everything. Raises UnknownPolicyError.
+    ratio: of all prompt tokens (the paper's r), so many of chunks are computed again. keep_tokens: that are left once
+    the prompt is done (A3's extension; its C), text in front of the first chunk and behind the last one always among
+    them; 0: all. chunks: ascending, disjoint, behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the
+    sequence gave way: it is text, and asks nothing. windows: of the model's layers; the layer that looks attends to
+    everything. Raises UnknownPolicyError.
     """
     policy = get_policy(name)
     if name == VANILLA or not chunks:
@@ -73,6 +76,7 @@ def plan_fused(
     num_kept = sum(end - first for first, end in kept_spans(chunks, num_tokens))
     num_chosen = min(num_kept, round(ratio * num_prompt_tokens)) if policy.chooses else 0
     question_begin = min(chunks[-1].end, num_prompt_tokens - 1)
+    num_always = chunks[0].begin + num_tokens - question_begin
     return FusedPrompt(
         policy=name,
         chunks=tuple(chunks),
@@ -82,6 +86,7 @@ def plan_fused(
         num_computed=num_tokens - begin - num_kept + num_chosen,
         question_begin=question_begin,
         question_end=num_prompt_tokens,
+        num_evicted=max(0, num_tokens - max(keep_tokens, num_always)) if keep_tokens else 0,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpu.fusion.chunk_job import ChunkJob
 from gpu.fusion.documents import Documents
+from gpu.fusion.eviction import Eviction
 from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.fusion.rows import read_rows, store_rows
 from gpu.host.deposit import Depositor
@@ -107,8 +108,15 @@ class _Job:
     scored: dict[int, list[Logprobs]]  # by slot: pieces so far, in order
     method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
     fused: FusedPrompt | None
+    eviction: Eviction | None = None
     packed: _Packed | None = None
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
+
+    def num_of_tail(self, unit: PrefillUnit) -> int:
+        """Tokens at the unit's end that stand behind all chunks."""
+        assert self.fused is not None
+        num_own = self.fused.num_tail_tokens - (self.offsets[-1] - unit.end)
+        return min(unit.end - unit.begin, max(0, num_own))
 
     def narrow(self, ids: Tensor) -> None:
         """From now on only these tokens are computed: packed ids, ascending, int64, the last one among them."""
@@ -203,6 +211,8 @@ class Prefill:
         fused = self._fuse(job.prompts[0]) if job.fused is not None else None
         state = _Job(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False, scored, {}, fused)
         self._jobs[job.job_id] = state
+        if fused is not None and fused.plan.num_evicted:
+            state.eviction = fused.make_eviction()
         if fused is not None and not fused.looks:
             state.narrow(fused.choose_before())
         if self.staging is not None and job.prompts[0].host is not None:
@@ -272,6 +282,8 @@ class Prefill:
             return
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Tensor:
+            if state.eviction is not None and (num_own := state.num_of_tail(unit)):
+                state.eviction.note(query[len(query) - num_own :])
             if state.job.is_scattered(unit.layer):
                 return self._attend_scattered(state, unit, query, pre_rope_query)
             return self._attend(state, unit, query, pre_rope_query)
@@ -281,6 +293,10 @@ class Prefill:
         )
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
+        if state.eviction is not None and unit.end == state.offsets[-1]:
+            rows = self._whole(state, unit.layer)
+            state.eviction.evict(unit.layer, state.job.prompts[0].slot, *rows, self.decoder.scale, self.decoder.pool)
+            self.gathered.forget()
 
     def _compute_windowed(
         self, windows: WindowPrefill, state: _Job, layer: int, chunk: slice, hidden: Tensor
@@ -379,13 +395,10 @@ class Prefill:
 
     def _show_tail(self, state: _Job, unit: PrefillUnit, asked: PrefillQuery) -> None:
         """To the methods that want a prompt's last queries in order: all tokens behind the last chunk are computed."""
-        fused, slot = state.fused, state.job.prompts[0].slot
-        assert fused is not None
-        num_left = state.offsets[-1] - unit.end
-        num_own = min(unit.end - unit.begin, fused.num_tail_tokens - num_left)
-        if num_own <= 0 or not any(method.has_ring(slot) for method in self._reusing):
+        num_own, slot = state.num_of_tail(unit), state.job.prompts[0].slot
+        if not num_own or not any(method.has_ring(slot) for method in self._reusing):
             return
-        end, own = fused.num_tokens - num_left, slice(unit.end - unit.begin - num_own, None)
+        end, own = asked.num_prompt_tokens - (state.offsets[-1] - unit.end), slice(len(asked.query) - num_own, None)
         tail = replace(
             asked, query=asked.query[own], pre_rope_query=asked.pre_rope_query[own], keys=asked.keys[:, :end],
             values=asked.values[:, :end], positions=asked.positions[own], begin=end - num_own,

@@ -62,12 +62,12 @@ class FusionStand:
 
     def prompt(
         self, token_ids: np.ndarray, spans: list[tuple[int, int]], policy: str, ratio: float, select_layer: int = 1,
-        seam_tokens: int = 0, num_prompt_tokens: int | None = None, begin: int = 0, slot: int = 0,
+        seam_tokens: int = 0, num_prompt_tokens: int | None = None, begin: int = 0, slot: int = 0, keep_tokens: int = 0,
     ) -> PrefillPrompt:  # fmt: skip
         chunks = [PlacedChunk(first, end, self.key(token_ids[first:end])) for first, end in spans]
         num_prompt = num_prompt_tokens or len(token_ids)
         fused = plan_fused(
-            policy, ratio, select_layer, seam_tokens, chunks, begin, len(token_ids), num_prompt,
+            policy, ratio, select_layer, seam_tokens, keep_tokens, chunks, begin, len(token_ids), num_prompt,
             [spec.window_tokens for spec in self.decoder.specs],
         )  # fmt: skip
         return PrefillPrompt(slot, token_ids, begin, num_prompt, GREEDY, "exact", fused=fused)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from gpu.prefill.query import PrefillQuery
-from tests.gpu.fusion_stand import FusionStand, Oracle, draw
+from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL
 
 SPANS = [(7, 47), (47, 80), (83, 148)]
@@ -190,3 +191,35 @@ def test_methods_with_rings_see_the_end_of_a_fused_prompt_in_order(
             parts[-1].query[-3:].numpy(), last.query[-3:].numpy(), atol=FUSED_LOGIT_ATOL, rtol=0
         )  # fmt: skip
         np.testing.assert_allclose(parts[-1].keys.numpy(), last.keys.numpy(), atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("unit_tokens", [29, 500])
+@pytest.mark.parametrize("policy", ["a3", "pie"])
+def test_what_the_question_looks_at_moves_up_behind_the_text_in_front(
+    tmp_path: Path, policy: str, unit_tokens: int
+) -> None:
+    """SnapKV in float64 over the keys that stand there without it; the first token is drawn before anything goes."""
+    whole, less = make(tmp_path / "whole"), make(tmp_path / "less")
+    wanted = whole.serve(whole.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
+    seer = SeesPrompts()
+    whole.prefill._reusing = (seer,)  # type: ignore[assignment]
+    whole.serve(whole.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
+    got = less.serve(less.prompt(TOKENS, SPANS, policy, 0.15, keep_tokens=60), unit_tokens)
+    np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+    front, tail, num_tokens = SPANS[0][0], SPANS[-1][1], len(TOKENS)
+    pages = less.pool.page_table[0, : -(-60 // PAGE)].long()
+    for layer in range(6):
+        (last, *_) = [part for part in seer.shown[layer] if part.begin + len(part.query) == num_tokens]
+        queries = torch.cat([part.query for part in seer.shown[layer]])[-(num_tokens - tail) :].double().numpy()
+        keys, values = last.keys.double().numpy(), last.values.numpy()
+        for head in range(2):
+            logits = np.einsum("qgd,cd->gqc", queries.reshape(len(queries), 2, 2, -1)[:, head], keys[head]) * 16**-0.5
+            logits[:, np.arange(num_tokens)[None, :] > np.arange(tail, num_tokens)[:, None]] = -np.inf
+            weights = np.exp(logits - logits.max(-1, keepdims=True))
+            total = (weights / weights.sum(-1, keepdims=True)).sum((0, 1))
+            pooled = np.array([total[max(0, i - 3) : i + 4].mean() for i in range(num_tokens)])[front:tail]
+            chosen = front + np.sort(np.argsort(-pooled)[: 60 - front - (num_tokens - tail)])
+            kept = [*range(front), *chosen, *range(tail, num_tokens)]
+            for stored, rows in ((less.pool.key_pages, keys), (less.pool.value_pages, values)):
+                cells = stored[layer][pages, head].flatten(0, 1)[:60].numpy()
+                np.testing.assert_allclose(cells, rows[head][kept], atol=FUSED_LOGIT_ATOL, rtol=0)

@@ -1,0 +1,44 @@
+"""What a fused prompt keeps of a layer that is done: the text around its chunks, and what the question looks at.
+
+A3's extension, section 2.2: SnapKV's choice, a KV head at a time. It refuses to know units and who frees the pages.
+Invariants: the first cells hold the text in front of the chunks, untouched, for others share its pages; behind it, in
+order, what is chosen and all that stands behind the last chunk. Keys are rotated already: cells need not be positions.
+"""
+
+import torch
+from torch import Tensor
+
+from gpu.fusion.choice import kept_scores
+from gpu.kv.pool import KvPool
+
+
+class Eviction:
+    """Of one prompt: tokens `[front, tail)` are candidates, `num_evicted` of which go; the question is tokens `[tail,
+    question_end)`.
+    """
+
+    def __init__(self, front: int, tail: int, question_end: int, num_tokens: int, num_evicted: int) -> None:
+        self._front, self._tail, self._num_tokens = front, tail, num_tokens
+        self._num_kept = tail - front - num_evicted
+        self._num_asking = question_end - tail
+        self._queries: list[Tensor] = []
+
+    def note(self, queries: Tensor) -> None:
+        """Rotated, `[tokens, heads, dim]`, of those behind the last chunk, as units compute them, in order."""
+        self._queries.append(queries)
+
+    def evict(self, layer: int, slot: int, keys: Tensor, values: Tensor, scale: float, pool: KvPool) -> None:
+        """The layer is done: what stays moves up. keys, values: copies, `[kv_heads, num_tokens, dim]`."""
+        device = keys.device
+        asking = torch.cat(self._queries)[: self._num_asking]
+        self._queries.clear()
+        at = torch.arange(self._tail, self._tail + self._num_asking, device=device)
+        scores = kept_scores(asking, keys, at, scale)[:, self._front : self._tail]
+        chosen = scores.topk(self._num_kept, dim=1, sorted=False).indices.sort(1).values + self._front
+        tail = torch.arange(self._tail, self._num_tokens, device=device).expand(len(chosen), -1)
+        kept = torch.cat([chosen, tail], 1)  # [kv_heads, tokens]
+        cells = torch.arange(self._front, self._front + kept.shape[1], device=device)
+        page_ids = pool.page_table[slot, cells // pool.page_tokens].long()
+        for pages, rows in ((pool.key_pages[layer], keys), (pool.value_pages[layer], values)):
+            moved = rows.gather(1, kept[..., None].expand(-1, -1, rows.shape[2]))
+            pages[page_ids, :, cells % pool.page_tokens] = moved.transpose(0, 1)
