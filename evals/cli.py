@@ -1,6 +1,7 @@
 """The `tandem eval` group. Each command imports what it runs when it runs, so that listing them is quick."""
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -412,58 +413,61 @@ def fusion(
     maps: Annotated[int, typer.Option("--maps", min=0, help="prompts whose attention maps are compared")] = 4,
     chunk: Annotated[int, typer.Option("--chunk", min=16, help="tokens of a document's chunk")] = 512,
     rows: Annotated[str, typer.Option("--rows", help="bfloat16, float32 or int8")] = "bfloat16",
+    seconds: Annotated[float | None, typer.Option("--seconds", min=1, help="no new prompts after so long")] = None,
     seed: Seed = 0,
     device: Device = "auto",
     json_path: Json = None,
 ) -> None:  # fmt: skip
     """Compare policies that reuse documents' keys and values, in the engine that serves, with computing all of them.
 
-    Documents are cut into chunks, whose order is shuffled. KL: of the next token, from vanilla's. Distance: of the
-    question's attention maps from vanilla's, L2 over vanilla's norm, mean of layers behind the first.
+    Documents are cut into chunks, whose order is shuffled. KL: from vanilla's, of the next token, and along vanilla's
+    answer up to where a policy's leaves it. Distance: of the question's attention maps from vanilla's, L2 over
+    vanilla's norm, mean of layers behind the first.
     """
     with one_line_errors():
         from evals.fusion import TOGETHER, fusion_engine, fusion_rows, judge, parse_policies
         from evals.fusion_prompts import DEFAULT_TASKS, fusion_prompts
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
+        from evals.results import describe_run, machine_name
         from evals.session import progress_bar, resolve_device
+        from evals.stopping import stopping
 
-        on, sizes = resolve_device(device), parse_lengths(lengths)
+        on, sizes, begin = resolve_device(device), parse_lengths(lengths), time.monotonic()
         tasks = tuple(parse_tasks(names)) or DEFAULT_TASKS
         runs = parse_policies(policies.split(), [float(ratio) for ratio in ratios.split(",")])
+        together = TOGETHER["cuda" if on.startswith("cuda") else "cpu"]
         found = []
-        with progress_bar(len(sizes) * len(runs) * -(-samples // TOGETHER), "batches") as advance:
+        num_batches = len(sizes) * len(runs) * -(-samples // together)
+        with progress_bar(num_batches, "batches") as advance, stopping(seconds) as stop:
             for length in sizes:
                 prompts = fusion_prompts(model, tasks, length, samples, chunk, seed)
                 longest = max(len(one.token_ids) + one.max_new_tokens for one in prompts)
                 with fusion_engine(model, on, longest, rows) as engine:
-                    found += fusion_rows(judge(engine, model, prompts, runs, maps, advance), length)
+                    judged = judge(engine, model, prompts, runs, maps, advance, stop, together)
+                    found += fusion_rows(judged, length)
         print_fusion(found, open_console())
-        configuration = {"model": str(model), "policies": policies, "ratios": ratios, "lengths": sizes, "tasks": tasks,
-                         "samples": samples, "chunk": chunk, "rows": rows, "device": on}  # fmt: skip
         if json_path is not None:
-            write_document(
-                json_path, finite({"configuration": configuration, "seeds": {"prompts": seed}, "rows": found})
+            command = (
+                f"tandem eval fusion --lengths {lengths} --samples {samples} --ratios {ratios} --policies '{policies}'"
             )
+            document = describe_run("fusion", command, seed, time.monotonic() - begin, machine_name(on), found)
+            told = {"model": str(model), "tasks": tasks, "chunk": chunk, "kept_as": rows, "cut": stop.reason}
+            write_document(json_path, document | finite(told))
 
 
 def print_fusion(rows: list, console: "Console") -> None:
     """A line for each length, policy and ratio; columns of tasks."""
     from rich.table import Table
 
-    tasks = [task for task in dict.fromkeys(row["task"] for row in rows) if task != "all"]
-    table = Table("length", "policy", "ratio", "KL (nats)", "+-", "distance", "all", *tasks)
-    for row in rows:
-        if row["task"] != "all":
-            continue
-        cell = ("length", "policy", "ratio")
-        same = {one["task"]: one for one in rows if all(one[name] == row[name] for name in cell)}
-        far = row.get("distances")
-        table.add_row(f"{row['length']:,}", row["policy"], "" if row["ratio"] is None else f"{row['ratio']:g}",
-                      f"{row['kl']:.4f}", f"{row['kl_error'] or 0:.4f}",
-                      f"{sum(far[1:]) / len(far[1:]):.4f}" if far else "", f"{row['score']:.1f}",
-                      *(f"{same[task]['score']:.1f}" for task in tasks))  # fmt: skip
-    console.print(table)
+    from evals.fusion_report import render_policies
+
+    for length in dict.fromkeys(row["length"] for row in rows):
+        head, _, *lines = render_policies([row for row in rows if row["length"] == length])
+        table = Table(*(cell.strip() for cell in head.strip("| ").split(" | ")), title=f"{length:,} tokens")
+        for line in lines:
+            table.add_row(*(cell.strip("` ") for cell in line[2:-2].split(" | ")))
+        console.print(table)
 
 
 @app.command()

@@ -23,6 +23,7 @@ from evals.fusion_prompts import FusionPrompt
 from evals.rows import Row
 from evals.run import load_tokenizer
 from evals.serving import make_deployment
+from evals.stopping import RunCut, Stop
 from gpu.fusion.plan import POLICIES, VANILLA, get_policy
 from gpu.model.architecture import read_architecture
 from gpu.prefill.query import PrefillQuery
@@ -36,7 +37,7 @@ from transfer.config import DocumentsConfig
 from transfer.machine import probe_machine
 
 NUM_TOP = 256  # tokens whose logprobs are compared, and the rest as one
-TOGETHER = 32  # prompts whose chunks are in the store at a time
+TOGETHER = {"cuda": 32, "cpu": 4}  # prompts that all policies answer before the next ones come
 STORE_GIB = 8.0
 MEMORY = Path("/dev/shm")
 LEAST_MASS = 1e-9
@@ -52,12 +53,15 @@ class PolicyRun:
 
 @dataclass
 class Judged:
-    """What one policy did, prompt by prompt. distances: of attention maps `[layers]` each, of the first prompts."""
+    """What one policy did, prompt by prompt. divergences: of the first token; along: of vanilla's answer up to where
+    this one leaves it, a mean. distances: of attention maps `[layers]` each, of the first prompts.
+    """
 
     run: PolicyRun
     scores: list[float] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
+    along: list[float] = field(default_factory=list)
     distances: list[np.ndarray] = field(default_factory=list)
     recomputed: list[float] = field(default_factory=list)
 
@@ -103,14 +107,20 @@ def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> I
 
 def judge(
     engine: Engine, model: Path, prompts: Sequence[FusionPrompt], runs: Sequence[PolicyRun], num_maps: int,
-    advance: Callable[[], None],
+    advance: Callable[[], None], stop: Stop, together: int,
 ) -> list[Judged]:  # fmt: skip
-    """runs: vanilla first. num_maps: prompts whose attention maps are compared."""
+    """runs: vanilla first. num_maps: prompts whose attention maps are compared. Where it is stopped, what all policies
+    have answered is there.
+    """
     tokenizer, architecture = load_tokenizer(model), read_architecture(model)
     judged = [Judged(run) for run in runs]
-    for begin in range(0, len(prompts), TOGETHER):
-        some = prompts[begin : begin + TOGETHER]
-        wanted: list[_Answer] = []
+    for begin in range(0, len(prompts), together):
+        try:
+            stop.check()
+        except RunCut:
+            break
+        some = prompts[begin : begin + together]
+        wanted: list[Answer] = []
         for one in judged:
             answers = _answer_all(engine, some, one.run, list(architecture.eos_token_ids))
             wanted = wanted or answers
@@ -118,13 +128,25 @@ def judge(
                 text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
                 one.scores.append(metrics.score(prompt.metric, text, prompt.answers, prompt.meta))
                 one.tasks.append(prompt.task)
-                one.divergences.append(divergence(exact.first, answer.first, architecture.vocab_size))
+                apart = divergences_along(exact, answer, architecture.vocab_size)
+                one.divergences.append(apart[0])
+                one.along.append(sum(apart) / len(apart))
                 one.recomputed.append(answer.recomputed / len(prompt.token_ids))
             advance()
         for number, prompt in enumerate(some, begin):
             if number < num_maps:
                 _compare_maps(engine, prompt, judged)
     return judged
+
+
+def divergences_along(exact: "Answer", other: "Answer", vocab_size: int) -> list[float]:
+    """Of tokens with the same text before them: the first, and those to where the other answer leaves the exact one."""
+    found = []
+    for mine, its in zip(exact.logprobs, other.logprobs, strict=False):
+        found.append(divergence(mine, its, vocab_size))
+        if mine.top[0][0] != its.top[0][0]:  # the likeliest are drawn
+            break
+    return found
 
 
 def divergence(exact: Logprob, other: Logprob, vocab_size: int) -> float:
@@ -142,25 +164,27 @@ def divergence(exact: Logprob, other: Logprob, vocab_size: int) -> float:
 
 
 @dataclass
-class _Answer:
-    first: Logprob
+class Answer:
+    """logprobs: of each token that was drawn, a stop token among them."""
+
+    logprobs: list[Logprob]
     token_ids: list[int]
     recomputed: int
 
 
 def _answer_all(
     engine: Engine, prompts: Sequence[FusionPrompt], run: PolicyRun, stop_token_ids: list[int]
-) -> list[_Answer]:
+) -> list[Answer]:
     """In the order of the prompts. Raises ValueError for one that the engine cannot answer."""
-    answers: dict[str, _Answer] = {}
+    answers: dict[str, Answer] = {}
     engine.submit([_request(prompt, run, prompt.max_new_tokens, stop_token_ids) for prompt in prompts])
     while engine.has_work:
         for delta in engine.step():
             if delta.finish_reason == "error":
                 raise ValueError(f"{delta.request_id} under {run.label}: {delta.error}")
             if delta.request_id not in answers:
-                assert delta.logprobs
-                answers[delta.request_id] = _Answer(delta.logprobs[0], [], delta.recomputed_tokens)
+                answers[delta.request_id] = Answer([], [], delta.recomputed_tokens)
+            answers[delta.request_id].logprobs += delta.logprobs or []
             answers[delta.request_id].token_ids += [one for one in delta.token_ids if one not in stop_token_ids]
     return [answers[prompt.name] for prompt in prompts]
 
@@ -220,6 +244,8 @@ def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
     """A row a policy, ratio and task, and one of all tasks, whose KL and distances it has as well."""
     rows: list[Row] = []
     exact = judged[0]
+    if not exact.scores:
+        return rows
     for one in judged:
         fusion = one.run.fusion
         told = {
@@ -231,13 +257,19 @@ def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
             own = [number for number, name in enumerate(one.tasks) if task in ("all", name)]
             scores = np.array(one.scores)[own]
             lost = np.array(exact.scores)[own] - scores
-            kl = np.array(one.divergences)[own]
             row: Row = {
                 **told, "task": task, "prompts": len(own), "score": 100 * scores.mean(), "lost": 100 * lost.mean(),
-                "kl": kl.mean(), "kl_error": 1.96 * kl.std(ddof=1) / math.sqrt(len(own)) if len(own) > 1 else None,
+                **_mean_and_error("kl", "kl_error", np.array(one.divergences)[own]),
+                **_mean_and_error("kl_along", "along_error", np.array(one.along)[own]),
                 "recomputed": float(np.mean(np.array(one.recomputed)[own])),
             }  # fmt: skip
             if task == "all" and one.distances:
                 row["distances"] = np.mean(one.distances, axis=0).tolist()
             rows.append(row)
     return rows
+
+
+def _mean_and_error(name: str, error: str, values: np.ndarray) -> Row:
+    """A mean and half of its 95 % interval."""
+    half = 1.96 * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {name: values.mean(), error: half}

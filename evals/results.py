@@ -204,6 +204,10 @@ def render_run(run: dict[str, Any]) -> str:
         from evals.report.predicted import render_predicted
 
         return render_predicted(run)
+    if run["set"] == "fusion":
+        from evals.fusion_report import render_fusion
+
+        return render_fusion(run)
     samples = " or ".join(str(count) for count in sorted({row["samples"] for row in run["rows"]}))
     failures = sum(row["failures"] for row in run["rows"])
     ends = [(row["low"], row["score"], row["high"]) for row in run["rows"] if row["low"] is not None]

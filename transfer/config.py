@@ -90,7 +90,10 @@ class DocumentsConfig(Settings):
     select_layer: int = Field(1, ge=1, description="whose scores choose the tokens, of `a3` and `cacheblend`")
     seam_tokens: int = Field(0, ge=0, description="first ones of a chunk, always computed again and counted to `ratio`")
     keep_tokens: int = Field(
-        0, ge=0, description="of a prompt with documents, a layer and KV head, kept after its first token; 0: all"
+        0,
+        ge=0,
+        description="of a prompt with documents, a layer and KV head, kept after its first token, what the question "
+        "looks at and all text around documents; 0: all. Not with windows, host memory or reuse",
     )
     max_documents: int = Field(10_000, ge=1, description="of one API key; one more is refused")
     texts_limit_mib: float = Field(1024.0, gt=0, description="of all documents' texts; one more is refused")

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from gpu.config import GpuConfig, ModelConfig
+from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.in_flight import InFlight
 from gpu.load import load_architecture
 from gpu.model.architecture import NAMED_SHAPES, named_shape
 from gpu.model.spec import RopeScaling
+from gpu.profiles import resolve_profiles
 from gpu.sampling.params import SamplingParams
 from gpu.step import FUSED, PrefillUnit, StepPlan
 from scheduler.capacity import TooLargeError
@@ -358,14 +359,16 @@ def test_a_context_that_loses_little_goes_on_at_its_positions(tmp_path: Path) ->
     engine.shutdown()
 
 
-def test_where_cells_must_be_positions_nothing_can_be_given_up(tmp_path: Path) -> None:
-    few = structs.replace(A3, keep_tokens=100)
-    host = HostConfig(resident_tokens=64, residency="fixed", memory_limit_gib=0.2, dense_layers=(0,), rows="bfloat16")
-    engine = make_engine(tmp_path, host)
+def test_where_cells_must_be_positions_nothing_can_be_given_up(tmp_path: Path, engine: Engine) -> None:
+    few, documents = ask("a", structs.replace(A3, keep_tokens=100)), engine.scheduler.documents
+    assert documents is not None
+    profiles = resolve_profiles({"mac": Composition(reuse="mac")}, HostConfig())
+    documents.check(few, profiles["exact"])
     with pytest.raises(TooLargeError, match="keep_tokens: asked 100, but contexts of the profile 'offloaded' go to"):
-        engine.submit([ask("a", few, attention_profile="offloaded")])
-    engine.shutdown()
-    engine = make_engine(tmp_path, model=ModelConfig(random_weights="tiny-gemma3"))
+        documents.check(few, profiles["offloaded"])
+    with pytest.raises(TooLargeError, match="keep_tokens: asked 100, but the profile 'mac' takes over"):
+        documents.check(few, profiles["mac"])
+    windows = make_engine(tmp_path / "windows", model=ModelConfig(random_weights="tiny-gemma3"))
     with pytest.raises(TooLargeError, match="keep_tokens: asked 100, but the model has layers with a window"):
-        engine.submit([ask("a", few)])
-    engine.shutdown()
+        windows.submit([few])
+    windows.shutdown()

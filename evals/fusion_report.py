@@ -1,0 +1,54 @@
+"""Markdown of what policies that reuse documents did: a line a policy and ratio, tasks across.
+
+It refuses to know how they were run. Invariant: a table is made of rows alone, so any run's rows give its page's lines.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evals.rows import Row
+
+
+def render_fusion(run: Mapping[str, Any]) -> str:
+    """A run, a table for each length."""
+    lines = [f"`{run['command']}` on {run['machine']}, {run['date']}, {run['seconds'] / 60:.0f} minutes."]
+    for length in sorted({row["length"] for row in run["rows"]}):
+        own = [row for row in run["rows"] if row["length"] == length]
+        lines += ["", f"### {length:,} tokens, {own[0]['prompts']} prompts", "", *render_policies(own)]
+    return "\n".join(lines)
+
+
+def render_policies(rows: Sequence[Row]) -> list[str]:
+    """One length."""
+    tasks = [task for task in dict.fromkeys(row["task"] for row in rows) if task != "all"]
+    columns = [
+        "policy", "r", "KL of the next token", "KL along the answer", "distance of maps", "score", *tasks
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for row in rows:
+        if row["task"] != "all":
+            continue
+        same = {one["task"]: one for one in rows if (one["policy"], one["ratio"]) == (row["policy"], row["ratio"])}
+        cells = [
+            f"`{row['policy']}`",
+            "" if row["ratio"] is None else f"{row['ratio']:g}",
+            _with_error(row["kl"], row["kl_error"]),
+            _with_error(row["kl_along"], row["along_error"]),
+            "" if mean_distance(row) is None else f"{mean_distance(row):.3f}",
+            *(
+                "" if one is None or one["score"] is None else f"{one['score']:.1f}"
+                for one in (row, *map(same.get, tasks))
+            ),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def mean_distance(row: Row) -> float | None:
+    """Of attention maps, over the layers behind the first, which none of them touches."""
+    far = row.get("distances")
+    return sum(far[1:]) / len(far[1:]) if far else None
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
