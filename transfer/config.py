@@ -81,13 +81,18 @@ class DocumentsConfig(Settings):
         description="of a chunk, the unit that is stored; it ends with a sentence where one is near",
     )
     policy: Policy = Field(
-        "legolink",
+        "a3",
         description="which tokens of a prompt are computed again where it reuses documents (requests may say another): "
         "those that the question attends to (`a3`), whose values change most (`cacheblend`), the ends of chunks "
         "(`legolink`), drawn ones (`random`), none (`pie`; `full_reuse`: positions neither), all (`vanilla`)",
     )
     ratio: float = Field(0.15, ge=0, le=1, description="of a prompt's tokens, computed again; requests may say another")
-    select_layer: int = Field(1, ge=1, description="whose scores choose the tokens, of `a3` and `cacheblend`")
+    select_layer: int = Field(
+        5,
+        ge=1,
+        description="whose scores choose the tokens, of `a3` and `cacheblend`; the layers before compute all. Both "
+        "papers choose in 1, where the reference model's question does not look at what it asks for yet",
+    )
     seam_tokens: int = Field(0, ge=0, description="first ones of a chunk, always computed again and counted to `ratio`")
     keep_tokens: int = Field(
         0,

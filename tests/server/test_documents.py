@@ -92,7 +92,7 @@ async def test_a_chat_carries_the_ids_of_its_documents_chunks_and_where_they_sta
     wanted = [list(chunk) for text in (OTHER, TEXT) for chunk in cut(text, 9999)]
     assert [prompt[chunk.begin : chunk.end] for chunk in request.chunks] == wanted
     assert {chunk.salt for chunk in request.chunks} == {""}
-    assert (request.fusion.policy, request.fusion.ratio, request.fusion.select_layer) == ("legolink", 0.15, 1)
+    assert (request.fusion.policy, request.fusion.ratio, request.fusion.select_layer) == ("a3", 0.15, 5)
     assert answer.json()["usage"]["prompt_tokens"] == len(prompt)
     text = tokenizer.decode(prompt, False)
     assert text.startswith("<|begin_of_text|><|user|>\nDocument 1\nThe mayor")
@@ -326,7 +326,7 @@ def test_a_folder_of_documents_is_relative_to_the_file_that_names_it(tmp_path: P
     path = tmp_path / "server.yaml"
     path.write_text("model: {path: /m}\ndocuments: {folder: kept, ratio: 0.3}\n")
     config = load_deployment(path).documents
-    assert (config.folder, config.ratio, config.policy) == (tmp_path / "kept", 0.3, "legolink")
+    assert (config.folder, config.ratio, config.policy) == (tmp_path / "kept", 0.3, "a3")
     path.write_text("model: {path: /m}\ndocuments: {}\n")
     assert load_deployment(path).documents.resolved_folder.parts[-2:] == ("tandem", "chunks")
     path.write_text("model: {path: /m}\ndocuments: {policy: best}\n")
