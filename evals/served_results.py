@@ -40,7 +40,7 @@ def served_methods() -> tuple[str, ...]:
 
 
 def _listed(settings: Settings) -> str:
-    return ",".join(f"{key}={value}" for key, value in settings.model_dump().items())
+    return ",".join(f"{key}={value}" for key, value in settings.model_dump(exclude_none=True).items())
 
 
 def _hosts() -> list[HostConfig]:

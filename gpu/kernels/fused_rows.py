@@ -80,7 +80,9 @@ def fuse_rows(rows: Tensor, fused: Tensor) -> None:
     finite, which it names.
     """
     _check("fuse_rows", rows, fused)
-    if not runs_on_triton(rows) or rows.numel() == 0:
+    if rows.numel() == 0:
+        return
+    if not runs_on_triton(rows):
         fused.copy_(fuse_rows_reference(rows.float()))
         _require_storable(rows, fused)
         return

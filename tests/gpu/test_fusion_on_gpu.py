@@ -5,6 +5,7 @@ import torch
 
 from evals.fusion import fusion_engine, judge, parse_policies
 from evals.fusion_prompts import fusion_prompts
+from evals.stopping import Stop
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import FUSED_BFLOAT16_KL
 
@@ -17,8 +18,8 @@ def test_on_a_gpu_all_tokens_computed_again_are_dense_prefill_and_few_are_near_i
     prompts = fusion_prompts(FOLDER, TASKS, 3000, 6, 512, 0)
     runs = parse_policies(["a3", "cacheblend", "legolink", "full_reuse"], [0.15, 1.0])
     with fusion_engine(FOLDER, "cuda", 3100, rows) as engine:
-        first = judge(engine, FOLDER, prompts, runs, 1, lambda: None)
-        again = judge(engine, FOLDER, prompts, runs, 0, lambda: None)
+        first = judge(engine, FOLDER, prompts, runs, 1, lambda: None, Stop(None), 2)
+        again = judge(engine, FOLDER, prompts, runs, 0, lambda: None, Stop(None), 2)
     for one, other in zip(first, again, strict=True):
         assert one.scores == other.scores
         if one.run.fusion is not None and one.run.fusion.ratio == 1.0:

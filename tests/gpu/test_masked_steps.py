@@ -29,16 +29,21 @@ def words(runner: Runner, banned: list[int]) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def run_masked(runner: Runner, carry_out: Callable[[Runner, StepPlan], InFlight]) -> list[list[int]]:
-    """What PROMPTS in slots 0 .. 2 draw, prefilled and decoded."""
-    pages, tokens = Pages(runner), [list[int]() for _ in PROMPTS]
-    plans = []
+def prefill_plans(runner: Runner) -> list[StepPlan]:
+    """Of PROMPTS in slots 0 .. 2."""
+    pages, plans = Pages(runner), []
     for prompt in prefill_prompts(PROMPTS, LOGPROBS):
         job = PrefillJob(prompt.slot, [prompt])
         writes = [pages.take(prompt.slot, len(prompt.token_ids) + NUM_TOKENS)]
         plans.append(StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 512)))
-    plans += [StepPlan(decode=[group(SLOTS, drawn)]) for drawn in range(1, NUM_TOKENS)]
-    for plan in plans:
+    return plans
+
+
+def run_masked(runner: Runner, carry_out: Callable[[Runner, StepPlan], InFlight]) -> list[list[int]]:
+    """What PROMPTS in slots 0 .. 2 draw, prefilled and decoded."""
+    tokens = [list[int]() for _ in PROMPTS]
+    steps = [StepPlan(decode=[group(SLOTS, drawn)]) for drawn in range(1, NUM_TOKENS)]
+    for plan in prefill_plans(runner) + steps:
         for token in carry_out(runner, plan).collect().tokens:
             tokens[token.slot].append(token.token_id)
             assert token.logprob is not None
@@ -93,6 +98,8 @@ def test_neither_launch_nor_draw_waits_for_the_device() -> None:
     runner = runner_on("cuda")
     unmasked("cuda")
     mask = words(runner, [3, 4])
+    for plan in prefill_plans(runner):
+        runner.launch(plan).collect()
     steps = []
     torch.cuda.set_sync_debug_mode("error")
     try:

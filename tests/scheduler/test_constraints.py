@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -310,3 +312,38 @@ def test_masks_are_counted() -> None:
     assert stats.held_requests == 1
     assert len(expected(request, "grammar")[0]) <= stats.masks <= len(expected(request, "grammar")[0]) + 1
     assert stats.mask_seconds > 0
+
+
+def test_text_that_must_come_has_its_own_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no search of the vocabulary; but a token that another rule bans is searched for, and not found."""
+    searched = []
+    fill = constraints.fill_next_token_bitmask
+
+    def count(*arguments: object) -> None:
+        searched.append(arguments)
+        fill(*arguments)
+
+    monkeypatch.setattr(constraints, "fill_next_token_bitmask", count)
+    held = Constraints(SHAPE.vocab_size, letters)
+    grammar = LLMatcher.grammar_from_regex("[ab]cdef[ab]")
+    free = msgspec.structs.replace(make_request("free", prompt_of(4, 0), 8), grammar=grammar)
+    barred = msgspec.structs.replace(free, bad_token_ids=[[3]])
+    for request, num_searches, allowed in (
+        (free, 2, [{0, 1}, {2}, {3}, {4}, {5}, {0, 1}]),
+        (barred, 3, [{0, 1}, {2}, set()]),
+    ):
+        searched.clear()
+        (one,) = held.prepare([request], lambda: None)
+        output: list[int] = []
+        for wanted in allowed:
+            (words,) = held.fill([(one, len(output), output)])
+            assert bits_of(words) == wanted
+            if wanted:
+                output.append(max(wanted))
+                held.consume([(one, output[-1])])
+        assert len(searched) == num_searches
+    held.shutdown()
+
+
+def bits_of(words: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())

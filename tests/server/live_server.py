@@ -73,7 +73,7 @@ def make_deployment(**server: object) -> Deployment:
 
 
 def with_documents(deployment: Deployment, folder: Path, **settings: object) -> Deployment:
-    config = DocumentsConfig.model_validate({"folder": folder, **settings})
+    config = DocumentsConfig.model_validate({"folder": folder, "memory_limit_gib": 0.25, **settings})
     return deployment.model_copy(update={"documents": config})
 
 
