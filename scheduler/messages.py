@@ -46,7 +46,7 @@ class Fusion(msgspec.Struct, frozen=True, kw_only=True):
     keep_tokens: int = 0
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. `max_tokens` bounds the output, and prompt + output never exceed the model's context.
 
     `prompt` is packed (`pack_tokens`); requests that share one share the object, and it is hashed once for all of them.

@@ -4,7 +4,8 @@ A window (`gpu.kv.windows`) is held by a sequence while that holds a slot; or it
 prompt that begins with the tokens it ends may begin behind them, with a copy; the one used longest ago is given away
 first. A copy is kept when a prompt is computed, if there is a window for it, and the window itself when its sequence
 leaves. Knows numbers, hashes and token counts; refuses to know pages. Invariants: a window is free, held or kept; what
-is kept has, for each of its ends, all cells that a layer sees from there on.
+is kept has, for each of its ends, all cells that a layer sees from there on; a copy has lost what its source had
+written over, however few tokens it goes on from.
 """
 
 from collections import OrderedDict
@@ -45,6 +46,7 @@ class Windows:
         self._keeps = keeps
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[int, _Kept] = OrderedDict()  # last used last
+        self._written = [0] * count  # cells that a window, or what it was copied from, ever had
         self._writes: list[WindowWrite] = []
 
     @property
@@ -79,7 +81,9 @@ class Windows:
                 if kept.last_end(sequence.hashes, num_blocks, 1) == num_blocks
             )
             self._kept.move_to_end(source)
+        written = 0 if source is None else self._written[source]
         sequence.window = self._take_one()
+        self._written[sequence.window] = written
         self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
 
     def keep_prompt(self, sequence: Sequence) -> None:
@@ -89,6 +93,7 @@ class Windows:
         kept = self._ends_of(sequence, sequence.num_tokens)
         if kept is not None:
             window = self._take_one()
+            self._written[window] = max(self._written[sequence.window], sequence.num_tokens)
             self._writes.append(WindowWrite(window, sequence.window, None))
             self._keep(window, kept)
 
@@ -100,6 +105,7 @@ class Windows:
         if kept is None:
             self._free.append(sequence.window)
         else:
+            self._written[sequence.window] = max(self._written[sequence.window], sequence.next_position)
             self._keep(sequence.window, kept)
         sequence.window = None
 
@@ -126,7 +132,9 @@ class Windows:
         self._kept[window] = kept
 
     def _ends_of(self, sequence: Sequence, num_written: int) -> _Kept | None:
-        """Of a window with the first `num_written` cells of a sequence, those in front of its last token."""
+        """Of its window, with the first `num_written` cells of a sequence, those in front of its last token."""
+        if sequence.window is not None:
+            num_written = max(num_written, self._written[sequence.window])
         last = min((sequence.num_tokens - 1) // self._page_tokens, sequence.num_final_blocks, len(sequence.hashes))
         begin = max(1, -(-(num_written - self._spare_tokens) // self._page_tokens))
         if last < begin:

@@ -135,3 +135,13 @@ def test_models_without_windows_hold_none() -> None:
     assert not windows.lacks()
     assert windows.last_end([b"a", b"b", b"c"], 3, 2) == 2
     assert windows.take_writes() == []
+
+
+def test_a_copy_lacks_what_its_source_had_written_over() -> None:
+    """Each goes on from the window of the one before, nearer to the front, where a longer one has been."""
+    engine, _ = make_engine(num_windows=2, num_pages=29, max_running=1, max_hidden_tokens=200)
+    for length in (88, 72, 63):
+        request = make_request(f"of {length}", [*prompt_of(length - 1), 1], max_tokens=5)
+        engine.submit([request])
+        check_output(request, drain(engine)[request.request_id])
+    check_empty(engine)

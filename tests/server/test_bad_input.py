@@ -343,7 +343,7 @@ async def test_other_media_types_and_encodings_are_a_415(live):
 async def test_unknown_routes_methods_and_models_are_error_objects(live):
     for method, path, status in (
         ("GET", "/nope", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/audio/speech", 404),
         ("GET", "/v1/models/other/model", 404),
         ("GET", COMPLETION, 405),
         ("DELETE", "/health", 405),
