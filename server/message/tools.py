@@ -42,7 +42,7 @@ def _types(schema: Any, depth: int = 0) -> frozenset[str]:
 
 def _typed(value: Any, types: frozenset[str]) -> Any:
     """The value that a text spells, if it is of one of the types; else the text."""
-    if not isinstance(value, str) or not types - {"string"}:
+    if not isinstance(value, str):
         return value
     spelled = value.strip()
     try:

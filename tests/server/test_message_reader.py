@@ -70,6 +70,7 @@ WHOLE: list[tuple[str, str, Read]] = [
         ("A\nB", "", [("f", {"n": 5, "text": "5\n\n 6", "list": [1, {}], "yes": True, "tree": None})]),
     ),
     ("qwen3_xml", "<tool_call><function=g-2></function></tool_call>", ("", "", [("g-2", {})])),
+    ("qwen3_xml", "<function=f><parameter=text>5</parameter></function>", ("", "", [("f", {"text": "5"})])),
     (
         "qwen3_xml",
         "<function=f><parameter=n>x</parameter></function><function=g-2></function>",
