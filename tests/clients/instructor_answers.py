@@ -13,10 +13,11 @@ class Person(BaseModel):
 
 client = instructor.from_openai(OpenAI(base_url=SCRIPTED_URL, api_key="k", max_retries=0), mode=instructor.Mode.TOOLS)
 ASKED = {"model": "scripted", "messages": [{"role": "user", "content": "Ada is 36."}], "response_model": Person}
+ADA = {"name": "Ada", "age": 36}
 
-say(call("Person", name="Ada", age=36))
-assert client.chat.completions.create(**ASKED, max_retries=0) == Person(name="Ada", age=36)
+say(call("Person", **ADA))
+assert client.chat.completions.create(**ASKED, max_retries=0).model_dump() == ADA
 
-say(call("Person", name="Ada", age=-1), call("Person", name="Ada", age=36))
-assert client.chat.completions.create(**ASKED, max_retries=2) == Person(name="Ada", age=36)
+say(call("Person", name="Ada", age=-1), call("Person", **ADA))
+assert client.chat.completions.create(**ASKED, max_retries=2).model_dump() == ADA  # it makes a subclass of Person
 check_over()
