@@ -20,7 +20,7 @@ from server.message.parts import join_parts
 from server.prompts import Prompt
 from server.text_pool import TextPool
 from server.tokenizer import Tokenizer
-from server.tool_use import choose_tools, hold_calls, read_with
+from server.tool_use import choose_tools, hold_answer, read_with
 from tests.server.grammar_texts import allows
 from tests.server.live_server import REFERENCE
 from tests.server.scripted_model import make_model
@@ -61,7 +61,7 @@ async def hold(service: Any, prompt: str = "", **fields: Any) -> tuple[str, Any]
     body = msgspec.convert(tree, ChatBody)
     use = choose_tools(body, read_conversation(body))
     given = Prompt([1], "", 0, end=prompt)
-    return await hold_calls(service, use, given), read_with(service, use, given)
+    return await hold_answer(service, body, use, given), read_with(service, use, given)
 
 
 async def test_a_call_must_come_in_the_models_own_form() -> None:
@@ -74,7 +74,7 @@ async def test_a_call_must_come_in_the_models_own_form() -> None:
         assert not allows(grammar, text), text
 
 
-@pytest.mark.parametrize("source", ['{"name": "x", "parameters": {}}', "[TOOL_CALLS]", "<arg_key>", "<function="])
+@pytest.mark.parametrize("source", ['{"name": "x", "parameters": {}}', "<|tool_call>", "<arg_key>", "<function="])
 async def test_formats_that_no_grammar_writes_call_in_json(source: str) -> None:
     grammar, read = await hold(Service(source))
     assert allows(grammar, BARE)
@@ -83,6 +83,23 @@ async def test_formats_that_no_grammar_writes_call_in_json(source: str) -> None:
     answer = join_parts([*reader.feed(f"{BARE}; {BARE}", False), *reader.finish()])
     assert [(call.name, call.arguments) for call in answer.calls] == [("weather", '{"city": "Rome", "days": 2}')] * 2
     assert answer.content == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("[TOOL_CALLS]", f"[TOOL_CALLS][{CALL}, {CALL}]"),
+        ("[ARGS]", '[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}' * 2),
+    ],
+)
+async def test_mistrals_formats_are_held_as_they_are(source: str, text: str) -> None:
+    grammar, read = await hold(Service(source))
+    assert allows(grammar, text)
+    assert not allows(grammar, BARE)
+    assert not allows(grammar, text.replace("2", "9"))
+    reader = read()
+    answer = join_parts([*reader.feed(text, False), *reader.finish()])
+    assert [(call.name, call.arguments) for call in answer.calls] == [("weather", '{"city": "Rome", "days": 2}')] * 2
 
 
 async def test_one_call_alone_where_one_is_named_or_none_may_be_beside_it() -> None:
@@ -172,10 +189,12 @@ async def test_whatever_the_grammar_lets_a_model_draw_is_read_as_calls(source: s
             ending = ids[ends[ids]]
             token = int(draw.choice(ending if len(ending) and (step > 30 or draw.random() < 0.5) else ids))
             matcher.consume_token(token)
-            if matcher.is_stopped() or token in tokenizer.eos_ids:
+            if token in tokenizer.eos_ids:
                 break
             is_special = token in tokenizer.special_ids
             parts += reader.feed(tokenizer.token_bytes(token).decode(errors="replace"), is_special)
+            if matcher.is_stopped():
+                break
         else:
             continue
         answer = join_parts([*parts, *reader.finish()])
