@@ -132,7 +132,7 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         ResponseFormat: {"type": {"enum": list(RESPONSE_FORMATS)}},
         JsonSchema: {"schema": _SCHEMA},
         StructuredOutputs: {
-            "json": {"anyOf": [_SCHEMA, {"type": "string", "description": "a JSON schema as text"}, _NULL]},
+            "json": {"anyOf": [_SCHEMA, {"const": True}, {"type": "string", "description": "a schema as text"}, _NULL]},
             "choice": {"items": {"type": "string", "minLength": 1}, "minItems": 1},
         },
         TokenizeBody: {"prompt": {"maxLength": limits.max_tokenize_items}, "messages": {"minItems": 1}},
