@@ -61,7 +61,9 @@ class ServerConfig(Settings):
         None, gt=0, description="longest that a request may take, whatever it allows itself in `max_seconds`"
     )
     responses_seconds: float = Field(
-        3600.0, ge=0, description="a response is shown, and may be named as `previous_response_id`, for so long; 0: none is kept"
+        3600.0,
+        ge=0,
+        description="a response is shown, and may be named as `previous_response_id`, for so long; 0: none is kept",
     )
     responses_limit_mib: float = Field(64.0, gt=0, description="of all responses that are kept; the oldest go")
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may ask from a browser; *: all")

@@ -1,25 +1,22 @@
 """Answers in a form, behind reasoning and beside tools: calls in the model's own form, or what was asked for."""
 
-import codecs
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError
 from server.message.formats import choose_format
 from server.message.parts import ReadAnswer, join_parts
 from server.tokenizer import Tokenizer
+from tests.server.drawn_answers import Drawer
 from tests.server.grammar_texts import allows
 from tests.server.live_server import REFERENCE
 from tests.server.scripted_model import make_model
-from tests.server.test_held_calls import SCHEMA, TOOLS, Service, Spelled, allowed_ids, hold
+from tests.server.test_held_calls import SCHEMA, TOOLS, Service, hold
 
 PERSON = {
     "type": "object",
@@ -206,40 +203,19 @@ async def test_marks_inside_a_form_are_part_of_it(size: int) -> None:
 @pytest.mark.parametrize("source", ["<tool_call></think>", '"parameters": </think>', "[ARGS][THINK]", "<arg_key>"])
 async def test_whatever_is_drawn_is_read_as_calls_or_is_valid(source: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_model(tmp_path / "m", "", ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"]), REFERENCE)
-    tokens = LLTokenizer(TokenizerWrapper(Spelled(tokenizer)))
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     grammar, make_reader = await hold_form(Service(source, tokenizer), tools=strict)
-    ends = np.array([bool(set(tokenizer.token_bytes(token)) & set(b'"}<')) for token in range(tokens.vocab_size + 64)])
-    draw = random.Random(7)
-    seen = {"calls": 0, "form": 0}
-    for number in range(30):
-        matcher = LLMatcher(tokens, grammar, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        reader, parts, decoder = make_reader(), [], codecs.getincrementaldecoder("utf-8")()
-        if number % 2 and "parameters" in source:  # of all names, one is a tool's
-            head = '{"name": "weather", "parameters": '
-            assert matcher.consume_tokens(tokenizer.encode(head, False))
-            parts += reader.feed(head, False)
-        for step in range(150):
-            ids = allowed_ids(matcher)
-            ending = ids[ends[ids]]
-            token = int(draw.choice(ending if len(ending) and (step > 30 or draw.random() < 0.5) else ids))
-            matcher.consume_token(token)
-            if token in tokenizer.eos_ids:
-                break
-            text = decoder.decode(tokenizer.token_bytes(token))
-            parts += reader.feed(text, token in tokenizer.special_ids)
-            if matcher.is_stopped():
-                break
-        else:
-            continue
-        answer = join_parts([*parts, *reader.finish()])
-        seen["calls" if answer.calls else "form"] += 1
+    drawer = Drawer(tokenizer, grammar, 7)
+    called = '{"name": "weather", "parameters": ' if "parameters" in source else ""  # of all names, one is a tool's
+    drawn = [drawer.read_answer(make_reader(), called if i % 2 else "") for i in range(30)]
+    answers = [answer for answer in drawn if answer is not None]
+    assert {bool(answer.calls) for answer in answers} == {True, False}
+    for answer in answers:
         if not answer.calls:
             jsonschema.validate(json.loads(answer.content), PERSON)
             continue
         assert answer.content == ""
-        if source != "<arg_key>":
-            for call in answer.calls:
+        for call in answer.calls:
+            assert call.name == "weather"
+            if source != "<arg_key>":
                 jsonschema.validate(json.loads(call.arguments), SCHEMA)
-    assert all(seen.values()), seen

@@ -1,15 +1,12 @@
 """Answers that must call: what the grammar allows is read as calls whose arguments their schema accepts."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import msgspec
-import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError
@@ -21,6 +18,7 @@ from server.prompts import Prompt
 from server.text_pool import TextPool
 from server.tokenizer import Tokenizer
 from server.tool_use import choose_tools, hold_answer, read_with
+from tests.server.drawn_answers import Drawer
 from tests.server.grammar_texts import allows
 from tests.server.live_server import REFERENCE
 from tests.server.scripted_model import make_model
@@ -149,58 +147,15 @@ async def test_too_many_schemas_at_once_are_a_400() -> None:
     assert refused.value.param == "tools"
 
 
-class Spelled:
-    """A tokenizer as llguidance asks one."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.eos_ids[0]
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self.tokens = [
-            tokenizer.token_bytes(index) for index in range(1 + max(tokenizer.vocabulary.get_vocab().values()))
-        ]
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, False)
-
-
-def allowed_ids(matcher: LLMatcher) -> np.ndarray:
-    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-
-
 @pytest.mark.parametrize("source", ["<tool_call></think>", "[TOOL_CALLS][THINK]"])
 async def test_whatever_the_grammar_lets_a_model_draw_is_read_as_calls(source: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_model(tmp_path / "m", "", ["[THINK]", "[/THINK]", "[TOOL_CALLS]"]), REFERENCE)
-    tokens = LLTokenizer(TokenizerWrapper(Spelled(tokenizer)))
     grammar, read = await hold(Service(source, tokenizer))
-    ends = np.array([bool(set(tokenizer.token_bytes(token)) & set(b'"}<')) for token in range(tokens.vocab_size + 64)])
-    draw = random.Random(5)
-    num_whole = 0
-    for _ in range(12):
-        matcher = LLMatcher(tokens, grammar, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        reader = read()
-        parts = []
-        for step in range(150):
-            ids = allowed_ids(matcher)
-            ending = ids[ends[ids]]
-            token = int(draw.choice(ending if len(ending) and (step > 30 or draw.random() < 0.5) else ids))
-            matcher.consume_token(token)
-            if token in tokenizer.eos_ids:
-                break
-            is_special = token in tokenizer.special_ids
-            parts += reader.feed(tokenizer.token_bytes(token).decode(errors="replace"), is_special)
-            if matcher.is_stopped():
-                break
-        else:
-            continue
-        answer = join_parts([*parts, *reader.finish()])
+    drawer = Drawer(tokenizer, grammar, 5)
+    answers = [answer for _ in range(12) if (answer := drawer.read_answer(read(), "")) is not None]
+    assert len(answers) > 2
+    for answer in answers:
         assert answer.content == ""
         assert answer.calls
-        num_whole += 1
         for call in answer.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "weather" else {"type": "object"})
-    assert num_whole > 2
