@@ -451,7 +451,9 @@ def check_form(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | No
             raise invalid("response_format.json_schema.schema", "missing; wanted a JSON schema")
     if by_vllm is None:
         return
-    given = [name for name in FORMS if getattr(by_vllm, name) not in (None, False)]
+    given = [name for name in FORMS if getattr(by_vllm, name) is not None]
+    if by_vllm.json_object is False:
+        given.remove("json_object")
     if len(given) != 1:
         raise invalid("structured_outputs", f"got {' and '.join(given) or 'none'}, wanted one of {', '.join(FORMS)}")
     if by_openai is not None and by_openai.type != "text":

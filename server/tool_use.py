@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies import ChatBody, NamedTool
 from server.conversation import Conversation
-from server.message.call_grammar import HeldCalls, HeldTool, write_answer
-from server.message.formats import AnswerFormat, HeldForm, hold_format
+from server.message.call_grammar import HeldArguments, HeldCalls, write_answer
+from server.message.formats import AnswerFormat, HeldForm, Tags, hold_format
 from server.message.reader import MessageReader
 from server.message.tools import Tools
 from server.prompts import Prompt, hold_to_form
@@ -87,25 +87,28 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
             assert answer_format.held is not None
             calls = HeldCalls(_held_tools(use, answer_format.held), answer_format.held, use.most_calls != 1)
         text = write_answer(calls, bool(form), reasoning, is_reasoning, service.tokenizer)
-        return grammar_with_form(param, text, form) if form else lark_grammar(param, text)
+        of_all = param if use.tools is None else "tools"  # the form has passed by itself
+        return grammar_with_form(of_all, text, form) if form else lark_grammar(of_all, text)
 
     return await service.texts.run(INLINE_CHARS, compile_grammar)
 
 
-def _held_tools(use: ToolUse, held: HeldForm) -> list[HeldTool]:
+def _held_tools(use: ToolUse, held: HeldForm) -> list[tuple[str, HeldArguments]]:
     """Those that may be called. Their arguments are held to their schemas where one must be, or where that is strict;
     of the others they are any object. Raises ApiError 400.
     """
     tools = []
+    any_object = schema_in_lark("tools", {"type": "object"})
     for i, tool in enumerate(use.conversation.tools):
         name, parameters = tool["function"]["name"], {"type": "object"} | tool["function"]["parameters"]
         if use.names and name not in use.names:
             continue
-        arguments = ""
+        term = ""
         if held.arguments == "json":
-            schema = parameters if use.names or name in use.strict else {"type": "object"}
-            arguments = schema_in_lark(f"tools[{i}].function.parameters", schema)
-        tools.append(HeldTool(name, arguments, list(parameters.get("properties") or {})))
+            is_kept = use.names or name in use.strict
+            term = schema_in_lark(f"tools[{i}].function.parameters", parameters) if is_kept else any_object
+        keys = tuple(parameters.get("properties") or ()) if isinstance(held.arguments, Tags) else ()
+        tools.append((name, HeldArguments(term, keys)))
     return tools
 
 

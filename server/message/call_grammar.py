@@ -18,17 +18,18 @@ _ANY_KEY = "/[^<>\\n]+/"
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTool:
-    """`arguments`: a term of Lark, where calls have JSON; `keys`: of the arguments, empty for any."""
+class HeldArguments:
+    """`term`: of Lark, where calls have JSON; `keys`: of arguments in tags, empty for any."""
 
-    name: str
-    arguments: str
-    keys: Sequence[str]
+    term: str
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldCalls:
-    tools: Sequence[HeldTool]
+    """`tools`: names, and what the arguments of each are."""
+
+    tools: Sequence[tuple[str, HeldArguments]]
     held: HeldForm
     is_many: bool
 
@@ -50,22 +51,33 @@ def _write_calls(calls: HeldCalls, spell: Callable[[str], str]) -> list[str]:
     held = calls.held
     more = f" ({spell(held.between)} call)*" if calls.is_many else ""
     rules = [f"calls: {spell(held.begin)} call{more} {spell(held.end)}"]
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))))
+    names: dict[HeldArguments, list[str]] = {}  # tools whose arguments are the same are one rule
+    for name, arguments in calls.tools:
+        names.setdefault(arguments, []).append(name)
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(names))))
     is_text = held.arguments == "text"
-    for i, tool in enumerate(calls.tools):
-        head = " ".join(spell(text.replace("{name}", tool.name)) for text in held.head)
+    for i, arguments in enumerate(names):
+        head = " ".join(_name(text, names[arguments], spell) for text in held.head)
         rules.append(f"call_{i}: {head} " + ("rest" if is_text else f"arguments_{i} {spell(held.tail)}"))
         if isinstance(held.arguments, Tags):
-            key = " | ".join(map(json.dumps, tool.keys)) or _ANY_KEY
-            begin, between = (spell(text) for text in (held.arguments.begin, held.arguments.between))
-            rules.append(f"arguments_{i}: ({begin} ({key}) {between} value)*")
+            key = " | ".join(map(json.dumps, arguments.keys)) or _ANY_KEY
+            rules.append(
+                f"arguments_{i}: ({spell(held.arguments.begin)} ({key}) {spell(held.arguments.between)} value)*"
+            )
         elif not is_text:
-            rules.append(f"arguments_{i}: {tool.arguments}")
+            rules.append(f"arguments_{i}: {arguments.term}")
     if isinstance(held.arguments, Tags):
         rules.append(_any_until("value", held.arguments.end, spell))
     elif is_text:
         rules.append(_any_until("rest", held.tail, spell))
     return rules
+
+
+def _name(text: str, names: Sequence[str], spell: Callable[[str], str]) -> str:
+    """A text of a call's head, for any of these tools."""
+    if "{name}" not in text:
+        return spell(text)
+    return "(" + " | ".join(spell(text.replace("{name}", name)) for name in names) + ")"
 
 
 def _any_until(rule: str, end: str, spell: Callable[[str], str]) -> str:

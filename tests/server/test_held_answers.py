@@ -104,6 +104,17 @@ async def test_arguments_are_held_to_their_schema_where_that_is_strict() -> None
         assert allows(grammar, wrong) is not strict
 
 
+async def test_many_tools_that_are_not_strict_take_little_room() -> None:
+    tools = [{"type": "function", "function": {"name": f"tool_{i}", "strict": False}} for i in range(1000)]
+    grammar, _ = await hold_form(Service("<tool_call>"), tools=tools)
+    for name in ("tool_0", "tool_999"):
+        assert allows(grammar, f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 1}}}}\n</tool_call>')
+    own = [{"name": f"t{i}", "strict": True, "parameters": SCHEMA | {"title": str(i)}} for i in range(200)]
+    strict = [{"type": "function", "function": function} for function in own]
+    with pytest.raises(ApiError, match=r"^tools: .* bytes, at most"):
+        await hold_form(Service("<tool_call>"), tools=strict)
+
+
 async def test_a_strict_schema_that_cannot_be_kept_is_a_400_that_names_it() -> None:
     function = {"name": "f", "parameters": {"not": {}}, "strict": True}
     tools = [TOOLS[1], {"type": "function", "function": function}]

@@ -140,8 +140,9 @@ async def test_arguments_that_cannot_be_kept_are_a_400_that_names_the_keyword() 
 
 
 async def test_too_many_schemas_at_once_are_a_400() -> None:
-    enum = {"type": "object", "properties": {"x": {"enum": [f"value {i}" for i in range(1000)]}}}
-    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": enum}} for i in range(10)]
+    enums = [{"enum": [f"value {i} of {j}" for i in range(1000)]} for j in range(10)]
+    schemas = [{"type": "object", "properties": {"x": enum}} for enum in enums]
+    tools = [{"type": "function", "function": {"name": f"f{j}", "parameters": one}} for j, one in enumerate(schemas)]
     with pytest.raises(ApiError) as refused:
         await hold(Service("<tool_call>"), tools=tools)
     assert refused.value.param == "tools"
