@@ -46,10 +46,15 @@ class Drawer:
         return join_parts([*parts, *reader.finish()])
 
     def _choose(self, matcher: LLMatcher, prefers_end: bool) -> int:
-        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        ids = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        ids = allowed_ids(matcher)
         ending = ids[self._is_ending[ids]]
         return int(self._draw.choice(ending if len(ending) and prefers_end else ids))
+
+
+def allowed_ids(matcher: LLMatcher) -> np.ndarray:
+    """Of the tokens that may come next."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
 
 
 class _Spelled:

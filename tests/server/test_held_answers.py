@@ -6,13 +6,15 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
 from gpu.config import ModelConfig
+from scheduler.constraints import read_tokens
 from server.api_error import ApiError
 from server.message.formats import choose_format
 from server.message.parts import ReadAnswer, join_parts
 from server.tokenizer import Tokenizer
-from tests.server.drawn_answers import Drawer
+from tests.server.drawn_answers import Drawer, allowed_ids
 from tests.server.grammar_texts import allows
 from tests.server.live_server import REFERENCE
 from tests.server.scripted_model import make_model
@@ -197,6 +199,19 @@ def _own_format(reasoning: dict[str, Any], calls: dict[str, Any] | None = None) 
     fields = {"content": {}, "reasoning": reasoning, "tool_calls": calls or {"open": "<f>", "close": "</f>"}}
     spec = {"fields": fields, "start_anchor_pattern": r"(?=<t>\Z)|(?<!<t>)\Z"}
     return choose_format(ModelConfig(random_weights="x"), "", True, {"response_template": spec})
+
+
+async def test_of_an_engines_vocabulary_all_may_come_in_reasoning_and_the_form_alone_behind_it() -> None:
+    grammar, _ = await hold_form(Service("</think>"), "<|assistant|>\n<think>\n", tools=[], tool_choice=None)
+    tokenizer, tokens = Tokenizer(REFERENCE, REFERENCE), read_tokens(ModelConfig(path=REFERENCE), 8192)
+    matcher = LLMatcher(tokens, grammar)
+    assert matcher.consume_tokens(tokenizer.encode("hm {", False))
+    assert len(allowed_ids(matcher)) > 0.9 * 8192
+    assert not {*tokenizer.eos_ids} & {*allowed_ids(matcher).tolist()}
+    assert matcher.consume_tokens(tokenizer.encode("</think>\n\n", False))
+    left = [tokenizer.token_bytes(token_id).strip() for token_id in allowed_ids(matcher)]
+    assert left
+    assert all(not raw or raw.startswith(b"{") for raw in left), left
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
