@@ -186,10 +186,13 @@ def allocate_packed(
     """Not yet filled. scales: of 16 bits, where they have so many."""
     group = stored.group or inner
     shape = (-(-rows // stored.row_block), -(-inner // group))
+    if stored.run is not None:
+        scales = torch.int16
     return Packed(
         kind=stored.kind, dtype=dtype, inner=inner, group=group, row_block=stored.row_block,
         words=torch.empty(rows, inner * BITS[stored.kind] // WORD_BITS, dtype=torch.int32, device=device),
         scales=torch.empty(shape, dtype=torch.float32 if stored.scale_bytes == 4 else scales, device=device),
         zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
         order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,
+        runs=None if stored.run is None else torch.empty(rows, inner // stored.run, dtype=torch.int32, device=device),
     )  # fmt: skip
