@@ -146,6 +146,9 @@ KERNEL_CHAIN_BFLOAT16 = 1.5e-2
 KERNEL_FLOAT64 = 1e-12
 # Logits: float32 sums of a thousand products on tensor cores, which truncate; rounded to bf16 they are off by 1.7e-3.
 LOGITS_FLOAT32 = 3e-5
+# Logits where rotation factors stand in a file as float32: frequencies differ by a last place, angles of 150 positions
+# by 2e-5, queries and keys have a length of ten.
+GGUF_ROPE_LOGITS = 2e-4
 # Natural-log lse, absolute: float32 logits of a few units.
 LSE_FLOAT32 = 5e-6
 # The same from bf16 queries and keys through torch's CPU attention, which scales the query in bf16 steps.

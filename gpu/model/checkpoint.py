@@ -45,13 +45,16 @@ class Shard(Protocol):
 
 
 class Source(Protocol):
-    """files: names of their tensors; described_by: what says which ones are wanted; listed_by: where one is looked for
-    that is missing.
+    """files: names of their tensors, as a Hugging Face checkpoint has them; described_by: what says which ones are
+    wanted; listed_by: where one is looked for that is missing.
     """
 
     files: Mapping[Path, list[str]]
     described_by: str
     listed_by: Path
+
+    def stored_name(self, name: str) -> str:
+        """What its own files call a tensor."""
 
     def open(self, path: Path) -> AbstractContextManager[Shard]: ...
 
@@ -89,7 +92,7 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
                     if place is None or place.fill is None or place.comes_first != comes_first:
                         continue
                     stored = shard.get_tensor(name)
-                    _fill(place, stored, name, path)
+                    _fill(place, stored, source.stored_name(name), path)
                     stored_bytes += stored.nbytes
                     done += stored.numel()
                     on_progress(done / total)
@@ -148,20 +151,19 @@ def _check_tensors(source: Source, wanted: dict[str, StoredTensor], architecture
                     family = architecture.family
                     raise ModelError(f"model: {path}: tensor {name} is not one of a {family} of {len(wanted)} tensors")
                 stored, asked, described = shard.get_slice(name), wanted[place], source.described_by
-                shape, dtype = stored.get_shape(), stored.get_dtype()
+                shape, dtype, called = stored.get_shape(), stored.get_dtype(), source.stored_name(name)
                 if tuple(shape) not in asked.shapes:
                     shapes = " or ".join(str(list(one)) for one in asked.shapes)
-                    raise ModelError(f"model: {path}: tensor {name} is {shape}; wanted {shapes} by {described}")
+                    raise ModelError(f"model: {path}: tensor {called} is {shape}; wanted {shapes} by {described}")
                 if dtype not in asked.dtypes:
-                    raise ModelError(f"model: {path}: tensor {name} is {dtype}; wanted {', '.join(asked.dtypes)}")
+                    raise ModelError(f"model: {path}: tensor {called} is {dtype}; wanted {', '.join(asked.dtypes)}")
                 found.add(place)
                 total += math.prod(shape) if asked.fill is not None else 0
     needed = [name for name, tensor in wanted.items() if tensor.is_needed]
     missing = [name for name in needed if name not in found]
     if missing:
-        raise ModelError(
-            f"model: {source.listed_by}: tensor {missing[0]} is missing ({len(missing)} of {len(needed)} are)"
-        )
+        lost = source.stored_name(missing[0])
+        raise ModelError(f"model: {source.listed_by}: tensor {lost} is missing ({len(missing)} of {len(needed)} are)")
     return total
 
 

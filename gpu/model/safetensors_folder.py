@@ -24,6 +24,9 @@ class SafetensorsFolder:
         self.files = _find_files(folder)
         self.listed_by = next(iter(self.files)) if len(self.files) == 1 else folder / INDEX_FILE
 
+    def stored_name(self, name: str) -> str:
+        return name
+
     def open(self, path: Path) -> safe_open:
         return _open(path)
 

@@ -100,10 +100,10 @@ def _block(kind: str, block: bytes) -> list[float]:
 
 
 def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | None = None, seed: int = 3,
-          damage: Callable[[gguf.GGUFWriter], None] | None = None, split_tensors: int = 0) -> Path:  # fmt: skip
+          split_tensors: int = 0, is_alone: bool = False) -> Path:  # fmt: skip
     """A file of a plain checkpoint whose matrices are of `kinds` of their names in the file; beside it, in a folder of
-    the same name with `-plain`, the checkpoint that it means. Returns the file. metadata: in place of what is derived,
-    None: left out.
+    the same name with `-plain`, the checkpoint that it means, unless it is to be alone. Returns the file. metadata: in
+    place of what is derived, None: left out. split_tensors: of a part, 0: there is one.
     """
     config = json.loads((plain / "config.json").read_text())
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(plain / "model.safetensors").items()}
@@ -120,8 +120,9 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         module, end = name.rsplit(".", 1)
         theirs = _name(module, architecture) + "." + end
         kind = kinds(theirs) if array.ndim == 2 else "F32"
-        stored, numbers = _store(generator, kind, array)
-        meant[name] = from_numpy(numbers.astype(np.float32))
+        stored = _store(generator, kind, array)
+        if not is_alone:
+            meant[name] = from_numpy(_meant(kind, stored, array.shape).astype(np.float32))
         if array.ndim == 1 and architecture == "gemma3" and name.endswith("norm.weight"):
             stored = stored + 1
         if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
@@ -131,12 +132,12 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         writer.add_tensor(
             theirs, np.ascontiguousarray(stored), raw_dtype=block_type if kind not in ("F32", "F16") else None
         )
-    if damage is not None:
-        damage(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if is_alone:
+        return path
     folder = path.with_name(path.stem + "-plain")
     folder.mkdir()
     for file in plain.glob("*.json"):
@@ -145,20 +146,23 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     return path
 
 
-def _store(generator: np.random.Generator, kind: str, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As a file has it, and the numbers that this means."""
-    if kind == "F32" or array.ndim == 1:
-        return array.astype(np.float32), array
-    if kind == "F16":
-        return array.astype(np.float16), array.astype(np.float16)
+def _store(generator: np.random.Generator, kind: str, array: np.ndarray) -> np.ndarray:
+    """As a file has it."""
     if kind == "BF16":
-        rounded = (array.view(np.uint32) + 0x8000 >> 16).astype(np.uint16)
-        return rounded.view(np.uint8), (rounded.astype(np.uint32) << 16).view(np.float32)
+        return (array.view(np.uint32) + 0x8000 >> 16).astype(np.uint16).view(np.uint8)
+    if kind in ("F16", "F32"):
+        return array.astype(np.float16 if kind == "F16" else np.float32)
+    if kind == "F64":
+        return array.astype(np.float64)
     if kind.endswith("_K"):
-        data = draw_blocks(generator, kind, *array.shape)
-    else:
-        data = gguf.quants.quantize(array, getattr(gguf.GGMLQuantizationType, kind))
-    return data, wanted_numbers(kind, data, array.shape[1])
+        return draw_blocks(generator, kind, *array.shape)
+    return gguf.quants.quantize(array, getattr(gguf.GGMLQuantizationType, kind))
+
+
+def _meant(kind: str, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if kind == "BF16":
+        return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return stored if kind in ("F16", "F32") else wanted_numbers(kind, stored, shape[1])
 
 
 def _name(module: str, architecture: str) -> str:

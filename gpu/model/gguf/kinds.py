@@ -50,7 +50,7 @@ SERVED = (*FLOAT_KINDS, *BLOCK_KINDS)
 def format_of(kinds: Sequence[str]) -> MatrixFormat | None:
     """Of a matrix whose parts are of these kinds; None: plain."""
     blocks = [BLOCK_KINDS[kind] for kind in kinds if kind in BLOCK_KINDS]
-    if len(blocks) < len(kinds):
+    if not blocks or len(blocks) < len(kinds):
         return None
     stored: Kind = "int4" if all(block.stored == "int4" for block in blocks) else "int8"
     group = min(block.group for block in blocks)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu.model.gguf.blocks import Blocks
 from gpu.model.gguf.file import GgufFile, GgufTensor, read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
-from gpu.model.gguf.tensors import checkpoint_names
+from gpu.model.gguf.tensors import checkpoint_names, stored_names
 from gpu.model.spec import Architecture
 
 _PERMUTED = "llama"  # of `general.architecture`
@@ -31,10 +31,14 @@ class GgufSource:
         """Raises ModelError for a file that is missing or broken."""
         self._file, self._architecture = read_gguf(path), architecture
         self._tensors = checkpoint_names(self._file, architecture)
+        self._names = stored_names(self._file, architecture)
         self.listed_by = path
         self.files: dict[Path, list[str]] = {path: [] for path in self._file.paths}
         for name, tensor in self._tensors.items():
             self.files[tensor.path].append(name)
+
+    def stored_name(self, name: str) -> str:
+        return self._names.get(name, name)
 
     @contextmanager
     def open(self, path: Path) -> Iterator["_Shard"]:

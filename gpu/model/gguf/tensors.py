@@ -22,8 +22,14 @@ _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
     """By canonical names of `gpu.model.family`, in the file's order; without what says how tokens are rotated."""
-    names = _names(file.metadata["general.architecture"], architecture.num_layers, _layer_names(architecture))
+    names = {theirs: ours for ours, theirs in stored_names(file, architecture).items()}
     return {names.get(name, name): tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
+
+
+def stored_names(file: GgufFile, architecture: Architecture) -> dict[str, str]:
+    """What the file calls each tensor that a checkpoint of this architecture may have."""
+    layer_names = tuple(families()[architecture.family].tensors(architecture))
+    return _names(file.metadata["general.architecture"], architecture.num_layers, layer_names)
 
 
 def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisation | None:
@@ -68,19 +74,15 @@ def _describe(
     return ", ".join(words)
 
 
-def _layer_names(architecture: Architecture) -> tuple[str, ...]:
-    return tuple(families()[architecture.family].tensors(architecture))
-
-
 @lru_cache(maxsize=2)
 def _names(architecture: str, num_layers: int, layer_names: tuple[str, ...]) -> dict[str, str]:
-    """Of a checkpoint, by llama.cpp's."""
+    """llama.cpp's, by a checkpoint's."""
     import gguf
 
     assert architecture in MODEL_TYPES, "the configuration was read"
     (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     table: Any = gguf.get_tensor_name_map(known, num_layers)
     ours = [*_WHOLE, *(f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in layer_names)]
-    found = {table.get_name(name, try_suffixes=(".weight", ".bias")): name for name in ours}
-    assert len(found) == len(ours), "no two tensors have one name"
+    found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in ours}
+    assert len(set(found.values())) == len(ours), "no two tensors have one name"
     return found

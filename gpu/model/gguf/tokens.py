@@ -48,12 +48,13 @@ _CUTS = {
     "smollm": (r"\p{N}", _GPT2),
 }
 _ALIASES = {
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "dbrx": "llama-bpe",
-    "smaug-bpe": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2",
-    "megrez": "qwen2", "phi-2": "gpt-2", "mpt": "gpt-2", "olmo": "gpt-2", "jina-es": "gpt-2",
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe",
+    "dbrx": "llama-bpe", "smaug-bpe": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2", "megrez": "qwen2", "phi-2": "gpt-2", "mpt": "gpt-2", "olmo": "gpt-2",
+    "jina-es": "gpt-2",
 }  # fmt: skip
-_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # a word that is a token is not merged
-_BEGIN_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # where a file does not say
+# In these a word that is a token is not merged, and a text has its begin token where a file does not say.
+_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 
 
 def read_gguf_vocabulary(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
@@ -149,6 +150,12 @@ def _pieces(file: GgufFile, tokens: list[str], kinds: list[Kind]) -> Sentencepie
     scores = _list(file, "scores", len(tokens))
     if scores is None:
         raise ModelError(f"model: {file.path} has no {_GGML}scores; wanted one for each of {len(tokens):,} tokens")
+    if file.metadata.get("general.architecture") == "gemma3":
+        scores = [-float(place) for place in range(len(tokens))]  # its merges are in the order of their tokens
+    tokens = [
+        "▁" * len(token) if kind == Kind.USER_DEFINED and token and not token.strip(" ") else token
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]  # spaces that a file spells as such
     flags = {key: file.metadata.get(_GGML + key) for key in ("add_space_prefix", "remove_extra_whitespaces")}
     return SentencepieceFile(
         texts=tokens, scores=scores, kinds=kinds, is_bpe=True, has_byte_fallback=Kind.BYTE in kinds,
@@ -186,7 +193,7 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[Kind], settings: 
         if kind in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
     ]
     vocabulary.add_tokens(added)
-    begins = settings.get("add_bos_token", named in _BEGIN_FIRST)
+    begins = settings.get("add_bos_token", named in _WHOLE_FIRST)
     frame = [settings[name] for name, is_there in (("bos_token", begins), ("eos_token", settings.get("add_eos_token")))
              if is_there and name in settings]  # fmt: skip
     if frame:
