@@ -16,7 +16,7 @@ class ModelConfig(Settings):
 
     path: Path | None = Field(
         None,
-        description="folder with config.json, *.safetensors and the tokenizer, or a GGUF file, of several parts the first",
+        description="folder with config.json, *.safetensors and the tokenizer, or a GGUF file (of several, the first)",
     )
     random_weights: str | None = Field(None, description="a named shape, for instance llama-3.1-8b")
     tokenizer: Path | None = Field(None, description="folder or GGUF file of the tokenizer; defaults to `path`")
@@ -35,8 +35,8 @@ class ModelConfig(Settings):
     )
     ignore_config_keys: tuple[str, ...] = Field(
         (),
-        description="keys of config.json, or of a GGUF file's architecture, that may be passed over, though nothing here "
-        "knows what they mean",
+        description="keys of config.json, or of a GGUF file's architecture, that may be passed over, though nothing "
+        "here knows what they mean",
     )
     chat_template: Path | None = Field(None, description="jinja file; defaults to the tokenizer's own")
     tool_parser: ToolParser = Field(

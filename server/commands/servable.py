@@ -46,8 +46,8 @@ def require_weights(folder: Path) -> None:
     index = folder / _INDEX
     if not index.is_file():
         if not any(folder.glob("*.safetensors")):
-            files = [path.name for path in sorted(folder.glob("*.gguf"))]
-            instead = f"; name the file, as {folder / files[0]}" if files else ""
+            gguf = sorted(folder.glob("*.gguf"))
+            instead = f"; name the file, as {gguf[0]}" if gguf else ""
             raise ModelError(
                 f"model: {folder} has no *.safetensors; wanted a Hugging Face folder with its weights, or a GGUF file"
                 f"{instead}"

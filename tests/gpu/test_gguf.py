@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from gpu.kernels.packed import Packed
-from gpu.model.architecture import ModelError, read_architecture
+from gpu.model.architecture import ModelError, named_shape, read_architecture
 from gpu.model.checkpoint import load_packed, load_weights
 from gpu.model.gguf.blocks import Blocks, read_numbers, widen_blocks
 from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
+from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
-from gpu.model.weights import Weights
+from gpu.model.weights import Weights, _draw_packed, allocate_weights
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import BYTES, draw_blocks, wanted_numbers, write
-from tests.tolerances import GGUF_ROPE_LOGITS
+from tests.tolerances import GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN
 
 CPU = torch.device("cpu")
 MATRICES = ("qkv", "output", "gate_up", "down")
@@ -227,6 +228,34 @@ def test_progress_goes_to_the_end_and_rounding_is_of_plain_files_alone(files) ->
     )
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
         assert torch.equal(as_matrix(ours.qkv).unpack(), as_matrix(theirs.qkv).unpack())
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_random_weights_of_a_kind_have_the_spread_of_plain_ones_and_its_bytes(kind: str) -> None:
+    shape = stored_as(named_shape("tiny-qwen3"), kind)
+    weights = allocate_weights(shape, torch.bfloat16, CPU)
+    matrix = weights.layers[0].gate_up
+    assert isinstance(matrix, Packed)
+    _draw_packed(matrix, 0.1, torch.Generator().manual_seed(1))
+    drawn = as_matrix(matrix).unpack().float()
+    assert abs(float(drawn.std()) - 0.1) < SPREAD_OF_DRAWN
+    assert abs(float(drawn.mean())) < SPREAD_OF_DRAWN
+    with pytest.raises(ModelError, match=r"has rows of 384; Q4_K has blocks of 256"):
+        stored_as(named_shape("tiny-phi3"), "Q4_K")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "mixed"])
+def test_on_a_device_matrices_are_packed_and_hold_the_numbers_of_the_file(name: str, files) -> None:
+    device = torch.device("cuda")
+    got = load_weights(files[name], read_architecture(files[name]), torch.bfloat16, device, lambda _: None)
+    wanted = whole(plain_of(files[name]))
+    assert got.is_packed
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix in MATRICES:
+            unpacked = as_matrix(getattr(ours, matrix)).unpack().cpu()
+            assert torch.equal(unpacked, getattr(theirs, matrix).bfloat16()), matrix
+    assert torch.equal(got.embedding.cpu(), wanted.embedding.bfloat16())
 
 
 def truncated(share: float) -> Callable[[Path], None]:

@@ -5,6 +5,7 @@ own if no layer wants it, so that what is extra is told.
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,8 +14,8 @@ from gpu.model.gguf.config import MODEL_TYPES, ROPE_TENSORS
 from gpu.model.gguf.file import GgufFile, GgufTensor
 from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
 from gpu.model.matrix_format import MatrixFormat, Quantisation
-from gpu.model.matrix_formats import PARTS, module_names
-from gpu.model.spec import Architecture
+from gpu.model.matrix_formats import PARTS, matrix_shapes, module_names
+from gpu.model.spec import Architecture, ModelError
 
 SCHEME = "gguf"
 _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
@@ -55,6 +56,20 @@ def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisatio
         repacked[output.kind] += 1
     note = _describe(matrices, output_stored, repacked)
     return Quantisation(SCHEME, commonest, output_stored, matrices=matrices, note=note)
+
+
+def stored_as(architecture: Architecture, kind: str) -> Architecture:
+    """A shape as a file would have it all of whose matrices are of one kind, and the output matrix Q6_K, as most files
+    have that: what random weights are drawn for. Raises ModelError for rows that are no whole blocks.
+    """
+    output = None if architecture.tied_embeddings else format_of(["Q6_K"])
+    stored = format_of([kind])
+    assert stored is not None, "a kind of few bits"
+    for inner in {columns for _, columns in matrix_shapes(architecture).values()}:
+        if inner % BLOCK_KINDS[kind].block:
+            block = BLOCK_KINDS[kind].block
+            raise ModelError(f"model: {architecture.name} has rows of {inner}; {kind} has blocks of {block}")
+    return replace(architecture, quantisation=Quantisation(SCHEME, stored, output, note=f"all matrices {kind}"))
 
 
 def _is_repacked(kind: str, stored: MatrixFormat | None) -> bool:
