@@ -345,6 +345,25 @@ def test_an_unknown_key_may_be_passed_over_by_its_name(tmp_path: Path) -> None:
     assert read_architecture(path, ignored_keys=("llama.odd",)).name == "model"
 
 
+def test_windows_are_read_layer_by_layer_where_a_file_says_so_and_refused_where_a_model_has_none(
+    tmp_path: Path,
+) -> None:
+    pattern = {"gemma3.attention.sliding_window_pattern": [True, False, True, False]}
+    path = write(checkpoint("gemma3").folder, tmp_path / "gemma.gguf", lambda _: "F16", pattern, is_alone=True)
+    assert [spec.window_tokens for spec in read_architecture(path).layers] == [32, None, 32, None]
+    window = {"qwen3.attention.sliding_window": 64}
+    path = write(checkpoint("qwen3").folder, tmp_path / "qwen.gguf", lambda _: "F16", window, is_alone=True)
+    assert_refused(path, "qwen3.attention.sliding_window is 64, and nothing here knows what that means")
+
+
+@pytest.mark.parametrize("layers", [4, 62])
+def test_gemmas_largest_has_a_scale_of_queries_by_its_width(layers: int, tmp_path: Path) -> None:
+    plain = checkpoint("gemma3", num_hidden_layers=layers, hidden_size=128, intermediate_size=32, head_dim=64)
+    path = write(plain.folder, tmp_path / "model.gguf", lambda _: "F16", is_alone=True)
+    scalar = 128 / 4 if layers == 62 else 64
+    assert read_architecture(path).query_gain == (64 / scalar) ** 0.5
+
+
 @pytest.mark.parametrize("kind", ["TQ1_0", "F64"])
 def test_a_kind_that_is_not_served_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
     def odd(name: str) -> str:

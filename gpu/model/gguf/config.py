@@ -40,10 +40,12 @@ _SO_ANYWAY = {
     "use_parallel_residual": (False,),
     "attention.max_alibi_bias": (0.0,),
     "attention.clamp_kqv": (0.0,),
+    "attention.sliding_window": (0,),
     "rope.scaling.finetuned": (True, False),
     "tensor_data_layout": ("Meta AI original pth",),
     "pooling_type": (0, 1, 2, 3, 4),  # `server.pooling` reads it
 }
+_WINDOWED = ("llama", "phi3", "gemma3_text")
 _GEMMA3_27B_LAYERS = 62  # by which llama.cpp tells the one whose queries are scaled by hidden / heads
 
 
@@ -137,7 +139,11 @@ def _heads(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """`sliding_window_pattern` is a number, or says of each layer whether it has a window."""
+    """`sliding_window_pattern` is a number, or says of each layer whether it has a window. A window of a model that has
+    none here is left, to be refused.
+    """
+    if config["model_type"] not in _WINDOWED:
+        return {}
     window, pattern = keys.number("attention.sliding_window", 0), keys.take("attention.sliding_window_pattern")
     found: dict[str, Any] = {"sliding_window": window or None}
     if config["model_type"] == "llama" and window:

@@ -86,7 +86,7 @@ def part_paths(path: Path) -> tuple[Path, ...]:
     return parts
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _read(stamps: tuple[tuple[Path, int, int], ...]) -> GgufFile:
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
