@@ -30,7 +30,9 @@ MOST_TOKENS = 256  # beyond, a matrix is widened first; as many rows as logits h
 # warps stand side by side: so tokens are loaded as words are, once for all rows, and nothing crosses shared memory.
 GEMV_CONFIGS = {False: (4, 2, 1), True: (2, 2, 1)}
 WARP_WORDS = 128
-# Several: block_rows, block_words, num_warps, num_stages, of products and of `gated` ones.
+# Several: block_rows, block_words, num_warps, num_stages, of products and of `gated` ones. A stage holds words, scales
+# and every plane of the tokens, so more than MOST_STAGED tokens at once have one, and half the words: an SM has no more.
+MOST_STAGED = 16
 DOT_CONFIGS = {False: (32, 64, 4, 3), True: (32, 32, 4, 3)}
 UNPACK_BLOCK = (16, 64)  # rows, words
 
@@ -363,6 +365,10 @@ def _dot(x: Tensor, packed: Packed, added: Tensor | None, activation: Activation
     x = x if x.stride(1) == 1 else x.contiguous()
     block_rows, block_words, num_warps, num_stages = DOT_CONFIGS[gates]
     block_tokens = min(64, max(16, triton.next_power_of_2(tokens)))
+    if block_tokens > MOST_STAGED:
+        block_words, num_stages = block_words // 2, 1
+    elif packed.runs is not None:
+        num_stages -= 1  # a run's numbers take room, too
     out = torch.empty(tokens, num_rows, dtype=dtype, device=x.device)
     residual, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)
     _packed_dot_kernel[(triton.cdiv(num_rows, block_rows), triton.cdiv(tokens, block_tokens))](
