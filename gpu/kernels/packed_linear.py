@@ -31,7 +31,7 @@ MOST_TOKENS = 256  # beyond, a matrix is widened first; as many rows as logits h
 GEMV_CONFIGS = {False: (4, 2, 1), True: (2, 2, 1)}
 WARP_WORDS = 128
 # Several: block_rows, block_words, num_warps, num_stages, of products and of `gated` ones. A stage holds words, scales
-# and every plane of the tokens, so more than MOST_STAGED tokens at once have one, and half the words: an SM has no more.
+# and every plane of the tokens, so more than MOST_STAGED tokens at once have one, and half the words.
 MOST_STAGED = 16
 DOT_CONFIGS = {False: (32, 64, 4, 3), True: (32, 32, 4, 3)}
 UNPACK_BLOCK = (16, 64)  # rows, words
