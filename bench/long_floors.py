@@ -12,6 +12,7 @@ import torch
 
 from bench.rates import measure_device_rates, measure_host_matmul
 from cpu.rates import GIB, measure_host_rates, measure_read_rate
+from gpu.kv.layout import row_bytes
 from gpu.load import DTYPES, load_architecture
 from gpu.memory.host_demand import CODE_BYTES, ROW_BYTES
 from gpu.memory.plan import MemoryPlan
@@ -97,7 +98,7 @@ class LongFloors:
     @property
     def _layer_bytes(self) -> int:
         """A token's keys and values in one layer, on the device."""
-        return self.architecture.kv_bytes_per_token(self.plan.dtype_bytes) // self.architecture.num_layers
+        return 2 * self.architecture.num_kv_heads * row_bytes(self.plan.kv, self.architecture.dim)
 
     def _flops(self, begin: int, end: int) -> float:
         """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""

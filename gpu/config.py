@@ -90,6 +90,11 @@ class GpuConfig(Settings):
         description="windows of layers that keep no more, of `kv_cache_gib`; default: two a running sequence, "
         "in half of what there is",
     )
+    kv: Literal["auto", "bfloat16", "fp8", "int8"] = Field(
+        "auto",
+        description="rows of keys and values on the device: in codes of 8 bits, with a scale a token and KV head, or "
+        "as `dtype`, which is auto. Rows in host memory are as `host.rows` says",
+    )
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")

@@ -77,7 +77,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
             architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
             device=device, tier=tier, parts=parts, num_rings=num_rings, sink_tokens=sink_tokens,
-            checks_coverage=gpu.check_coverage, library=library,
+            checks_coverage=gpu.check_coverage, library=library, kv=gpu.kv if gpu.kv != "auto" else "bfloat16",
             windows=WindowShape(architecture.window_layers, num_windows, window_pages) if num_windows else NO_WINDOWS,
         )  # fmt: skip
         on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute

@@ -146,7 +146,7 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
     states = []
     for part in served_parts(profiles):
         num_bytes, rings = part.method.slot_bytes(part.settings, architecture), part.method.rings
-        num_values, work_bytes = 0, _no_work
+        num_rows, work_bytes = 0, _no_work
         if rings is not None and not num_bytes:
             raise ProfileError(
                 f"profiles: {part.method.name!r} has no layer of {architecture.name} to work in: each one has a "
@@ -155,10 +155,10 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
         if num_bytes:
             count = None
             if rings is not None:
-                count, num_values = rings.count(part.settings), rings.num_values(part.settings, architecture)
+                count, num_rows = rings.count(part.settings), rings.num_rows(part.settings, architecture)
                 work_bytes = partial(rings.work_bytes, part.settings, architecture)
             has_rings = rings is not None
-            states.append(MethodState(str(part), part.method.name, num_bytes, has_rings, count, num_values, work_bytes))
+            states.append(MethodState(str(part), part.method.name, num_bytes, has_rings, count, num_rows, work_bytes))
     return tuple(states)
 
 

@@ -21,7 +21,9 @@ from gpu.host.deposit import Depositor
 from gpu.host.offload import Offload
 from gpu.host.slot_exchange import SlotExchange
 from gpu.in_flight import Awaited, InFlight, Timer
+from gpu.kernels.kv_rows import stored_dtype
 from gpu.kernels.paged_decode_attention import workspace_for
+from gpu.kv.layout import KvFormat
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.lanes import LaneStreams
@@ -82,7 +84,8 @@ class Runner:
     some; sink_tokens: what a context that goes down keeps in front. ask_times: of all steps with a part on the host.
     checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
     is not the whole context; a debug run, without graphs. library: where documents' chunks are, or None. windows: of
-    layers that keep no more; of the others pages hold all of a context.
+    layers that keep no more; of the others pages hold all of a context. kv: how pages hold rows; what is no format of
+    codes, in `dtype`.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
@@ -90,7 +93,7 @@ class Runner:
                  device: torch.device, tier: HostTier | None, parts: Sequence[Part],
                  num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
                  checks_coverage: bool = False, library: ChunkLibrary | None = None,
-                 windows: WindowShape = NO_WINDOWS) -> None:  # fmt: skip
+                 windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16") -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -99,13 +102,13 @@ class Runner:
         dense_layers = [layer for layer in range(architecture.num_layers) if layer not in deposited]
         self.pool = KvPool(
             architecture, num_pages, dense_layers, page_tokens, max_running, max_context_tokens, dtype,
-            device, windows,
+            device, windows, kv,
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
         self._lanes = LaneStreams(device)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         shape = None if tier is None else tier.shape
-        site = Site(architecture, shape, sink_tokens, max_running, dtype, device)
+        site = Site(architecture, shape, sink_tokens, max_running, dtype, stored_dtype(kv, dtype), device)
         methods, self._reusing = make_device_sides(parts, site, num_rings)
         encoders = [method.encode_keys for method in methods if method.makes_codes]
         assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"

@@ -54,7 +54,8 @@ def load_engine(
     get_profile(config.scheduler.default_profile, profiles, "scheduler.default_profile")
     require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
     architecture = load_architecture(config.model)
-    gpu = config.gpu.model_copy(update={"device": plan.device, "dtype": plan.dtype, "threads": plan.threads})
+    resolved = {"device": plan.device, "dtype": plan.dtype, "kv": plan.kv, "threads": plan.threads}
+    gpu = config.gpu.model_copy(update=resolved)
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
     tier = None if config.host is None or shape is None else load_tier(config.host, shape, plan)
     library = None if config.documents is None else open_library(config.documents, config.model, architecture, plan)
@@ -158,6 +159,6 @@ def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
-    """Names the weights, their precision and the rotation (`rope_key`) in prefix hashes."""
-    source = f"{model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{rope}"
+    """Names the weights, their precision, that of rows in pages, and the rotation (`rope_key`) in prefix hashes."""
+    source = f"{model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
     return hashlib.blake2b(source.encode(), digest_size=16).digest()

@@ -51,7 +51,7 @@ def find_host_demand(config: EngineConfig, architecture: Architecture, plan: Mem
     assert config.host is not None
     kept = Kept(plan.sink_tokens, plan.window_tokens, plan.dense_layers)
     max_running = config.scheduler.max_running
-    return resolve_host(config.host, kept, architecture, plan.page_tokens, plan.dtype_bytes, max_running)
+    return resolve_host(config.host, kept, architecture, plan.page_tokens, plan.dtype_bytes, max_running, plan.kv)
 
 
 def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:

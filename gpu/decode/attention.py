@@ -14,6 +14,6 @@ def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, 
     rows, layer = reads.rows, reads.layer
     cells = (pool.key_pages[layer], pool.value_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale)
     parts = (reads.bounds, reads.has_far, reads.maxima)
-    if applies(reads.query):
+    if applies(pool.key_pages[layer]):
         return paged_decode_attention_cpu(reads.query, *cells, *parts)
     return paged_decode_attention(reads.query, *cells, workspace, *parts, is_counted)

@@ -335,5 +335,6 @@ def _compiled_step(loop: LayerLoop) -> CpuStep | None:
     if loop.checks_coverage or not all(method.asks_only or method.reuses for method in loop.methods):
         return None
     architecture, weights = loop.decoder.architecture, loop.decoder.weights
-    is_served = not weights.is_packed and serves(architecture, weights.embedding.dtype, weights.embedding.device)
+    is_plain = not weights.is_packed and not loop.decoder.pool.has_codes
+    is_served = is_plain and serves(architecture, weights.embedding.dtype, weights.embedding.device)
     return CpuStep(loop.decoder) if is_served else None

@@ -40,9 +40,10 @@ class ChunkJob:
         self._cells = torch.arange(self.num_tokens, device=device)
         self._slots = torch.zeros(self.num_tokens, dtype=torch.int32, device=device)
         self._hidden = decoder.embed(ids)
-        shape = decoder.pool.key_pages[0].shape
+        pool = decoder.pool
         self._rows = [
-            torch.empty(shape[1], self.num_tokens, shape[3], dtype=self._hidden.dtype, device=device) for _ in range(2)
+            torch.empty(pool.num_kv_heads, self.num_tokens, pool.dim, dtype=self._hidden.dtype, device=device)
+            for _ in range(2)
         ]
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._pages = self._rows[0][None], self._rows[1][None], table

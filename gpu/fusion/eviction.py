@@ -39,6 +39,5 @@ class Eviction:
         kept = torch.cat([chosen, tail], 1)  # [kv_heads, tokens]
         cells = torch.arange(self._front, self._front + kept.shape[1], device=device)
         page_ids = pool.page_table[slot, cells // pool.page_tokens].long()
-        for pages, rows in ((pool.key_pages[layer], keys), (pool.value_pages[layer], values)):
-            moved = rows.gather(1, kept[..., None].expand(-1, -1, rows.shape[2]))
-            pages[page_ids, :, cells % pool.page_tokens] = moved.transpose(0, 1)
+        stays = kept[..., None].expand(-1, -1, keys.shape[2])
+        pool.write(layer, page_ids, cells % pool.page_tokens, keys.gather(1, stays), values.gather(1, stays))

@@ -230,9 +230,7 @@ class FusedPrompt:
     def _rows(self, layer: int, begin: int, end: int) -> Tensor:
         """Of the layer on the device, `[rows, 2, kv_heads, dim]`."""
         shape, pool = self._documents.shape, self._decoder.pool
-        rows = torch.empty(
-            (end - begin, 2, shape.num_kv_heads, shape.dim), dtype=pool.key_pages[0].dtype, device=pool.device
-        )
+        rows = torch.empty((end - begin, 2, shape.num_kv_heads, shape.dim), dtype=pool.dtype, device=pool.device)
         for part in range(2):
             read_rows(self._buffers[layer % 2, part, begin:end], rows[:, part], shape)
         return rows

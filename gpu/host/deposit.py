@@ -54,15 +54,15 @@ class Depositor:
         return self.send_lump(keys[None], values[None], [rows], has_centre)
 
     def send_lump(self, keys: Tensor, values: Tensor, rows: Sequence[LayerRows], has_centre: bool) -> Sent:
-        """Keys and values `[layers, kv_heads, tokens, dim]` in the compute dtype, each layer to its rows, which are
-        alike in strides. Returns at once on CUDA.
+        """Keys and values `[layers, kv_heads, tokens, dim]`, bf16 or float32, each layer to its rows, which are alike
+        in strides and of as many KV heads. Returns at once on CUDA.
 
         has_centre: centre and scales are read from `rows`, after all copies sent before; else they are made of these
         tokens and written there. Where `rows` have no codes, none are made. At most PIECE_ROWS tokens.
         """
         layers, heads, tokens, dim = keys.shape
         assert 0 < tokens <= PIECE_ROWS, f"deposit: {tokens} tokens of a segment, wanted 1 to {PIECE_ROWS}"
-        assert (layers, heads, dim) == (len(rows), self.shape.num_kv_heads, self.shape.dim)
+        assert (layers, heads, dim) == (len(rows), len(rows[0].keys), self.shape.dim)
         if self._down is None:
             for layer in range(layers):
                 self._write(keys[layer], values[layer], rows[layer], has_centre)
@@ -71,7 +71,7 @@ class Depositor:
         with self.streams.aside(self.streams.down):
             read = self.streams.record()
             for own_layers, own_heads in _pieces(layers, heads, tokens):
-                part = [_of_heads(layer, own_heads) for layer in rows[own_layers]]
+                part = [of_heads(layer, own_heads) for layer in rows[own_layers]]
                 piece = keys[own_layers, own_heads], values[own_layers, own_heads]
                 read = self._send_piece(*piece, part, has_centre, self._down)
             return Sent(read, self.streams.record())
@@ -89,7 +89,7 @@ class Depositor:
             for segment in rows:
                 end = begin + segment.keys.shape[1]
                 for _, heads in _pieces(1, self.shape.num_kv_heads, end - begin):
-                    self._bring_piece(_of_heads(segment, heads), into_keys[heads, begin:end],
+                    self._bring_piece(of_heads(segment, heads), into_keys[heads, begin:end],
                                       into_values[heads, begin:end])  # fmt: skip
                 begin = end
             self._brought = self.streams.record()
@@ -212,7 +212,8 @@ def _pieces(layers: int, heads: int, tokens: int) -> Iterator[tuple[slice, slice
             yield slice(layer, layer + 1), slice(head, min(head + fit, heads))
 
 
-def _of_heads(rows: LayerRows, heads: slice) -> LayerRows:
+def of_heads(rows: LayerRows, heads: slice) -> LayerRows:
+    """Those of some KV heads."""
     return LayerRows(
         rows.keys[heads],
         rows.values[heads],

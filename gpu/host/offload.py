@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gpu.host.deposit import Depositor
+from gpu.host.deposit import Depositor, of_heads
 from gpu.kv.pool import KvPool
 from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.prefill.gathered import GatheredKv
@@ -23,8 +23,6 @@ from gpu.step import Deposit, Fetch, Restore
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
 from transfer.tier import HostMemoryError, HostTier, LayerRows, Reservation
-
-NO_JOB = -1  # gathers rows for no prefill
 
 Room = tuple[Reservation, list[LayerRows]]  # and its rows, a layer each
 
@@ -42,9 +40,9 @@ class Offload:
         self._staging = staging
         self._fetched: Event = PASSED
         self._lost: HostMemoryError | None = None  # why the last fetch brought nothing
-        kv_heads, _, dim = pool.key_pages[0].shape[1:]
-        lump = (2, len(tier.shape.layers), kv_heads, LUMP_TOKENS, dim)  # keys and values
-        self._lump = torch.empty(lump, dtype=pool.key_pages[0].dtype, device=pool.device)
+        lump = (2, len(tier.shape.layers), pool.num_kv_heads, LUMP_TOKENS, pool.dim)  # keys and values
+        exact = torch.float32 if pool.has_codes else pool.dtype  # what codes mean is rounded once, for the host
+        self._lump = torch.empty(lump, dtype=exact, device=pool.device)
         self._lump_read: Event = PASSED
 
     def close(self, context_ids: Sequence[int]) -> None:
@@ -111,15 +109,17 @@ class Offload:
 
     def _send_layers(self, deposit: Deposit, rooms: Sequence[Room]) -> None:
         first = rooms[0][0].begin - deposit.begin
-        self._gathered.forget()
         for place, layer in enumerate(self.tier.shape.layers):
-            keys, values = self._gathered.gather(NO_JOB, deposit.slot, layer, deposit.end)  # [kv_heads, end, dim]
-            for reservation, rows in rooms:
-                own = slice(reservation.begin - first, reservation.end - first)
-                sent = self._depositor.send(keys[:, own], values[:, own], rows[place], reservation.has_centre)
-                self.tier.fill(reservation, [place], sent.done)
-                self._depositor.streams.wait_for(sent.read)
-        self._gathered.forget()
+            done = {}
+            for heads, keys, values in self._gathered.gather_exact(deposit.slot, layer, deposit.end):
+                for number, (reservation, rows) in enumerate(rooms):
+                    own = slice(reservation.begin - first, reservation.end - first)
+                    to = of_heads(rows[place], heads)
+                    sent = self._depositor.send(keys[:, own], values[:, own], to, reservation.has_centre)
+                    done[number] = sent.done
+                    self._depositor.streams.wait_for(sent.read)
+            for number, (reservation, _) in enumerate(rooms):
+                self.tier.fill(reservation, [place], done[number])
 
 
 def _cut(rows: Sequence[LayerRows], begin: int) -> list[LayerRows]:

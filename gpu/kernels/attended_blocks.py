@@ -8,10 +8,12 @@ BLOCK_DIM, a power of two, on chip alone.
 import triton
 import triton.language as tl
 
+from gpu.kernels.kv_rows import PLAIN, floats_of, widen
+
 MAXIMA_CELLS = 16  # of a block whose largest logit is asked for
 MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take
 
-_MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
+_MAXIMA_CELLS, _PLAIN = tl.constexpr(MAXIMA_CELLS), tl.constexpr(PLAIN)
 
 
 @triton.jit
@@ -20,31 +22,43 @@ def _attend_block(
     scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr,
-    COUNTED: tl.constexpr,
+    COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Add the cells `[tokens]` that each head `reads` `[group, tokens]`. With BOUNDED a head may read none of them, and
     `loaded` `[tokens]` are cells that may be loaded in their place; otherwise it says which of them may be.
     """
     PADDED: tl.constexpr = BLOCK_DIM != DIM
+    WIDTH: tl.constexpr = DIM if KIND == _PLAIN else DIM + 4  # of a row in its page, with its scale
     column = tl.arange(0, BLOCK_DIM)
     is_column = (column < DIM)[None, :]
     if BOUNDED:
         page = tl.load(pages + loaded // PAGE_TOKENS).to(tl.int64)
-        row = (page * KV_HEADS + kv_head) * PAGE_TOKENS + loaded % PAGE_TOKENS
-        address = row[:, None] * DIM + column[None, :]
+        begin, offset = (page * KV_HEADS + kv_head) * PAGE_TOKENS, loaded % PAGE_TOKENS
+        address = begin[:, None] * WIDTH + offset[:, None] * DIM + column[None, :]
         if PADDED:  # noqa: SIM108
             key = tl.load(key_pages + address, mask=is_column, other=0.0)
         else:
             key = tl.load(key_pages + address)
     else:
         page = tl.load(pages + cell // PAGE_TOKENS, mask=loaded, other=0).to(tl.int64)
-        row = (page * KV_HEADS + kv_head) * PAGE_TOKENS + cell % PAGE_TOKENS
-        address = row[:, None] * DIM + column[None, :]
+        begin, offset = (page * KV_HEADS + kv_head) * PAGE_TOKENS, cell % PAGE_TOKENS
+        address = begin[:, None] * WIDTH + offset[:, None] * DIM + column[None, :]
         is_there = loaded[:, None]
         if PADDED:
             is_there = is_there & is_column
         key = tl.load(key_pages + address, mask=is_there, other=0.0)
-    logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
+    if KIND == _PLAIN:
+        logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
+    else:
+        word = begin // 4 * WIDTH + PAGE_TOKENS * DIM // 4 + offset  # where a row's scale is, in words
+        if BOUNDED:
+            key_scale = tl.load(floats_of(key_pages) + word)
+            value_scale = tl.load(floats_of(value_pages) + word)
+        else:
+            key_scale = tl.load(floats_of(key_pages) + word, mask=loaded, other=0.0)
+            value_scale = tl.load(floats_of(value_pages) + word, mask=loaded, other=0.0)
+        logits = tl.dot(rows, tl.trans(widen(key, rows.dtype, KIND)), input_precision="ieee")
+        logits *= (key_scale * scale_log2)[None, :]
     logits = tl.where(reads, logits, float("-inf"))
     if MAXIMA:
         LN2: tl.constexpr = 0.6931471805599453
@@ -68,6 +82,9 @@ def _attend_block(
         value = tl.load(value_pages + address, mask=is_column, other=0.0)
     else:
         value = tl.load(value_pages + address)
+    if KIND != _PLAIN:
+        weights *= value_scale[None, :]
+        value = widen(value, rows.dtype, KIND)
     out = out * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return higher, mass, out, covered
 
@@ -77,6 +94,7 @@ def attend_blocks(
     rows, key_pages, value_pages, pages, maxima, kv_head, first, last, context, is_head, scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Blocks `[first, last)` of a context, of which every head reads all."""
     top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
@@ -89,7 +107,7 @@ def attend_blocks(
         top, mass, out, covered = _attend_block(
             rows, key_pages, value_pages, pages, maxima, kv_head, cell, inside, inside[None, :], is_head, top, mass,
             out, covered, scale_log2,
-            KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED,
+            KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED, KIND,
         )  # fmt: skip
     return top, mass, out, covered
 
@@ -100,6 +118,7 @@ def attend_spans(
     scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on. A head reads of these those below its
     `below` and in `[its begin, its end)`; all three are 0 where `is_head` is not.
@@ -132,7 +151,7 @@ def attend_spans(
             top, mass, out, covered = _attend_block(
                 rows, key_pages, value_pages, pages, maxima, kv_head, cell, tl.where(inside, cell, known), reads,
                 is_head, top, mass, out, covered, scale_log2,
-                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, MAXIMA, COUNTED,
+                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, MAXIMA, COUNTED, KIND,
             )  # fmt: skip
     return top, mass, out, covered
 

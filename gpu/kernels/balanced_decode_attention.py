@@ -14,15 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.attended_blocks import MAXIMA_CELLS, MIN_GROUP_ROWS, attend_spans, store_partial
+from gpu.kernels.kv_rows import kind_of
 
 PIECES_PER_SM = 4
 LEAST_PIECES = 5  # where there is no GPU, the interpreter runs each
 PAIRS_AT_ONCE = 64  # (request, KV head) whose blocks a program counts together
 PIECES_AT_ONCE, REDUCE_WARPS = 128, 8  # partials that are merged together
 
-# (itemsize, dim): block_tokens, num_warps, num_stages, registers of a thread (for as many programs at once as an SM is
-# given). Every row fits 99 KiB of shared memory.
+# (itemsize of a stored element, dim): block_tokens, num_warps, num_stages, registers of a thread (for as many programs
+# at once as an SM is given). Every row fits 99 KiB of shared memory.
 CONFIGS = {
+    (1, 64): (64, 4, 3, 128),
+    (1, 96): (64, 4, 3, 128),
+    (1, 128): (64, 4, 3, 128),
+    (1, 256): (32, 4, 3, 128),
     (2, 64): (64, 4, 2, 128),
     (2, 96): (64, 4, 2, 128),
     (2, 128): (64, 4, 2, 128),
@@ -95,7 +100,7 @@ def _balanced_kernel(
     plane_stride, row_stride, head_stride, maxima_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAIRS: tl.constexpr, NARROW: tl.constexpr,
-    FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if FAR else 1
     program = tl.program_id(0)
@@ -165,7 +170,7 @@ def _balanced_kernel(
             top, mass, out, covered = attend_spans(
                 rows, key_pages, value_pages, pages, highest, kv_head, first - start, stop - start, front, back,
                 below, from_cell, to_cell, is_head, scale_log2,
-                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED,
+                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED, KIND,
             )  # fmt: skip
             row = (program + segment).to(tl.int64) * GROUP + member
             store_partial(
@@ -240,7 +245,7 @@ def launch_balanced(
     parts, requests, heads, dim = out.shape
     kv_heads, page_tokens = key_pages.shape[1:3]
     group, pairs, pieces = heads // kv_heads, requests * kv_heads, num_pieces(num_sms)
-    block_tokens, num_warps, num_stages, registers = CONFIGS[query.element_size(), dim]
+    block_tokens, num_warps, num_stages, registers = CONFIGS[key_pages.element_size(), dim]
     block_dim = triton.next_power_of_2(dim)
     is_counted = covered is not None
     ends = torch.empty(pairs * parts, dtype=torch.int32, device=query.device)
@@ -255,7 +260,7 @@ def launch_balanced(
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=block_dim, PAGE_TOKENS=page_tokens,
         BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
         PAIRS=PAIRS_AT_ONCE, NARROW=triton.next_power_of_2(group),
-        FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted,
+        FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind_of(key_pages),
         num_warps=num_warps, num_stages=num_stages, maxnreg=registers,
     )  # fmt: skip
     _merge_pieces_kernel[(requests, heads, parts)](

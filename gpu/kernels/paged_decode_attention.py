@@ -3,8 +3,8 @@
 It refuses to know what fills a hole, and why there is one. A (request, head) reads *near*, `[0, hole_begin)` and
 `[cut, context_len)`, and *far*, `[hole_end, cut)`, as two partials; without bounds, near is the whole context.
 Invariants: cells beyond a context or in a hole, and pages that hold nothing else, are never read; no cell gives (0,
--inf). Bytes moved: 2 * itemsize * dim for each cell that a head of a query group reads, once for the group, and for the
-rest of its blocks at the bounds.
+-inf). Bytes moved: a key and a value (2 * itemsize * dim; of codes 2 * (dim + 4)) for each cell that a head of a query
+group reads, once for the group, and for the rest of its blocks at the bounds.
 
 On a GPU a whole context is cut into splits (split-KV, as in FlashDecoding), one program for each (request, KV head,
 split); a second kernel merges a request's splits. The number of splits is fixed by the launch, so a CUDA graph holds
@@ -21,6 +21,7 @@ from torch import Tensor
 from gpu.kernels.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
 from gpu.kernels.attended_blocks import MAXIMA_CELLS, MIN_GROUP_ROWS, attend_blocks, store_partial
 from gpu.kernels.balanced_decode_attention import launch_balanced, num_places
+from gpu.kernels.kv_rows import check_pages, kind_of
 from gpu.kernels.paged_decode_reference import attend_cells, attend_whole
 from transfer.partial import Partial
 
@@ -28,8 +29,12 @@ MAX_SPLITS = 128
 MAX_SPLIT_TOKENS = 8192
 PROGRAMS_PER_SM = 4
 
-# (itemsize, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
+# (itemsize of a stored element, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
 CONFIGS = {
+    (1, 64): (64, 4, 3),
+    (1, 96): (64, 4, 3),
+    (1, 128): (64, 4, 3),
+    (1, 256): (32, 4, 3),
     (2, 64): (64, 4, 3),
     (2, 96): (64, 4, 2),
     (2, 128): (64, 4, 2),
@@ -140,6 +145,7 @@ def _split_kernel(
     split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits, maxima_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member = tl.arange(0, BLOCK_GROUP)
@@ -160,7 +166,7 @@ def _split_kernel(
     last = tl.minimum(first + split_blocks, num_blocks)
     top, mass, out, covered = attend_blocks(
         rows, key_pages, value_pages, pages, highest, kv_head, first, last, context, is_head, scale_log2,
-        KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED,
+        KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED, KIND,
     )  # fmt: skip
     row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
     store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED)
@@ -215,20 +221,20 @@ def paged_decode_attention(
     """Softmax attention of each request's query over the cells of slot `slots[i]` that its heads read.
 
     query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
-    query's dtype; page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in cells): int32
-    `[requests]`; slot -1 or context 0 is padding and gives empty partials. bounds: int32 `[3, requests, heads]`, in
-    which axes may be expanded: hole_begin <= hole_end <= cut, or None: all is near. has_far: False where all cuts are
-    at the hole's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural logit of each 16 cells
-    of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse float32 `[requests,
-    heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another shape, dtype or device,
-    or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
+    query's dtype, or of codes (`gpu.kernels.kv_rows`); page_table: int32 `[max_slots, max_pages]`, by cell; slots,
+    context_lens (in cells): int32 `[requests]`; slot -1 or context 0 is padding and gives empty partials. bounds: int32
+    `[3, requests, heads]`, in which axes may be expanded: hole_begin <= hole_end <= cut, or None: all is near. has_far:
+    False where all cuts are at the hole's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural
+    logit of each 16 cells of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse
+    float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another
+    shape, dtype or device, or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
     """
     op, (requests, heads, dim), device = "paged_decode_attention", query.shape, query.device
     num_pages, kv_heads, page_tokens = key_pages.shape[:3]
     if heads % kv_heads:
         raise ValueError(f"{op}: {heads} query heads over {kv_heads} KV heads; wanted a multiple")
-    check(op, "key_pages", key_pages, (num_pages, kv_heads, page_tokens, dim), query.dtype, device)
-    check(op, "value_pages", value_pages, tuple(key_pages.shape), query.dtype, device)
+    check_pages(op, "key_pages", key_pages, (num_pages, kv_heads, page_tokens, dim), query.dtype, device)
+    check(op, "value_pages", value_pages, tuple(key_pages.shape), key_pages.dtype, device)
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
     check(op, "slots", slots, (requests,), torch.int32, device)
     check(op, "context_lens", context_lens, (requests,), torch.int32, device)
@@ -252,7 +258,7 @@ def paged_decode_attention(
         raise ValueError(
             f"{op}: {requests} requests of {(heads, dim)}, {parts} parts, the workspace holds {held}; allocate a larger"
         )
-    if (query.element_size(), dim) not in CONFIGS:
+    if (key_pages.element_size(), dim) not in CONFIGS:
         raise ValueError(f"{op}: dim is {dim}; wanted one of {DECODED_DIMS}")
     out = torch.empty(parts, requests, heads, dim, dtype=torch.float32, device=device)
     lse = torch.empty(parts, requests, heads, dtype=torch.float32, device=device)
@@ -285,7 +291,7 @@ def _launch_splits(
 ) -> None:
     """All of each context; arguments are checked. out, lse, covered: of one part, to take the partial."""
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
-    block_tokens, num_warps, num_stages = CONFIGS[query.element_size(), dim]
+    block_tokens, num_warps, num_stages = CONFIGS[key_pages.element_size(), dim]
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
     group = heads // kv_heads
     is_counted = covered is not None
@@ -298,7 +304,8 @@ def _launch_splits(
         splits, 0 if maxima is None else maxima.shape[-1],
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_TOKENS=page_tokens,
         BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
-        MAXIMA=maxima is not None, COUNTED=is_counted, num_warps=num_warps, num_stages=num_stages,
+        MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind_of(key_pages),
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     _reduce_kernel[(requests, heads)](
         workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,

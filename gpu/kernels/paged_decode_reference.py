@@ -7,6 +7,7 @@ anything, or nowhere.
 import torch
 from torch import Tensor
 
+from gpu.kernels.kv_rows import codes_of, has_codes, read_cells, read_codes, scales_of
 from transfer.partial import Partial
 
 # A context whose keys and values are no more goes through CPU attention in one batch with others like it. Measured in
@@ -68,7 +69,7 @@ def attend_cells(
             heads = slice(kv_head * group, (kv_head + 1) * group)
             cells = wanted[row, heads].any(0).nonzero()[:, 0]
             pages, offsets = page_table[slot, cells // page_tokens].long(), cells % page_tokens
-            keys, values = key_pages[pages, kv_head, offsets].to(wide), value_pages[pages, kv_head, offsets].to(wide)
+            keys, values = (read_cells(of, pages, kv_head, offsets, wide) for of in (key_pages, value_pages))
             scores = (query[row, heads].to(wide) @ keys.T) * scale  # [group, cells]
             scores.masked_fill_(~wanted[row, heads][:, cells], float("-inf"))
             logits[row, heads.start : heads.stop, cells] = scores
@@ -108,9 +109,10 @@ def _attend(
         mask = torch.zeros(requests, 1, 1, longest, dtype=query.dtype)
         mask.masked_fill_((torch.arange(longest) >= lens)[:, None, None], float("-inf"))
     rows = (owned.unsqueeze(1) * kv_heads + torch.arange(kv_heads).unsqueeze(1)).view(-1)
-    shape = (requests, kv_heads, -1, dim)  # a page's tokens of one KV head are one row
-    keys = key_pages.view(-1, page_tokens * dim).index_select(0, rows).view(shape)[:, :, :longest]
-    values = value_pages.view(-1, page_tokens * dim).index_select(0, rows).view(shape)[:, :, :longest]
+    keys, values = (
+        _whole_pages(pages, rows, query.dtype).view(requests, kv_heads, -1, dim)[:, :, :longest]
+        for pages in (key_pages, value_pages)
+    )
     if mask is not None:  # what a masked row holds must be finite: 0 * NaN is NaN
         for row, context in enumerate(contexts):
             keys[row, :, context:].zero_()
@@ -120,3 +122,10 @@ def _attend(
         grouped, keys, values, 0.0, False, attn_mask=mask, scale=scale
     )
     return out.reshape(requests, heads, dim), lse.reshape(requests, heads)
+
+
+def _whole_pages(pages: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """A page's tokens of one KV head are one row: `[rows, page_tokens, dim]` of these."""
+    by_head = pages.flatten(0, 1)
+    own = by_head.index_select(0, rows)
+    return read_codes(codes_of(own), scales_of(own), dtype) if has_codes(pages) else own

@@ -2,8 +2,9 @@
 
 It refuses to know how frequencies are scaled: cos and sin come as tables. Invariant: `qkv` is not modified, so its
 first heads * dim columns stay the pre-RoPE query; a token with slot -1 is padding: it writes nothing, and its position
-and cell are not used. The layout is Hugging Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per
-token: 2 * (heads + 2 * kv_heads) * dim * itemsize, and 4 * dim of cos and sin.
+and cell are not used; codes of 8 bits are made of what pages in the compute dtype would hold. The layout is Hugging
+Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per token: 2 * (heads + 2 * kv_heads) * dim *
+itemsize, less what codes are narrower, and 4 * dim of cos and sin.
 """
 
 import torch
@@ -12,6 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, check_contiguous, check_dtype, runs_on_triton
+from gpu.kernels.kv_rows import (
+    PLAIN,
+    check_pages,
+    codes_of,
+    dim_of,
+    encode_rows,
+    floats_of,
+    has_codes,
+    kind_of,
+    make_codes,
+    scale_of,
+    scales_of,
+)
+
+_PLAIN = tl.constexpr(PLAIN)
 
 
 def rope_kv_write_reference(
@@ -27,7 +43,7 @@ def rope_kv_write_reference(
     num_heads: int,
 ) -> Tensor:
     """Plain torch; see `rope_kv_write`. The rotation is in the wider of qkv's and cos' dtypes."""
-    kv_heads, page_tokens, dim = key_pages.shape[1:]
+    (kv_heads, page_tokens), dim = key_pages.shape[1:3], dim_of(key_pages)
     valid = slots >= 0
     all_valid = bool(valid.all())
     if not all_valid:
@@ -45,8 +61,12 @@ def rope_kv_write_reference(
     if not all_valid:
         slots, cells, key, value = slots[valid], cells[valid], key[valid], value[valid]
     pages, offsets = page_table[slots, cells // page_tokens], cells % page_tokens
-    key_pages[pages, :, offsets] = key
-    value_pages[pages, :, offsets] = value
+    for written, rows in ((key_pages, key), (value_pages, value)):
+        if has_codes(written):
+            codes, scales = make_codes(rows, written.dtype)
+            codes_of(written)[pages, :, offsets], scales_of(written)[pages, :, offsets] = codes, scales
+        else:
+            written[pages, :, offsets] = rows
     return query
 
 
@@ -54,7 +74,7 @@ def rope_kv_write_reference(
 def _rope_kv_write_kernel(
     qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, query, qkv_stride, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -63,7 +83,8 @@ def _rope_kv_write_kernel(
     position = tl.load(positions + token, mask=is_token, other=0).to(tl.int64)
     cell = tl.load(cells + token, mask=is_token, other=0).to(tl.int64)
     page = tl.load(page_table + slot * max_pages + cell // PAGE_TOKENS, mask=is_token, other=0).to(tl.int64)
-    page_row = page * KV_HEADS * PAGE_TOKENS + cell % PAGE_TOKENS
+    WIDTH: tl.constexpr = DIM if KIND == _PLAIN else DIM + 4
+    page_begin, offset = page * KV_HEADS, cell % PAGE_TOKENS  # of its KV heads' pages
 
     half = tl.arange(0, BLOCK_HALF)[None, :]
     is_half = half < HALF  # of a dim that is no power of two
@@ -81,15 +102,32 @@ def _rope_kv_write_kernel(
     tl.store(to_query + HALF, high, mask=(head < HEADS) & is_half)
     num_written = tl.where(is_token, KV_HEADS, 0)
     is_key = (head >= HEADS) & (head < HEADS + num_written) & is_half
-    to_key = key_pages + (page_row + (head - HEADS) * PAGE_TOKENS) * DIM + half
-    tl.store(to_key, low, mask=is_key)
-    tl.store(to_key + HALF, high, mask=is_key)
+    to_key = key_pages + (page_begin + head - HEADS) * (PAGE_TOKENS * WIDTH) + offset * DIM + half
+    if KIND == _PLAIN:
+        tl.store(to_key, low, mask=is_key)
+        tl.store(to_key + HALF, high, mask=is_key)
+    else:
+        low, high = low.to(tl.float32), high.to(tl.float32)  # 0 where nothing was loaded
+        largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)[:, None]
+        scale = scale_of(largest, tl.sum(low * 0.0 + high * 0.0, 1)[:, None], KIND)
+        tl.store(to_key, encode_rows(low, scale, KIND), mask=is_key)
+        tl.store(to_key + HALF, encode_rows(high, scale, KIND), mask=is_key)
+        word = (page_begin + head - HEADS) * (PAGE_TOKENS * WIDTH // 4) + PAGE_TOKENS * DIM // 4 + offset
+        tl.store(floats_of(key_pages) + word, scale, mask=(head >= HEADS) & (head < HEADS + num_written))
 
     kv_head = tl.arange(0, BLOCK_KV)[:, None]
     column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
     is_value = (kv_head < num_written) & (column < DIM)
     value = tl.load(qkv + token * qkv_stride + (HEADS + KV_HEADS + kv_head) * DIM + column, mask=is_value, other=0.0)
-    tl.store(value_pages + (page_row + kv_head * PAGE_TOKENS) * DIM + column, value, mask=is_value)
+    to_value = value_pages + (page_begin + kv_head) * (PAGE_TOKENS * WIDTH) + offset * DIM + column
+    if KIND == _PLAIN:
+        tl.store(to_value, value, mask=is_value)
+    else:
+        value = value.to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(value), 1)[:, None], tl.sum(value * 0.0, 1)[:, None], KIND)
+        tl.store(to_value, encode_rows(value, scale, KIND), mask=is_value)
+        word = (page_begin + kv_head) * (PAGE_TOKENS * WIDTH // 4) + PAGE_TOKENS * DIM // 4 + offset
+        tl.store(floats_of(value_pages) + word, scale, mask=kv_head < num_written)
 
 
 def rope_kv_write(
@@ -108,20 +146,21 @@ def rope_kv_write(
 
     qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; cos, sin: float32 `[max_context, dim // 2]`; positions: of the
     rotation, and cells: of the context, int64 `[tokens]`; slots: int32 `[tokens]`, -1 for padding; page_table: int32
-    `[max_slots, max_pages]`; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype. Returns
-    the rotated query `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at position
-    0. Raises ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
+    `[max_slots, max_pages]`; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype, or of
+    codes (`gpu.kernels.kv_rows`). Returns the rotated query `[tokens, heads, dim]` (tokens may be strided). A padding
+    token's query is rotated as at position 0. Raises ValueError for another shape, dtype or device; positions, cells
+    and page ids are trusted.
     """
     op, (tokens, width), device = "rope_kv_write", qkv.shape, qkv.device
-    num_pages, kv_heads, page_tokens, dim = key_pages.shape
+    (num_pages, kv_heads, page_tokens), dim = key_pages.shape[:3], dim_of(key_pages)
     if width != (num_heads + 2 * kv_heads) * dim:
         raise ValueError(f"{op}: qkv is {width} wide; wanted ({num_heads} + 2 * {kv_heads}) heads of {dim}")
     check(op, "positions", positions, (tokens,), torch.int64, device)
     check(op, "cells", cells, (tokens,), torch.int64, device)
     check(op, "slots", slots, (tokens,), torch.int32, device)
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
-    check(op, "key_pages", key_pages, (num_pages, kv_heads, page_tokens, dim), qkv.dtype, device)
-    check(op, "value_pages", value_pages, (num_pages, kv_heads, page_tokens, dim), qkv.dtype, device)
+    check_pages(op, "key_pages", key_pages, (num_pages, kv_heads, page_tokens, dim), qkv.dtype, device)
+    check(op, "value_pages", value_pages, tuple(key_pages.shape), key_pages.dtype, device)
     if not runs_on_triton(qkv) or tokens == 0:
         return rope_kv_write_reference(
             qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, num_heads
@@ -139,7 +178,7 @@ def rope_kv_write(
         page_table.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
         BLOCK_ROTATED=triton.next_power_of_2(num_heads + kv_heads), BLOCK_KV=triton.next_power_of_2(kv_heads),
-        BLOCK_HALF=triton.next_power_of_2(dim // 2),
+        BLOCK_HALF=triton.next_power_of_2(dim // 2), KIND=kind_of(key_pages),
         num_warps=8,
     )  # fmt: skip
     return query

@@ -1,4 +1,4 @@
-"""Where pages lie in the arena of KV memory, as numbers. No torch.
+"""Where pages lie in the arena of KV memory, and what a row takes there, as numbers. No torch.
 
 The arena is cut into blocks, each with the bytes of a page of every layer. A block is either one **resident page**, of
 all layers, or it holds **dense pages**, one after another, each of the dense layers alone: the tokens of those are in
@@ -9,6 +9,19 @@ Invariant: dense pages of one block overlap neither each other nor any other blo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+KvFormat = Literal["bfloat16", "float32", "fp8", "int8"]
+"""Of rows in pages: the dtype that computes, or codes of 8 bits with a scale each (`gpu.kernels.kv_rows`)."""
+
+CODE_FORMATS = ("fp8", "int8")
+SCALE_BYTES = 4
+_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1}
+
+
+def row_bytes(kv: KvFormat, dim: int) -> int:
+    """Of a key or a value of one KV head."""
+    return dim * _ELEMENT_BYTES[kv] + SCALE_BYTES * (kv in CODE_FORMATS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.kv.layout import PageLayout
+from gpu.kernels.gather_pages import gather_pages
+from gpu.kernels.kv_rows import poison, stored_dtype, width_of, write_rows
+from gpu.kv.layout import KvFormat, PageLayout
 from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape, allocate
 from gpu.model.architecture import Architecture
 from gpu.step import PageWrite, Release, Restore, TablePlace
@@ -21,17 +23,21 @@ from gpu.upload import upload
 
 
 class KvPool:
-    """arenas: of keys, of values. key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, views
-    of the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose
-    window is kept by itself, its rows in `windows`.
+    """arenas: of keys, of values. key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, in
+    `dtype` or, as `kv` says, of codes (`gpu.kernels.kv_rows`), views of the arena by page id: `num_pages` resident ones
+    and, in a dense layer, all ids behind them; of a layer whose window is kept by itself, its rows in `windows`.
 
     page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.
     """
 
     def __init__(self, architecture: Architecture, num_pages: int, dense_layers: Sequence[int], page_tokens: int,
                  max_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device,
-                 windows: WindowShape = NO_WINDOWS) -> None:  # fmt: skip
-        row_shape = (architecture.num_kv_heads, page_tokens, architecture.dim)
+                 windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16") -> None:  # fmt: skip
+        stored = stored_dtype(kv, dtype)
+        page_shape = (architecture.num_kv_heads, page_tokens, width_of(stored, architecture.dim))
+        self.dtype = dtype
+        self.has_codes = stored != dtype
+        self.num_kv_heads, self.dim = architecture.num_kv_heads, architecture.dim
         layers = [layer for layer in range(architecture.num_layers) if layer not in windows.layers]
         self.num_pages = num_pages
         self.dense_layers = tuple(layer for layer in dense_layers if layer in layers)
@@ -41,8 +47,8 @@ class KvPool:
         self.max_slots = max_slots
         self.max_pages = -(-max_context_tokens // page_tokens)
         self.device = device
-        self.arenas = [allocate((len(layers) * num_pages, *row_shape), dtype, device) for _ in range(2)]
-        self.windows = Windows(windows, row_shape, max_slots, self.max_pages, dtype, device)
+        self.arenas = [allocate((len(layers) * num_pages, *page_shape), stored, device) for _ in range(2)]
+        self.windows = Windows(windows, page_shape, max_slots, self.max_pages, stored, device)
         self.key_pages, self.value_pages = (
             self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=True)
         )
@@ -89,8 +95,19 @@ class KvPool:
 
     def scatter_rows(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keys and values `[kv_heads, tokens, dim]` of a layer, tokens of whole pages, to pages, int64 `[pages]`."""
-        for rows, pages in ((keys, self.key_pages), (values, self.value_pages)):
-            pages[layer].index_copy_(0, page_ids, rows.unflatten(1, (-1, self.page_tokens)).transpose(0, 1))
+        self.write(layer, page_ids, None, keys, values)
+
+    def write(self, layer: int, page_ids: Tensor, offsets: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        """Likewise; with offsets, int64 `[tokens]` as `page_ids` then are, each token to a cell of its own."""
+        write_rows(keys, page_ids, offsets, self.key_pages[layer])
+        write_rows(values, page_ids, offsets, self.value_pages[layer])
+
+    def read(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Whole pages of a layer, int64 `[pages]`, to keys and values `[kv_heads, tokens, dim]`, of which heads may lie
+        apart.
+        """
+        by_page = [rows.unflatten(1, (-1, self.page_tokens)) for rows in (keys, values)]
+        gather_pages(self.key_pages[layer], self.value_pages[layer], page_ids, *by_page)
 
     def _move(self, source_ids: Sequence[int], target_ids: Sequence[int], places: Sequence[TablePlace]) -> None:
         """Rows of dense layers, and what page tables have."""
@@ -105,19 +122,17 @@ class KvPool:
 
     def gather_rows(self, page_ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Copy resident pages of the layers that go down to keys and values `[layers, kv_heads, tokens, dim]`, of which
-        layers and heads may lie apart.
+        layers and heads may lie apart; of codes in any dtype.
         """
         self._check_ids(page_ids, self.num_pages)
         ids = upload(np.array(page_ids, dtype=np.int64), self.device)
-        for rows, pages in ((keys, self.key_pages), (values, self.value_pages)):
-            by_page = rows.unflatten(2, (-1, self.page_tokens))
-            for place, layer in enumerate(self.deposited_layers):
-                by_page[place] = pages[layer].index_select(0, ids).transpose(0, 1)
+        for place, layer in enumerate(self.deposited_layers):
+            self.read(layer, ids, keys[place], values[place])
 
     def poison(self) -> None:
         """Fill every page with NaN: a debug and test aid that shows any read of a token nobody wrote."""
         for arena in (*self.arenas, *self.windows.arenas):
-            arena.fill_(float("nan"))
+            poison(arena)
 
     def _views(self, arena: Tensor, of_windows: dict[int, Tensor]) -> list[Tensor]:
         """Of each layer, dense ones in front; those of windows are there."""

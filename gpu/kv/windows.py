@@ -35,11 +35,11 @@ class Windows:
     `[max_slots, max_pages]`, by cell: pages of the window that a slot holds, counted through all windows.
     """
 
-    def __init__(self, shape: WindowShape, row_shape: tuple[int, ...], max_slots: int, max_pages: int,
+    def __init__(self, shape: WindowShape, page_shape: tuple[int, ...], max_slots: int, max_pages: int,
                  dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
         self.shape = shape
         self.device = device
-        size = (len(shape.layers), shape.count, shape.num_pages, *row_shape)
+        size = (len(shape.layers), shape.count, shape.num_pages, *page_shape)
         self.arenas = [allocate(size, dtype, device) for _ in range(2)]
         self._ring = torch.arange(max_pages if shape.layers else 0, device=device) % shape.num_pages
         self.page_table = self._ring.int().repeat(max_slots, 1)

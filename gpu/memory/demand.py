@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpu.decode.ladder import steps_to_capture
+from gpu.kv.layout import CODE_FORMATS, KvFormat, row_bytes
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
@@ -48,12 +49,18 @@ class PlanError(Exception):
     """A deployment that does not fit its machine: one line with the numbers and the key to change."""
 
 
+def num_gathered_heads(kv_heads: int, has_codes: bool) -> int:
+    """KV heads that a gathered layer has room for: half as many must fit in float32, on their way down."""
+    return kv_heads + kv_heads % 2 * has_codes
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """One model with its settings on one device. `host`: what its host tier asks for, or None without one;
     `states`: what attention methods keep for sequences that run; how many rings there are is told where it is known.
     `documents`: how their chunks are kept, or None. `num_windows`: of `window_pages` pages in each layer with a window,
-    which then has no others (`gpu.kv.windows`); no pages: it has them as all layers have.
+    which then has no others (`gpu.kv.windows`); no pages: it has them as all layers have. kv: how pages hold rows,
+    None: in the dtype that computes.
     """
 
     shape: Architecture
@@ -68,6 +75,7 @@ class Demand:
     documents: DocumentsConfig | None = None
     window_pages: int = 0
     num_windows: int = 0
+    kv: KvFormat | None = None
 
     @property
     def place(self) -> Place:
@@ -89,19 +97,34 @@ class Demand:
         return self.shape.window_layers if self.window_pages else ()
 
     @property
+    def has_codes(self) -> bool:
+        """Whether rows in pages are codes of 8 bits."""
+        return self.kv in CODE_FORMATS
+
+    @property
+    def row_bytes(self) -> int:
+        """A key or a value of one KV head, as pages hold it."""
+        return row_bytes(self.kv, self.shape.dim) if self.kv is not None else self.shape.dim * self.dtype_bytes
+
+    @property
+    def stored_layer_bytes(self) -> int:
+        """Keys and values of one token in one layer's pages."""
+        return 2 * self.shape.num_kv_heads * self.row_bytes
+
+    @property
     def layer_token_bytes(self) -> int:
-        """Keys and values of one token in one layer."""
+        """Keys and values of one token in one layer, as they are computed with."""
         return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
 
     @property
     def kv_token_bytes(self) -> int:
         """Of one token in pages."""
-        return self.layer_token_bytes * (self.shape.num_layers - len(self.window_layers))
+        return self.stored_layer_bytes * (self.shape.num_layers - len(self.window_layers))
 
     @property
     def window_bytes(self) -> int:
         """Of one window, in all layers that have it."""
-        return len(self.window_layers) * self.window_pages * self.page_tokens * self.layer_token_bytes
+        return len(self.window_layers) * self.window_pages * self.page_tokens * self.stored_layer_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -122,8 +145,11 @@ class Demand:
 
     @property
     def gathered_token_bytes(self) -> int:
-        """One layer's keys and values; on the CPU also a copy of one of the two while it is gathered."""
-        layer = self.layer_token_bytes
+        """One layer's keys and values, as they are computed with; on the CPU also a copy of one of the two while it is
+        gathered.
+        """
+        heads = num_gathered_heads(self.shape.num_kv_heads, self.has_codes)
+        layer = self.layer_token_bytes // self.shape.num_kv_heads * heads
         return layer if self.device == "cuda" else layer * 3 // 2
 
     @property
@@ -244,7 +270,7 @@ class Demand:
         items = []
         for state in self.states:
             count = (state.count or 0) if state.is_ring else self.max_running
-            size = state.size(self.dtype_bytes)
+            size = state.size(self.row_bytes)
             name, each = f"{'rings' if state.is_ring else 'state'} of {state.method}", f"{size:,} bytes for each"
             items.append(self.item(name, count * size, f"{each} of {count} sequences"))
             work_bytes = state.work_bytes(self.max_running)

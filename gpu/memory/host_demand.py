@@ -8,7 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from gpu.decode.halving import most_rows_of_parts
-from gpu.kv.layout import PageLayout
+from gpu.kv.layout import CODE_FORMATS, KvFormat, PageLayout
 from gpu.memory.deposit_memory import deposit_bytes
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
@@ -26,7 +26,8 @@ ROW_BYTES = {"bfloat16": 2, "int8": 1}
 @dataclass(frozen=True, slots=True)
 class HostDemand:
     """One model's host tier. `kept`: what stays on the device, of which the layers are not all of the model's;
-    `window_layers`: of these, those that have no pages, since their windows are kept by themselves.
+    `window_layers`: of these, those that have no pages, since their windows are kept by themselves; `kv`: how pages
+    hold rows, None: in the dtype that computes.
     """
 
     shape: Architecture
@@ -36,6 +37,7 @@ class HostDemand:
     dtype_bytes: int
     max_running: int
     window_layers: tuple[int, ...] = ()
+    kv: KvFormat | None = None
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -57,7 +59,7 @@ class HostDemand:
 
     @property
     def layer_token_bytes(self) -> int:
-        """Keys and values of one token in one layer, on the device."""
+        """Keys and values of one token in one layer, as the device computes with them."""
         return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
 
     @property
@@ -110,6 +112,8 @@ class HostDemand:
     def deposit_bytes(self, is_cuda: bool) -> int:
         """What rows pass through on their way down or up, and a lump of all layers as it is gathered from pages."""
         lump = LUMP_TOKENS * len(self.tier_shape.layers) * self.layer_token_bytes
+        if self.kv in CODE_FORMATS:  # what codes mean, before it is rounded for the host
+            lump = lump // self.dtype_bytes * FLOAT_BYTES
         if not is_cuda:
             return lump
         return lump + deposit_bytes(self.shape.dim, ROW_BYTES[self.config.rows], self.config.sampled.num_tables)

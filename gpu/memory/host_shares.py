@@ -7,6 +7,7 @@ Invariants: beside the dense layers of the longest context, pages hold what keep
 
 from dataclasses import dataclass
 
+from gpu.kv.layout import KvFormat
 from gpu.memory.demand import Demand, PlanError
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
@@ -44,8 +45,9 @@ class Budget:
 
 
 def resolve_host(
-    host: HostConfig, kept: Kept, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int
-) -> HostDemand:
+    host: HostConfig, kept: Kept, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int,
+    kv: KvFormat | None = None,
+) -> HostDemand:  # fmt: skip
     """kept: what stays on the device of contexts that go down (`gpu.profiles.find_kept`). Raises PlanError for
     heads that the host does not read, for a layer that the model has not, and for all of them.
     """
@@ -66,7 +68,7 @@ def resolve_host(
         if shape.window_layers:
             why = f"all {num_dense} layers stay on the device, {len(shape.window_layers)} since they have a window"
         raise PlanError(f"host.dense_layers: {why}, nothing would go down; name fewer, or leave out `host`")
-    return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running)
+    return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running, kv=kv)
 
 
 def share_memory(demand: Demand, budget: Budget, context: int | None, longest: int, smallest: int) -> HostShares:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpu.config import GpuConfig
+from gpu.kv.layout import CODE_FORMATS, KvFormat
 from gpu.memory.demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanError
 from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
 from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
@@ -28,6 +29,7 @@ RING_SHARE = 1 / 8  # of what weights and workspaces leave, where nobody says ho
 WINDOW_SHARE = 1 / 2  # likewise, at most, for windows of layers that keep no more, where other layers have pages
 ONLY_WINDOWS_SHARE = 3 / 4  # and where none has: the rest is for prompts under way
 WINDOWS_PER_SEQUENCE = 2  # at most: its own, and one that is kept for the next turn
+CODES_DIM_STEP = 16  # of a row in codes: what a load takes at once
 MOST_EMPTY_PAGES = 2**18  # where no layer has pages, there are numbers alone
 SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence is refused
 
@@ -36,15 +38,17 @@ SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence i
 class MemoryPlan:
     """`limit_bytes[place]` bounds the sum of that place's items; without a GPU every item is in host memory.
 
-    `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense (`gpu.kv.layout`). With a host tier a
-    context keeps `sink_tokens` and `window_tokens` on the device (whole pages), and all of it up to `resident_tokens`;
-    `lump_tokens` go down at once. Without one these are 0. `num_rings`: of the methods that keep some, by what profiles
-    name them (`gpu.profiles.Part`). `num_windows` of `window_pages` pages and `window_bytes`, in `window_layers`, which
-    then have no others (`gpu.kv.windows`); `spare_window_tokens` of each are beyond what these see; 0: there are none.
+    `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
+    (`gpu.kv.layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
+    and all of it up to `resident_tokens`; `lump_tokens` go down at once. Without one these are 0. `num_rings`: of the
+    methods that keep some, by what profiles name them (`gpu.profiles.Part`). `num_windows` of `window_pages` pages and
+    `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of each are
+    beyond what these see; 0: there are none.
     """
 
     device: Literal["cuda", "cpu"]
     dtype: Literal["bfloat16", "float32"]
+    kv: KvFormat
     threads: int
     max_context_tokens: int
     max_hidden_tokens: int
@@ -102,9 +106,10 @@ def plan_memory(
     """
     device = _resolve_device(gpu, machine)
     dtype = _resolve_dtype(gpu, device)
+    kv = _resolve_kv(gpu, dtype, architecture)
     tier = None
     if host is not None and kept is not None:
-        tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running)
+        tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running, kv)
     spare_tokens = _spare_window_tokens(gpu.page_tokens, tier)
     window_pages = 0
     if documents is None:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
@@ -126,6 +131,7 @@ def plan_memory(
         tuple(states),
         documents,
         window_pages,
+        kv=kv,
     )
     place = demand.place
     limits = _resolve_limits(gpu, device, machine)
@@ -152,6 +158,7 @@ def plan_memory(
     return MemoryPlan(
         device=device,
         dtype=dtype,
+        kv=kv,
         threads=gpu.threads or machine.physical_cores,
         max_context_tokens=shares.context,
         max_hidden_tokens=shares.hidden_tokens,
@@ -305,6 +312,22 @@ def _resolve_dtype(gpu: GpuConfig, device: str) -> Literal["bfloat16", "float32"
     return gpu.dtype
 
 
+def _resolve_kv(gpu: GpuConfig, dtype: Literal["bfloat16", "float32"], shape: Architecture) -> KvFormat:
+    """How pages hold rows. Raises PlanError."""
+    if gpu.kv == "auto":
+        return dtype
+    if gpu.kv == "bfloat16" and dtype != "bfloat16":
+        raise PlanError(
+            f"gpu.kv: asked bfloat16, gpu.dtype is {dtype} here; wanted auto, fp8 or int8, or dtype: bfloat16"
+        )
+    if gpu.kv in CODE_FORMATS and shape.dim % CODES_DIM_STEP:
+        raise PlanError(
+            f"gpu.kv: {gpu.kv} rows are of a multiple of {CODES_DIM_STEP} elements, heads of {shape.name} have "
+            f"{shape.dim}; use auto"
+        )
+    return gpu.kv
+
+
 def _resolve_limits(gpu: GpuConfig, device: str, machine: MachineProfile) -> dict[Place, int]:
     asked = None if gpu.memory_limit_gib is None else int(gpu.memory_limit_gib * GIB)
     if device == "cuda" and machine.gpu is not None:
@@ -326,7 +349,7 @@ def _count_rings(demand: Demand, limit: int) -> Demand:
     share = max(0, left) * RING_SHARE / max(1, len(uncounted))
     counted = []
     for state in demand.states:
-        count = max(1, int(share / state.size(demand.dtype_bytes))) if state in uncounted else state.count
+        count = max(1, int(share / state.size(demand.row_bytes))) if state in uncounted else state.count
         counted.append(replace(state, count=min(count, demand.max_running)) if state.is_ring and count else state)
     return replace(demand, states=tuple(counted))
 

@@ -27,7 +27,7 @@ from transfer.tier_shape import TierShape
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where a method runs. tier_shape: of what goes down, or None; sink_tokens: that stay in front of that;
-    max_running: slots; dtype: of the model's activations.
+    max_running: slots; dtype: of the model's activations; stored: of rows in pages (`gpu.kernels.kv_rows`).
     """
 
     architecture: Architecture
@@ -35,6 +35,7 @@ class Site:
     sink_tokens: int
     max_running: int
     dtype: torch.dtype
+    stored: torch.dtype
     device: torch.device
 
 

@@ -25,22 +25,22 @@ class NoSettings(Settings):
 class RingUse:
     """Of a method whose state is too large for all that may run: who has one holds a **ring**, and one that finds none
     free waits in admission. count: rings there are, by settings, None: what memory bears; least_tokens: a shorter
-    prompt and answer together does without one, and so without the method. num_values: numbers of the model's dtype in
-    a ring, beside the method's `slot_bytes`; work_bytes: what its steps and prompts pass through, by settings, model
-    and the most sequences that run.
+    prompt and answer together does without one, and so without the method. num_rows: rows of one KV head in a ring,
+    stored as in pages, beside the method's `slot_bytes`; work_bytes: what its steps and prompts pass through, by
+    settings, model and the most sequences that run.
     """
 
     count: Callable[[Any], int | None]
     least_tokens: Callable[[Any], int]
-    num_values: Callable[[Any, Architecture], int]
+    num_rows: Callable[[Any, Architecture], int]
     work_bytes: Callable[[Any, Architecture, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class MethodState:
-    """What a method with some settings, a `part`, keeps on the device for a sequence: `bytes`, and `num_values` numbers
-    of the model's dtype. is_ring: it is not there for all that may run, but `count` of it are, or, None, what memory
-    bears. work_bytes: by the most sequences that run.
+    """What a method with some settings, a `part`, keeps on the device for a sequence: `bytes`, and `num_rows` rows of
+    one KV head, stored as in pages. is_ring: it is not there for all that may run, but `count` of it are, or, None,
+    what memory bears. work_bytes: by the most sequences that run.
     """
 
     part: str
@@ -48,12 +48,12 @@ class MethodState:
     bytes: int
     is_ring: bool
     count: int | None
-    num_values: int
+    num_rows: int
     work_bytes: Callable[[int], int]
 
-    def size(self, dtype_bytes: int) -> int:
+    def size(self, row_bytes: int) -> int:
         """Bytes for one sequence."""
-        return self.bytes + self.num_values * dtype_bytes
+        return self.bytes + self.num_rows * row_bytes
 
 
 @dataclass(frozen=True, slots=True)

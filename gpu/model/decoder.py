@@ -24,7 +24,8 @@ Attend = Callable[[Tensor, Tensor], Tensor]
 # (keys and values before rotation, [tokens, 2, kv_heads, dim], a view), of those tokens that a layer computes.
 See = Callable[[Tensor], None]
 
-# Where a layer's keys and values are written: key_pages, value_pages `[num_pages, kv_heads, page_tokens, dim]`, and
+# Where a layer's keys and values are written: key_pages, value_pages `[num_pages, kv_heads, page_tokens, dim]`, in the
+# compute dtype or of codes (`gpu.kernels.kv_rows`), and
 # page_table int32 `[max_slots, max_pages]`. A buffer `[kv_heads, tokens, dim]` is one page of `tokens` tokens.
 Pages = tuple[Tensor, Tensor, Tensor]
 
@@ -41,7 +42,6 @@ class Decoder:
         self.specs = architecture.layers
         self.windows = sorted({spec.window_tokens for spec in self.specs if spec.window_tokens is not None})
         self._rope_tables = layer_rope_tables(architecture, max_context_tokens, pool.device)
-        self._rope_kv_write = rope_kv_write_cpu if applies(pool.key_pages[0]) else rope_kv_write
         scale = torch.tensor(architecture.embedding_scale, dtype=weights.embedding.dtype)
         self._embedding_scale = float(scale)  # rounded as the rows are
         self.query_columns = architecture.num_heads * architecture.dim
@@ -100,7 +100,8 @@ class Decoder:
         key_pages, value_pages, page_table = pages or (
             self.pool.key_pages[index], self.pool.value_pages[index], self.pool.table_of(index),
         )  # fmt: skip
-        return self._rope_kv_write(
+        write = rope_kv_write_cpu if applies(key_pages) else rope_kv_write
+        return write(
             qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages, num_heads
         )  # fmt: skip
 

@@ -324,7 +324,7 @@ class Prefill:
         if self._documents is None:
             return
         shape, pool = self._documents.shape, self.decoder.pool
-        rows = torch.zeros(1, 2, shape.num_kv_heads, shape.dim, dtype=pool.key_pages[0].dtype, device=self.device)
+        rows = torch.zeros(1, 2, shape.num_kv_heads, shape.dim, dtype=pool.dtype, device=self.device)
         read_rows(store_rows(rows[:, 0], shape), rows[:, 1], shape)
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.decoder.place(0, rows, at, at, at.int() - 1, None)

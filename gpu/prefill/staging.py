@@ -26,9 +26,8 @@ class Staging:
         self.pool = pool
         self.tier = tier
         self.depositor = depositor
-        kv_heads, page_tokens, dim = pool.key_pages[0].shape[1:]
-        shape = (STAGED_LAYERS, kv_heads, pool.max_pages * page_tokens, dim)
-        self.keys = torch.empty(shape, dtype=pool.key_pages[0].dtype, device=pool.device).zero_()
+        shape = (STAGED_LAYERS, pool.num_kv_heads, pool.max_pages * pool.page_tokens, pool.dim)
+        self.keys = torch.empty(shape, dtype=pool.dtype, device=pool.device).zero_()
         self.values = torch.empty_like(self.keys).zero_()
         self.read: list[Event] = [PASSED] * STAGED_LAYERS  # what left each buffer is read
         self.brought: list[Event] = [PASSED] * STAGED_LAYERS  # what came up into each buffer is there
@@ -122,21 +121,19 @@ class StagedPrompt:
 
     def _take_from_pages(self, place: int, end: int) -> None:
         """Tokens `[0, end)`, whole pages."""
-        for pages, rows, page_ids in self._pages(place, 0, end):
-            rows.copy_(pages.index_select(0, page_ids).transpose(0, 1))
+        self.staging.pool.read(*self._pages(place, 0, end))
 
     def _give_to_pages(self, place: int, begin: int, end: int) -> None:
         """Tokens `[begin, end)` from a page border on; the last page is filled up with what stands behind them."""
-        for pages, rows, page_ids in self._pages(place, begin, end):
-            pages.index_copy_(0, page_ids, rows.transpose(0, 1))
+        self.staging.pool.scatter_rows(*self._pages(place, begin, end))
 
-    def _pages(self, place: int, begin: int, end: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For keys, then values: the layer's pages, rows `[kv_heads, pages, page_tokens, dim]`, and their page ids."""
+    def _pages(self, place: int, begin: int, end: int) -> tuple[int, Tensor, Tensor, Tensor]:
+        """The layer, ids of the pages with these tokens, and where these pages' keys and values are staged, `[kv_heads,
+        tokens, dim]`.
+        """
         pool, layer = self.staging.pool, self.staging.tier.shape.layers[place]
         first, last = begin // pool.page_tokens, -(-end // pool.page_tokens)
         page_ids = pool.page_table[self.slot, first:last].long()
-        stored = (pool.key_pages[layer], pool.value_pages[layer])
-        return [
-            (pages, rows.unflatten(1, (-1, pool.page_tokens))[:, first:last], page_ids)
-            for pages, rows in zip(stored, self.staging.buffer(place), strict=True)
-        ]
+        own = slice(first * pool.page_tokens, last * pool.page_tokens)
+        keys, values = self.staging.buffer(place)
+        return layer, page_ids, keys[:, own], values[:, own]

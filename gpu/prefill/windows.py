@@ -95,10 +95,9 @@ class WindowPrefill:
 
     def keep(self, unit: WindowedUnit, layer: int) -> None:
         """The last rows of each prompt go to its window, once they are attended to."""
-        for pages, buffer in ((self.pool.key_pages, self._keys), (self.pool.value_pages, self._values)):
-            rows = [buffer[0, :, kept] for kept in unit.kept]
-            rows = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-            pages[layer][unit.page_ids, :, unit.offsets] = rows.transpose(0, 1)
+        kept = [[buffer[0, :, kept] for kept in unit.kept] for buffer in (self._keys, self._values)]
+        keys, values = (rows[0] if len(rows) == 1 else torch.cat(rows, 1) for rows in kept)
+        self.pool.write(layer, unit.page_ids, unit.offsets, keys, values)
 
     def poison(self) -> None:
         """Fill the buffer with NaN: a debug and test aid."""
@@ -113,17 +112,15 @@ class WindowPrefill:
         page_tokens = self.pool.page_tokens
         page_ids = self.pool.windows.page_table[part.slot, first // page_tokens : -(-part.first // page_tokens)].long()
         seen = slice(first % page_tokens, first % page_tokens + part.first - first)
-        before = [
-            pages[layer].index_select(0, page_ids).transpose(0, 1).flatten(1, 2)[:, seen]
-            for pages in (self.pool.key_pages, self.pool.value_pages)
-        ]
-        return [torch.cat(pair, 1) for pair in zip(before, own, strict=True)]
+        shape = (self.pool.num_kv_heads, len(page_ids) * page_tokens, self.pool.dim)
+        before = [torch.empty(shape, dtype=self.pool.dtype, device=self.pool.device) for _ in range(2)]
+        self.pool.read(layer, page_ids, *before)
+        return [torch.cat((rows[:, seen], others), 1) for rows, others in zip(before, own, strict=True)]
 
     def _resize(self, num_tokens: int) -> None:
-        kv_heads, _, dim = self.pool.key_pages[0].shape[1:]
         size = 1 << (max(num_tokens, LEAST_BUFFER_TOKENS) - 1).bit_length()
-        shape = (1, kv_heads, size, dim)
+        shape = (1, self.pool.num_kv_heads, size, self.pool.dim)
         self._keys, self._values = (
-            torch.zeros(shape, dtype=self.pool.key_pages[0].dtype, device=self.pool.device) for _ in range(2)
+            torch.zeros(shape, dtype=self.pool.dtype, device=self.pool.device) for _ in range(2)
         )
         self._cells = torch.arange(size, device=self.pool.device)

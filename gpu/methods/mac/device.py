@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu.decode.rows import StepRows
+from gpu.kernels.kv_rows import width_of
 from gpu.kernels.paged_decode_attention import Reading
 from gpu.methods.device_side import LayerReads, ReuseCounts, ReuseSide, Site
 from gpu.methods.mac import NUMBER_BYTES, QUERY_BYTES, entry_bytes
@@ -64,7 +65,7 @@ class Mac(ReuseSide):
         asked = () if site.tier_shape is None else site.tier_shape.layers
         self.break_even = BreakEven(
             torch.tensor([layer in asked for layer in range(shape.num_layers)], device=device),
-            row_bytes=2 * shape.dim * site.dtype.itemsize,
+            row_bytes=2 * width_of(site.stored, shape.dim) * site.stored.itemsize,
             ring_bytes=settings.most_gap * (QUERY_BYTES * shape.dim + 2 * NUMBER_BYTES),
             entry_bytes=2 * entry_bytes(settings, shape),
             group=shape.group,

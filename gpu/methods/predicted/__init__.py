@@ -59,10 +59,9 @@ def ring_bytes(settings: PredictedSettings, architecture: Architecture) -> int:
     return len(settings.layers(architecture)) * layer
 
 
-def slot_values(settings: PredictedSettings, architecture: Architecture) -> int:
-    """Keys and values of the blocks of one sequence."""
-    head = 2 * settings.budget_tokens * architecture.dim
-    return len(settings.layers(architecture)) * architecture.num_kv_heads * head
+def slot_rows(settings: PredictedSettings, architecture: Architecture) -> int:
+    """Keys and values of the blocks of one sequence, by KV head."""
+    return len(settings.layers(architecture)) * architecture.num_kv_heads * 2 * settings.budget_tokens
 
 
 def work_bytes(settings: PredictedSettings, architecture: Architecture, max_running: int) -> int:
@@ -90,7 +89,7 @@ def least_tokens(settings: Any) -> int:
     return settings.min_context_tokens
 
 
-RINGS = RingUse(count_rings, least_tokens, slot_values, work_bytes)
+RINGS = RingUse(count_rings, least_tokens, slot_rows, work_bytes)
 
 METHOD = Method(
     name="predicted",

@@ -104,7 +104,7 @@ class Predicted(RingSide):
                 f"predicted: weights: {error}; give a predictor that `tandem train predictor` made"
             ) from None
         self._network = pack(network, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
-        self.blocks = new_blocks(settings, shape, len(tier.layers), num_rings, site.dtype, device)
+        self.blocks = new_blocks(settings, shape, len(tier.layers), num_rings, site.stored, device)
         self._layers = [self.blocks.layer(place) for place in range(len(tier.layers))]
         self._workspace = workspace_for(
             site.max_running * shape.num_kv_heads, shape.group, 1, shape.dim, settings.budget_tokens, device
@@ -200,7 +200,7 @@ class Predicted(RingSide):
         maxima = torch.empty(items, self._group, slots, device=query.device)
         layer = self._layers[place]
         cells = (layer.keys, layer.values, listed.pages, listed.rows, listed.tokens, dim**-0.5)
-        if applies(query):
+        if applies(layer.keys):
             partial = paged_decode_attention_cpu(query, *cells, maxima=maxima).near
         else:
             partial = paged_decode_attention(query, *cells, self._workspace, maxima=maxima).near

@@ -2,7 +2,8 @@
 
 It refuses to know which blocks are wanted. The device reads pinned memory by address, so a block is a few kilobytes
 over the link and no copy is ordered for it. Invariants: centre and scale are given back, so a slot holds what the pages
-would; whoever calls holds a loan of the rows until the device has passed. Bytes over the link: of the blocks, once.
+would, stored as there; whoever calls holds a loan of the rows until the device has passed. Bytes over the link: of the
+blocks, once.
 """
 
 import ctypes
@@ -14,6 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, check_dtype, runs_on_triton
+from gpu.kernels.kv_rows import (
+    PLAIN,
+    check_pages,
+    codes_of,
+    dim_of,
+    encode_rows,
+    floats_of,
+    has_codes,
+    kind_of,
+    make_codes,
+    scale_of,
+    scales_of,
+)
 from gpu.methods.predicted.listing import LOOKED, NUM_COUNTS
 from gpu.methods.predicted.noting import code_of
 from gpu.predictor.history import attended_maxima, compress
@@ -21,7 +35,7 @@ from transfer import places
 from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
-_BLOCK, _WORD = tl.constexpr(BLOCK_TOKENS), tl.constexpr(WORD_BITS)
+_BLOCK, _WORD, _PLAIN = tl.constexpr(BLOCK_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(PLAIN)
 _END, _KEYS, _VALUES = tl.constexpr(places.RUN_END), tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 _CENTRE, _KEY_SCALE = tl.constexpr(places.CENTRE), tl.constexpr(places.KEY_SCALE)
 _VALUE_SCALE, _COLUMNS = tl.constexpr(places.VALUE_SCALE), tl.constexpr(COLUMNS)
@@ -61,9 +75,14 @@ def fetch_blocks_reference(
     slots = ids.shape[1]
     for place, slot in fresh.nonzero().tolist():
         ring, kv_head = divmod(place, kv_heads)
-        own = read_block(lies[ring], int(ids[place, slot]), kv_head, keys.shape[3], is_int8)
+        own = read_block(lies[ring], int(ids[place, slot]), kv_head, dim_of(keys), is_int8)
         for into, rows in zip((keys, values), own, strict=True):
-            into[place * slots + slot, 0] = rows
+            page = into[place * slots + slot, 0]
+            if has_codes(page):
+                codes, scales = make_codes(rows, page.dtype)
+                codes_of(page).copy_(codes), scales_of(page).copy_(scales)
+            else:
+                page.copy_(rows)
 
 
 def look_at_blocks_reference(
@@ -131,6 +150,7 @@ def _keys_at(
 def _fetch_kernel(
     ids, fresh, lies, keys, values, slots,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     place, slot = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if tl.load(fresh + place * slots + slot) == 0:
@@ -147,9 +167,24 @@ def _fetch_kernel(
     if INT8:
         scale = tl.load(lies + _VALUE_SCALE * PIECES + piece).to(tl.pointer_type(tl.float32))
         value *= tl.load(scale + kv_head * DIM + column, mask=column < DIM, other=0.0)[None, :]
-    to = ((place * slots + slot) * _BLOCK + tl.arange(0, _BLOCK))[:, None] * DIM + column[None, :]
-    tl.store(keys + to, key.to(keys.dtype.element_ty), mask=(column < DIM)[None, :])
-    tl.store(values + to, value.to(values.dtype.element_ty), mask=(column < DIM)[None, :])
+    page = place * slots + slot
+    _store_block(keys, page, key, column, DIM, KIND)
+    _store_block(values, page, value, column, DIM, KIND)
+
+
+@triton.jit
+def _store_block(pages, page, rows, column, DIM: tl.constexpr, KIND: tl.constexpr):
+    """Restored rows of a block, 0 behind DIM, to a page of one KV head."""
+    WIDTH: tl.constexpr = DIM if KIND == _PLAIN else DIM + 4
+    row = tl.arange(0, _BLOCK)
+    to = pages + page * (_BLOCK * WIDTH) + row[:, None] * DIM + column[None, :]
+    inside = (column < DIM)[None, :]
+    if KIND == _PLAIN:
+        tl.store(to, rows.to(pages.dtype.element_ty), mask=inside)
+    else:
+        scale = scale_of(tl.max(tl.abs(rows), 1), tl.sum(rows * 0.0, 1), KIND)
+        tl.store(to, encode_rows(rows, scale[:, None], KIND), mask=inside)
+        tl.store(floats_of(pages) + page * (_BLOCK * WIDTH // 4) + _BLOCK * DIM // 4 + row, scale)
 
 
 @triton.jit
@@ -197,21 +232,22 @@ def fetch_blocks(
     is_int8: how rows are stored, else bf16. Raises ValueError for another shape, dtype or device; addresses are
     trusted, and blocks must be of the runs that they lie in.
     """
-    op, (num_places, slots), device, dim = "fetch_blocks", ids.shape, ids.device, keys.shape[3]
+    op, (num_places, slots), device, dim = "fetch_blocks", ids.shape, ids.device, dim_of(keys)
     rings, _, pieces = lies.shape
     check(op, "ids", ids, (num_places, slots), torch.int32, device)
     check(op, "fresh", fresh, (num_places, slots), torch.uint8, device)
     check(op, "lies", lies, (rings, COLUMNS, pieces), torch.int64, device)
-    check(op, "keys", keys, (num_places * slots, 1, BLOCK_TOKENS, dim), keys.dtype, device)
-    check(op, "values", values, (num_places * slots, 1, BLOCK_TOKENS, dim), keys.dtype, device)
+    check_pages(op, "keys", keys, (num_places * slots, 1, BLOCK_TOKENS, dim), keys.dtype, device)
+    check(op, "values", values, tuple(keys.shape), keys.dtype, device)
     if not runs_on_triton(keys):
         fetch_blocks_reference(ids, fresh, lies, keys, values, kv_heads, is_int8)
         return
-    check_dtype(op, keys)
+    if not has_codes(keys):
+        check_dtype(op, keys)
     _fetch_kernel[(slots, num_places)](
         ids, fresh, lies, keys, values, slots,
         KV_HEADS=kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
-        INT8=is_int8, num_warps=1,
+        INT8=is_int8, KIND=kind_of(keys), num_warps=1,
     )  # fmt: skip
 
 
