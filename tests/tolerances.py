@@ -31,6 +31,19 @@ ATTENTION_BF16_ATOL = 1.6e-2
 # Anonymous memory while loading, in copies of the float32 model: one, and allocator slack and one tensor in flight.
 PEAK_HOST_COPIES = 1.2
 
+# Rows in codes of 8 bits. The largest error of an element in steps between neighbours, a half, and float32 roundings of
+# the scale and of the quotient, 127 times 2**-23 of a step of int8; e4m3 has at most 16 steps to a power of two.
+KV_INT8_STEP = 0.5 + 2e-5
+KV_FP8_STEP = 0.5 + 2e-6
+# Of normal rows of 128 elements, relative in norm: a step of int8 is a 46th of the standard deviation (the largest of
+# 128 is 2.7 of these), its error that over sqrt(12), 0.0063; e4m3 has 3 bits of mantissa, 2**-4 / sqrt(3) / 1.4, 0.026.
+KV_ROW_INT8 = 0.009
+KV_ROW_FP8 = 0.035
+# A scale is a float32 quotient, and a row its product with a code: two roundings of 6e-8.
+KV_SCALE_FLOAT32 = 2.5e-7
+# A number in bf16: half of 2**-7 of it, and float32 roundings on the way.
+ROUNDING_BFLOAT16 = 2.0**-8 + 1e-6
+
 # --- bench: the load-test client ---
 # Latencies of a hand-written trace, in ms: float64 seconds to ms, a few roundings of 1e-13 s.
 LOAD_MS = 1e-6

@@ -97,6 +97,7 @@ def _attend(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of requests with contexts of one token or more, padded to the longest with tokens of their own."""
+    query = query.to(_wide(query)) if has_codes(key_pages) else query  # what codes mean is not rounded
     requests, heads, dim = query.shape
     kv_heads, page_tokens = key_pages.shape[1:3]
     longest = max(contexts)

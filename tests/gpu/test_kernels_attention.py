@@ -10,12 +10,13 @@ from gpu.kernels.paged_decode_attention import (
     paged_decode_attention_reference,
 )
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, wide
-from tests.gpu.paged_rows import Paged
+from tests.gpu.paged_rows import CODE_IDS, CODES, Paged, lose_row
 from tests.tolerances import KERNEL_FLOAT64, LSE_BFLOAT16, LSE_CHECKSUM, LSE_CHECKSUM_BFLOAT16, LSE_FLOAT32
 from transfer.partial import Partial
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+on_codes = pytest.mark.parametrize("stored", CODES, ids=CODE_IDS)
 CHECKSUM_TOLERANCE = {torch.float32: LSE_CHECKSUM, torch.bfloat16: LSE_CHECKSUM_BFLOAT16}
 LSE_TOLERANCE = {torch.float32: LSE_FLOAT32, torch.bfloat16: LSE_BFLOAT16}
 SHAPES = [(4, 2, 64, 16), (8, 1, 128, 32), (3, 3, 64, 64), (20, 1, 64, 16), (6, 2, 96, 16), (16, 1, 256, 16)]
@@ -25,10 +26,11 @@ CONTEXTS = [1, 16, 0, 17, 255, 700, 64, 5]
 
 @on_devices
 @on_dtypes
+@on_codes
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("contexts", [CONTEXTS, [33], [300], [5, 5, 5], [0, 1500]])
-def test_attention_equals_its_formula_over_ragged_paged_contexts(shape, contexts, dtype, device):
-    paged = Paged(dtype, device, shape, contexts)
+def test_attention_equals_its_formula_over_ragged_paged_contexts(shape, contexts, stored, dtype, device):
+    paged = Paged(dtype, device, shape, contexts, stored=stored)
     partial = paged.run()
     out, lse = paged.wanted()
     assert partial.out.dtype == partial.lse.dtype == torch.float32
@@ -41,8 +43,9 @@ def test_attention_equals_its_formula_over_ragged_paged_contexts(shape, contexts
 
 @on_devices
 @on_dtypes
-def test_padding_slots_give_empty_partials_whatever_their_context_says(dtype, device):
-    paged = Paged(dtype, device, SHAPES[0], [40, 40, 40])
+@on_codes
+def test_padding_slots_give_empty_partials_whatever_their_context_says(stored, dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [40, 40, 40], stored=stored)
     paged.slots[1] = -1
     partial, (out, _) = paged.run(), paged.wanted()
     assert torch.isneginf(partial.lse[1]).all()
@@ -52,8 +55,10 @@ def test_padding_slots_give_empty_partials_whatever_their_context_says(dtype, de
 
 @on_devices
 @on_dtypes
-def test_one_token_more_or_less_is_noticed(dtype, device):
-    paged = Paged(dtype, device, SHAPES[0], [700])
+@on_codes
+def test_one_token_more_or_less_is_noticed(stored, dtype, device):
+    context = 700 if stored is None else 60  # codes of any size: some tokens have next to no weight
+    paged = Paged(dtype, device, SHAPES[0], [context], stored=stored)
     out, lse = paged.wanted()
     paged.keys[0], paged.values[0] = paged.keys[0][:-1], paged.values[0][:-1]
     short_out, short_lse = paged.wanted()
@@ -74,9 +79,12 @@ def test_flat_logits_count_the_tokens_of_a_context(context, dtype, device):
 
 @on_devices
 @on_dtypes
-def test_a_nan_inside_the_context_is_not_hidden(dtype, device):
-    paged = Paged(dtype, device, SHAPES[0], [40])
-    paged.key_pages[int(paged.page_table[0, 1])] = float("nan")
+@on_codes
+def test_a_nan_inside_the_context_is_not_hidden(stored, dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [40], stored=stored)
+    heads = torch.ones(SHAPES[0][1], dtype=torch.bool, device=device)
+    for offset in range(SHAPES[0][3]):
+        lose_row(paged.key_pages, int(paged.page_table[0, 1]), heads, offset)
     assert paged.run().out.isnan().all()
 
 
@@ -141,12 +149,13 @@ def assert_equal_partials(partial: Partial, wanted: tuple[np.ndarray, np.ndarray
 
 @on_devices
 @on_dtypes
+@on_codes
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "contexts", [[1, 0, 17, 255, 64], [300], [0, 1500]], ids=["bounds_many", "bounds_one", "bounds_long"]
 )
-def test_near_and_far_are_read_by_each_heads_own_bounds_and_nothing_else_is(shape, contexts, dtype, device):
-    paged = Paged(dtype, device, shape, contexts, max_context=FEW_SPLITS)
+def test_near_and_far_are_read_by_each_heads_own_bounds_and_nothing_else_is(shape, contexts, stored, dtype, device):
+    paged = Paged(dtype, device, shape, contexts, max_context=FEW_SPLITS, stored=stored)
     bounds = random_bounds(contexts, shape[0], seed=sum(shape))
     near, far = cells_of(bounds, contexts)
     wanted = paged.wanted_of(near), paged.wanted_of(far)
@@ -173,8 +182,9 @@ def test_a_hole_that_is_alike_for_all_heads_takes_bounds_that_are_expanded(dtype
 
 @on_devices
 @on_dtypes
-def test_a_bound_that_is_off_by_one_cell_is_noticed(dtype, device):
-    paged = Paged(dtype, device, SHAPES[0], [200], flat=True, max_context=FEW_SPLITS)
+@on_codes
+def test_a_bound_that_is_off_by_one_cell_is_noticed(stored, dtype, device):
+    paged = Paged(dtype, device, SHAPES[0], [200], flat=True, max_context=FEW_SPLITS, stored=stored)
     bounds = torch.tensor([40, 90, 150], dtype=torch.int32, device=device)[:, None, None].repeat(1, 1, SHAPES[0][0])
     near, far = cells_of(bounds.cpu().numpy(), paged.contexts)
     wanted = [paged.wanted_of(near)[1], paged.wanted_of(far)[1]]
@@ -190,9 +200,10 @@ def test_a_bound_that_is_off_by_one_cell_is_noticed(dtype, device):
 
 @on_devices
 @on_dtypes
-def test_the_largest_logits_of_blocks_are_those_of_the_cells_that_are_read(dtype, device):
+@on_codes
+def test_the_largest_logits_of_blocks_are_those_of_the_cells_that_are_read(stored, dtype, device):
     contexts, heads = [133, 0, 17], SHAPES[0][0]
-    paged = Paged(dtype, device, SHAPES[0], contexts, max_context=FEW_SPLITS)
+    paged = Paged(dtype, device, SHAPES[0], contexts, max_context=FEW_SPLITS, stored=stored)
     bounds = random_bounds(contexts, heads, seed=11)
     near, far = cells_of(bounds, contexts)
     paged.hide(near | far)

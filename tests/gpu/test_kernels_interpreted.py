@@ -15,7 +15,7 @@ from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",
-           "fused", "packed", "predictor", "predicted", "scattered")  # fmt: skip
+           "fused", "packed", "predictor", "predicted", "scattered", "kv_rows")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
