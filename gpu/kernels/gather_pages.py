@@ -79,8 +79,11 @@ def gather_pages(key_pages: Tensor, value_pages: Tensor, page_ids: Tensor, keys:
     if not runs_on_triton(keys) or keys.numel() == 0:
         gather_pages_reference(key_pages, value_pages, page_ids, keys, values)
         return
-    for name, tensor in (("key_pages", key_pages[0]), ("value_pages", value_pages[0]), ("page_ids", page_ids)):
-        check_contiguous("gather_pages", name, tensor)
+    check_contiguous("gather_pages", "page_ids", page_ids)
+    width = key_pages.shape[3]
+    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if pages.stride() != (key_pages.stride(0), page_tokens * width, width, 1):
+            raise ValueError(f"gather_pages: {name} have strides {pages.stride()}; wanted whole pages, alike in both")
     for name, tensor in (("keys", keys), ("values", values)):
         check_contiguous("gather_pages", f"a head of {name}", tensor.select(0, 0))
     if keys.stride() != values.stride():

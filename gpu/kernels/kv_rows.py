@@ -129,10 +129,12 @@ def widen(codes, DTYPE: tl.constexpr, KIND: tl.constexpr):
     if KIND == _FP8_BITS:
         bits = codes.to(tl.int32)
         moved = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-        return (moved.to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
-    if KIND == _FP8:
-        return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    return codes.to(DTYPE)
+        numbers = (moved.to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
+    elif KIND == _FP8:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    else:
+        numbers = codes.to(DTYPE)
+    return numbers
 
 
 @triton.jit
@@ -150,15 +152,17 @@ def encode_rows(x, scale, KIND: tl.constexpr):
     steps = tl.minimum(tl.maximum(steps, -TOP), TOP)
     if KIND == _INT8:
         steps = tl.floor(steps + 0.5)
-        return tl.where(steps == steps, steps, 0.0).to(tl.int8)
-    if KIND == _FP8:
-        return steps.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = steps.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    size = magnitude.to(tl.float32, bitcast=True)
-    small = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF  # in steps of 2**-9, which the sum rounds to
-    return (tl.where(size < 0.015625, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+        codes = tl.where(steps == steps, steps, 0.0).to(tl.int8)
+    elif KIND == _FP8:
+        codes = steps.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = steps.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        size = magnitude.to(tl.float32, bitcast=True)
+        small = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF  # in steps of 2**-9, which the sum rounds to
+        codes = (tl.where(size < 0.015625, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return codes
 
 
 @triton.jit

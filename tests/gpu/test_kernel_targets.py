@@ -28,6 +28,7 @@ from gpu.kernels.exchange_pack import exchange_pack, new_counters
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.head_norm import head_norm
+from gpu.kernels.kv_rows import FP8, FP8_BITS, read_rows, width_of, write_rows
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.merge_attended import merge_attended
 from gpu.kernels.packed import Packed
@@ -101,8 +102,13 @@ def _heads(shape: Architecture, dtype: torch.dtype) -> None:
         head_norm(qkv, norm, norm, 1e-5, *heads)
 
 
-def _pages(shape: Architecture, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    pages = torch.empty(8, shape.num_kv_heads, 16, shape.dim, dtype=dtype, device="cuda")
+def _stored(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Of rows in pages, where this dtype computes."""
+    return (dtype, torch.int8, torch.uint8) if dtype == torch.bfloat16 else (dtype,)
+
+
+def _pages(shape: Architecture, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    pages = torch.empty(8, shape.num_kv_heads, 16, width_of(stored, shape.dim), dtype=stored, device="cuda")
     return pages, torch.empty_like(pages)
 
 
@@ -111,9 +117,9 @@ def _rope(shape: Architecture, dtype: torch.dtype) -> None:
     cos = torch.empty(64, shape.dim // 2, device="cuda")
     ids = torch.empty(2, dtype=torch.int32, device="cuda")
     table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
-    rope_kv_write(
-        qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *_pages(shape, dtype), shape.num_heads
-    )
+    for stored in _stored(dtype):
+        pages = _pages(shape, stored)
+        rope_kv_write(qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *pages, shape.num_heads)
 
 
 def _attention(shape: Architecture, dtype: torch.dtype) -> None:
@@ -121,12 +127,13 @@ def _attention(shape: Architecture, dtype: torch.dtype) -> None:
     ids = torch.empty(2, dtype=torch.int32, device="cuda")
     table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
     workspace = workspace_for(2, shape.num_heads, shape.num_kv_heads, shape.dim, 262_144, "cuda", has_far=True)
-    arguments = (query, *_pages(shape, dtype), table, ids, ids, 1.0, workspace)
     bounds = torch.empty(3, 2, 1, dtype=torch.int32, device="cuda").expand(3, 2, shape.num_heads)
     maxima = torch.empty(2, shape.num_heads, 16, device="cuda")
-    paged_decode_attention(*arguments)
-    paged_decode_attention(*arguments, bounds)
-    paged_decode_attention(*arguments, bounds, has_far=True, maxima=maxima, is_counted=True)
+    for stored in _stored(dtype):
+        arguments = (query, *_pages(shape, stored), table, ids, ids, 1.0, workspace)
+        paged_decode_attention(*arguments)
+        paged_decode_attention(*arguments, bounds)
+        paged_decode_attention(*arguments, bounds, has_far=True, maxima=maxima, is_counted=True)
 
 
 def _projections(shape: Architecture, dtype: torch.dtype) -> None:
@@ -243,7 +250,22 @@ def _scatter(shape: Architecture, dtype: torch.dtype) -> None:
 
 def _gather(shape: Architecture, dtype: torch.dtype) -> None:
     keys = torch.empty(shape.num_kv_heads, 4, 16, shape.dim, dtype=dtype, device="cuda")
-    gather_pages(*_pages(shape, dtype), torch.empty(4, dtype=torch.int32, device="cuda"), keys, torch.empty_like(keys))
+    ids = torch.empty(4, dtype=torch.int32, device="cuda")
+    for stored in _stored(dtype):
+        gather_pages(*_pages(shape, stored), ids, keys, torch.empty_like(keys))
+        if stored != dtype:  # on the way down
+            gather_pages(*_pages(shape, stored), ids, keys.float(), keys.float())
+
+
+def _coded(shape: Architecture, dtype: torch.dtype) -> None:
+    rows = torch.empty(shape.num_kv_heads, 32, shape.dim, dtype=dtype, device="cuda")
+    whole, token = (torch.empty(count, dtype=torch.int64, device="cuda") for count in (2, 32))
+    out = torch.empty(32, shape.dim, dtype=dtype, device="cuda")
+    for stored in _stored(dtype)[1:]:
+        pages, _ = _pages(shape, stored)
+        write_rows(rows, whole, None, pages)
+        write_rows(rows, token, token, pages)
+        read_rows(pages, token, out)
 
 
 def _pieces(shape: Architecture, dtype: torch.dtype) -> None:
@@ -322,7 +344,6 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
         torch.empty(rows, shape.num_heads, 8192, device="cuda"),
         torch.empty(rows, shape.num_heads, device="cuda"),
     )
-    keys = torch.empty(places * slots, 1, 16, shape.dim, dtype=dtype, device="cuda")
     listed = list_blocks(numbers, bits, rings, holes, kv_heads, counts)
     fetched = torch.empty(rows * kv_heads, shape.group, slots, device="cuda")
     for lists in ((None, None), (fetched, listed)):
@@ -330,7 +351,9 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
     fresh = replace_blocks(numbers, bits, numbers, torch.empty(places, dtype=torch.bool, device="cuda"), counts)
     query = torch.empty(rows, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
     for is_int8 in (False, True):
-        fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8)
+        for stored in _stored(dtype):
+            keys = torch.empty(places * slots, 1, 16, width_of(stored, shape.dim), dtype=stored, device="cuda")
+            fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8)
         look_at_blocks(history, query, lse, bits, lies, rings, cells, holes, 64, 0.1, is_int8, counts)
 
 
@@ -359,6 +382,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_fuse_kernel": _fused,
     "_widen_kernel": _fused,
     "_gather_pages_kernel": _gather,
+    "_read_rows_kernel": _coded,
+    "_write_rows_kernel": _coded,
     "_merge_attended_kernel": _pieces,
     "_encode_kernel": _codes,
     "_query_sparse_kernel": _prefill,
@@ -439,6 +464,7 @@ def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes
     recorded: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
         patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128))
+        patch.setattr(gpu.kernels.kv_rows, "_capability", lambda index: (8, 0))
         for module, name, kernel in list(_kernels()):
             patch.setattr(module, name, Recorder(kernel, recorded))
         for call in dict.fromkeys(calls):
@@ -482,11 +508,20 @@ def test_every_launch_of_other_families_compiles_likewise(name, family_launches)
     _compile_all(name, 89, family_launches)
 
 
+KV_KERNELS = ("_rope_kv_write_kernel", "_split_kernel", "_balanced_kernel", "_gather_pages_kernel", "_read_rows_kernel",
+              "_write_rows_kernel", "_fetch_kernel")  # fmt: skip
+
+
 def _compile_all(name: str, capability: int, launches: list[Launch]) -> None:
     seen = set()
-    for kernel, args, options in launches:
-        if kernel.__name__ != name:
-            continue
+    own = [launch for launch in launches if launch[0].__name__ == name]
+    if capability >= 89:  # which converts FP8 by itself
+        is_fp8 = [name in KV_KERNELS and options["KIND"] == FP8_BITS for *_, options in own]
+        own = [
+            (*launch, {**options, "KIND": FP8} if is_one else options)
+            for (*launch, options), is_one in zip(own, is_fp8, strict=True)
+        ]
+    for kernel, args, options in own:
         source, compile_options = _source(kernel, args, options)
         key = (str(source.signature), str(source.constants), str(source.attrs), str(compile_options))
         if key in seen:
