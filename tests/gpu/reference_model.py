@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -79,13 +80,14 @@ def encode(text: str) -> np.ndarray:
 
 def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: int = 24, num_pages: int = 5000,
                      max_context_tokens: int = 9216, graph_batch_sizes: tuple[int, ...] = (),
-                     max_hidden_tokens: int = 65_536) -> Runner:  # fmt: skip
+                     max_hidden_tokens: int = 65_536,
+                     kv: Literal["auto", "fp8", "int8"] = "auto") -> Runner:  # fmt: skip
     """A runner of the reference model whose pages are NaN until written, and whose prompts' kernel is not chosen by
     times: bits follow from it.
     """
     runner = load_runner(
         ModelConfig(path=FOLDER),
-        GpuConfig(device=device, dtype=dtype, threads=None, graph_batch_sizes=graph_batch_sizes),
+        GpuConfig(device=device, dtype=dtype, threads=None, graph_batch_sizes=graph_batch_sizes, kv=kv),
         max_running=max_running,
         max_context_tokens=max_context_tokens,
         chunk_tokens=2048,

@@ -8,11 +8,13 @@ written and again when they are given up, so any read of what is not there shows
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.kernels.kv_rows import make_codes, read_codes
 from gpu.kv.layout import PageLayout
 from gpu.load import load_runner
 from gpu.profiles import Part, resolve_profiles, served_parts
@@ -47,6 +49,7 @@ DEFAULT_DENSE = (0, NUM_LAYERS // 2)
 MAX_CONTEXT = 1024
 NUM_PAGES = 512
 BITS, NUM_TABLES = 6, 5
+Kv = Literal["auto", "fp8", "int8"]
 PROFILES = {False: "offloaded", True: "sampled"}
 
 
@@ -71,7 +74,7 @@ def parts_for(shape: TierShape) -> tuple[Part, ...]:
 def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
-    check_coverage: bool = False, more_parts: Many[Part] = (),
+    check_coverage: bool = False, more_parts: Many[Part] = (), kv: Kv = "auto",
 ) -> Runner:  # fmt: skip
     num_resident = num_pages if tier is None else layout_of(NUM_LAYERS - len(tier.shape.layers), num_pages).num_pages
     runner = load_runner(
@@ -82,6 +85,7 @@ def load(
             page_tokens=page_tokens,
             graph_batch_sizes=graph_batch_sizes,
             check_coverage=check_coverage,
+            kv=kv,
         ),
         max_running=max_running,
         max_context_tokens=max_context,
@@ -100,6 +104,28 @@ def load(
     runner.dense.choice = None  # which kernel attends to prompts follows from times, and bits from the kernel
     runner.pool.poison()
     return runner
+
+
+def lose_pages(pages: torch.Tensor, page_ids: list[int]) -> None:
+    """They are NaN from now on."""
+    pages[page_ids] = torch.nan if pages.dtype.is_floating_point else torch.tensor(-1).to(pages.dtype)
+
+
+def round_what_is_written(runner: Runner, stored: torch.dtype) -> None:
+    """Every row that the runner writes to its pages becomes what codes of it mean, from now on."""
+    decoder, write = runner._prefill.decoder, runner._prefill.decoder._write
+    runner.decode_steps._compiled = None  # which writes rows by itself
+
+    def write_rounded(index, qkv, positions, cells, slots, pages, num_heads):  # type: ignore[no-untyped-def]
+        query = write(index, qkv, positions, cells, slots, pages, num_heads)
+        pool, token = runner.pool, slots >= 0
+        page_ids = pool.table_of(index)[slots[token].long(), cells[token] // pool.page_tokens].long()
+        for held in (pool.key_pages[index], pool.value_pages[index]):
+            at = (page_ids, slice(None), cells[token] % pool.page_tokens)
+            held[at] = read_codes(*make_codes(held[at], stored), held.dtype)
+        return query
+
+    decoder._write = write_rounded  # type: ignore[method-assign]
 
 
 @dataclass
@@ -126,9 +152,10 @@ class Twins:
                  device: str = "cpu", dtype: str = "float32", graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
                  check_coverage: bool = False, more_parts: Many[Part] = (),
-                 kept_tokens: int = 0) -> None:  # fmt: skip
+                 kept_tokens: int = 0, kv: Kv = "auto") -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape. more_parts: of what is served, in
-        the runner that deposits, beside what the built-in profiles are made of.
+        the runner that deposits, beside what the built-in profiles are made of. kv: of the runner that deposits; of
+        codes the oracle has what they mean in its pages.
         """
         self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
         self.page_tokens, self.window_tokens, self.lump_tokens = page_tokens, window_tokens, lump_tokens
@@ -136,8 +163,11 @@ class Twins:
         self.num_pages, sizes = num_pages, (max_context, num_pages)
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
         self.deposits = load(
-            self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage, more_parts
-        )
+            self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage, more_parts,
+            kv,
+        )  # fmt: skip
+        if self.deposits.pool.has_codes:
+            round_what_is_written(self.exact, self.deposits.pool.key_pages[0].dtype)
         self.sequences: dict[int, Sequence] = {}
         self._free = list(range(num_pages))
         layout = layout_of(NUM_LAYERS - len(self.tier.shape.layers), num_pages)
@@ -258,7 +288,7 @@ class Twins:
         result = self.deposits.launch(StepPlan(restores=[restore])).collect()
         for layer in pool.dense_layers:
             for pages in (pool.key_pages[layer], pool.value_pages[layer]):
-                pages[restore.dense_page_ids] = torch.nan
+                lose_pages(pages, restore.dense_page_ids)
         self._dense = list(restore.dense_page_ids) + self._dense
         return result
 
@@ -309,7 +339,7 @@ class Twins:
         self._free = list(release.page_ids) + self._free
         in_pages = [layer for layer in range(NUM_LAYERS) if layer not in WINDOW_LAYERS]
         for pages in (all_pages[layer] for all_pages in (pool.key_pages, pool.value_pages) for layer in in_pages):
-            pages[release.page_ids] = torch.nan
+            lose_pages(pages, release.page_ids)
         self._round(sequence)
 
     def _round(self, sequence: Sequence) -> None:
