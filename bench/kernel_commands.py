@@ -130,6 +130,33 @@ def mac(
     run_kernel(device, json_file, rows)
 
 
+@app.command("kv")
+def kv(
+    lengths: Annotated[str, typer.Option(help="tokens of contexts, with commas")] = "131072",
+    batch: Batch = "1,8",
+    rates: Annotated[str, typer.Option(help="shares of heads that hit with MAC, with commas")] = "0.9",
+    heads: Annotated[int, typer.Option(min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time a layer's decode attention over keys and values in bf16, FP8 and int8, without reuse and with MAC."""
+    from bench.kv_formats import kv_rows
+
+    tokens, batches = parse_batches(lengths), parse_batches(batch)
+    shares = [float(rate) for rate in rates.split(",") if rate]
+
+    def rows(resolved: "torch.device", console: Console) -> "list[Row]":
+        import torch
+
+        from bench.mac_attention import Shape
+
+        shape = Shape(heads, kv_heads, 1024, 256, torch.float32)
+        return kv_rows(shape, tokens, batches, shares, resolved, console)
+
+    run_kernel(device, json_file, rows)
+
+
 @app.command("mac-steps")
 def mac_steps(
     shape: Annotated[str, typer.Option(help="a named shape; weights are random")] = "llama-3.1-8b",

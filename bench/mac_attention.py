@@ -10,6 +10,7 @@ compared with float64, and every match with the one that was meant, before anyth
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, Timing, measure, require
 from cpu.rates import measure_host_rates
+from gpu.kernels.kv_rows import CODE_DTYPES, SCALE_BYTES, has_codes, read_cells, write_rows
 from gpu.kernels.paged_decode_attention import Reading, Workspace, paged_decode_attention, workspace_for
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match
@@ -30,6 +32,7 @@ NOISE = 0.1  # of a query that matches, a component: a tenth of the distance tha
 COLD_BYTES = 256 * 2**20  # several times the cache of any card
 MOST_LAYERS = 16
 WARMUPS, REPEATS = 2, 7
+PAGES_AT_ONCE = 4096  # made codes of
 GATE_HEADS = 8  # of a layer, compared with float64
 MOST_ERROR = 2e-2  # relative norm of an output in bf16
 PARTS = ("match", "attention", "complete")
@@ -62,6 +65,7 @@ class Pages:
 
     keys: Tensor
     values: Tensor
+    dtype: torch.dtype
     batch: int
     tokens: int
     workspace: Workspace
@@ -98,12 +102,26 @@ class Fixed:
     is_sampled: Tensor
 
 
-def make_pages(shape: Shape, batch: int, tokens: int, device: torch.device) -> Pages:
+def make_pages(
+    shape: Shape, batch: int, tokens: int, device: torch.device, kv: Literal["plain", "fp8", "int8"] = "plain"
+) -> Pages:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = (batch * -(-tokens // PAGE_TOKENS), shape.kv_heads, PAGE_TOKENS, DIM)
     keys, values = (torch.empty(size, dtype=dtype, device=device).normal_() for _ in range(2))
+    if kv != "plain":
+        keys, values = make_codes_of(keys, CODE_DTYPES[kv]), make_codes_of(values, CODE_DTYPES[kv])
     workspace = workspace_for(batch, shape.heads, shape.kv_heads, DIM, tokens, device, has_far=True)
-    return Pages(keys, values, batch, tokens, workspace)
+    return Pages(keys, values, dtype, batch, tokens, workspace)
+
+
+def make_codes_of(pages: Tensor, stored: torch.dtype) -> Tensor:
+    """Pages of the same rows, some at a time."""
+    coded = torch.zeros(*pages.shape[:3], DIM + SCALE_BYTES, dtype=stored, device=pages.device)
+    for first in range(0, len(pages), PAGES_AT_ONCE):
+        own = pages[first : first + PAGES_AT_ONCE]
+        ids = torch.arange(first, first + len(own), device=pages.device)
+        write_rows(own.transpose(0, 1).flatten(1, 2), ids, None, coded)
+    return coded
 
 
 def draw_gaps(shape: Shape, batch: int, rate: float, is_shared: bool, generator: torch.Generator) -> Tensor:
@@ -142,7 +160,7 @@ def make_layer(shape: Shape, pages: Pages, rate: float, is_shared: bool, generat
     )
     order = torch.randperm(len(pages.keys), generator=generator, device=device)
     table = order.int().view(batch, -1)
-    return Layer(query.to(pages.keys.dtype), ring, table, torch.where(gaps > 0, entry, -1))
+    return Layer(query.to(pages.dtype), ring, table, torch.where(gaps > 0, entry, -1))
 
 
 def make_fixed(pages: Pages) -> Fixed:
@@ -236,14 +254,15 @@ def mac_rows(
     return rows
 
 
-def pages_bytes(shape: Shape, cells: int) -> int:
-    """Of keys and values of cells that all KV heads read, in bfloat16."""
-    return 4 * DIM * shape.kv_heads * cells
+def pages_bytes(shape: Shape, cells: float, pages: Tensor | None = None) -> float:
+    """Of keys and values of cells that all KV heads read, in codes as `pages` are, else in bfloat16."""
+    row_bytes = DIM + SCALE_BYTES if pages is not None and has_codes(pages) else 2 * DIM
+    return 2 * row_bytes * shape.kv_heads * cells
 
 
 def count_layers(shape: Shape, batch: int) -> int:
     """So many that what all heads read at the least is not in the cache any more when it is read again."""
-    least = batch * (shape.heads * shape.capacity * 2 * DIM + pages_bytes(shape, shape.band))
+    least = batch * (shape.heads * shape.capacity * 2 * DIM + int(pages_bytes(shape, shape.band)))
     return max(2, min(MOST_LAYERS, -(-COLD_BYTES // least)))
 
 
@@ -277,7 +296,8 @@ def time_path(
     summary_bytes = DIM * (2 if shape.outs == torch.bfloat16 else 4)
     entries = pages.batch * shape.heads * shape.capacity
     ends = pages.batch * shape.heads * (4 * 3 * DIM + 2 * 2 * DIM + (1 + rate) * summary_bytes)
-    return times, {"match": entries * (2 * DIM + 8), "attention": read * 4 * DIM, "complete": ends}
+    attention = pages_bytes(shape, read, pages.keys) / shape.kv_heads
+    return times, {"match": entries * (2 * DIM + 8), "attention": attention, "complete": ends}
 
 
 def cells_read(shape: Shape, tokens: int, matched: Matched) -> float:
@@ -339,10 +359,12 @@ def check_layer(path: Path, layer: Layer) -> None:
     pages = layer.page_table[0].long()
     heads = sorted(range(shape.heads), key=lambda head: (entries[head] >= 0, head))
     chosen = heads[: GATE_HEADS // 2] + heads[-GATE_HEADS // 2 :]
-    wanted = []
+    wanted, offsets = [], torch.arange(PAGE_TOKENS, device=pages.device)
     for head in chosen:
-        keys, values = (part[pages, head // shape.group].reshape(-1, DIM)[: m + 1].double()
-                        for part in (path.pages.keys, path.pages.values))  # fmt: skip
+        keys, values = (
+            read_cells(part, pages[:, None], head // shape.group, offsets, torch.float64).reshape(-1, DIM)[: m + 1]
+            for part in (path.pages.keys, path.pages.values)
+        )
         logits = keys @ query[head] * DIM**-0.5
         sides, lses = values, logits
         if entries[head] >= 0:

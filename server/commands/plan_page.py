@@ -6,6 +6,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from gpu.kv.layout import row_bytes
 from gpu.memory.host_demand import HostDemand
 from scheduler.capacity import plan_capacity
 from scheduler.memory import find_host_demand
@@ -29,6 +30,8 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
         "memory": {
             "device": memory.device,
             "dtype": memory.dtype,
+            "kv": memory.kv,
+            "token_bytes": describe_token(plan),
             "num_pages": memory.num_pages,
             "host_tokens": memory.host_tokens,
             "page_tokens": memory.page_tokens,
@@ -41,6 +44,27 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
         "profiles": describe_profiles(plan),
         "notes": list(plan.notes),
     }
+
+
+def describe_token(plan: ResolvedPlan) -> dict[str, int]:
+    """Bytes of one token of a context, all layers, by where it lies: `device`, in resident pages; `windows`, beside
+    them, while a layer with a window of its own sees it; of one that went down, `device_dense` of the layers that stay
+    on the device, and `host`, with its hash tables, `host_unsampled` without.
+    """
+    memory, shape = plan.memory, plan.architecture
+    layer = 2 * shape.num_kv_heads * row_bytes(memory.kv, shape.dim)
+    found = {"device": (shape.num_layers - len(memory.window_layers)) * layer}
+    if memory.window_layers:
+        found["windows"] = len(memory.window_layers) * layer
+    if plan.deployment.host is not None:
+        tier_shape = _demand(plan).tier_shape
+        dense = [one for one in memory.dense_layers if one not in memory.window_layers]
+        found |= {
+            "device_dense": len(dense) * layer,
+            "host": bytes_per_token(tier_shape),
+            "host_unsampled": bytes_per_token(without_tables(tier_shape)),
+        }
+    return found
 
 
 def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
@@ -106,6 +130,7 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
     console.print(yaml.safe_dump(dump_deployment(plan.deployment), sort_keys=False), highlight=False, markup=False)
     for place, limit in plan.memory.limit_bytes.items():
         console.print(_tabulate(plan, place, limit))
+    print_token(plan, console)
     host = describe_host(plan)
     if host is not None:
         console.print(
@@ -127,6 +152,19 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
     console.print(_tabulate_profiles(plan))
     for note in plan.notes:
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
+
+
+def print_token(plan: ResolvedPlan, console: Console) -> None:
+    """What one token of a context takes, by place."""
+    token, rows = describe_token(plan), plan.memory.kv
+    said = f"a token takes {token['device']:,} bytes in resident pages, rows in {rows}"
+    if "windows" in token:
+        said += f"; {token['windows']:,} in windows, while their layers see it"
+    if plan.deployment.host is not None:
+        stays = f"{token['device_dense']:,} there, of the dense layers, and " if token["device_dense"] else ""
+        said += f"; one that is released {stays}{token['host']:,} in host memory, {token['host_unsampled']:,} unsampled"
+        said += f", rows in {plan.deployment.host.rows}"
+    console.print(said, highlight=False)
 
 
 def _tabulate_profiles(plan: ResolvedPlan) -> Table:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -33,6 +34,18 @@ def pool() -> KvPool:
 def test_pages_take_what_is_planned(pool: KvPool) -> None:
     taken = sum(pages.nbytes for pages in (*pool.key_pages, *pool.value_pages))
     assert taken == PAGES * DEMAND.page_bytes == PAGES * PAGE * DEMAND.kv_token_bytes
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_pages_of_codes_take_what_is_planned_and_little_more_than_a_byte_an_element(kv: Literal["fp8", "int8"]) -> None:
+    demand = replace(DEMAND, dtype_bytes=2, kv=kv)
+    pool = KvPool(TINY, PAGES, (), PAGE, SLOTS, CONTEXT, torch.bfloat16, CPU, kv=kv)
+    assert sum(arena.nbytes for arena in pool.arenas) == PAGES * demand.page_bytes
+    assert demand.kv_token_bytes == 2 * TINY.num_layers * TINY.num_kv_heads * (TINY.dim + 4)
+    assert demand.layer_token_bytes == DEMAND.layer_token_bytes // 2  # what is gathered and staged is as it is computed
+    one_head = replace(demand, shape=replace(TINY, num_kv_heads=1))
+    gathered = GatheredKv(KvPool(one_head.shape, PAGES, (), PAGE, 2, CONTEXT, torch.bfloat16, CPU, kv=kv), 1, TINY.dim)
+    assert 2 * gathered.keys.nbytes + gathered.values.nbytes == CONTEXT * one_head.gathered_token_bytes
 
 
 def test_page_tables_take_what_is_planned(pool: KvPool) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from gpu.config import GpuConfig
 from gpu.cpu_device.paged_attention import PART_TOKENS
@@ -144,6 +145,34 @@ def test_windows_that_would_save_little_are_left_in_pages() -> None:
     plan = make_plan(shape, "a100-80g", GpuConfig(), max_running=8)
     assert (plan.num_windows, plan.window_pages, find_bytes(plan, "KV pages")) == (16, 258, 0)
     assert plan.num_pages * 16 >= plan.max_context_tokens == 32_768
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_codes_of_8_bits_leave_room_for_almost_twice_the_tokens(kv: str) -> None:
+    gpu = GpuConfig.model_validate({"memory_limit_gib": 23.0, "kv_cache_gib": 4.0, "kv": kv})
+    plain, coded = (make_plan(SHAPE_8B, "rtx4090", one, 8192) for one in (gpu.model_copy(update={"kv": "auto"}), gpu))
+    assert (plain.kv, coded.kv) == ("bfloat16", kv)
+    assert find_bytes(coded, "KV pages") // coded.num_pages == 16 * 32 * 8 * 2 * (128 + 4)
+    assert coded.num_pages / plain.num_pages == pytest.approx(256 / 132, rel=1e-3)
+    assert find_bytes(coded, "gathered KV") == find_bytes(plain, "gathered KV")
+
+
+def test_windows_in_codes_take_as_much_less() -> None:
+    shape, asked = named_shape("mistral-7b-v0.1"), [{"kv_windows": 3, "kv": kv} for kv in ("bfloat16", "int8")]
+    plain, coded = (make_plan(shape, "a100-80g", GpuConfig.model_validate(one), 8000) for one in asked)
+    assert find_bytes(coded, "KV windows") * 256 == find_bytes(plain, "KV windows") * 132
+
+
+def test_formats_that_cannot_be_are_told() -> None:
+    with pytest.raises(
+        PlanError, match=r"gpu\.kv: asked bfloat16, gpu\.dtype is float32 here; wanted auto, fp8 or int8"
+    ):
+        make_plan(SHAPE_TINY, "laptop", GpuConfig(device="cpu", kv="bfloat16"))
+    narrow = replace(SHAPE_TINY, name="odd", dim=72, num_heads=4)
+    with pytest.raises(PlanError, match=r"gpu\.kv: fp8 rows are of a multiple of 16 elements, heads of odd have 72"):
+        make_plan(narrow, "laptop", GpuConfig(device="cpu", kv="fp8"))
+    with pytest.raises(ValidationError, match=r"kv\n.*'auto', 'bfloat16', 'fp8' or 'int8'"):
+        GpuConfig.model_validate({"kv": "int4"})
 
 
 def test_windows_are_charged_and_may_be_counted_by_hand() -> None:

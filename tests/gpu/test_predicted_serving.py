@@ -233,6 +233,6 @@ def test_on_the_device_a_ring_takes_no_more_than_is_planned(settings: dict[str, 
     num_bytes = sum(getattr(store, name).nbytes for name in store.__slots__) // 3
     shape = twins.deposits.architecture
     assert method.rings is not None
-    values = method.rings.num_values(twins.part.settings, shape) * 4
-    assert num_bytes == method.slot_bytes(twins.part.settings, shape) + values
+    rows = method.rings.num_rows(twins.part.settings, shape) * shape.dim * 4
+    assert num_bytes == method.slot_bytes(twins.part.settings, shape) + rows
     assert shape.dim == DIM
