@@ -145,3 +145,14 @@ def test_the_reference_model_finds_what_it_is_asked_for(kv: Kv) -> None:
 def test_prefixes_are_not_shared_across_formats() -> None:
     formats = [GpuConfig(dtype="bfloat16", kv=kv) for kv in ("bfloat16", "int8", "fp8")]
     assert len({model_key(ModelConfig(random_weights="tiny"), gpu, "rope") for gpu in formats}) == 3
+
+
+@pytest.mark.gpu
+@on_codes
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_on_cuda_graphs_read_what_the_codes_mean(kv: Kv, is_sampled: bool) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    twins = Twins(kv=kv, is_sampled=is_sampled, device="cuda", graph_batch_sizes=(1, 2))
+    twins.prefill(PROMPTS)
+    assert steps(twins, [0, 1], 30) < KV_FLIP_LOGITS

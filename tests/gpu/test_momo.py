@@ -157,7 +157,7 @@ def test_estimated_selection_keeps_twice_as_many_unless_told():
 def test_heads_of_256_are_refused_on_a_gpu_in_one_line():
     def site(dim: int, device: str) -> Site:
         shape = replace(named_shape("tiny"), dim=dim)
-        return Site(shape, None, 0, 1, torch.bfloat16, torch.device(device))
+        return Site(shape, None, 0, 1, torch.bfloat16, torch.bfloat16, torch.device(device))
 
     for dim, device in ((64, "cuda"), (96, "cuda"), (128, "cuda"), (256, "cpu")):
         assert isinstance(make_prefill_side(SMALL, site(dim, device), None), Momo)
