@@ -19,6 +19,7 @@ from gpu.step import DENSE, Lane, LogitsUnit, PrefillUnit, Unit
 _FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
 _WINDOW_STEPS = 64
 _SMOOTHING = 0.3
+_RUN_SHARE = 0.5  # of what a decode step reads: so much more may be read for tokens that had to come
 
 
 class _Fit:
@@ -50,6 +51,9 @@ class CostModel:
         self._logits = _Fit([])
         self._largest_tokens: dict[str, int] = {}
         self._largest_rows = 0
+        weights = architecture.num_layers * self._weights + architecture.hidden * architecture.vocab_size
+        cell = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.dim
+        self._weight_cells = weights / cell  # whose keys and values are as many numbers as all weights
         self.decode_seconds = dict.fromkeys(Lane, 0.0)  # of a decode step in a lane; 0: none has run
 
     def knows(self, unit: Unit) -> bool:
@@ -104,6 +108,17 @@ class CostModel:
         terms = [self._terms(unit.end - unit.begin, end) for unit, end in zip(units, contexts, strict=True)]
         fit = self._layers.setdefault(method, _Fit([]))
         fit.observe(np.sum(terms, axis=0), seconds)
+
+    def cells_for_runs(self, lane: Lane, num_rows: int, cells: int, target_seconds: float) -> int:
+        """Of a decode step of so many rows over contexts of `cells` together: how many cells may be read beside, for
+        tokens that are known. All of these together take less than a step each would, which reads the weights, too, but
+        others wait for them: for a share of what they wait for anyhow. One that runs alone keeps to the target.
+        """
+        whole, seconds = self._weight_cells + cells, self.decode_seconds[lane]
+        share = _RUN_SHARE
+        if num_rows == 1:
+            share = max(share, target_seconds / seconds - 1.0) if seconds else 1.0
+        return int(share * whole)
 
     def observe_decode(self, lane: Lane, seconds: float) -> None:
         if seconds > 0:
