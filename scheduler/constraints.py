@@ -26,6 +26,7 @@ from scheduler.messages import EngineRequest, MaskStats
 _COMPILING_THREADS = 2
 _MOST_COMPILED = 64  # grammars, kept for those that come again
 _LOOK_SECONDS = 1e-3
+_PATIENCE = 10.0  # wall seconds, for each of processor time that its check may have taken
 _WORD_BITS = 32
 
 
@@ -227,7 +228,10 @@ class Constraints:
             while len(self._compiled) > _MOST_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(request.grammar)
+        until = time.monotonic() + _PATIENCE * grammar.MOST_SECONDS
         while not wait([future], _LOOK_SECONDS).done:
+            if time.monotonic() > until:  # its limits end it, and its request need not wait
+                raise GrammarError(f"grammar: not compiled within {_PATIENCE * grammar.MOST_SECONDS:g} s; try later")
             rest()
         return Constraint(request, self._vocab_size, future.result().deep_copy())
 

@@ -1,5 +1,5 @@
-"""Tokens that are known to follow take rows of one step: the draw behind them, and all that is told, is as if each had a
-step of its own with no other token to draw.
+"""Tokens that are known to follow take rows of one step: the draw behind them, and all that is told, is as if each had
+a step of its own with no other token to draw.
 """
 
 from dataclasses import replace

@@ -44,7 +44,7 @@ def texts(number: int, max_tokens: int = 60) -> list[EngineRequest]:
 
 @pytest.mark.parametrize("is_pipelined", [True, False])
 def test_a_run_takes_one_step_and_not_one_each(is_pipelined: bool) -> None:
-    """A word is chosen in one step, and another writes the rest of it; with a device ahead of the host, one begins to."""
+    """A word is chosen in one step, and another writes the rest; with a device ahead of the host, one begins to."""
     steps = {}
     for jumps in (True, False):
         engine, runner = make_engine(is_pipelined=is_pipelined, jump_forward=jumps, max_running=32)
