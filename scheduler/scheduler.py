@@ -54,13 +54,14 @@ _LEAST_PREFILL_SHARE = 0.1  # of the token gap target, however long decode takes
 
 @dataclass(slots=True)
 class _Launched:
-    """A plan whose result is not in yet: who was in which slot, who drew and as which number of theirs, where its units
-    ended, what went down, and whether rows came up.
+    """A plan whose result is not in yet: who was in which slot, who drew and as which number of theirs, how many rows
+    are of known tokens, where its units ended, what went down, and whether rows came up.
     """
 
     slots: dict[int, Sequence]
     drawing: dict[int, Sequence]
     numbers: dict[int, int]
+    num_known: int
     units: list[Unit]
     unit_contexts: list[int]
     runs: list["_Run"]
@@ -87,7 +88,8 @@ class _Changes:
 class Scheduler:
     """`profiles`: the attention profiles that requests may name; `model_key` names the model; `lanes`: the device's.
     `documents`: their chunks, or None: prompts are computed whole. `constraints`: what draws are held to; None: no
-    grammars. `most_rows`: of a decode step in which tokens come that need no draw; None: `max_running`.
+    grammars. `most_rows`: of a decode step in which tokens come that need no draw; None: `max_running`. `jumps`:
+    whether there are such steps; from one to the next it may change.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Scheduler:
         most_rows: int | None = None,
     ) -> None:
         self._config = config
+        self.jumps = config.jump_forward
         self._most_rows = config.max_running if most_rows is None else most_rows
         self._capacity = capacity
         self._profiles = profiles
@@ -268,8 +271,9 @@ class Scheduler:
             runs += [_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self._start_running(entry)
         plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
+        num_known = sum(map(len, known))
         numbers = {slot: sequence.num_drawn - 1 for slot, sequence in drawn.items()}
-        self._launched[lane].append(_Launched(slots, drawn, numbers, units, contexts, runs, bool(fetches)))
+        self._launched[lane].append(_Launched(slots, drawn, numbers, num_known, units, contexts, runs, bool(fetches)))
         return plan
 
     def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
@@ -294,7 +298,7 @@ class Scheduler:
         if launched.fetches:
             self.residence.end_fetches()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
-        self._costs.observe_decode(lane, result.decode_seconds)
+        self._costs.observe_decode(lane, result.decode_seconds, launched.num_known)
         deltas = []
         for slot, why in result.failures.items():
             failed = launched.slots[slot]
@@ -517,12 +521,14 @@ class Scheduler:
             for (sequence, _), run in zip(rows, runs, strict=True)
             if sequence.constraint is not None and sequence.constraint.matcher is not None and sequence.ring is None
         ]
-        if not held or not self._config.jump_forward:
+        if not held or not self.jumps:
             return runs, []
         writes: list[PageWrite] = []
         cells = sum(sequence.next_cell + 1 for sequence, _ in rows)
-        left_cells = self._costs.cells_for_runs(lane, len(rows), cells, self._config.token_gap_target_ms / 1e3)
-        left_rows = self._most_rows - len(rows)
+        left_rows, left_cells = self._costs.room_for_runs(
+            lane, len(rows), cells, self._config.token_gap_target_ms / 1e3
+        )
+        left_rows = min(left_rows, self._most_rows - len(rows))
         for sequence, constraint, run in held:
             context = sequence.next_cell + 1
             most = min(left_rows, left_cells // context, sequence.request.max_tokens - sequence.num_drawn - 1)
