@@ -177,6 +177,8 @@ class Constraints:
 
     def take_run(self, one: Constraint, number: int, output: Sequence[int], most: int) -> list[int]:
         """See `Constraint.take_run`; counted."""
+        if not most:
+            return []
         began = time.perf_counter()
         run = one.take_run(number, output, most)
         self._num_runs += bool(run)

@@ -246,7 +246,9 @@ class Residence:
         most = min(most, num_pages * self._capacity.page_tokens - sequence.next_cell - 1)
         if self.windows.count:
             most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
-        return most if self.frontier is None or most <= 0 else self._deposits.most_ahead(sequence, most)
+        if most <= 0 or self.frontier is None:
+            return max(most, 0)
+        return self._deposits.most_ahead(sequence, most)
 
     def grow_ahead(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
         """The pages of so many tokens behind the next draw's: no more than `most_ahead` says."""

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import numpy as np
 
@@ -264,15 +265,17 @@ class Scheduler:
         drawn = {sequence.slot: sequence for sequence in drawing}
         for sequence in stepping:
             sequence.lane = lane if sequence.state is State.RUNNING else sequence.lane
-        for sequence, run in zip(drawing, known, strict=True):
-            sequence.num_in_flight += 1 + len(run)
+        for sequence in drawing:
+            sequence.num_in_flight += 1
+        for sequence, run in zip(drawing, known or (), strict=False):
+            sequence.num_in_flight += len(run)
         for entry in finished:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
             runs += [_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self._start_running(entry)
         plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
-        num_known = sum(map(len, known))
-        numbers = {slot: sequence.num_drawn - 1 for slot, sequence in drawn.items()}
+        num_known = sum(map(len, known or ()))
+        numbers = {slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None}
         self._launched[lane].append(_Launched(slots, drawn, numbers, num_known, units, contexts, runs, bool(fetches)))
         return plan
 
@@ -511,34 +514,31 @@ class Scheduler:
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
         return self.residence.grow_back(self._running, is_quiet, is_ready)
 
-    def _take_known(self, rows: list[Row], lane: Lane) -> tuple[list[list[int]], list[PageWrite]]:
+    def _take_known(self, rows: list[Row], lane: Lane) -> tuple[list[list[int]] | None, list[PageWrite]]:
         """Tokens that are known to follow the input tokens of these rows, as far as the step has room for them, and
-        their pages. Who holds a ring looks at it with each token.
+        their pages; None: there are none. Who holds a ring looks at it with each token.
         """
-        runs: list[list[int]] = [[] for _ in rows]
-        held = [
-            (sequence, sequence.constraint, run)
-            for (sequence, _), run in zip(rows, runs, strict=True)
-            if sequence.constraint is not None and sequence.constraint.matcher is not None and sequence.ring is None
-        ]
-        if not held or not self.jumps:
-            return runs, []
-        writes: list[PageWrite] = []
+        if not self.jumps or all(sequence.constraint is None for sequence, _ in rows):
+            return None, []
         cells = sum(sequence.next_cell + 1 for sequence, _ in rows)
         left_rows, left_cells = self._costs.room_for_runs(
             lane, len(rows), cells, self._config.token_gap_target_ms / 1e3
         )
         left_rows = min(left_rows, self._most_rows - len(rows))
-        for sequence, constraint, run in held:
-            context = sequence.next_cell + 1
-            most = min(left_rows, left_cells // context, sequence.request.max_tokens - sequence.num_drawn - 1)
-            most = self.residence.most_ahead(sequence, most, len(self._running))
-            if most > 0:
-                run += self.constraints.take_run(constraint, sequence.num_drawn, sequence.output, most)
-                writes += self.residence.grow_ahead(sequence, len(run))
+        runs: list[list[int]] = []
+        writes: list[PageWrite] = []
+        for sequence, _ in rows:
+            run: list[int] = []
+            constraint, context = sequence.constraint, sequence.next_cell + 1
+            if constraint is not None and constraint.matcher is not None and sequence.ring is None:
+                most = min(left_rows, left_cells // context, sequence.request.max_tokens - sequence.num_drawn - 1)
+                most = self.residence.most_ahead(sequence, most, len(self._running))
+                run = self.constraints.take_run(constraint, sequence.num_drawn, sequence.output, most)
+                writes += self.residence.grow_ahead(sequence, len(run)) if run else []
                 left_rows -= len(run)
                 left_cells -= len(run) * context
-        return runs, writes
+            runs.append(run)
+        return runs if any(runs) else None, writes
 
     def _fence(self, plan: StepPlan, stepping: list[Sequence]) -> bool:
         """Whether a plan that is launched waits for the other lane; `stepping`: whose rows it changes."""
@@ -604,7 +604,7 @@ class Scheduler:
         )
 
 
-def _group(rows: list[Row], runs: list[list[int]]) -> list[DecodeGroup]:
+def _group(rows: list[Row], runs: list[list[int]] | None) -> list[DecodeGroup]:
     """All in one group, so that they read the weights once, whatever their profiles and wherever their KV lies."""
     if not rows:
         return []
@@ -613,10 +613,10 @@ def _group(rows: list[Row], runs: list[list[int]]) -> list[DecodeGroup]:
         DecodeGroup(
             [sequence.slot for sequence, _ in rows],
             [sequence.next_position for sequence, _ in rows],
-            [sequence.num_drawn + len(run) for (sequence, _), run in zip(rows, runs, strict=True)],
+            [sequence.num_drawn + len(run) for (sequence, _), run in zip(rows, runs or repeat(()), strict=False)],
             asks if any(ask is not None for ask in asks) else None,
             [sequence.next_cell for sequence, _ in rows] if any(sequence.num_evicted for sequence, _ in rows) else None,
-            runs if any(runs) else None,
+            runs,
         )
     ]
 
