@@ -38,7 +38,7 @@ def begin(runner: Runner, params: list[SamplingParams]) -> list[list[SampledToke
     pages, told = Pages(runner), []
     for prompt, own in zip(prefill_prompts(PROMPTS), params, strict=True):
         job = PrefillJob(prompt.slot, [replace(prompt, sampling=own)])
-        writes = [pages.take(prompt.slot, len(prompt.token_ids) + NUM_TOKENS)]
+        writes = [pages.take(prompt.slot, len(prompt.token_ids) + 2 * NUM_TOKENS)]
         plan = StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 512))
         told.append(runner.launch(plan).collect().tokens)
     return told
@@ -153,3 +153,23 @@ def test_what_is_in_host_memory_is_read_for_each_known_token_and_all_of_it_is(de
         mine, oracle = twins.logits(slot)
         assert (mine - oracle).abs().max() <= HOP_LOGITS_FLOAT32
         assert torch.isfinite(mine).all()
+
+
+def test_rows_of_a_slot_see_those_in_front_on_any_number_of_threads() -> None:
+    """One thread attends while another has yet to write: pages are NaN until somebody has."""
+    runner = runner_on("cpu")
+    run = list(range(40, 54))
+    wanted = None
+    before = torch.get_num_threads()
+    try:
+        for threads in [1] + [2] * 6:
+            torch.set_num_threads(threads)
+            runner.pool.poison()
+            begin(runner, [PLAIN] * 3)
+            group = DecodeGroup([1], [len(PROMPTS[1])], [15], runs=[run])
+            told = runner.launch(StepPlan(decode=[group])).collect().tokens
+            end(runner)
+            wanted = wanted or told
+            assert told == wanted
+    finally:
+        torch.set_num_threads(before)

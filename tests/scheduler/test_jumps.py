@@ -231,3 +231,46 @@ def test_a_request_that_is_cancelled_in_a_run_leaves_nothing_behind(step: int) -
 
 def test_words_are_long_enough_to_need_a_page_of_their_own() -> None:
     assert max(map(len, WORDS)) > PAGE
+
+
+def test_no_row_stands_behind_a_token_that_ends_the_text() -> None:
+    engine, runner = make_engine(max_running=32)
+    stop = LETTERS.index("k")
+    requests = [msgspec.structs.replace(request, stop_token_ids=[stop]) for request in texts(3)]
+    serve(engine, requests)
+    assert any(len(run) > 5 for run in runs_of(runner))
+    assert not any(stop in run for run in runs_of(runner))
+
+
+def test_no_row_stands_behind_the_last_token_that_may_be() -> None:
+    engine, runner = make_engine(max_running=32)
+    requests = texts(3, 11)
+    serve(engine, requests)
+    lengths = [sample + 1 for plan in runner.plans for group in plan.decode for sample in group.samples]
+    assert max(lengths) == 11
+    assert any(len(run) > 5 for run in runs_of(runner))
+
+
+def test_a_run_of_bad_tokens_is_seen_in_what_is_on_its_way() -> None:
+    """`defg` may not come: none of `efg` does, whatever of it is in flight."""
+    told = {}
+    run = [LETTERS.index(letter) for letter in "defg"]
+    for jumps in (True, False):
+        engine, _ = make_engine(jump_forward=jumps, max_running=32)
+        requests = [msgspec.structs.replace(request, bad_token_ids=[run]) for request in texts(3)]
+        told[jumps] = {name: text(one) for name, one in serve(engine, requests).items()}
+    assert told[True] == told[False]
+    assert any(one[-3:] == run[:3] for one in told[True].values())
+
+
+def test_nobody_gives_way_to_a_run() -> None:
+    """Streams that need all pages there are, one each that they are about to take, and runs beside them."""
+    preemptions = {}
+    for jumps in (True, False):
+        engine, _ = make_engine(jump_forward=jumps, max_running=32, num_pages=9, prefix_cache=False)
+        free = [make_request(f"f{i}", prompt_of(15, i), 16) for i in range(3)]
+        requests = [held("0", "text", prompt_of(15, 7), 30), *free]
+        deltas = serve(engine, requests)
+        check(requests[0], "text", deltas["0"])
+        preemptions[jumps] = engine.scheduler.num_preemptions
+    assert preemptions[True] <= preemptions[False] == 0

@@ -123,3 +123,17 @@ def test_a_request_is_told_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.status == 400
     assert "takes more than 0.05 s to compile" in caught.value.message
     assert len(json.dumps(SLOW_SCHEMA)) < MOST_BYTES
+
+
+def test_grammars_that_take_long_together_are_each_within_the_bound() -> None:
+    took = _seconds_of(SLOW)
+    with checks(3 * took) as made:
+        for number in range(6):
+            schema = SLOW_SCHEMA | {"title": f"{number}"}
+            assert made.check(LLMatcher.grammar_from_json_schema(json.dumps(schema))) == ""
+
+
+def _seconds_of(grammar: str) -> float:
+    began = time.process_time()
+    check(grammar)
+    return time.process_time() - began
