@@ -156,6 +156,7 @@ class Constraints:
         self._tokens_lock = Lock()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_requests = 0
+        self._words = np.empty((0, 0), np.uint32)
         self._num_masks = 0
         self._num_runs = 0
         self._num_run_tokens = 0
@@ -188,10 +189,13 @@ class Constraints:
 
     def fill(self, rows: Sequence[tuple[Constraint, int, Sequence[int]]]) -> list[np.ndarray]:
         """A mask for each constraint, number of the draw, and output so far: uint32 `[ceil(vocab / 32)]`. One that
-        fails, or is over, has all tokens: nobody reads what it draws.
+        fails, or is over, has all tokens: nobody reads what it draws. The next call writes over them.
         """
         began = time.perf_counter()
-        words = np.full((len(rows), -(-self._vocab_size // _WORD_BITS)), 0xFFFFFFFF, np.uint32)
+        if len(self._words) < len(rows):
+            self._words = np.empty((len(rows), -(-self._vocab_size // _WORD_BITS)), np.uint32)
+        words = self._words[: len(rows)]  # fresh memory of 16 KiB a row would cost its first touch in every step
+        words.fill(0xFFFFFFFF)
         for row, (one, number, output) in enumerate(rows):
             token_id = one.take_next(number, output)
             if token_id is not None:

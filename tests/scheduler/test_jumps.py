@@ -6,6 +6,7 @@ from random import Random
 
 import msgspec
 import pytest
+from llguidance import LLMatcher
 
 from gpu.step import DecodeGroup
 from scheduler.constraints import Constraints
@@ -274,3 +275,16 @@ def test_nobody_gives_way_to_a_run() -> None:
         check(requests[0], "text", deltas["0"])
         preemptions[jumps] = engine.scheduler.num_preemptions
     assert preemptions[True] <= preemptions[False] == 0
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_a_grammar_that_ends_with_a_run_ends_its_answer_behind_all_of_it(is_pipelined: bool) -> None:
+    """And no message says stop before."""
+    engine, runner = make_engine(max_running=32, is_pipelined=is_pipelined)
+    word = "bcdefghij"
+    grammar = LLMatcher.grammar_from_regex(f"(a|b){word}")
+    request = msgspec.structs.replace(texts(1)[0], grammar=grammar, stop_token_ids=[])
+    deltas = serve(engine, [request])["0"]
+    assert [LETTERS[token] for token in text(deltas)[1:]] == list(word)
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["stop"]
+    assert len(runs_of(runner)[0]) == len(word) - is_pipelined
