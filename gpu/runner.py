@@ -272,7 +272,7 @@ class Runner:
     @torch.inference_mode()
     def draw(self, step: InFlight, masks: Masks) -> None:
         """The draws of a step that was launched without; on CUDA it may still run. Slots without a mask draw from all
-        tokens.
+        tokens. Masks are read before it returns.
         """
         with self._lanes.enter(step.lane, is_fenced=False):
             for drawing in step.drawings:

@@ -48,7 +48,6 @@ def main() -> None:
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         why = check(frame.decode("utf-8", "surrogatepass"))
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
         write_frame(sys.stdout.buffer, why.encode("utf-8", "surrogatepass"))
 
 

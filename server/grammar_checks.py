@@ -62,12 +62,11 @@ class GrammarChecks:
 
     def _ask(self, raw: bytes) -> str:
         process = self._slots.get()
-        is_new = process is None or process.poll() is not None
         try:
-            if process is None or is_new:
+            if process is None or not _hears(process, raw):  # it is gone since its last answer
                 process = self._start()
-            patience = self._seconds * _PATIENCE + _START_SECONDS * is_new
-            answer = _talk(process, raw, time.monotonic() + patience)
+                _hears(process, raw)
+            answer = _answer(process, time.monotonic() + self._seconds * _PATIENCE + _START_SECONDS)
             if answer is not None:
                 return answer.decode("utf-8", "surrogatepass")
             code = _end(process)
@@ -88,14 +87,20 @@ class GrammarChecks:
         )
 
 
-def _talk(process: "subprocess.Popen[bytes]", raw: bytes, until: float) -> bytes | None:
-    """An answer; None if the process ends first, or the time."""
+def _hears(process: "subprocess.Popen[bytes]", raw: bytes) -> bool:
+    """Whether there is a process, to be asked."""
     assert process.stdin is not None
-    assert process.stdout is not None
     try:
         process.stdin.write(HEAD.pack(len(raw)) + raw)
     except BrokenPipeError:
-        return None
+        _end(process)
+        return False
+    return True
+
+
+def _answer(process: "subprocess.Popen[bytes]", until: float) -> bytes | None:
+    """None if the process ends first, or the time."""
+    assert process.stdout is not None
     head = _read(process.stdout, HEAD.size, until)
     return None if head is None else _read(process.stdout, HEAD.unpack(head)[0], until)
 
