@@ -173,3 +173,20 @@ def test_rows_of_a_slot_see_those_in_front_on_any_number_of_threads() -> None:
             assert told == wanted
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_known_tokens_are_counted_as_drawn_ones_are(device: str) -> None:
+    """Each as often as it comes, also twice in a run."""
+    runner = runner_on(device)
+    first = [told[0].token_id for told in begin(runner, [PENALISED, PLAIN, PENALISED])]
+    runs = [[301, 17, 301], [5], []]
+    group = DecodeGroup([0, 1, 2], [len(prompt) for prompt in PROMPTS], [4, 2, 1], runs=runs)
+    told = runner.launch(StepPlan(decode=[group])).collect().tokens
+    for slot in (0, 2):
+        state = runner._sampler._slots[slot]
+        assert state is not None
+        own = [first[slot], *(token.token_id for token in told if token.slot == slot)]
+        wanted = np.bincount(own, minlength=runner.limits.vocab_size)
+        assert runner._sampler._penalties.counts[state.penalty_row].tolist() == wanted.tolist()
+    end(runner)
