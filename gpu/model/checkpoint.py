@@ -1,15 +1,16 @@
 """Checkpoints: the safetensors of a Hugging Face folder, each tensor to its place on the device.
 
-It refuses to know where that is (`gpu.model.places`). Invariant: a tensor goes from its memory-mapped file straight
-into its place; host memory never holds a copy of the model. A folder is checked whole, names, shapes and types, before
-the first byte is allocated.
+It refuses to know where that is (`gpu.model.places`) and how files are read (`gpu.model.reading`). Invariant: rows go
+from their file into their place, directly where that is host memory and of their type; host memory never holds a copy
+of the model. A folder is checked whole, names, shapes and types, before the first byte is allocated.
 """
 
 import json
 import logging
-import math
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from safetensors import SafetensorError, safe_open
 
 from gpu.kernels.packed import Packed
 from gpu.model.places import canonical, places, wanted_tensors
+from gpu.model.placing import Placing
+from gpu.model.reading import Piece, ReadError, read_pieces
+from gpu.model.safetensors_file import FileTensor, read_header
 from gpu.model.spec import Architecture, ModelError
-from gpu.model.stored import StoredError, StoredTensor
+from gpu.model.stored import StoredTensor
 from gpu.model.weights import Progress, Stored, Weights, allocate_weights, unpacked
 
 log = logging.getLogger(__name__)
@@ -46,35 +50,48 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
                 on_progress: Progress) -> Weights:  # fmt: skip
     """As `load_weights`, and packed on the CPU, too."""
     files = _find_files(folder)
-    total = _check_tensors(files, wanted_tensors(architecture), architecture, folder)
+    _check_tensors(files, wanted_tensors(architecture), architecture, folder)
     weights = allocate_weights(architecture, dtype, device, _find_scales(files, architecture))
     found = places(weights, architecture)
-    began, stored_bytes, done = time.perf_counter(), 0, 0
-    for comes_first in (True, False):
-        for path, names in files.items():
-            with _open(path) as shard:
-                for name in names:
-                    place = found.get(canonical(name, architecture) or "")
-                    if place is None or place.fill is None or place.comes_first != comes_first:
-                        continue
-                    stored = shard.get_tensor(name)
-                    _fill(place, stored, name, path)
-                    stored_bytes += stored.nbytes
-                    done += stored.numel()
-                    on_progress(done / total)
+    tensors = [
+        (path, tensor, place)
+        for path, names in files.items()
+        for tensor in _in_order(path, names)
+        if (place := found.get(canonical(tensor.name, architecture) or "")) is not None and place.fill is not None
+    ]
+    total_bytes = sum(tensor.num_bytes for _, tensor, _ in tensors)
+    began, done_bytes = time.perf_counter(), 0
+    with ExitStack() as opened:
+        numbers = {path: opened.enter_context(path.open("rb", buffering=0)).fileno() for path in files}
+        for comes_first in (True, False):
+            pieces = (
+                piece
+                for path, tensor, place in tensors
+                if place.comes_first == comes_first
+                for piece in Placing(tensor, place, str(path), device).pieces(numbers[path])
+            )
+            for num_bytes in _read(pieces, device):
+                done_bytes += num_bytes
+                on_progress(done_bytes / total_bytes)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what matrices were unpacked and rounded in
-    _log_rate(folder, stored_bytes, time.perf_counter() - began)
+    _log_rate(folder, total_bytes, time.perf_counter() - began)
     return _settled(weights)
 
 
-def _fill(place: StoredTensor, stored: torch.Tensor, name: str, path: Path) -> None:
-    assert place.fill is not None, "what has no place is passed over"
+def _in_order(path: Path, names: list[str]) -> list[FileTensor]:
+    """As they lie in their file."""
+    header = read_header(path)
+    return sorted((header[name] for name in names), key=lambda tensor: tensor.offset)
+
+
+def _read(pieces: Iterator[Piece], device: torch.device) -> Iterator[int]:
+    """Bytes of each, once it is placed."""
     try:
-        place.fill(stored)
-    except StoredError as error:
-        raise ModelError(f"model: {path}: tensor {name} {error}") from None
+        yield from read_pieces(pieces, device)
+    except ReadError as error:
+        raise ModelError(f"model: {error}") from None
 
 
 def _settled(weights: Weights) -> Weights:
@@ -95,7 +112,7 @@ def _settled(weights: Weights) -> Weights:
 
 
 def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
-    """What was read, how fast, and the most memory that this process has held so far, mapped files included."""
+    """What was read, how fast, and the most memory that this process has held so far."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     log.info(
         "weights folder=%s gib=%.2f seconds=%.1f gib_s=%.2f peak_rss_gib=%.2f",
@@ -139,10 +156,8 @@ def _open(path: Path) -> safe_open:
 
 
 def _check_tensors(files: dict[Path, list[str]], wanted: dict[str, StoredTensor], architecture: Architecture,
-                   folder: Path) -> int:  # fmt: skip
-    """How many numbers there are to be placed."""
+                   folder: Path) -> None:  # fmt: skip
     found: set[str] = set()
-    total = 0
     for path, names in files.items():
         with _open(path) as shard:
             for name in names:
@@ -160,13 +175,11 @@ def _check_tensors(files: dict[Path, list[str]], wanted: dict[str, StoredTensor]
                 if dtype not in asked.dtypes:
                     raise ModelError(f"model: {path}: tensor {name} is {dtype}; wanted {', '.join(asked.dtypes)}")
                 found.add(place)
-                total += math.prod(shape) if asked.fill is not None else 0
     needed = [name for name, tensor in wanted.items() if tensor.is_needed]
     missing = [name for name in needed if name not in found]
     if missing:
         where = next(iter(files)) if len(files) == 1 else folder / INDEX_FILE
         raise ModelError(f"model: {where}: tensor {missing[0]} is missing ({len(missing)} of {len(needed)} are)")
-    return total
 
 
 def _find_scales(files: dict[Path, list[str]], architecture: Architecture) -> torch.dtype:

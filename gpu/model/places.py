@@ -31,14 +31,26 @@ class Place:
     gain: float = 1.0
 
     def fill(self, stored: Tensor) -> None:
-        rows = stored if self.order is None else stored.index_select(0, self.order)
+        self.fill_rows(0, stored)
+
+    def fill_rows(self, begin: int, stored: Tensor) -> None:
+        """Rows of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
+        rows, end = stored.to(self.tensor.device, non_blocking=True), begin + len(stored)
         if self.offset or self.gain != 1:
             rows = (rows.float() + self.offset) * self.gain
-        self.tensor.copy_(rows)
+        if self.order is None:
+            self.tensor[begin:end].copy_(rows)
+        else:
+            ours = torch.argsort(self.order)[begin:end].to(self.tensor.device)
+            self.tensor.index_copy_(0, ours, rows.to(self.tensor.dtype))
 
     @property
     def wanted(self) -> StoredTensor:
-        return StoredTensor((tuple(self.tensor.shape),), PLAIN, self.fill)
+        is_same = self.order is None and not self.offset and self.gain == 1
+        return StoredTensor(
+            (tuple(self.tensor.shape),), PLAIN, self.fill, fill_rows=self.fill_rows,
+            as_is=self.tensor if is_same else None,
+        )  # fmt: skip
 
 
 def head_order(architecture: Architecture) -> Tensor | None:
