@@ -45,6 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_mac_graphs.py",
         "tests/gpu/test_masked_steps.py",
         "tests/gpu/test_predicted_graphs.py",
+        "tests/gpu/test_reading.py",
         "tests/gpu/test_prefill_*.py",
         "tests/gpu/test_restoring.py",
         "tests/bench/test_engine_benchmark.py",
