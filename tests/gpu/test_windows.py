@@ -11,7 +11,7 @@ from gpu.kv.windows import WindowShape
 from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
-from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowBranch, WindowWrite
 from tests.gpu.family_checkpoints import PAGE_TOKENS, checkpoint, draw_prompt, load
 from tests.gpu.test_families import off
 from tests.tolerances import FAMILY_LOGITS
@@ -36,11 +36,12 @@ class Stand:
 
         sampler.sample = recording
 
-    def prefill(self, prompts: dict[int, np.ndarray], cut: int, begin: int, windows: list[WindowWrite]) -> list[int]:
-        """Whole but for their first `begin` tokens, packed, in units of `cut`; the tokens that are drawn. Slots have
-        the same pages for the first blocks.
+    def prefill(self, prompts: dict[int, np.ndarray], cut: int, begin: int, windows: list[WindowWrite],
+                branch: WindowBranch | None = None, shared: list[int] | None = None) -> list[int]:  # fmt: skip
+        """Whole but for their first `begin` tokens, packed, in units of `cut`; the tokens that are drawn. shared: pages
+        of these, or None: those that slot 0 had at the start.
         """
-        shared = list(range(begin // PAGE_TOKENS))
+        shared = list(range(begin // PAGE_TOKENS)) if shared is None else shared
         writes = [
             PageWrite(slot, 0, shared + list(range((slot + 1) * PAGES + len(shared), (slot + 2) * PAGES)))
             for slot in prompts
@@ -48,7 +49,7 @@ class Stand:
         if begin == 0:
             writes = [PageWrite(slot, 0, list(range(PAGES)) if slot == 0 else writes[index].page_ids)
                       for index, slot in enumerate(prompts)]  # fmt: skip
-        job = PrefillJob(0, [PrefillPrompt(slot, prompt, begin, len(prompt), GREEDY, "exact")
+        job = PrefillJob(0, [PrefillPrompt(slot, prompt, begin, len(prompt), GREEDY, "exact", branch=branch)
                              for slot, prompt in prompts.items()])  # fmt: skip
         units = [
             PrefillUnit(0, layer, first, min(first + cut, job.num_tokens))
@@ -90,6 +91,23 @@ def test_a_prompt_begins_behind_a_copy_of_a_window_while_the_first_goes_on() -> 
     assert is_right(stand, 1, second)
     stand.prefill({1: second}, 48, 128, [WindowWrite(2, 1, 1)])
     assert not is_right(stand, 1, second), "the first one's own window is 40 tokens further by now"
+
+
+@pytest.mark.parametrize("cut", [7, 40, 400])
+def test_a_prompt_leaves_a_window_where_another_one_parts_from_it(cut: int) -> None:
+    """It begins behind a copy itself, so near that the branch has some of that."""
+    stand, first = Stand(), draw_prompt(75)
+    stand.prefill({0: first}, cut, 0, [own(0), WindowWrite(3, 1, None)])
+    stand.runner.launch(StepPlan(window_writes=[WindowWrite(3, 1, None)])).collect()
+    second = np.concatenate([first[:64], draw_prompt(90)])
+    begun = [WindowWrite(2, 3, 1), WindowWrite(0, 3, None)]
+    stand.prefill({1: second}, cut, 64, begun, WindowBranch(0, 80))
+    assert is_right(stand, 1, second)
+    third = np.concatenate([second[:80], draw_prompt(60)])
+    stand.prefill({0: third}, cut, 80, [WindowWrite(1, 0, 0)], shared=[*range(4), 2 * PAGES + 4])
+    assert is_right(stand, 0, third)
+    stand.prefill({0: third}, cut, 80, [WindowWrite(1, 2, 0)], shared=[*range(4), 2 * PAGES + 4])
+    assert not is_right(stand, 0, third), "the second one's own window is 74 tokens further"
 
 
 def test_a_window_is_copied_whole_and_given_to_its_slot_alone() -> None:
