@@ -17,7 +17,7 @@ from tests.gpu.family_checkpoints import CONFIGS, checkpoint
 from tests.gpu.test_families_on_gpu import parts_of
 
 CPU = torch.device("cpu")
-DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu, id="cuda")]
 NUM_PIECES = 3 * NUM_BUFFERS + 1
 
 
@@ -69,7 +69,7 @@ def flat(weights: Weights) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen2 with yarn"])
 def test_weights_are_the_same_in_pieces_of_a_row_as_whole(
     name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
