@@ -188,6 +188,7 @@ def test_nothing_is_kept_of_a_context_without_finite_logits() -> None:
         engine.step()
     runner.broken = {engine.scheduler._running[0].slot}
     drain(engine)
+    assert not engine.scheduler.residence.windows._kept, "its prompt's copy was, before it failed"
     runner.broken = set()
     again = make_request("b", prompt_of(200))
     engine.submit([again])
