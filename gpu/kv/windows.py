@@ -55,7 +55,8 @@ class Windows:
 
     def page_ids(self, window: int, cells: Tensor) -> Tensor:
         """Where a window has these cells: int64, of `views`."""
-        return window * self.shape.num_pages + cells // self.arenas[0].shape[-2] % self.shape.num_pages
+        page_tokens = self.num_cells // self.shape.num_pages
+        return window * self.shape.num_pages + cells // page_tokens % self.shape.num_pages
 
     def write(self, writes: Sequence[WindowWrite]) -> None:
         """Windows are copied and given to slots, in order; asynchronous. Raises ValueError for one out of range."""

@@ -9,6 +9,7 @@ import torch
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
 from gpu.model.architecture import read_architecture
+from gpu.prefill.windows import Own
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowBranch, WindowWrite
@@ -108,6 +109,23 @@ def test_a_prompt_leaves_a_window_where_another_one_parts_from_it(cut: int) -> N
     assert is_right(stand, 0, third)
     stand.prefill({0: third}, cut, 80, [WindowWrite(1, 2, 0)], shared=[*range(4), 2 * PAGES + 4])
     assert not is_right(stand, 0, third), "the second one's own window is 74 tokens further"
+
+
+def test_a_branch_has_its_last_cells_of_each_unit_once() -> None:
+    """Cells [32, 80) of a ring of 48, of units that begin anywhere in a chunk of packed prompts."""
+    branch = WindowBranch(1, 80)
+    for begin, first, context, wanted in (
+        (0, 0, 100, (32, 80)),
+        (7, 0, 60, (39, 67)),
+        (5, 60, 90, (5, 25)),
+        (0, 40, 70, (0, 30)),
+    ):
+        kept = Own(0, begin, begin + context - first, context, branch).branched(48)
+        assert (kept.start, kept.stop) == wanted
+    for first, context in ((80, 100), (0, 20)):
+        kept = Own(0, 0, context - first, context, branch).branched(48)
+        assert kept.start >= kept.stop
+    assert Own(0, 3, 9, 9, None).branched(48) == slice(3, 3)
 
 
 def test_a_window_is_copied_whole_and_given_to_its_slot_alone() -> None:
