@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gpu.step import WindowBranch, WindowWrite
 from scheduler.sequence import Sequence
 
+_SPOILT = 1 << 62  # cells that were written: none that a prefix ends with is left
 _LONG_BRANCH_BLOCKS = 16  # computed again at least, for a branch to take the place of what is kept
 
 
@@ -51,6 +52,7 @@ class Windows:
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[int, _Kept] = OrderedDict()  # last used last
         self._written = [0] * count  # cells that a window, or what it was copied from, ever had
+        self._roots: dict[int, bytes] = {}  # of the windows that are held: of the first block, where there was one
         self._writes: list[WindowWrite] = []
         self._coming: dict[bytes, _Kept | None] = {}  # of branches under way, by the hash of the last block in front
 
@@ -93,6 +95,7 @@ class Windows:
         written = 0 if source is None else self._written[source]
         sequence.window = self._take_one()
         self._written[sequence.window] = written
+        self._roots[sequence.window] = sequence.hashes[0] if sequence.hashes else b""
         self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
         if num_seen_blocks > num_blocks and self._keeps:
             self._branch(sequence, source, num_blocks, num_seen_blocks)
@@ -141,6 +144,7 @@ class Windows:
         if sequence.window is None:
             return
         kept = self._ends_of(sequence, sequence.next_position) if is_kept and self._keeps else None
+        del self._roots[sequence.window]
         if kept is None:
             self._free.append(sequence.window)
         else:
@@ -149,11 +153,14 @@ class Windows:
         sequence.window = None
 
     def retract(self, sequence: Sequence) -> None:
-        """Nothing that begins as it does is found any more."""
+        """Nothing that begins as it does is found any more, nor will what others have begun so and still hold."""
         if sequence.hashes:
             for window in [window for window, kept in self._kept.items() if kept.root == sequence.hashes[0]]:
                 del self._kept[window]
                 self._free.append(window)
+            for window, root in self._roots.items():
+                if root == sequence.hashes[0]:
+                    self._written[window] = _SPOILT
             for end, coming in self._coming.items():
                 if coming is not None and coming.root == sequence.hashes[0]:
                     self._coming[end] = None

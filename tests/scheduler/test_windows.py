@@ -197,6 +197,22 @@ def test_nothing_is_kept_of_a_context_without_finite_logits() -> None:
     assert deltas[0].num_cached_tokens == 0
 
 
+def test_nothing_is_kept_of_what_began_behind_a_context_that_failed() -> None:
+    """The second one has a copy of the first one's window when that is known to be bad."""
+    engine, runner = make_engine(num_windows=6, num_pages=200)
+    engine.submit([make_request("first", prompt_of(150), max_tokens=90)])
+    while not engine.scheduler._running:
+        engine.step()
+    engine.submit([make_request("second", prompt_of(150), max_tokens=90)])
+    while len(engine.scheduler._running) < 2:
+        engine.step()
+    runner.broken = {engine.scheduler._running[0].slot}
+    deltas = drain(engine)
+    assert deltas["second"][0].num_cached_tokens == 144
+    assert not engine.scheduler.residence.windows._kept
+    check_empty(engine)
+
+
 def test_without_a_prefix_cache_no_window_is_kept() -> None:
     engine, runner = make_engine(num_windows=4, prefix_cache=False)
     engine.submit([make_request("a", prompt_of(200))])
