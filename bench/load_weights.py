@@ -28,11 +28,11 @@ from safetensors import safe_open
 
 from bench.rows import Row, announce, require, summarise
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
-from gpu.model.checkpoint import INDEX_FILE
 from gpu.model.checkpoint import load_weights as load
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded
 from gpu.model.places import wanted_tensors
+from gpu.model.safetensors_folder import INDEX_FILE
 from gpu.model.shapes import named_config
 from transfer.host_pages import map_pages
 

@@ -146,6 +146,11 @@ KERNEL_CHAIN_BFLOAT16 = 1.5e-2
 KERNEL_FLOAT64 = 1e-12
 # Logits: float32 sums of a thousand products on tensor cores, which truncate; rounded to bf16 they are off by 1.7e-3.
 LOGITS_FLOAT32 = 3e-5
+# Logits where rotation factors stand in a file as float32: frequencies differ by a last place, angles of 150 positions
+# by 2e-5, queries and keys have a length of ten.
+GGUF_ROPE_LOGITS = 2e-4
+# Standard deviation and mean of 2.6e5 drawn numbers around 0.1: 1e-4 of chance, and rounding to steps of a third of it.
+SPREAD_OF_DRAWN = 5e-3
 # Natural-log lse, absolute: float32 logits of a few units.
 LSE_FLOAT32 = 5e-6
 # The same from bf16 queries and keys through torch's CPU attention, which scales the query in bf16 steps.

@@ -2,7 +2,8 @@
 
 It refuses to know how files are read. Rows that need no others go to their places by themselves, and where that is host
 memory, and of the file's type and order, they are read into it; of packed matrices all rows are gathered first, on the
-device, since their numbers stand in another order. Invariant: a tensor's rows are placed once each.
+device, since their numbers stand in another order, and so are those of a tensor that is changed as a whole. Invariant:
+a tensor's rows are placed once each.
 """
 
 from collections.abc import Iterator
@@ -11,18 +12,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gpu.model.file_tensor import FileTensor
 from gpu.model.reading import PIECE_BYTES, Piece
-from gpu.model.safetensors_file import DTYPES, FileTensor
 from gpu.model.spec import ModelError
 from gpu.model.stored import StoredError, StoredTensor
 
 
 class Placing:
-    """source: names the file in errors; device: of the places."""
+    """source, called: name the file and the tensor in errors; device: of the places."""
 
-    def __init__(self, tensor: FileTensor, place: StoredTensor, source: str, device: torch.device) -> None:
-        self._tensor, self._place, self._source, self._device = tensor, place, source, device
-        self._dtype = DTYPES[tensor.dtype]
+    def __init__(self, tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device) -> None:
+        self._tensor, self._place, self._device = tensor, place, device
+        self._source, self._called = source, called
+        self._dtype = tensor.stored_dtype
+        self._fill_rows = place.fill_rows if tensor.change is None else None
         self._gathered: Tensor | None = None
         self._bytes_left = tensor.num_bytes
 
@@ -39,21 +42,21 @@ class Placing:
 
     def _target(self) -> Tensor | None:
         """uint8 `[bytes]`, what is read into."""
-        place = self._place.as_is if self._place.fill_rows is not None else self._gather()
+        place = self._place.as_is if self._fill_rows is not None else self._gather()
         if place is None or place.dtype != self._dtype or place.device.type != "cpu":
             return None
         return place.view(-1).view(torch.uint8)
 
     def _gather(self) -> Tensor:
         if self._gathered is None:
-            self._gathered = torch.empty(self._tensor.shape, dtype=self._dtype, device=self._device)
+            self._gathered = torch.empty(self._tensor.stored_shape, dtype=self._dtype, device=self._device)
         return self._gathered
 
     def _done(self, row: int, begin: int, read: Tensor) -> None:
-        place, is_there = self._place, self._target() is not None
-        if place.fill_rows is not None:
+        is_there = self._target() is not None
+        if self._fill_rows is not None:
             if not is_there:
-                place.fill_rows(row, read.view(self._dtype).view(-1, *self._tensor.shape[1:]))
+                self._fill_rows(row, read.view(self._dtype).view(-1, *self._tensor.shape[1:]))
             return
         if not is_there:
             self._gather().view(-1).view(torch.uint8)[begin : begin + len(read)].copy_(read, non_blocking=True)
@@ -65,6 +68,6 @@ class Placing:
     def _fill(self, stored: Tensor) -> None:
         assert self._place.fill is not None, "what has no place is passed over"
         try:
-            self._place.fill(stored)
+            self._place.fill(stored if self._tensor.change is None else self._tensor.change(stored))
         except StoredError as error:
-            raise ModelError(f"model: {self._source}: tensor {self._tensor.name} {error}") from None
+            raise ModelError(f"model: {self._source}: tensor {self._called} {error}") from None

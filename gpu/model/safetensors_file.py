@@ -6,32 +6,11 @@ before: that it is whole, and that tensors lie one after another and end with th
 
 import json
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from gpu.model.file_tensor import FileTensor
 
-DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-}
 _LENGTH = "<Q"  # of the header, in front of it
-
-
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """dtype: by the name that the format has for it, one of DTYPES where it is to be read; offset: in the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:

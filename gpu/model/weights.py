@@ -137,9 +137,22 @@ def _draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> N
         else:
             numbers = drawn.add_(matrix.middle).round_().clamp_(0, 2**matrix.bits - 1).to(torch.uint8)
         words.copy_(pack_words(numbers, matrix.bits, matrix.unit))
+    if matrix.runs is not None:
+        _fill_runs(matrix, spread / step)
+        return
     matrix.scales.fill_(spread / step)
     if matrix.zeros is not None:
         matrix.zeros.fill_(matrix.middle)
+
+
+def _fill_runs(matrix: Packed, step: float) -> None:
+    """The same scale for all groups, and the offset that puts the middle number at 0, of at most a signed byte."""
+    assert matrix.runs is not None, "the caller has seen them"
+    sign = 1 if matrix.middle < 128 else -1
+    pair = torch.tensor([1, sign * matrix.middle], dtype=torch.int8)
+    run = torch.tensor([step, sign * step], dtype=torch.float16)
+    matrix.scales.fill_(int(pair.view(torch.int16)))
+    matrix.runs.fill_(int(run.view(torch.int32)))
 
 
 def allocate_weights(
@@ -190,10 +203,13 @@ def allocate_packed(
     """Not yet filled. scales: of 16 bits, where they have so many."""
     group = stored.group or inner
     shape = (-(-rows // stored.row_block), -(-inner // group))
+    if stored.run is not None:
+        scales = torch.int16
     return Packed(
         kind=stored.kind, dtype=dtype, inner=inner, group=group, row_block=stored.row_block,
         words=torch.empty(rows, inner * BITS[stored.kind] // WORD_BITS, dtype=torch.int32, device=device),
         scales=torch.empty(shape, dtype=torch.float32 if stored.scale_bytes == 4 else scales, device=device),
         zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
         order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,
+        runs=None if stored.run is None else torch.empty(rows, inner // stored.run, dtype=torch.int32, device=device),
     )  # fmt: skip

@@ -161,7 +161,8 @@ def _packed(shape: Architecture, dtype: torch.dtype) -> None:
     attention, device = shape.num_heads * shape.dim, torch.device("cuda")
     qkv_rows = attention + 2 * shape.num_kv_heads * shape.dim
     formats = (MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
-               MatrixFormat("fp8", 128, 4, row_block=128))  # fmt: skip
+               MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256),
+               MatrixFormat("int8", 16, run=256))  # fmt: skip
     for stored in formats:
 
         def matrix(rows: int, inner: int, stored: MatrixFormat = stored) -> Packed:
