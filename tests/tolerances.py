@@ -268,9 +268,10 @@ TIER_FLOAT32 = 2e-5
 # The same where rows are int8: the query is rounded to 16 bits for integer products, which moves a logit by some 1e-4.
 TIER_INT8 = 3e-4
 # A drawn key's share of the mass, relative: exp and sums in float32, -log u off a table, come to 2e-6; and where rows
-# are int8, the query's 16 bits, to 7e-5. u of one bit or of one table more or less is off by percents at least.
+# are int8, the query's 16 bits, to 7e-5, and to 3.1e-4 for queries and keys of norm 16 (a GLM's, whose biases count). u
+# of one bit or of one table more or less is off by percents at least.
 SAMPLED_WEIGHT_BFLOAT16 = 2e-5
-SAMPLED_WEIGHT_INT8 = 3e-4
+SAMPLED_WEIGHT_INT8 = 6e-4
 # A drawn key's weight, relative: the kernel's and that of the evals' torch method, both of float32 products, are 4e-6
 # apart.
 SERVED_WEIGHT = 2e-5

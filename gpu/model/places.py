@@ -34,12 +34,20 @@ class Place:
 
     def fill(self, stored: Tensor | Blocks) -> None:
         if isinstance(stored, Blocks):
-            return self._widen(stored)
-        rows = stored if self.order is None else stored.index_select(0, self.order)
+            self._widen(stored)
+        else:
+            self.fill_rows(0, stored)
+
+    def fill_rows(self, begin: int, stored: Tensor) -> None:
+        """Rows of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
+        rows, end = stored.to(self.tensor.device, non_blocking=True), begin + len(stored)
         if self.offset or self.gain != 1:
             rows = (rows.float() + self.offset) * self.gain
-        self.tensor.copy_(rows)
-        return None
+        if self.order is None:
+            self.tensor[begin:end].copy_(rows)
+        else:
+            ours = torch.argsort(self.order)[begin:end].to(self.tensor.device)
+            self.tensor.index_copy_(0, ours, rows.to(self.tensor.dtype))
 
     def _widen(self, blocks: Blocks) -> None:
         assert (self.offset, self.gain) == (0.0, 1.0), "of norms, which are not in blocks"
@@ -47,8 +55,12 @@ class Place:
 
     @property
     def wanted(self) -> StoredTensor:
+        is_same = self.order is None and not self.offset and self.gain == 1
         kinds = PLAIN if self.tensor.ndim == 1 else (*PLAIN, *BLOCK_KINDS)
-        return StoredTensor((tuple(self.tensor.shape),), kinds, self.fill)
+        return StoredTensor(
+            (tuple(self.tensor.shape),), kinds, self.fill, fill_rows=self.fill_rows,
+            as_is=self.tensor if is_same else None,
+        )  # fmt: skip
 
 
 def head_order(architecture: Architecture) -> Tensor | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from gpu.model.file_tensor import FileTensor
+from gpu.model.safetensors_file import read_header
 from gpu.model.spec import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,8 +29,9 @@ class SafetensorsFolder:
     def stored_name(self, name: str) -> str:
         return name
 
-    def open(self, path: Path) -> safe_open:
-        return _open(path)
+    def tensors(self, path: Path) -> list[FileTensor]:
+        header = read_header(path)
+        return sorted((header[name] for name in self.files[path]), key=lambda tensor: tensor.offset)
 
 
 def _find_files(folder: Path) -> dict[Path, list[str]]:

@@ -37,7 +37,8 @@ class StoredError(ValueError):
 class StoredTensor:
     """One tensor of a module: the shapes and types that it may have, and what puts it, a tensor or a GGUF file's
     Blocks, into its place (None: nothing is made of it). is_needed: whether it must be there; comes_first: whether
-    others' places hang on it.
+    others' places hang on it. fill_rows: puts rows of a tensor from one on into their places, where they need no
+    others; as_is: its place, if that is what it is stored as but, it may be, for the type.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -45,6 +46,8 @@ class StoredTensor:
     fill: Callable[[Any], None] | None
     is_needed: bool = True
     comes_first: bool = False
+    fill_rows: Callable[[int, Tensor], None] | None = None
+    as_is: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

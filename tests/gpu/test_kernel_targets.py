@@ -490,7 +490,7 @@ FAMILY_KERNELS = (
     "_head_norm_kernel", "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_gemv_kernel", "_swiglu_kernel",
     "_balanced_kernel", "_match_kernel", "_complete_kernel", "_deposit_kernel", "_restore_kernel", "_sum_kernel",
     "_encode_kernel", "_query_sparse_kernel", "_block_sparse_kernel", "_pack_kernel", "_gather_pages_kernel",
-    "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel",
+    "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel", "_scattered_attention_kernel",
 )  # fmt: skip
 QUICK_OF_FAMILIES = ("_rope_kv_write_kernel", "_deposit_kernel")
 

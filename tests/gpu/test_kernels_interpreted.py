@@ -33,7 +33,7 @@ SELECTED = " or ".join(
         "(test_kernels_momo and cpu and float32 and union and not 32-8-12)",
         "(test_kernels_predictor and cpu and float32 and (few-in8 or (step_by_step and in8)))",
         "(test_kernels_predicted and cpu)",
-        "(test_kernels_scattered and cpu and float32 and (shape0 or shape1) and 199)",
+        "(test_kernels_scattered and cpu and float32 and (shape0 or shape1 or shape3) and 199)",
         "(test_partial and cpu and not partition)",
         "(test_kernels_gather and cpu and float32)",
         "(test_kernels_kv_rows and cpu and float32 and not shape1 and not shape2)",

@@ -23,12 +23,15 @@ _MAGIC = b"GGUF"
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """kind: as `gguf` names it; shape: rows first; data: of the mapped file, numbers or uint8 blocks, rows first."""
+    """kind: as `gguf` names it; shape: rows first; offset: in the file; data: of the mapped file, numbers or uint8
+    blocks, rows first.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     path: Path
+    offset: int
     data: np.ndarray
 
 
@@ -127,7 +130,7 @@ def _tensor(path: Path, found: Any) -> GgufTensor:
     if kind not in SERVED:
         raise ModelError(f"model: {path}: tensor {found.name} is {kind}; served: {', '.join(SERVED)}")
     shape = tuple(int(size) for size in reversed(found.shape))
-    return GgufTensor(found.name, kind, shape, path, np.asarray(found.data))
+    return GgufTensor(found.name, kind, shape, path, int(found.data_offset), np.asarray(found.data))
 
 
 @lru_cache(maxsize=1)

@@ -5,15 +5,16 @@ rows in another order, and it adds to Gemma's norms what Gemma adds when it runs
 tensor is what the checkpoint that the file was made of has, rounded as the file says.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gpu.model.file_tensor import FileTensor
 from gpu.model.gguf.blocks import Blocks
-from gpu.model.gguf.file import GgufFile, GgufTensor, read_gguf
+from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import checkpoint_names, stored_names
 from gpu.model.spec import Architecture
@@ -32,6 +33,7 @@ class GgufSource:
         self._file, self._architecture = read_gguf(path), architecture
         self._tensors = checkpoint_names(self._file, architecture)
         self._names = stored_names(self._file, architecture)
+        self._is_permuted = self._file.metadata["general.architecture"] == _PERMUTED
         self.listed_by = path
         self.files: dict[Path, list[str]] = {path: [] for path in self._file.paths}
         for name, tensor in self._tensors.items():
@@ -40,46 +42,27 @@ class GgufSource:
     def stored_name(self, name: str) -> str:
         return self._names.get(name, name)
 
-    @contextmanager
-    def open(self, path: Path) -> Iterator["_Shard"]:
-        yield _Shard(self._file, self._architecture, self._tensors)
+    def tensors(self, path: Path) -> list[FileTensor]:
+        return [self._file_tensor(name) for name in self.files[path]]
 
+    def _file_tensor(self, name: str) -> FileTensor:
+        tensor, change = self._tensors[name], self._change(name)
+        return FileTensor(name, tensor.kind, tensor.shape, tensor.offset, tensor.data.nbytes, change)
 
-class _Slice:
-    """What is asked before a tensor is read."""
-
-    def __init__(self, tensor: GgufTensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def get_dtype(self) -> str:
-        return self._tensor.kind
-
-
-class _Shard:
-    def __init__(self, file: GgufFile, architecture: Architecture, tensors: dict[str, GgufTensor]) -> None:
-        self._architecture, self._tensors = architecture, tensors
-        self._is_permuted = file.metadata["general.architecture"] == _PERMUTED
-
-    def get_slice(self, name: str) -> _Slice:
-        return _Slice(self._tensors[name])
-
-    def get_tensor(self, name: str) -> Tensor | Blocks:
+    def _change(self, name: str) -> Callable[[Tensor], Tensor | Blocks] | None:
+        """What makes the checkpoint's of a tensor whose bytes are as they stand in the file; None: it is the same."""
         tensor, a = self._tensors[name], self._architecture
-        stored = _as_torch(tensor)
-        if isinstance(stored, Tensor) and stored.ndim == 1 and a.norm_offset and name.endswith("norm.weight"):
-            return stored.float() - a.norm_offset
         heads = {_QUERY: a.num_heads, _KEY: a.num_kv_heads}.get(name.split(".", 3)[-1]) if self._is_permuted else None
-        if heads is None:
-            return stored
-        rows = torch.arange(heads * a.dim).view(heads, a.dim // 2, 2).transpose(1, 2).flatten()
-        return stored.ordered(rows) if isinstance(stored, Blocks) else stored.index_select(0, rows)
+        order = None
+        if heads is not None:
+            order = torch.arange(heads * a.dim).view(heads, a.dim // 2, 2).transpose(1, 2).flatten()
+        if tensor.kind in BLOCK_KINDS:
+            return partial(_as_blocks, tensor.kind, order)
+        if len(tensor.shape) == 1 and a.norm_offset and name.endswith("norm.weight"):
+            return lambda norm: norm.float() - a.norm_offset
+        return None if order is None else lambda rows: rows.index_select(0, order.to(rows.device))
 
 
-def _as_torch(tensor: GgufTensor) -> Tensor | Blocks:
-    data = torch.from_numpy(tensor.data)
-    if tensor.kind in BLOCK_KINDS:
-        return Blocks(tensor.kind, data)
-    return data.view(torch.bfloat16).view(tensor.shape) if tensor.kind == "BF16" else data
+def _as_blocks(kind: str, order: Tensor | None, rows: Tensor) -> Blocks:
+    blocks = Blocks(kind, rows)
+    return blocks if order is None else blocks.ordered(order)
