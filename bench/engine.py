@@ -26,6 +26,8 @@ from gpu.decode.steps import Batch
 from gpu.load import DTYPES, RANDOM_SEED
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
+from gpu.model.gguf.kinds import BLOCK_KINDS
+from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix_formats import rounded, step_weight_bytes
 from gpu.model.weights import Weights, random_weights, unpacked
 from gpu.runner import Runner
@@ -40,7 +42,7 @@ _GRAPH_REPEATS = 50
 @dataclass(frozen=True, slots=True)
 class EngineBenchmark:
     """What to measure. Either `model` or `random_weights`; `rounds` of `steps` steps, ours and the peer's in turn.
-    weights: as `model.weights`; the peer has them unpacked.
+    weights: as `model.weights`, or of random ones a GGUF file's kind; the peer has them unpacked.
     """
 
     model: Path | None
@@ -121,7 +123,9 @@ def _load(benchmark: EngineBenchmark, dtype: torch.dtype, device: torch.device) 
         architecture = rounded(read_architecture(benchmark.model), benchmark.weights, "--weights")
         return architecture, load_weights(benchmark.model, architecture, dtype, device, lambda fraction: None)
     assert benchmark.random_weights is not None
-    architecture = rounded(named_shape(benchmark.random_weights), benchmark.weights, "--weights")
+    shape, kind = named_shape(benchmark.random_weights), benchmark.weights
+    is_block = kind is not None and kind in BLOCK_KINDS
+    architecture = stored_as(shape, kind) if is_block else rounded(shape, kind, "--weights")
     return architecture, random_weights(architecture, RANDOM_SEED, dtype, device, lambda fraction: None)
 
 

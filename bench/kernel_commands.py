@@ -217,7 +217,10 @@ def weights(
     device: Device = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Time one layer's matrices in 16, 8 and 4 bits, beside what their bytes take and the vendor's library."""
+    """Time one layer's matrices in 16, 8 and 4 bits, beside what their bytes take and the vendor's library.
+
+    Kinds: bfloat16, fp8, int8, int4, and GGUF's Q8_0, Q6_K, Q4_0, Q4_K.
+    """
     from bench.matrices import KINDS, matrix_rows
 
     batches, asked = parse_batches(batch), tuple(kinds.split(","))

@@ -28,12 +28,13 @@ from safetensors import safe_open
 
 from bench.rows import Row, announce, require, summarise
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
-from gpu.model.checkpoint import INDEX_FILE
 from gpu.model.checkpoint import load_weights as load
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded
 from gpu.model.places import wanted_tensors
+from gpu.model.safetensors_folder import INDEX_FILE
 from gpu.model.shapes import named_config
+from transfer.host_pages import map_pages
 
 DRAWN_WEIGHTS = 2**25
 READ_BYTES = 8 * 2**20
@@ -44,9 +45,12 @@ LOOK_S = 0.02  # between looks at the loader's own memory
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """seconds: of the load alone; peak_rss_bytes: with pages of mapped files; peak_own_bytes: without."""
+    """seconds: of the load alone; memory_s: of as much new memory, taken before; peak_rss_bytes: with pages of mapped
+    files (libraries); peak_own_bytes: without.
+    """
 
     seconds: float
+    memory_s: float | None
     peak_rss_bytes: int
     peak_own_bytes: int
     is_right: bool
@@ -84,11 +88,16 @@ def run_load_weights(
         f"loaded at {rate:.2f} GiB/s, {cache_s / timing.ms * 1e3:.0%} of the page cache's rate; the process held "
         f"{own:.2f} GiB of its own at most, {rss:.2f} GiB with pages of the files that it had mapped"
     )
+    rates = {"page_cache_gib_s": stored_bytes / GIB / cache_s}
+    taken = [run.memory_s for run in runs if run.memory_s is not None]
+    if taken:
+        rates["new_memory_gib_s"] = num_bytes / GIB / min(taken)
+        console.print(f"new memory was there at {rates['new_memory_gib_s']:.2f} GiB/s at best")
     note = f", rounded to {weights}" if weights else ""
     return Row(
         name="load weights", shape=f"{shape_name}, {shards} files{note}", device=device, ms=timing.ms, p10=timing.p10,
         p90=timing.p90, floor=floor, floor_ms=1e3 * cache_s, peer=None, peer_ms=None,
-        rates={"page_cache_gib_s": stored_bytes / GIB / cache_s},
+        rates=rates,
         extras={"gib_s": rate, "peak_rss_gib": rss, "peak_own_gib": own},
         config={"shards": shards, "rounds": rounds, "bytes": stored_bytes},
     )  # fmt: skip
@@ -152,6 +161,7 @@ def _load_apart(folder: Path, device: str, rounded_to: str | None) -> Loaded:
 def _load(folder: Path, device_name: str, rounded_to: str | None, results: Connection) -> None:
     device, shape = torch.device(device_name), rounded(read_architecture(folder), rounded_to, "--weights")
     torch.zeros(1, device=device)  # the context is no part of it
+    memory_s = _take_memory(2 * shape.num_weights) if device.type == "cpu" else None
     with _own_memory() as most:
         began = time.perf_counter()
         weights = load(folder, shape, torch.bfloat16, device, lambda fraction: None)
@@ -163,7 +173,14 @@ def _load(folder: Path, device_name: str, rounded_to: str | None, results: Conne
     error = float((held.float() - stored.float()).norm() / stored.float().norm())
     is_right = error < ROUNDING[rounded_to] if rounded_to else torch.equal(stored, held)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    results.send(Loaded(seconds, peak, most[0], is_right))
+    results.send(Loaded(seconds, memory_s, peak, most[0], is_right))
+
+
+def _take_memory(num_bytes: int) -> float:
+    """Seconds until it is there; it is given back."""
+    began = time.perf_counter()
+    map_pages(num_bytes)
+    return time.perf_counter() - began
 
 
 @contextmanager

@@ -35,7 +35,10 @@ def engine(
     threads: Threads = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
     dtype: Annotated[str, typer.Option(help="auto: bfloat16 on cuda, float32 and bfloat16 on the CPU")] = "auto",
-    weights: Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="rounded to this at load")] = None,
+    weights: Annotated[
+        Literal["fp8", "int8", "int4", "Q8_0", "Q4_0", "Q4_K", "Q6_K"] | None,
+        typer.Option(help="rounded to this at load; GGUF's kinds: of random weights"),
+    ] = None,
     http: Annotated[Path | None, typer.Option(metavar="CONFIG", help="instead: serve CONFIG, stream over HTTP")] = None,
     streams: Annotated[int, typer.Option(min=1, help="with --http")] = 16,
     json_file: JsonFile = None,
@@ -61,6 +64,10 @@ def engine(
             return
         if (model is None) == (random_weights is None):
             raise typer.BadParameter("give one of --model and --random-weights, or --http CONFIG")
+        if model is not None and weights is not None and weights.startswith("Q"):
+            raise typer.BadParameter(
+                f"got {weights} of a folder; wanted it of --random-weights", param_hint="--weights"
+            )
         rows = []
         for one in dtypes:
             benchmark = EngineBenchmark(

@@ -1,4 +1,4 @@
-"""Times one layer's matrices in bf16, FP8, int8 and int4, with the fusions of a decode step: `weights`.
+"""Times one layer's matrices in bf16, FP8, int8, int4 and GGUF's blocks, with the fusions of a decode step: `weights`.
 
 It refuses to know attention. Shapes are those of a named model; weights are random, as many layers of them as no cache
 holds, multiplied one after another in a CUDA graph. A product is compared with that of the unpacked numbers in float64
@@ -18,13 +18,15 @@ from torch import Tensor
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require
 from gpu.model.architecture import named_shape
+from gpu.model.gguf.kinds import BLOCK_KINDS
+from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded
 from gpu.model.projections import Projections
 from gpu.model.spec import Architecture
 from gpu.model.weights import LayerWeights, Weights, random_weights
 
-KINDS = ("bfloat16", "fp8", "int8", "int4")
+KINDS = ("bfloat16", "fp8", "int8", "int4", "Q8_0", "Q6_K", "Q4_0", "Q4_K")
 COLD_BYTES = 512 * 2**20  # several times the L2 of an H200
 MOST_ERROR = 1.5e-2  # of a product behind a norm, against float64
 SEED, WARMUPS, REPEATS = 1, 3, 20
@@ -64,9 +66,10 @@ def matrix_rows(
 def _draw(shape_name: str, kind: str, device: torch.device) -> tuple[Architecture, Weights]:
     """As many layers as no cache holds, and a vocabulary that does not matter."""
     shape = replace(named_shape(shape_name), num_layers=1, vocab_size=1024, tied_embeddings=True)
-    bits = {"bfloat16": 16, "int4": 4}.get(kind, 8)
+    bits = {"bfloat16": 16, "int4": 4, "Q4_0": 4, "Q4_K": 4}.get(kind, 8)
     layers = 1 + COLD_BYTES * 8 // (bits * shape.num_layer_weights) if device.type == "cuda" else 1
-    shape = rounded(replace(shape, num_layers=layers), kind, "--kinds")
+    shape = replace(shape, num_layers=layers)
+    shape = stored_as(shape, kind) if kind in BLOCK_KINDS else rounded(shape, kind, "--kinds")
     return shape, random_weights(shape, SEED, torch.bfloat16, device, lambda _: None)
 
 

@@ -34,6 +34,8 @@ from evals.tasks import CODE_VERSION, TASKS
 from evals.tasks.fitting import count_chat_tokens
 from evals.tasks.reference import user_turn
 from evals.tasks.text import text_source
+from gpu.model.gguf.file import is_gguf
+from gpu.model.vocabulary import read_vocabulary
 
 AGREEMENT = "agreement"
 """Metric of forced cells: the share of full attention's own answer tokens that the method would have chosen too."""
@@ -49,9 +51,15 @@ class Prompt:
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The Hugging Face tokenizer of a model folder."""
-    from transformers import AutoTokenizer
+    """The Hugging Face tokenizer of a model folder, or of a GGUF file's vocabulary."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if is_gguf(model):
+        vocabulary, settings = read_vocabulary(model)
+        names = {name: text for name, text in settings.items() if name.endswith("_token") and isinstance(text, str)}
+        return PreTrainedTokenizerFast(
+            tokenizer_object=vocabulary, chat_template=settings.get("chat_template"), **names
+        )  # fmt: skip
     return AutoTokenizer.from_pretrained(model)
 
 

@@ -12,11 +12,14 @@ ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma"]
 
 
 class ModelConfig(Settings):
-    """A Hugging Face folder, or random weights of a named shape (for benchmarks without a checkpoint)."""
+    """A Hugging Face folder, a GGUF file, or random weights of a named shape (for benchmarks without a checkpoint)."""
 
-    path: Path | None = Field(None, description="folder with config.json, *.safetensors and the tokenizer")
+    path: Path | None = Field(
+        None,
+        description="folder with config.json, *.safetensors and the tokenizer, or a GGUF file (of several, the first)",
+    )
     random_weights: str | None = Field(None, description="a named shape, for instance llama-3.1-8b")
-    tokenizer: Path | None = Field(None, description="folder of the tokenizer; defaults to `path`")
+    tokenizer: Path | None = Field(None, description="folder or GGUF file of the tokenizer; defaults to `path`")
     name: str | None = Field(None, description="the id in /v1/models; defaults to the folder's or the shape's name")
     aliases: tuple[str, ...] = Field((), description="further ids by which requests may name the model")
     shape: str | None = Field(None, description="named shape to plan with while the folder `path` is not there yet")
@@ -31,7 +34,9 @@ class ModelConfig(Settings):
         "`max_position_embeddings`: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}",
     )
     ignore_config_keys: tuple[str, ...] = Field(
-        (), description="keys of config.json that may be passed over, though nothing here knows what they mean"
+        (),
+        description="keys of config.json, or of a GGUF file's architecture, that may be passed over, though nothing "
+        "here knows what they mean",
     )
     chat_template: Path | None = Field(None, description="jinja file; defaults to the tokenizer's own")
     tool_parser: ToolParser = Field(

@@ -136,6 +136,16 @@ class WindowWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowBranch:
+    """Window number `window`, which nobody holds, gets what a prompt's own has behind its first `end` tokens. What
+    stands in front of the prompt's first computed token it has already, by a window write.
+    """
+
+    window: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPrompt:
     """One sequence of a prefill job: tokens `[begin, len(token_ids))` are computed, `[0, begin)` are in its pages.
 
@@ -144,7 +154,7 @@ class PrefillPrompt:
     `host`: what of it goes down, or None. Its page table then has, for `[sink, released)`, pages of dense layers alone.
     `pooling`: what is told of it beside the draw, or None.
     `fused`: what it takes of chunks, or None; such a prompt is alone in its job. `capture`: it is a chunk, in NO_SLOT,
-    whose keys and values are kept under that key; all prompts of its job are.
+    whose keys and values are kept under that key; all prompts of its job are. `branch`: a second window that it leaves.
     """
 
     slot: int
@@ -157,6 +167,7 @@ class PrefillPrompt:
     fused: FusedPrompt | None = None
     capture: ChunkKey | None = None
     pooling: Pooling | None = None
+    branch: WindowBranch | None = None
 
     @property
     def num_computed_tokens(self) -> int:

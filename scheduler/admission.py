@@ -250,7 +250,8 @@ class Admission:
         sequence.slot = self.free_slots.pop()
         sequence.num_bypassed = 0
         self._rings.take(sequence, start.begin, [one for one in holding if one.state is State.RUNNING])
-        self._residence.windows.take(sequence, start.begin // self._residence.page_tokens)
+        num_seen = 0 if sequence.run_end else sequence.num_seen_blocks
+        self._residence.windows.take(sequence, start.begin // self._residence.page_tokens, num_seen)
         self._residence.prefixes.start(sequence, start.begin)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
@@ -274,6 +275,7 @@ class Admission:
                 profile=sequence.request.attention_profile,
                 host=self._residence.host_prompt(sequence, start),
                 pooling=sequence.request.pooling,
+                branch=sequence.branch,
                 fused=None if self._documents is None else self._documents.plan(sequence, start.begin),
             )
             for sequence, start in batch

@@ -81,7 +81,7 @@ class PrefixCache:
             end = min(end, sequence.chunks[0].begin)
             sequence.num_usable_blocks = min(sequence.num_usable_blocks, end // self._page_tokens)
         sequence.num_final_blocks = end // self._page_tokens
-        sequence.num_known_blocks = sequence.num_held_blocks = 0
+        sequence.num_known_blocks = sequence.num_held_blocks = sequence.num_seen_blocks = 0
         sequence.shares = None
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -94,6 +94,8 @@ class PrefixCache:
         """
         hashes, end = sequence.hashes, sequence.num_usable_blocks
         known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
+        step = self._step_of(sequence)
+        sequence.num_seen_blocks = known // step * step
         sequence.num_known_blocks = self.align_blocks(sequence, known)
         if self._windows.count:  # what is behind the last window is computed anew, whether it is known or not
             known = sequence.num_known_blocks
@@ -104,9 +106,12 @@ class PrefixCache:
 
     def align_blocks(self, sequence: Sequence, num_blocks: int) -> int:
         """The most of these blocks in front that end where a prefill of its profile may begin."""
+        return self._windows.last_end(sequence.hashes, num_blocks, self._step_of(sequence))
+
+    def _step_of(self, sequence: Sequence) -> int:
+        """Blocks from one border to the next where a prefill of its profile may begin."""
         align = self._align_tokens[sequence.request.attention_profile]
-        step = math.lcm(align, self._page_tokens) // self._page_tokens
-        return self._windows.last_end(sequence.hashes, num_blocks, step)
+        return math.lcm(align, self._page_tokens) // self._page_tokens
 
     def count_held(self, sequence: Sequence) -> int:
         """Of the blocks that `look` has counted, those in front whose pages somebody holds."""

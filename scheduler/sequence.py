@@ -6,7 +6,7 @@ from enum import Enum
 
 import numpy as np
 
-from gpu.step import Lane, PlacedChunk
+from gpu.step import Lane, PlacedChunk, WindowBranch
 from scheduler.constraints import Constraint
 from scheduler.host_context import HostContext
 from scheduler.messages import EngineRequest
@@ -30,10 +30,11 @@ class Sequence:
     where they are known, the first `num_final_blocks` do not depend on where the tokens end (others may find these, and
     what is drawn behind them), and the run that goes down with it ends at `run_end`, or 0. At the last look
     `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages that somebody held: there the next
-    look begins. `shares`: a sequence that computes blocks of this one, and how many they have in common.
-    `num_in_flight` counts draws launched and not collected, so the next draw is number `num_drawn` and the last token
-    (known or not) stands at `next_position`. `num_left_out`: of the steps before this one, running, those that went
-    without it. `num_overtaken`: how often one of less priority, that came later, was let pass it.
+    look begins; `num_seen_blocks` were there in pages, if not with the window that ends them. `shares`: a sequence that
+    computes blocks of this one, and how many they have in common. `num_in_flight` counts draws launched and not
+    collected, so the next draw is number `num_drawn` and the last token (known or not) stands at `next_position`.
+    `num_left_out`: of the steps before this one, running, those that went without it. `num_overtaken`: how often one of
+    less priority, that came later, was let pass it.
     """
 
     request: EngineRequest
@@ -47,6 +48,7 @@ class Sequence:
     ring: tuple[str, int] | None = None  # while it holds one: of which part of its profile, and the number
     constraint: Constraint | None = None  # what its draws are held to
     window: int | None = None  # while it holds one: its number
+    branch: WindowBranch | None = None  # the window that its prefill leaves further to the front
     context: HostContext | None = None  # in host memory, while it holds one
     left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
     num_in_flight: int = 0
@@ -56,6 +58,7 @@ class Sequence:
     num_final_blocks: int = 0
     run_end: int = 0
     num_known_blocks: int = 0
+    num_seen_blocks: int = 0
     num_held_blocks: int = 0
     shares: "tuple[Sequence, int] | None" = None
     num_published: int = 0

@@ -3,16 +3,21 @@
 A window (`gpu.kv.windows`) is held by a sequence while that holds a slot; or it is kept: nobody writes to it, and a
 prompt that begins with the tokens it ends may begin behind them, with a copy; the one used longest ago is given away
 first. A copy is kept when a prompt is computed, if there is a window for it, and the window itself when its sequence
-leaves. Knows numbers, hashes and token counts; refuses to know pages. Invariants: a window is free, held or kept; what
-is kept has, for each of its ends, all cells that a layer sees from there on; a copy has lost what its source had
-written over, however few tokens it goes on from.
+leaves. A prompt whose front is in pages, further than any window is kept, has parted there from one before: it computes
+that front, and leaves a window there on the way, a **branch**, for the next one that does. Knows numbers, hashes and
+token counts; refuses to know pages. Invariants: a window is free, held or kept; what is kept has, for each of its ends,
+all cells that a layer sees from there on; a copy has lost what its source had written over, however few tokens it goes
+on from.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from gpu.step import WindowWrite
+from gpu.step import WindowBranch, WindowWrite
 from scheduler.sequence import Sequence
+
+_SPOILT = 1 << 62  # cells that were written: none that a prefix ends with is left
+_LONG_BRANCH_BLOCKS = 16  # computed again at least, for a branch to take the place of what is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,9 @@ class Windows:
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[int, _Kept] = OrderedDict()  # last used last
         self._written = [0] * count  # cells that a window, or what it was copied from, ever had
+        self._roots: dict[int, bytes] = {}  # of the windows that are held: of the first block, where there was one
         self._writes: list[WindowWrite] = []
+        self._coming: dict[bytes, _Kept | None] = {}  # of branches under way, by the hash of the last block in front
 
     @property
     def num_free(self) -> int:
@@ -66,11 +73,15 @@ class Windows:
 
     def first_end(self, sequence: Sequence) -> int:
         """Behind how many of its blocks a prompt may begin at least, once this one's is computed and kept; 0: none."""
+        if sequence.branch is not None:
+            return sequence.branch.end // self._page_tokens
         kept = self._ends_of(sequence, sequence.num_tokens) if self._keeps else None
         return 0 if kept is None else kept.begin
 
-    def take(self, sequence: Sequence, num_blocks: int) -> None:
-        """It holds a window from the next plan on, whose first `num_blocks` blocks are known."""
+    def take(self, sequence: Sequence, num_blocks: int, num_seen_blocks: int) -> None:
+        """It holds a window from the next plan on, whose first `num_blocks` blocks are known; pages have
+        `num_seen_blocks` of its front.
+        """
         if not self.count:
             return
         source = None
@@ -84,10 +95,40 @@ class Windows:
         written = 0 if source is None else self._written[source]
         sequence.window = self._take_one()
         self._written[sequence.window] = written
+        self._roots[sequence.window] = sequence.hashes[0] if sequence.hashes else b""
         self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
+        if num_seen_blocks > num_blocks and self._keeps:
+            self._branch(sequence, source, num_blocks, num_seen_blocks)
+
+    def _branch(self, sequence: Sequence, source: int | None, num_blocks: int, num_seen_blocks: int) -> None:
+        """If nobody leaves one there already, and there is a window for it: one that is kept, where it saves enough."""
+        end, is_long = num_seen_blocks * self._page_tokens, num_seen_blocks - num_blocks >= _LONG_BRANCH_BLOCKS
+        written = max(end, 0 if source is None else self._written[source])
+        kept = self._kept_ends(sequence, written, num_seen_blocks)
+        is_coming = sequence.hashes[num_seen_blocks - 1] in self._coming
+        if kept is None or is_coming or not (self._free or (is_long and len(self._kept) > 1)):
+            return
+        window = self._take_one()
+        self._written[window] = written
+        if source is not None:
+            self._writes.append(WindowWrite(window, source, None))
+        sequence.branch = WindowBranch(window, end)
+        self._coming[sequence.hashes[num_seen_blocks - 1]] = kept
+
+    def _end_branch(self, sequence: Sequence, is_kept: bool) -> None:
+        """Its prefill is over, or was dropped."""
+        if sequence.branch is None:
+            return
+        branch, sequence.branch = sequence.branch, None
+        kept = self._coming.pop(sequence.hashes[branch.end // self._page_tokens - 1])
+        if is_kept and kept is not None:
+            self._keep(branch.window, kept)
+        else:
+            self._free.append(branch.window)
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Its prompt is computed by the plan under way: a copy is kept behind that, if there is room for one."""
+        self._end_branch(sequence, True)
         if sequence.window is None or not self._keeps or not self.num_free:
             return
         kept = self._ends_of(sequence, sequence.num_tokens)
@@ -99,9 +140,11 @@ class Windows:
 
     def give_back(self, sequence: Sequence, is_kept: bool) -> None:
         """It leaves its slot. is_kept: what it has written is for others to find."""
+        self._end_branch(sequence, False)
         if sequence.window is None:
             return
         kept = self._ends_of(sequence, sequence.next_position) if is_kept and self._keeps else None
+        del self._roots[sequence.window]
         if kept is None:
             self._free.append(sequence.window)
         else:
@@ -110,11 +153,17 @@ class Windows:
         sequence.window = None
 
     def retract(self, sequence: Sequence) -> None:
-        """Nothing that begins as it does is found any more."""
+        """Nothing that begins as it does is found any more, nor will what others have begun so and still hold."""
         if sequence.hashes:
             for window in [window for window, kept in self._kept.items() if kept.root == sequence.hashes[0]]:
                 del self._kept[window]
                 self._free.append(window)
+            for window, root in self._roots.items():
+                if root == sequence.hashes[0]:
+                    self._written[window] = _SPOILT
+            for end, coming in self._coming.items():
+                if coming is not None and coming.root == sequence.hashes[0]:
+                    self._coming[end] = None
 
     def take_writes(self) -> list[WindowWrite]:
         """What was given and copied since the last call, in order."""
@@ -135,7 +184,11 @@ class Windows:
         """Of its window, with the first `num_written` cells of a sequence, those in front of its last token."""
         if sequence.window is not None:
             num_written = max(num_written, self._written[sequence.window])
-        last = min((sequence.num_tokens - 1) // self._page_tokens, sequence.num_final_blocks, len(sequence.hashes))
+        return self._kept_ends(sequence, num_written, (sequence.num_tokens - 1) // self._page_tokens)
+
+    def _kept_ends(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
+        """Of a window that ever had the first `num_written` cells, up to the first `num_blocks` of the sequence."""
+        last = min(num_blocks, sequence.num_final_blocks, len(sequence.hashes))
         begin = max(1, -(-(num_written - self._spare_tokens) // self._page_tokens))
         if last < begin:
             return None

@@ -433,6 +433,41 @@ class Response(Answer):
     user: str | None
 
 
+class InputItemPart(Answer):
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: str
+    annotations: list[str] | None = None
+
+
+class ListedItem(Answer):
+    """What was said up to a response: a message, a thought, a call of a tool or what came of one."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call", "function_call_output"]
+    status: Literal["completed"]
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: list[InputItemPart] | None = None
+    summary: list[str] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+
+class InputItems(Answer):
+    object: Literal["list"]
+    data: list[ListedItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(Answer):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class ResponseEvent(Answer):
     """An event of a stream; which fields it has follows from its type."""
 

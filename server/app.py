@@ -28,6 +28,7 @@ from server import (
     routes_docs,
     routes_documents,
     routes_generation,
+    routes_responses,
     routes_status,
     routes_tokens,
     routes_translated,
@@ -94,6 +95,7 @@ def create_app(
     for routes in (
         routes_generation,
         routes_documents,
+        routes_responses,
         routes_translated,
         routes_vectors,
         routes_tokens,

@@ -42,6 +42,7 @@ from server.known_fields import (
     TOOL,
 )
 from server.known_other_fields import COUNT_TOKENS, MESSAGES, RESPONSES
+from server.literals import literals_at
 from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
 from server.text_pool import TextPool
 from server.vector_bodies import EmbeddingsBody, RankedText, RerankBody
@@ -362,6 +363,7 @@ def decode_body(raw: bytes, wanted: type[Body], refuse_unknown: bool) -> Body:
             param = what.split("`")[1]
             what = "missing"
         what = what.replace("`", "").replace(" | null", "")
+        what = _name_literals(what, wanted, path.rstrip("`"))
         raise invalid(param or "body", what[0].lower() + what[1:]) from None
     except UnicodeDecodeError as error:
         raise invalid("body", f"not valid UTF-8 ({error.reason})") from None
@@ -369,6 +371,16 @@ def decode_body(raw: bytes, wanted: type[Body], refuse_unknown: bool) -> Body:
         raise invalid("body", "nested too deeply") from None
     except msgspec.DecodeError as error:
         raise invalid("body", describe_fault(raw, str(error))) from None
+
+
+def _name_literals(what: str, wanted: type, path: str) -> str:
+    """What msgspec says of a value that is none of those that the type names, with their names."""
+    got = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
+    literals = literals_at(wanted, path) if got != what else []
+    if not literals:
+        return what
+    *others, last = [repr(value) for value in literals]
+    return f"got {got}, wanted {', '.join(others) + ' or ' if others else ''}{last}"
 
 
 def _decode_typed(raw: bytes, wanted: type[Body]) -> Body:
@@ -439,7 +451,9 @@ def check_form(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | No
             raise invalid("response_format.json_schema.schema", "missing; wanted a JSON schema")
     if by_vllm is None:
         return
-    given = [name for name in FORMS if getattr(by_vllm, name) not in (None, False)]
+    given = [name for name in FORMS if getattr(by_vllm, name) is not None]
+    if by_vllm.json_object is False:
+        given.remove("json_object")
     if len(given) != 1:
         raise invalid("structured_outputs", f"got {' and '.join(given) or 'none'}, wanted one of {', '.join(FORMS)}")
     if by_openai is not None and by_openai.type != "text":

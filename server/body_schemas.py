@@ -130,9 +130,9 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         Function: {"name": {"type": "string", "pattern": f"^{TOOL_NAME}$"}, "parameters": _PARAMETERS},
         Part: {"type": {"enum": ["text"]}, "text": {"type": "string"}},
         ResponseFormat: {"type": {"enum": list(RESPONSE_FORMATS)}},
-        JsonSchema: {"schema": _SCHEMA},
+        JsonSchema: {"schema": {"description": "read where `type` is json_schema"}},
         StructuredOutputs: {
-            "json": {"anyOf": [_SCHEMA, {"type": "string", "description": "a JSON schema as text"}, _NULL]},
+            "json": {"anyOf": [*_SCHEMAS, {"type": "string", "description": "a schema as text"}, _NULL]},
             "choice": {"items": {"type": "string", "minLength": 1}, "minItems": 1},
         },
         TokenizeBody: {"prompt": {"maxLength": limits.max_tokenize_items}, "messages": {"minItems": 1}},
@@ -196,6 +196,7 @@ _NULL = {"type": "null"}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _BAD_WORD = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_CHARS}
 _SCHEMA = {"type": "object", "description": "a JSON schema; one that cannot be kept is refused with its keyword"}
+_SCHEMAS = [_SCHEMA, {"const": True}]
 _TOKEN_KEY = {"pattern": "^[0-9]{1,9}$", "description": "a token id"}
 _BIAS = {"type": "number", "minimum": -100, "maximum": 100}
 _PARAMETERS = {
@@ -215,9 +216,14 @@ _HAS_TOOLS = {"required": ["tools"], "properties": {"tools": {"minItems": 1, "ty
 _STREAMED = _unless("stream", True, {"stream_options": _NULL, "return_progress": {"enum": [None, False]}})
 _OF_SCHEMA = {
     "if": {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]},
-    "then": {"required": ["json_schema"], "properties": {"json_schema": {"type": "object"}}},
+    "then": {
+        "required": ["json_schema"],
+        "properties": {
+            "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"anyOf": _SCHEMAS}}}
+        },
+    },
 }
-_GIVEN = {name: {"not": {"enum": [None, False]}} for name in FORMS}
+_GIVEN = {name: {"not": _NULL} for name in FORMS} | {"json_object": {"const": True}}
 _ONE_FORM = {"oneOf": [{"required": [name], "properties": {name: _GIVEN[name]}} for name in FORMS]}
 _CONDITIONS: dict[type, Tree] = {
     ResponseFormat: _OF_SCHEMA,

@@ -61,7 +61,9 @@ class ServerConfig(Settings):
         None, gt=0, description="longest that a request may take, whatever it allows itself in `max_seconds`"
     )
     responses_seconds: float = Field(
-        3600.0, ge=0, description="a response may be named as `previous_response_id` for so long; 0: none is kept"
+        3600.0,
+        ge=0,
+        description="a response is shown, and may be named as `previous_response_id`, for so long; 0: none is kept",
     )
     responses_limit_mib: float = Field(64.0, gt=0, description="of all responses that are kept; the oldest go")
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may ask from a browser; *: all")
@@ -98,8 +100,13 @@ class Deployment(EngineConfig):
     server: ServerConfig = ServerConfig()
 
 
+def deployment_is_derived(path: Path) -> bool:
+    """Whether it is a model's folder or GGUF file, and no YAML file."""
+    return path.is_dir() or path.suffix == ".gguf"
+
+
 def load_deployment(path: Path) -> Deployment:
-    """Read a YAML file; of a model's folder, the deployment that leaves all else to the machine.
+    """Read a YAML file; of a model's folder or GGUF file, the deployment that leaves all else to the machine.
 
     Relative paths in a file are relative to its folder. Raises ConfigError with one line.
     """
@@ -107,6 +114,8 @@ def load_deployment(path: Path) -> Deployment:
         if not (path / "config.json").is_file():
             raise ConfigError(f"config: {path} has no config.json; wanted a YAML file or a model's Hugging Face folder")
         return Deployment(model=ModelConfig(path=path.resolve()))
+    if path.suffix == ".gguf":
+        return Deployment(model=ModelConfig(path=path.absolute()))  # a link's own name says how many parts there are
     try:
         text = path.read_text()
     except FileNotFoundError:

@@ -84,7 +84,7 @@ MESSAGE = Fields(
         "content": Each(PART),
         "tool_calls": Each(MESSAGE_CALL),
         **served("role", "name", "tool_call_id", "reasoning", "reasoning_content"),
-        **free("cache_control"),
+        **free("cache_control", "provider_specific_fields"),  # the latter: litellm's own, in answers that come back
         **refused("tools are offered in `tools` of the body", "tools", at=([],)),
         **refused(_NO_TOOLS, "function_call"),
         **refused(_TEXT_ONLY, "audio"),

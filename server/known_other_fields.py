@@ -32,9 +32,8 @@ COUNT_TOKENS = Fields(
     "CountTokens",
     {
         **_SHARED,
-        **served("messages", "system", "thinking"),
+        **served("messages", "system", "thinking", "output_config"),
         **free("cache_control", "metadata", "diagnostics", "user_profile_id", "workspace_id", "inference_geo"),
-        **refused("output is not constrained to a form by this route", "output_config"),
         **refused("code is not run by this server", "container"),
         **refused("all requests have one tier here", "service_tier", at=("auto", "standard_only")),
         **refused("all requests have one speed here", "speed", at=("standard",)),

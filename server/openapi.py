@@ -14,6 +14,7 @@ from server.body_schemas import BodyLimits, Tree, complete_schemas
 from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
 from server.registry import DOCUMENT_ID
 from server.routes_documents import DEFAULT_PAGE, MAX_PAGE
+from server.routes_responses import DEFAULT_ITEMS, MAX_ITEMS, ORDERS
 from server.routes_vectors import RANKING_PATHS
 from server.time_limit import TIME_HEADER
 from server.vector_bodies import EmbeddingsBody, RerankBody
@@ -23,14 +24,14 @@ _ANSWERS = (
     answers.Model, answers.Health, answers.Live, answers.Version, answers.CompletionChunk, answers.ChatChunk,
     answers.TokenizerInfo, answers.ServerInfo, answers.Loads, answers.NewDocument, answers.WholeDocument,
     answers.DocumentList, answers.DeletedDocument, answers.Embeddings, answers.Ranking,
-    answers.Response, answers.ResponseEvent, answers.AnsweredMessage, answers.MessageEvent, answers.MessageError,
-    answers.InputTokens,
+    answers.Response, answers.ResponseEvent, answers.InputItems, answers.DeletedResponse,
+    answers.AnsweredMessage, answers.MessageEvent, answers.MessageError, answers.InputTokens,
 )  # fmt: skip
 _REF = "#/components/schemas/{name}"
 _REFUSALS = {
     "400": "a field, or the whole body, cannot be served: `param` names it",
     "401": "no key, or an unknown one",
-    "404": "no such model, or no such document of this key",
+    "404": "no such model, or no such document or response of this key",
     "408": "headers or body were not complete in time, or nothing was generated in `max_seconds`",
     "413": "the body is larger than `server.max_body_mib`",
     "415": "not JSON, or compressed",
@@ -71,6 +72,7 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
             "/v1/responses": {
                 "post": _posts("Answer, and be followed", ResponsesBody, answers.Response, answers.ResponseEvent)
             },
+            **_response_paths(),
             "/v1/messages": {"post": messages},
             "/v1/messages/count_tokens": {"post": counts},
             "/v1/embeddings": {
@@ -99,6 +101,24 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
         for path in ("/health", "/live", "/version", "/metrics"):
             document["paths"][path]["get"]["security"] = []
     return document
+
+
+def _response_paths() -> Tree:
+    response_id = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    page = [
+        {"name": "limit", "in": "query", "schema": _PAGE | {"maximum": MAX_ITEMS, "default": DEFAULT_ITEMS}},
+        {"name": "order", "in": "query", "schema": {"enum": list(ORDERS), "default": "desc"}},
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+    ]
+    shows = _gets("A response that is kept", answers.Response, parameters=[response_id])
+    deletes = _gets("Forget a response", answers.DeletedResponse, parameters=[response_id])
+    lists = _gets("What was said up to a response", answers.InputItems, parameters=[response_id, *page])
+    for reads in (shows, lists):
+        reads["responses"] |= _errors(["400"])
+    return {
+        "/v1/responses/{response_id}": {"get": shows, "delete": deletes},
+        "/v1/responses/{response_id}/input_items": {"get": lists},
+    }
 
 
 def _document_paths() -> Tree:

@@ -124,6 +124,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
+    strict: bool | None = None
 
 
 class MessagesToolChoice(msgspec.Struct, kw_only=True):
@@ -133,7 +134,17 @@ class MessagesToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    effort: Effort | None = None
+    format: OutputFormat | None = None
 
 
 class PromptBody(OtherBody, kw_only=True):
@@ -144,6 +155,7 @@ class PromptBody(OtherBody, kw_only=True):
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class CountTokensBody(PromptBody, kw_only=True):

@@ -50,7 +50,9 @@ def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
             f"model.shape: {model.shape} has {named_shape(model.shape).num_weights:,} weights, {model.path} has "
             f"{architecture.num_weights:,}; correct it or leave it out"
         )
-    return architecture, ()
+    quantisation = architecture.quantisation
+    note = quantisation.note if quantisation is not None else None
+    return architecture, () if note is None else (f"{model.path.name}: {note}",)
 
 
 def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPlan:

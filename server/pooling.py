@@ -5,8 +5,12 @@ Knows no request. What a model does not suit is refused where it is asked for, w
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from gpu.config import ModelConfig
+from gpu.model.gguf.file import is_gguf, read_gguf
+from gpu.model.spec import ModelError
 from gpu.pooling import Pooling, PoolingKind
 from server.config import ConfigError
 from server.tokenizer import Tokenizer
@@ -47,6 +51,8 @@ def load_vectors(model: ModelConfig, tokenizer: Tokenizer) -> Vectors:
 
 def _read_kind(model: ModelConfig) -> PoolingKind | None:
     """The last token's, where the folder says nothing: causal models have seen all of the text there."""
+    if model.path is not None and is_gguf(model.path):
+        return _read_gguf_kind(model.path)
     path = None if model.path is None else model.path / _POOLING_FILE
     if path is None or not path.is_file():
         return "last"
@@ -56,6 +62,16 @@ def _read_kind(model: ModelConfig) -> PoolingKind | None:
         raise ConfigError(f"model: {path} cannot be read: {' '.join(str(error).split())}") from None
     modes = [mode for mode, is_on in tree.items() if mode.startswith("pooling_mode_") and is_on is True]
     return _KINDS.get(modes[0]) if len(modes) == 1 else None
+
+
+def _read_gguf_kind(path: Path) -> PoolingKind | None:
+    """By llama.cpp's numbers: none and the last token's, or the mean."""
+    try:
+        metadata = read_gguf(path).metadata
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    kinds: dict[Any, PoolingKind] = {None: "last", 0: "last", 1: "mean", 3: "last"}
+    return kinds.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
 
 def _yes_no(tokenizer: Tokenizer) -> Pooling:

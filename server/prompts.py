@@ -14,7 +14,7 @@ from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt
 from server.documents import Documents, GivenText
 from server.message.response_template import END_CHARS
 from server.service import Service
-from server.structured import form_grammar
+from server.structured import asks_form, form_grammar
 from server.template import ChatTemplate
 from server.text import TextDecoder
 from server.text_pool import INLINE_CHARS
@@ -230,7 +230,7 @@ def context_of(body: GenerationBody, limits: Ready) -> int:
 
 async def hold_to_form(service: Service, body: GenerationBody) -> str:
     """The grammar of what a body asks of its answers. Raises ApiError 400."""
-    if body.response_format is None and body.structured_outputs is None:
+    if not asks_form(body):
         return ""
     size = INLINE_CHARS + len(msgspec.json.encode([body.response_format, body.structured_outputs]))
     return await service.texts.run(size, form_grammar, body)

@@ -106,10 +106,10 @@ class _Items:
 
 
 class ResponseShape:
-    """`on_end` is given the messages that the answer is, once it is whole."""
+    """`on_end` is given the response's id, its JSON and the message that it is, once it is whole."""
 
     def __init__(
-        self, generation: Generation, body: ResponsesBody, model: str, on_end: Callable[[str, Message], None]
+        self, generation: Generation, body: ResponsesBody, model: str, on_end: Callable[[str, bytes, Message], None]
     ) -> None:
         self.response_id = generation.id
         self._generation = generation
@@ -152,7 +152,7 @@ class ResponseShape:
         if update.piece.finish_reason is not None:
             self._finish_reason = update.piece.finish_reason
             events += self._items.finish(self._status)
-            self._on_end(self.response_id, self._message())
+            self._on_end(self.response_id, _encode(self._response(self._status)), self._message())
         return events
 
     def _events(self, events: Iterable[Tree]) -> bytes:

@@ -1,4 +1,4 @@
-"""What was said up to each response, for those that follow it: kept for a time, and up to so many bytes.
+"""Responses, and what was said up to each for those that follow it: kept for a time, and up to so many bytes.
 
 Knows no shape. Invariants: who asks with another key finds nothing; the oldest goes first when there is no room; a
 restart forgets all.
@@ -16,9 +16,22 @@ _decode = msgspec.json.Decoder(list[Message]).decode
 
 
 @dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """`response`: as it was answered. `messages`: what was said up to it, and last what it says."""
+
+    response: bytes
+    messages: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
+    response: bytes
     messages: bytes
     until_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.messages)
 
 
 class ResponseStore:
@@ -28,25 +41,32 @@ class ResponseStore:
         self._kept: dict[tuple[str, str], _Kept] = {}  # by owner and id, oldest first
         self.num_bytes = 0
 
-    def keep(self, owner: str, response_id: str, messages: list[Message]) -> None:
+    def keep(self, owner: str, response_id: str, response: bytes, messages: list[Message]) -> None:
         """One that is larger than all the room is not kept."""
-        raw = _encode(messages)
-        if len(raw) > self._limit_bytes or not self._seconds:
-            return
         now = time.monotonic()
-        self._kept[owner, response_id] = _Kept(raw, now + self._seconds)
-        self.num_bytes += len(raw)
+        one = _Kept(response, _encode(messages), now + self._seconds)
+        if one.num_bytes > self._limit_bytes or not self._seconds:
+            return
+        self._kept[owner, response_id] = one
+        self.num_bytes += one.num_bytes
         while self.num_bytes > self._limit_bytes or next(iter(self._kept.values())).until_s <= now:
             self._drop(next(iter(self._kept)))
 
-    def find(self, owner: str, response_id: str) -> list[Message] | None:
+    def find(self, owner: str, response_id: str) -> KeptResponse | None:
         kept = self._kept.get((owner, response_id))
         if kept is None:
             return None
         if kept.until_s <= time.monotonic():
             self._drop((owner, response_id))
             return None
-        return _decode(kept.messages)
+        return KeptResponse(kept.response, _decode(kept.messages))
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """Whether it was there. Responses that follow it stay, and so does what was said up to them."""
+        if self.find(owner, response_id) is None:
+            return False
+        self._drop((owner, response_id))
+        return True
 
     def _drop(self, key: tuple[str, str]) -> None:
-        self.num_bytes -= len(self._kept.pop(key).messages)
+        self.num_bytes -= self._kept.pop(key).num_bytes

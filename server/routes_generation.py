@@ -24,7 +24,7 @@ from server.service import Service, service_of
 from server.shapes import ChatShape, CompletionShape, Shape
 from server.sse import EventStream, watched
 from server.time_limit import choose_limit
-from server.tool_use import choose_tools, hold_calls, read_with
+from server.tool_use import choose_tools, hold_answer, read_with
 
 router = APIRouter()
 
@@ -94,9 +94,8 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
         prompt = await document_prompt(service, documents, conversation, texts, context)
         fusion = choose_fusion(documents.config, body.fusion)
     use = choose_tools(body, conversation)
-    grammar = await hold_calls(service, use, prompt)
     max_tokens = chat_max_tokens(service, body, prompt, limits)
-    grammar = grammar or await hold_to_form(service, body)  # a call that must come is no answer in a form
+    grammar = await hold_answer(service, body, use, prompt)
     return Job(prompt, max_tokens, fusion, grammar, read_with(service, use, prompt))
 
 

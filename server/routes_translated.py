@@ -3,7 +3,6 @@
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from server.api_error import ApiError
 from server.bodies import Message, check_chat, read_body
 from server.conversation import read_conversation
 from server.generation import Generation
@@ -12,6 +11,7 @@ from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
 from server.prompts import chat_prompt
 from server.response_shape import ResponseShape
 from server.routes_generation import chat_job, respond, start_generation
+from server.routes_responses import find_response
 from server.service import Service, service_of
 from server.translation import Translation, translate_messages, translate_response
 
@@ -26,9 +26,9 @@ async def responses(request: Request) -> Response:
     earlier = _earlier(service, owner, body.previous_response_id)
     translated = translate_response(body, earlier)
 
-    def keep(response_id: str, answer: Message) -> None:
+    def keep(response_id: str, raw: bytes, answer: Message) -> None:
         if body.store is not False:
-            service.responses.keep(owner, response_id, [*earlier, *translated.new_messages, answer])
+            service.responses.keep(owner, response_id, raw, [*earlier, *translated.new_messages, answer])
 
     generation = await _generate(request, translated, "resp", "input")
     shape = ResponseShape(generation, body, service.model_name, keep)
@@ -73,11 +73,4 @@ async def _generate(request: Request, translated: Translation, kind: str, param:
 
 
 def _earlier(service: Service, owner: str, response_id: str | None) -> list[Message]:
-    if response_id is None:
-        return []
-    found = service.responses.find(owner, response_id)
-    if found is None:
-        seconds = service.settings.responses_seconds
-        what = f"{response_id[:80]!r} is not kept; a response is for {seconds:g} s (server.responses_seconds)"
-        raise ApiError(404, f"previous_response_id: {what}", param="previous_response_id", code="response_not_found")
-    return found
+    return [] if response_id is None else find_response(service, owner, "previous_response_id", response_id).messages

@@ -1,4 +1,5 @@
-"""How tokens are drawn where a request does not say: as the model's generation_config.json asks, or as OpenAI does.
+"""How tokens are drawn where a request does not say: as the model's generation_config.json, or a GGUF file's metadata,
+asks, or as OpenAI does.
 
 `do_sample: false` there is the most likely token. Values are held to the ranges of a request's fields.
 """
@@ -8,12 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpu.model.gguf.file import is_gguf, read_gguf
+from gpu.model.spec import ModelError
 from server.api_error import ApiError
 from server.bodies import check_range
 from server.config import ConfigError, Deployment
 
 FILE = "generation_config.json"
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GGUF_KEYS = dict(zip(FIELDS, ("temp", "top_p", "top_k", "min_p", "penalty_repeat"), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ def load_sampling_defaults(deployment: Deployment) -> SamplingDefaults:
     folder = deployment.model.path
     if deployment.server.generation_defaults == "openai" or folder is None:
         return SamplingDefaults()
-    return read_sampling_defaults(folder / FILE)
+    return read_gguf_defaults(folder) if is_gguf(folder) else read_sampling_defaults(folder / FILE)
 
 
 def read_sampling_defaults(path: Path) -> SamplingDefaults:
@@ -44,6 +48,19 @@ def read_sampling_defaults(path: Path) -> SamplingDefaults:
         raise ConfigError(f"model: {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"model: {path} holds {type(tree).__name__}; wanted an object")
+    return _defaults(path, tree)
+
+
+def read_gguf_defaults(path: Path) -> SamplingDefaults:
+    """Of the metadata's `general.sampling`. Raises ConfigError."""
+    try:
+        metadata = read_gguf(path).metadata
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    return _defaults(path, {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_KEYS.items()})
+
+
+def _defaults(path: Path, tree: dict[str, Any]) -> SamplingDefaults:
     given: dict[str, Any] = {name: _number(path, name, tree[name]) for name in FIELDS if tree.get(name) is not None}
     if tree.get("do_sample") is False:
         given["temperature"] = 0.0

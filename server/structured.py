@@ -50,11 +50,17 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 MOST_PROPERTIES = 1000  # of an object; what it takes to compile them grows with their square
 
 
+def asks_form(body: GenerationBody) -> bool:
+    """Whether a body holds its answers to anything."""
+    by_openai = body.response_format
+    return body.structured_outputs is not None or (by_openai is not None and by_openai.type != "text")
+
+
 def form_grammar(body: GenerationBody) -> str:
     """What a body holds its answers to; "": nothing. Raises ApiError 400."""
     if body.structured_outputs is not None:
         return _form_by_vllm("structured_outputs", body.structured_outputs)
-    if body.response_format is None or body.response_format.type == "text":
+    if body.response_format is None or not asks_form(body):
         return ""
     if body.response_format.json_schema is None or body.response_format.type == "json_object":
         return object_grammar()
@@ -125,6 +131,17 @@ def lark_grammar(param: str, text: str) -> str:
         grammar = grammar_from("grammar", text)
     except ValueError as error:
         raise invalid(param, " ".join(str(error).split()), UNSUPPORTED_GRAMMAR) from None
+    _require(param, grammar)
+    return grammar
+
+
+def grammar_with_form(param: str, lark: str, form: str) -> str:
+    """A grammar in Lark's notation in which `@form` is another grammar, as one of these functions made it. Raises
+    ApiError 400.
+    """
+    _require_size(param, lark)
+    first, *others = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
+    grammar = json.dumps({"grammars": [{"lark_grammar": lark}, first | {"name": "form"}, *others]}, ensure_ascii=False)
     _require(param, grammar)
     return grammar
 

@@ -1,31 +1,35 @@
 """What a chat's answer is to be read as, and held to: its tools, and how the model marks calls and reasoning.
 
-`read_with` makes what `generation.Job.read` is; `hold_calls` its grammar. Everything that serves chats of any shape
-uses the same two. Raises ApiError 400 for tools that cannot be kept.
+`read_with` makes what `generation.Job.read` is; `hold_answer` its grammar. Everything that serves chats of any shape
+uses the same two. Raises ApiError 400 for tools and forms that cannot be kept.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies import ChatBody, NamedTool
 from server.conversation import Conversation
-from server.message.call_grammar import write_calls
-from server.message.formats import AnswerFormat, hold_format
+from server.message.call_grammar import HeldArguments, HeldCalls, write_answer
+from server.message.formats import AnswerFormat, HeldForm, Tags, hold_format
 from server.message.reader import MessageReader
 from server.message.tools import Tools
-from server.prompts import Prompt
+from server.prompts import Prompt, hold_to_form
 from server.service import Service
-from server.structured import lark_grammar, schema_in_lark
+from server.structured import asks_form, grammar_with_form, lark_grammar, schema_in_lark
 from server.text_pool import INLINE_CHARS
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`names`: of the tools that must be called, one of them at least; empty where none must be."""
+    """`names`: of the tools that must be called, one of them at least; empty where none must be. `strict`: of those
+    whose schemas hold wherever an answer is held. `has_form`: an answer without calls is held to a form."""
 
     conversation: Conversation
     names: tuple[str, ...]
     most_calls: int | None
+    strict: frozenset[str]
+    has_form: bool
 
     @property
     def tools(self) -> Tools | None:
@@ -40,7 +44,9 @@ def choose_tools(body: ChatBody, conversation: Conversation) -> ToolUse:
     elif body.tool_choice == "required":
         names = tuple(tool["function"]["name"] for tool in conversation.tools)
     is_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
-    return ToolUse(conversation, names, 1 if is_one else None)
+    functions = [tool.function for tool in body.tools or [] if tool.function is not None]
+    strict = frozenset(function.name or "" for function in functions if function.strict)
+    return ToolUse(conversation, names, 1 if is_one else None, strict, asks_form(body))
 
 
 def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], MessageReader | None]:
@@ -49,38 +55,65 @@ def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], Me
     if answer_format is None or not (use.tools or answer_format.reasoning or answer_format.is_own):
         return lambda: None
     opening, tools = answer_format.template.opening(prompt.end), use.tools
-    return lambda: MessageReader(answer_format, opening, tools)
+    return lambda: MessageReader(answer_format, opening, tools, use.has_form and not use.names)
 
 
-async def hold_calls(service: Service, use: ToolUse, prompt: Prompt) -> str:
-    """The grammar of an answer that must call; "" where it need not."""
-    answer_format = _format_of(service, use)
-    if not use.names or answer_format is None:
+async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Prompt) -> str:
+    """The grammar of an answer that must call, or has a form that `body` asks for; "" where nothing is held.
+
+    A form holds what follows the reasoning; an answer that may call instead is calls, or has the form.
+    """
+    form = "" if use.names else await hold_to_form(service, body)  # a call that must come is no answer in a form
+    if not use.names and not form:
         return ""
+    answer_format = _format_of(service, use)
     reader = read_with(service, use, prompt)()
+    if answer_format is None or reader is None:
+        return form
+    reader.feed("x", False)  # until something follows it, a mark at the prompt's end may be a longer one
+    reasoning, is_reasoning = answer_format.reasoning, reader.is_reasoning
+    param = "tools" if use.names else "structured_outputs" if body.structured_outputs is not None else "response_format"
+    if is_reasoning and reasoning is None:
+        raise invalid(param, "this model's reasoning ends with no text that a grammar can write", UNSUPPORTED_GRAMMAR)
+    if use.tools is None and reasoning is None:
+        return form
+    if use.tools is not None and answer_format.held is None:
+        why = "this model's calls have no marks that a grammar can write; send tool_choice 'none' or 'required'"
+        raise invalid(param, f"beside tools: {why}", UNSUPPORTED_GRAMMAR)
 
     def compile_grammar() -> str:
-        terms = [
-            (
-                name,
-                schema_in_lark(f"tools[{i}].function.parameters", {"type": "object"} | tool["function"]["parameters"]),
-            )
-            for i, tool in enumerate(use.conversation.tools)
-            if (name := tool["function"]["name"]) in use.names
-        ]
-        assert answer_format is not None
-        assert answer_format.held is not None
-        is_reasoning = reader is not None and reader.is_reasoning
-        text = write_calls(
-            terms, answer_format.held, use.most_calls != 1, answer_format.reasoning, is_reasoning, service.tokenizer
-        )
-        return lark_grammar("tools", text)
+        calls = None
+        if use.tools is not None:
+            assert answer_format.held is not None
+            calls = HeldCalls(_held_tools(use, answer_format.held), answer_format.held, use.most_calls != 1)
+        text = write_answer(calls, bool(form), reasoning, is_reasoning, service.tokenizer)
+        of_all = param if use.tools is None else "tools"  # the form has passed by itself
+        return grammar_with_form(of_all, text, form) if form else lark_grammar(of_all, text)
 
     return await service.texts.run(INLINE_CHARS, compile_grammar)
 
 
+def _held_tools(use: ToolUse, held: HeldForm) -> list[tuple[str, HeldArguments]]:
+    """Those that may be called. Their arguments are held to their schemas where one must be, or where that is strict;
+    of the others they are any object. Raises ApiError 400.
+    """
+    tools = []
+    any_object = schema_in_lark("tools", {"type": "object"})
+    for i, tool in enumerate(use.conversation.tools):
+        name, parameters = tool["function"]["name"], {"type": "object"} | tool["function"]["parameters"]
+        if use.names and name not in use.names:
+            continue
+        term = ""
+        if held.arguments == "json":
+            is_kept = use.names or name in use.strict
+            term = schema_in_lark(f"tools[{i}].function.parameters", parameters) if is_kept else any_object
+        keys = tuple(parameters.get("properties") or ()) if isinstance(held.arguments, Tags) else ()
+        tools.append((name, HeldArguments(term, keys)))
+    return tools
+
+
 def _format_of(service: Service, use: ToolUse) -> AnswerFormat | None:
-    """The deployment's; where a call must come, one that a grammar can hold."""
+    """The deployment's; where a call must come, one that a grammar can hold to its schema."""
     if use.names:
         return hold_format(service.answer_format)
     return service.answer_format

@@ -29,6 +29,7 @@ from server.other_bodies import (
     InputPart,
     MessagesBody,
     OtherBody,
+    OutputConfig,
     PromptBody,
     ResponsesBody,
     ResultBlock,
@@ -51,6 +52,7 @@ _MESSAGES_NAMES = [
     (r"^tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"^tool_choice\.function", "tool_choice"),
     (r"^max_completion_tokens", "max_tokens"),
+    (r"^response_format(\.json_schema)?", "output_config.format"),
     (r"^stop(?=:|$)", "stop_sequences"),
     (r"^stream_options", "stream"),
 ]
@@ -208,7 +210,7 @@ def translate_messages(body: PromptBody) -> Translation:
     chat = _chat(body, messages)
     chat.tools = [
         Tool(type="function", function=Function(
-            name=tool.name, description=tool.description, parameters=tool.input_schema))
+            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict))
         for tool in body.tools or []
     ]  # fmt: skip
     choice = body.tool_choice
@@ -218,8 +220,12 @@ def translate_messages(body: PromptBody) -> Translation:
         kinds = {"auto": "auto", "any": "required", "none": "none"}
         chat.tool_choice = _named(choice.name) if choice.name is not None else kinds[choice.type]  # type: ignore[assignment]
         chat.parallel_tool_calls = False if choice.disable_parallel_tool_use else None
+    config = body.output_config or OutputConfig()
+    chat.reasoning_effort = config.effort
     if body.thinking is not None:
-        chat.reasoning_effort = "none" if body.thinking.type == "disabled" else "medium"
+        chat.reasoning_effort = "none" if body.thinking.type == "disabled" else config.effort or "medium"
+    if config.format is not None:
+        chat.response_format = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=config.format.schema))
     if isinstance(body, MessagesBody):
         chat.max_completion_tokens = body.max_tokens
         chat.stop = body.stop_sequences

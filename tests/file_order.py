@@ -33,6 +33,7 @@ LONG = (
     "tests/end_to_end/test_responsiveness.py",
     "tests/end_to_end/test_lm_eval.py",
     "tests/server/test_end_to_end.py",
+    "tests/server/test_gguf.py",
     "tests/server/test_lifecycle.py",
     "tests/evals/test_run.py",
     "tests/gpu/test_asking_steps.py",

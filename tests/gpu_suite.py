@@ -41,10 +41,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_asking_*.py",
         "tests/gpu/test_families_on_gpu.py",
         "tests/gpu/test_fusion_on_gpu.py",
+        "tests/gpu/test_gguf.py",
         "tests/gpu/test_lanes.py",
         "tests/gpu/test_mac_graphs.py",
         "tests/gpu/test_masked_steps.py",
         "tests/gpu/test_predicted_graphs.py",
+        "tests/gpu/test_reading.py",
         "tests/gpu/test_prefill_*.py",
         "tests/gpu/test_restoring.py",
         "tests/bench/test_engine_benchmark.py",
@@ -57,7 +59,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 # What they import, and the distribution that it comes with.
 MODULES = {
     "llguidance": "llguidance", "pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis",
-    "numpy": "numpy",
+    "numpy": "numpy", "gguf": "gguf",
     "torch": "torch", "triton": "triton", "numba": "numba", "scipy": "scipy", "safetensors": "safetensors",
     "tokenizers": "tokenizers", "transformers": "transformers", "fbgemm_gpu": "fbgemm-gpu-cpu", "pydantic": "pydantic",
     "msgspec": "msgspec", "zmq": "pyzmq", "fastapi": "fastapi", "starlette": "starlette", "uvicorn": "uvicorn",

@@ -146,6 +146,11 @@ KERNEL_CHAIN_BFLOAT16 = 1.5e-2
 KERNEL_FLOAT64 = 1e-12
 # Logits: float32 sums of a thousand products on tensor cores, which truncate; rounded to bf16 they are off by 1.7e-3.
 LOGITS_FLOAT32 = 3e-5
+# Logits where rotation factors stand in a file as float32: frequencies differ by a last place, angles of 150 positions
+# by 2e-5, queries and keys have a length of ten.
+GGUF_ROPE_LOGITS = 2e-4
+# Standard deviation and mean of 2.6e5 drawn numbers around 0.1: 1e-4 of chance, and rounding to steps of a third of it.
+SPREAD_OF_DRAWN = 5e-3
 # Natural-log lse, absolute: float32 logits of a few units.
 LSE_FLOAT32 = 5e-6
 # The same from bf16 queries and keys through torch's CPU attention, which scales the query in bf16 steps.
@@ -243,9 +248,10 @@ TIER_FLOAT32 = 2e-5
 # The same where rows are int8: the query is rounded to 16 bits for integer products, which moves a logit by some 1e-4.
 TIER_INT8 = 3e-4
 # A drawn key's share of the mass, relative: exp and sums in float32, -log u off a table, come to 2e-6; and where rows
-# are int8, the query's 16 bits, to 7e-5. u of one bit or of one table more or less is off by percents at least.
+# are int8, the query's 16 bits, to 7e-5, and to 3.1e-4 for queries and keys of norm 16 (a GLM's, whose biases count). u
+# of one bit or of one table more or less is off by percents at least.
 SAMPLED_WEIGHT_BFLOAT16 = 2e-5
-SAMPLED_WEIGHT_INT8 = 3e-4
+SAMPLED_WEIGHT_INT8 = 6e-4
 # A drawn key's weight, relative: the kernel's and that of the evals' torch method, both of float32 products, are 4e-6
 # apart.
 SERVED_WEIGHT = 2e-5

@@ -34,17 +34,25 @@ def map_pages(num_bytes: int) -> Pages:
     """New pages, every one written once, so that it exists before it is needed. Raises OSError where refused."""
     slack = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
     mapping = mmap.mmap(-1, num_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if slack and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:  # a kernel without them: slower, not wrong
-            if error.errno != errno.EINVAL:
-                raise
     pages: Pages = np.frombuffer(mapping, np.uint8)
+    ask_huge_pages(pages.ctypes.data, pages.nbytes)
     begin = -pages.ctypes.data % slack if slack else 0
     pages = pages[begin : begin + num_bytes]
     pages[::_TOUCH_BYTES] = 0
     return pages
+
+
+def ask_huge_pages(address: int, num_bytes: int) -> None:
+    """For the whole ones in a range of this process's memory, before its first touch."""
+    begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if begin >= end or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    system = ctypes.CDLL(None, use_errno=True)
+    if system.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE):
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:  # a kernel without them: slower, not wrong
+            raise OSError(code, os.strerror(code))
 
 
 def pin_pages(pages: Pages) -> None:

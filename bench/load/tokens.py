@@ -66,9 +66,9 @@ class TextPool:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder (or a tokenizer.json). Raises PlanError."""
+    """The tokenizer of a Hugging Face folder or a GGUF file (or a tokenizer.json). Raises PlanError."""
     path = folder / "tokenizer.json" if folder.is_dir() else folder
-    if not path.is_file() and (folder / MODEL_FILE).is_file():
+    if path.suffix == ".gguf" or (not path.is_file() and (folder / MODEL_FILE).is_file()):
         try:
             return ServedTokenizer(folder, None).vocabulary
         except ConfigError as error:

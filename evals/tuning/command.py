@@ -41,16 +41,22 @@ def lsh(
     seed: Seed = 0,
     device: Device = "auto",
     json_path: Json = None,
+    write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="a new deployment's file, which samples "
+                                               "with what was chosen")] = None,
 ) -> None:  # fmt: skip
     """Choose bits_per_table and num_tables of LSH sampling for a budget of reads and of table memory.
 
     Prints what each pair reads and errs on the text in one pass of the model, and the lines of the configuration.
     """
     with one_line_errors():
+        if write is not None and write.exists():
+            raise FileExistsError(f"--write: {write} is there already; name another file")
+
         import torch
 
         from evals.fidelity import text_prompts
         from evals.forward import load_decoder
+        from evals.methods.method import parse_layers
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
         from evals.run import load_tokenizer
@@ -82,7 +88,22 @@ def lsh(
         document = {"configuration": configuration, "seeds": {"text": seed, "projections": 0}, "rows": rows}
         if json_path is not None:
             write_document(json_path, finite(document))
-        print_choice(choose_setting(rows, Budget(budget, limit)), budget)
+        chosen = choose_setting(rows, Budget(budget, limit))
+        print_choice(chosen, budget)
+        if write is not None:
+            write.write_text(deployment_of(folder, chosen, parse_layers(dense_layers, decoder.architecture.num_layers)))
+            print(f"wrote {write}: tandem serve {write}")
+
+
+def deployment_of(folder: Path, row: Row, dense_layers: set[int]) -> str:
+    """A deployment's file, which answers by sampling with what was chosen, and leaves all else to the machine."""
+    import yaml
+
+    sampled = {key: row[key] for key in ("bits_per_table", "num_tables")}
+    warnings = "".join(f"# {warning}\n" for warning in warnings_of(row))
+    host = {"dense_layers": sorted(dense_layers), "sampled": sampled}
+    sections = {"model": {"path": str(folder.resolve())}, "scheduler": {"default_profile": "sampled"}, "host": host}
+    return warnings + yaml.safe_dump(sections, sort_keys=False)
 
 
 def print_grid(rows: list[Row], table_tokens: int, console: "Console") -> None:

@@ -30,7 +30,9 @@ MOST_TOKENS = 256  # beyond, a matrix is widened first; as many rows as logits h
 # warps stand side by side: so tokens are loaded as words are, once for all rows, and nothing crosses shared memory.
 GEMV_CONFIGS = {False: (4, 2, 1), True: (2, 2, 1)}
 WARP_WORDS = 128
-# Several: block_rows, block_words, num_warps, num_stages, of products and of `gated` ones.
+# Several: block_rows, block_words, num_warps, num_stages, of products and of `gated` ones. A stage holds words, scales
+# and every plane of the tokens, so more than MOST_STAGED tokens at once have one, and half the words.
+MOST_STAGED = 16
 DOT_CONFIGS = {False: (32, 64, 4, 3), True: (32, 32, 4, 3)}
 UNPACK_BLOCK = (16, 64)  # rows, words
 
@@ -60,14 +62,27 @@ def _factor(words, PLANE: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _low_half(both):
+    """float32 of the float16 in a word's lower bits."""
+    return both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _scales(
     scales, zeros, row, column, inside, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
 ):  # fmt: skip
     """What is taken off factors times a gain, and that gain, float32 `[rows, words]`; of FP8 0 and the scale. All three
-    have so few bits that the difference is exact.
+    have so few bits that the difference is exact. zeros: runs, where there are NUM_RUNS of a row; what is taken off is
+    then an offset alone, and factors are less one.
     """
     at = (row // ROW_BLOCK) * NUM_GROUPS + column // GROUP
+    if NUM_RUNS > 0:
+        HIGHEST: tl.constexpr = 16.0 if KIND == 4 else 256.0
+        pair = tl.load(scales + at, mask=inside, other=0).to(tl.int32)
+        both = tl.load(zeros + row * NUM_RUNS + column // (GROUP * NUM_GROUPS // NUM_RUNS), mask=inside, other=0)
+        gain = _low_half(both) * ((pair << 24) >> 24).to(tl.float32) * HIGHEST
+        return _low_half(both >> 16) * (pair >> 8).to(tl.float32), gain
     scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == 0:
         return scale * 0.0, scale
@@ -82,7 +97,7 @@ def _scales(
 def _packed_gemv_kernel(
     x, words, scales, zeros, norm_weight, residual, out, eps, num_rows,
     INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
     NORMS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -103,15 +118,19 @@ def _packed_gemv_kernel(
         column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS  # of plane 0
         packed = tl.load(words + source_row * NUM_WORDS + at, mask=inside, other=0, eviction_policy="evict_first")
         less, gain = _scales(
-            scales, zeros, source_row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS
+            scales, zeros, source_row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
         )  # fmt: skip
+        if NUM_RUNS > 0:
+            less += gain
         part = tl.zeros([BLOCK_ROWS, BLOCK_WORDS], tl.float32)
         total = tl.zeros([1, BLOCK_WORDS], tl.float32)
         if GATES:
             ups = tl.load(words + up_row * NUM_WORDS + at, mask=inside, other=0, eviction_policy="evict_first")
             up_less, up_gain = _scales(
-                scales, zeros, up_row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS
+                scales, zeros, up_row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
             )  # fmt: skip
+            if NUM_RUNS > 0:
+                up_less += up_gain
             up_part = part
         for PLANE in tl.static_range(PLANES):
             values = tl.load(x + column + PLANE * UNIT_WORDS, mask=inside, other=0.0).to(tl.float32)
@@ -142,8 +161,10 @@ def _packed_gemv_kernel(
 
 
 @triton.jit
-def _widened(packed, less, gain, PLANE: tl.constexpr, KIND: tl.constexpr):
+def _widened(packed, less, gain, PLANE: tl.constexpr, KIND: tl.constexpr, NUM_RUNS: tl.constexpr):
     """float32 numbers of a plane."""
+    if NUM_RUNS > 0:
+        return (_factor(packed, PLANE, KIND) - 1.0) * gain - less  # the product is exact
     if KIND == 0:
         return _factor(packed, PLANE, KIND) * 2.0**120 * gain
     return _factor(packed, PLANE, KIND) * gain - less
@@ -153,7 +174,7 @@ def _widened(packed, less, gain, PLANE: tl.constexpr, KIND: tl.constexpr):
 def _packed_dot_kernel(
     x, words, scales, zeros, residual, out, num_tokens, num_rows, x_stride, residual_stride,
     INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
     GATES: tl.constexpr, GELU: tl.constexpr, ADDS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -174,19 +195,19 @@ def _packed_dot_kernel(
         column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS
         packed = tl.load(words + source_row * NUM_WORDS + at, mask=inside, other=0, eviction_policy="evict_first")
         less, gain = _scales(
-            scales, zeros, source_row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS
+            scales, zeros, source_row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
         )  # fmt: skip
         if GATES:
             ups = tl.load(words + up_row * NUM_WORDS + at, mask=inside, other=0, eviction_policy="evict_first")
             up_less, up_gain = _scales(
-                scales, zeros, up_row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS
+                scales, zeros, up_row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
             )  # fmt: skip
         for PLANE in tl.static_range(PLANES):
             values = tl.load(x + source_token + column + PLANE * UNIT_WORDS, mask=inside, other=0.0).to(DTYPE)
-            wide = _widened(packed, less, gain, PLANE, KIND).to(DTYPE)
+            wide = _widened(packed, less, gain, PLANE, KIND, NUM_RUNS).to(DTYPE)
             sums = tl.dot(values, tl.trans(wide), sums, input_precision="ieee")
             if GATES:
-                wide = _widened(ups, up_less, up_gain, PLANE, KIND).to(DTYPE)
+                wide = _widened(ups, up_less, up_gain, PLANE, KIND, NUM_RUNS).to(DTYPE)
                 up_sums = tl.dot(values, tl.trans(wide), up_sums, input_precision="ieee")
     inside = (token < num_tokens)[:, None] & (row < num_rows)[None, :]
     if GATES:
@@ -202,7 +223,7 @@ def _packed_dot_kernel(
 def _unpack_kernel(
     words, scales, zeros, out, num_rows,
     INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     PLANES: tl.constexpr = 8 if KIND == 4 else 4
@@ -213,9 +234,9 @@ def _unpack_kernel(
     inside = (row < num_rows) & (at < NUM_WORDS)
     column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS
     packed = tl.load(words + row * NUM_WORDS + at, mask=inside, other=0)
-    less, gain = _scales(scales, zeros, row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
+    less, gain = _scales(scales, zeros, row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS)
     for PLANE in tl.static_range(PLANES):
-        wide = _widened(packed, less, gain, PLANE, KIND)
+        wide = _widened(packed, less, gain, PLANE, KIND, NUM_RUNS)
         place = out + row * INNER + column + PLANE * UNIT_WORDS
         tl.store(place, wide.to(out.dtype.element_ty), mask=inside)
 
@@ -311,12 +332,14 @@ def _product(
 def _layout(packed: Packed) -> dict[str, object]:
     return {
         "INNER": packed.inner, "UNIT": packed.unit, "GROUP": packed.group, "NUM_GROUPS": packed.scales.shape[1],
-        "ROW_BLOCK": packed.row_block, "KIND": _KINDS[packed.kind], "HAS_ZEROS": packed.zeros is not None,
+        "NUM_RUNS": 0 if packed.runs is None else packed.runs.shape[1], "ROW_BLOCK": packed.row_block,
+        "KIND": _KINDS[packed.kind], "HAS_ZEROS": packed.zeros is not None,
     }  # fmt: skip
 
 
 def _tensors(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    return packed.words, packed.scales, packed.scales if packed.zeros is None else packed.zeros
+    beside = packed.zeros if packed.runs is None else packed.runs
+    return packed.words, packed.scales, packed.scales if beside is None else beside
 
 
 def _gemv(
@@ -342,6 +365,10 @@ def _dot(x: Tensor, packed: Packed, added: Tensor | None, activation: Activation
     x = x if x.stride(1) == 1 else x.contiguous()
     block_rows, block_words, num_warps, num_stages = DOT_CONFIGS[gates]
     block_tokens = min(64, max(16, triton.next_power_of_2(tokens)))
+    if block_tokens > MOST_STAGED:
+        block_words, num_stages = block_words // 2, 1
+    elif packed.runs is not None:
+        num_stages -= 1  # a run's numbers take room, too
     out = torch.empty(tokens, num_rows, dtype=dtype, device=x.device)
     residual, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)
     _packed_dot_kernel[(triton.cdiv(num_rows, block_rows), triton.cdiv(tokens, block_tokens))](

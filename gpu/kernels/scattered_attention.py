@@ -12,7 +12,12 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check, multiplies_on_tensor_cores
 
-CONFIGS = {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}  # dim: queries, keys, num_warps, num_stages
+CONFIGS = {
+    64: (128, 64, 4, 3),
+    96: (128, 64, 8, 2),
+    128: (128, 64, 8, 2),
+    256: (64, 32, 8, 2),
+}  # dim: queries, keys, num_warps, num_stages
 NO_WINDOW = 1 << 30
 
 
@@ -33,11 +38,13 @@ def scattered_attention_reference(
 @triton.jit
 def _pass_keys(
     rows, top, mass, total, keys, values, key_token_stride, value_token_stride, block, position, last, window,
-    scale_log2, DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    scale_log2, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     token = block * KEYS + tl.arange(0, KEYS)
-    column = tl.arange(0, DIM)
+    column = tl.arange(0, BLOCK_DIM)
     inside = (token <= last)[:, None]  # behind, nothing may be written yet
+    if DIM != BLOCK_DIM:
+        inside = inside & (column < DIM)[None, :]
     key = tl.load(keys + token.to(tl.int64)[:, None] * key_token_stride + column[None, :], mask=inside, other=0.0)
     value = tl.load(values + token.to(tl.int64)[:, None] * value_token_stride + column[None, :], mask=inside, other=0.0)
     logits = tl.dot(rows, tl.trans(key)) * scale_log2
@@ -57,7 +64,8 @@ def _pass_keys(
 def _scattered_attention_kernel(
     query, keys, values, positions, out, lse, num_queries, window, scale_log2,
     query_stride, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     LN2: tl.constexpr = 0.6931471805599453
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -66,15 +74,18 @@ def _scattered_attention_kernel(
     is_query = which < num_queries
     which = tl.minimum(which, num_queries - 1)
     position = tl.load(positions + which).to(tl.int32)
-    column = tl.arange(0, DIM)
-    rows = tl.load(query + which.to(tl.int64)[:, None] * query_stride + head * DIM + column[None, :])
+    column = tl.arange(0, BLOCK_DIM)
+    is_column = (column < DIM)[None, :]
+    rows = tl.load(
+        query + which.to(tl.int64)[:, None] * query_stride + head * DIM + column[None, :], mask=is_column, other=0.0
+    )
     key_head = keys + (head // GROUP).to(tl.int64) * key_head_stride
     value_head = values + (head // GROUP).to(tl.int64) * value_head_stride
     first, last = tl.min(position, 0), tl.max(position, 0)
 
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
-    total = tl.zeros([QUERIES, DIM], tl.float32)
+    total = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
     begin = tl.maximum(0, first - window + 1) // KEYS
     end_masked = tl.where(last >= window, (last - window) // KEYS + 1, 0)  # below, some query's window has not begun
     num_whole = (first + 1) // KEYS
@@ -83,21 +94,21 @@ def _scattered_attention_kernel(
     for block in range(begin, low):
         top, mass, total = _pass_keys(
             rows, top, mass, total, key_head, value_head, key_token_stride, value_token_stride, block, position,
-            last, window, scale_log2, DIM, KEYS, True,
+            last, window, scale_log2, DIM, BLOCK_DIM, KEYS, True,
         )  # fmt: skip
     for block in range(low, high):
         top, mass, total = _pass_keys(
             rows, top, mass, total, key_head, value_head, key_token_stride, value_token_stride, block, position,
-            last, window, scale_log2, DIM, KEYS, False,
+            last, window, scale_log2, DIM, BLOCK_DIM, KEYS, False,
         )  # fmt: skip
     for block in range(high, last // KEYS + 1):
         top, mass, total = _pass_keys(
             rows, top, mass, total, key_head, value_head, key_token_stride, value_token_stride, block, position,
-            last, window, scale_log2, DIM, KEYS, True,
+            last, window, scale_log2, DIM, BLOCK_DIM, KEYS, True,
         )  # fmt: skip
     row = which.to(tl.int64) * HEADS + head
     result = (total / mass[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row[:, None] * DIM + column[None, :], result, mask=is_query[:, None])
+    tl.store(out + row[:, None] * DIM + column[None, :], result, mask=is_query[:, None] & is_column)
     tl.store(lse + row, (top + tl.log2(mass)) * LN2, mask=is_query)
 
 
@@ -132,7 +143,7 @@ def scattered_attention_kernel(
     _scattered_attention_kernel[(triton.cdiv(tokens, tile), heads)](
         query, keys, values, positions, out, lse, tokens, window or NO_WINDOW, scale * 1.4426950408889634,
         query.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, QUERIES=tile, KEYS=block, num_warps=num_warps,
-        num_stages=num_stages,
+        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), QUERIES=tile, KEYS=block,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out, lse

@@ -1,4 +1,4 @@
-"""An Architecture from the `config.json` of a Hugging Face folder, or of a named shape. No torch.
+"""An Architecture from the `config.json` of a Hugging Face folder, a GGUF file, or a named shape. No torch.
 
 It refuses to know what any family's keys mean: `gpu.model.families` does. Invariant: a key that is not understood is
 refused by name, unless `ignore_config_keys` says that nothing hangs on it.
@@ -11,6 +11,9 @@ from typing import Any
 
 from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import parse_config
+from gpu.model.gguf.config import as_config
+from gpu.model.gguf.file import is_gguf, read_gguf
+from gpu.model.gguf.tensors import find_quantisation
 from gpu.model.json_files import read_object
 from gpu.model.shapes import NAMED_SHAPES, named_shape
 from gpu.model.spec import ROPE_TYPES, Architecture, LayerSpec, ModelError, RopeScaling
@@ -24,17 +27,25 @@ __all__ = [
 def read_architecture(
     folder: Path, rope: Mapping[str, Any] | None = None, ignored_keys: Sequence[str] = ()
 ) -> Architecture:
-    """Read `folder/config.json`, and the end tokens of the files beside it.
+    """Read `folder/config.json`, and the end tokens of the files beside it; of a GGUF file, its metadata.
 
     rope: `model.rope`, in place of the file's scaling; ignored_keys: `model.ignore_config_keys`. Raises ModelError for
     a missing or broken file, a missing key, or a model that the decoder does not compute.
     """
+    if is_gguf(folder):
+        return _read_gguf(folder, rope, ignored_keys)
     path = folder / "config.json"
     config = read_object(path)
     if config is None:
         raise ModelError(f"model: {path} is missing; give a Hugging Face folder with config.json")
     shape = parse_architecture(config, folder.resolve().name, str(path), rope, ignored_keys)
     return replace(shape, eos_token_ids=end_token_ids(folder))
+
+
+def _read_gguf(path: Path, rope: Mapping[str, Any] | None, ignored_keys: Sequence[str]) -> Architecture:
+    file = read_gguf(path)
+    shape = parse_architecture(as_config(file), file.name, str(path), rope, ignored_keys)
+    return replace(shape, eos_token_ids=end_token_ids(path), quantisation=find_quantisation(file, shape))
 
 
 def parse_architecture(

@@ -1,38 +1,65 @@
-"""Checkpoints: the safetensors of a Hugging Face folder, each tensor to its place on the device.
+"""Checkpoints: each tensor of a Hugging Face folder's safetensors, or of a GGUF file, to its place on the device.
 
-It refuses to know where that is (`gpu.model.places`). Invariant: a tensor goes from its memory-mapped file straight
-into its place; host memory never holds a copy of the model. A folder is checked whole, names, shapes and types, before
-the first byte is allocated.
+It refuses to know where that is (`gpu.model.places`), and how files have tensors (`gpu.model.safetensors_folder`,
+`gpu.model.gguf.source`) and are read (`gpu.model.reading`). Invariant: rows go from their file into their place,
+directly where that is host memory and of their type; host memory never holds a copy of the model. A checkpoint is
+checked whole, names, shapes and types, before the first byte is allocated.
 """
 
-import json
 import logging
-import math
 import resource
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from gpu.kernels.packed import Packed
+from gpu.model.file_tensor import FileTensor
+from gpu.model.gguf.file import is_gguf
+from gpu.model.gguf.source import GgufSource
+from gpu.model.gguf.tensors import SCHEME
 from gpu.model.places import canonical, places, wanted_tensors
+from gpu.model.placing import Placing
+from gpu.model.reading import Piece, ReadError, read_pieces
+from gpu.model.safetensors_folder import SafetensorsFolder
 from gpu.model.spec import Architecture, ModelError
-from gpu.model.stored import StoredError, StoredTensor
+from gpu.model.stored import StoredTensor
 from gpu.model.weights import Progress, Stored, Weights, allocate_weights, unpacked
 
 log = logging.getLogger(__name__)
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
 _SCALE_ENDS = (".scales", ".weight_scale")
 
 
+class Source(Protocol):
+    """files: names of their tensors, as a Hugging Face checkpoint has them; described_by: what says which ones are
+    wanted; listed_by: where one is looked for that is missing.
+    """
+
+    files: Mapping[Path, list[str]]
+    described_by: str
+    listed_by: Path
+
+    def stored_name(self, name: str) -> str:
+        """What its own files call a tensor."""
+
+    def tensors(self, path: Path) -> list[FileTensor]:
+        """Those of a file, in the order that they lie in."""
+
+
+def open_source(path: Path, architecture: Architecture) -> Source:
+    """Raises ModelError for files that are missing or broken."""
+    return GgufSource(path, architecture) if is_gguf(path) else SafetensorsFolder(path)
+
+
 def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                  on_progress: Progress) -> Weights:  # fmt: skip
-    """Read `folder`'s safetensors, sharded or single, into new device tensors of `dtype`.
+    """Read `folder`'s safetensors, or a GGUF file, in one part or several, into new device tensors of `dtype`.
 
     Matrices of few bits, of the file or rounded as the architecture's quantisation says, stay packed on a GPU and are
     unpacked on the CPU, where a step of plain weights is compiled. Raises ModelError, one line, for a file that is
@@ -45,36 +72,49 @@ def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, d
 def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                 on_progress: Progress) -> Weights:  # fmt: skip
     """As `load_weights`, and packed on the CPU, too."""
-    files = _find_files(folder)
-    total = _check_tensors(files, wanted_tensors(architecture), architecture, folder)
-    weights = allocate_weights(architecture, dtype, device, _find_scales(files, architecture))
+    source = open_source(folder, architecture)
+    _check_tensors(source, wanted_tensors(architecture), architecture)
+    weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture))
     found = places(weights, architecture)
-    began, stored_bytes, done = time.perf_counter(), 0, 0
-    for comes_first in (True, False):
-        for path, names in files.items():
-            with _open(path) as shard:
-                for name in names:
-                    place = found.get(canonical(name, architecture) or "")
-                    if place is None or place.fill is None or place.comes_first != comes_first:
-                        continue
-                    stored = shard.get_tensor(name)
-                    _fill(place, stored, name, path)
-                    stored_bytes += stored.nbytes
-                    done += stored.numel()
-                    on_progress(done / total)
+    tensors = [
+        (path, tensor, place)
+        for path in source.files
+        for tensor in source.tensors(path)
+        if (place := found.get(canonical(tensor.name, architecture) or "")) is not None and place.fill is not None
+    ]
+
+    def placing_of(path: Path, tensor: FileTensor, place: StoredTensor) -> Placing:
+        return Placing(tensor, place, str(path), source.stored_name(tensor.name), device)
+
+    total_bytes = sum(tensor.num_bytes for _, tensor, _ in tensors)
+    began, done_bytes = time.perf_counter(), 0
+    with ExitStack() as opened:
+        numbers = {path: opened.enter_context(path.open("rb", buffering=0)).fileno() for path in source.files}
+        for comes_first in (True, False):
+            pieces = (
+                piece
+                for path, tensor, place in tensors
+                if place.comes_first == comes_first
+                for piece in Placing(tensor, place, str(path), source.stored_name(tensor.name), device).pieces(
+                    numbers[path]
+                )
+            )
+            for num_bytes in _read(pieces, device):
+                done_bytes += num_bytes
+                on_progress(done_bytes / total_bytes)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what matrices were unpacked and rounded in
-    _log_rate(folder, stored_bytes, time.perf_counter() - began)
+    _log_rate(folder, total_bytes, time.perf_counter() - began)
     return _settled(weights)
 
 
-def _fill(place: StoredTensor, stored: torch.Tensor, name: str, path: Path) -> None:
-    assert place.fill is not None, "what has no place is passed over"
+def _read(pieces: Iterator[Piece], device: torch.device) -> Iterator[int]:
+    """Bytes of each, once it is placed."""
     try:
-        place.fill(stored)
-    except StoredError as error:
-        raise ModelError(f"model: {path}: tensor {name} {error}") from None
+        yield from read_pieces(pieces, device)
+    except ReadError as error:
+        raise ModelError(f"model: {error}") from None
 
 
 def _settled(weights: Weights) -> Weights:
@@ -95,7 +135,7 @@ def _settled(weights: Weights) -> Weights:
 
 
 def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
-    """What was read, how fast, and the most memory that this process has held so far, mapped files included."""
+    """What was read, how fast, and the most memory that this process has held so far."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     log.info(
         "weights folder=%s gib=%.2f seconds=%.1f gib_s=%.2f peak_rss_gib=%.2f",
@@ -103,86 +143,50 @@ def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
     )  # fmt: skip
 
 
-def _find_files(folder: Path) -> dict[Path, list[str]]:
-    """Each safetensors file with the names of its tensors (of the index, where there is one)."""
-    index_path, single_path = folder / INDEX_FILE, folder / SINGLE_FILE
-    if not index_path.exists():
-        if not single_path.exists():
-            raise ModelError(f"model: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; wanted one of them")
-        with _open(single_path) as shard:
-            return {single_path: list(shard.keys())}
-    try:
-        index = json.loads(index_path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"model: {index_path} is not valid JSON ({error})") from None
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"model: {index_path}: weight_map is {weight_map!r}; wanted tensor names to file names")
-    files: dict[Path, list[str]] = {}
-    for name, file_name in weight_map.items():
-        files.setdefault(folder / str(file_name), []).append(name)
-    for path in files:
-        if not path.exists():
-            raise ModelError(f"model: {path} is missing; {INDEX_FILE} lists {len(files[path])} tensors in it")
-        with _open(path) as shard:
-            lost = sorted(set(files[path]) - set(shard.keys()))
-        if lost:
-            raise ModelError(f"model: {path}: tensor {lost[0]} is missing; {INDEX_FILE} says that it is there")
-    return files
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"model: {path} is not a whole safetensors file ({error}); fetch it again") from None
-
-
-def _check_tensors(files: dict[Path, list[str]], wanted: dict[str, StoredTensor], architecture: Architecture,
-                   folder: Path) -> int:  # fmt: skip
-    """How many numbers there are to be placed."""
+def _check_tensors(source: Source, wanted: dict[str, StoredTensor], architecture: Architecture) -> None:
     found: set[str] = set()
-    total = 0
-    for path, names in files.items():
-        with _open(path) as shard:
-            for name in names:
-                place = canonical(name, architecture)
-                if place is None or _is_derived(place, architecture):
-                    continue
-                if place not in wanted:
-                    family = architecture.family
-                    raise ModelError(f"model: {path}: tensor {name} is not one of a {family} of {len(wanted)} tensors")
-                stored, asked = shard.get_slice(name), wanted[place]
-                shape, dtype = stored.get_shape(), stored.get_dtype()
-                if tuple(shape) not in asked.shapes:
-                    shapes = " or ".join(str(list(one)) for one in asked.shapes)
-                    raise ModelError(f"model: {path}: tensor {name} is {shape}; wanted {shapes} by config.json")
-                if dtype not in asked.dtypes:
-                    raise ModelError(f"model: {path}: tensor {name} is {dtype}; wanted {', '.join(asked.dtypes)}")
-                found.add(place)
-                total += math.prod(shape) if asked.fill is not None else 0
+    for path in source.files:
+        for tensor in source.tensors(path):
+            place = canonical(tensor.name, architecture)
+            if place is None or _is_derived(place, architecture):
+                continue
+            if place not in wanted:
+                family = architecture.family
+                raise ModelError(
+                    f"model: {path}: tensor {tensor.name} is not one of a {family} of {len(wanted)} tensors"
+                )
+            asked, called, dtype = wanted[place], source.stored_name(tensor.name), tensor.dtype
+            if tensor.shape not in asked.shapes:
+                shapes, described = " or ".join(str(list(one)) for one in asked.shapes), source.described_by
+                raise ModelError(
+                    f"model: {path}: tensor {called} is {list(tensor.shape)}; wanted {shapes} by {described}"
+                )
+            if dtype not in asked.dtypes:
+                raise ModelError(f"model: {path}: tensor {called} is {dtype}; wanted {', '.join(asked.dtypes)}")
+            found.add(place)
     needed = [name for name, tensor in wanted.items() if tensor.is_needed]
     missing = [name for name in needed if name not in found]
     if missing:
-        where = next(iter(files)) if len(files) == 1 else folder / INDEX_FILE
-        raise ModelError(f"model: {where}: tensor {missing[0]} is missing ({len(missing)} of {len(needed)} are)")
-    return total
+        lost = source.stored_name(missing[0])
+        raise ModelError(f"model: {source.listed_by}: tensor {lost} is missing ({len(missing)} of {len(needed)} are)")
 
 
-def _find_scales(files: dict[Path, list[str]], architecture: Architecture) -> torch.dtype:
-    """The type of integers' scales, which must have one. Raises ModelError."""
+def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
+    """The type of integers' scales, which must have one; GGUF files' are float16. Raises ModelError."""
+    if architecture.quantisation is not None and architecture.quantisation.scheme == SCHEME:
+        return torch.float16
     first: tuple[str, str] | None = None
-    for path, names in files.items():
-        with _open(path) as shard:
-            for name in names:
-                if architecture.quantisation is None or not name.endswith(_SCALE_ENDS):
-                    continue
-                dtype = shard.get_slice(name).get_dtype()
-                first = first or (name, dtype)
-                if dtype != first[1]:
-                    raise ModelError(
-                        f"model: {path}: tensor {name} is {dtype}, {first[0]} is {first[1]}; wanted one type"
-                    )
+    if architecture.quantisation is None:
+        return torch.bfloat16
+    for path in source.files:
+        for tensor in source.tensors(path):
+            if not tensor.name.endswith(_SCALE_ENDS):
+                continue
+            first = first or (tensor.name, tensor.dtype)
+            if tensor.dtype != first[1]:
+                raise ModelError(
+                    f"model: {path}: tensor {tensor.name} is {tensor.dtype}, {first[0]} is {first[1]}; wanted one type"
+                )
     return _SCALES.get(first[1], torch.bfloat16) if first else torch.bfloat16
 
 

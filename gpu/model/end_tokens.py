@@ -6,15 +6,18 @@ It refuses to know texts. Invariant: whoever serves and whoever measures a model
 from pathlib import Path
 from typing import Any
 
+from gpu.model.gguf.file import is_gguf
+from gpu.model.gguf.tokens import gguf_end_token_ids
 from gpu.model.json_files import read_object
 from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
-    """Of `config.json` and the decoder's part of it, `generation_config.json`, and the tokenizer's own; sorted.
-
-    Raises ModelError for a file that is no JSON object.
+    """Of `config.json` and the decoder's part of it, `generation_config.json`, and the tokenizer's own; sorted. Of a
+    GGUF file, its metadata's. Raises ModelError for a file that is no JSON object.
     """
+    if is_gguf(folder):
+        return gguf_end_token_ids(folder)
     config = read_object(folder / "config.json") or {}
     trees = [config, config.get("text_config"), read_object(folder / "generation_config.json")]
     ids = {token_id for tree in trees if isinstance(tree, dict) for token_id in as_ids(tree.get("eos_token_id"))}

@@ -5,18 +5,21 @@ these are the bytes that a loaded matrix holds, scales and zero points counted.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["int4", "int8", "fp8"]
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8}
 _ORDER_BYTES = 8  # of a column
+_RUN_BYTES = 4  # two float16
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixFormat:
     """group: columns to a scale, None: a row's all. row_block: rows that share their scales. has_zeros: whether a group
-    has a zero point, a byte; has_order: whether a checkpoint's groups are not of neighbours.
+    has a zero point, a byte; has_order: whether a checkpoint's groups are not of neighbours. run: columns to a pair of
+    float16 numbers, which a group's scale and offset, a byte each, are multiples of; None: scales stand for themselves.
     """
 
     kind: Kind
@@ -25,12 +28,14 @@ class MatrixFormat:
     row_block: int = 1
     has_zeros: bool = False
     has_order: bool = False
+    run: int | None = None
 
     def num_bytes(self, rows: int, inner: int) -> int:
         group = self.group or inner
         groups = -(-rows // self.row_block) * -(-inner // group)
         each = self.scale_bytes + self.has_zeros
-        return rows * inner * BITS[self.kind] // 8 + groups * each + self.has_order * inner * _ORDER_BYTES
+        runs = 0 if self.run is None else rows * (inner // self.run) * _RUN_BYTES
+        return rows * inner * BITS[self.kind] // 8 + groups * each + runs + self.has_order * inner * _ORDER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,16 @@ class Quantisation:
     """Which matrices of a model have few bits. scheme: how files have them, or "rounded": those of a plain checkpoint
     are, as they are loaded. layers: of layers' matrices; output: of the output matrix, None: plain, which a tied one
     always is. plain: modules that are left alone, by name, by a part of one between dots, or `re:` and an expression.
+    matrices: by a layer's number and the name of a matrix in it, each one's own, None: plain; layers is the commonest
+    then. note: what is said of them, None: of `layers`.
     """
 
     scheme: str
     layers: MatrixFormat
     output: MatrixFormat | None
     plain: tuple[str, ...] = ()
+    matrices: Mapping[tuple[int, str], MatrixFormat | None] | None = field(default=None, hash=False)
+    note: str | None = None
 
     def leaves(self, names: tuple[str, ...]) -> bool:
         """Whether a module, by any of its names, is plain."""

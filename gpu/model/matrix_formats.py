@@ -79,6 +79,8 @@ def step_weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: b
 def describe_formats(architecture: Architecture) -> str:
     """Of a quantised one, in a few words."""
     assert architecture.quantisation is not None, "a plain model has no formats"
+    if architecture.quantisation.note is not None:
+        return architecture.quantisation.note
     layers, output = architecture.quantisation.layers, output_format(architecture)
     groups = "rows" if layers.group is None else f"groups of {layers.group}"
     return f"{layers.kind} in {groups}, output matrix {output.kind if output else 'plain'}"
@@ -133,6 +135,9 @@ def _saved(architecture: Architecture, dtype_bytes: int) -> Iterator[int]:
 
 def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matrix: str) -> MatrixFormat | None:
     modules = list(module_names(a, layer, matrix).values())
+    if quantisation.matrices is not None:
+        stored = quantisation.matrices[layer, matrix]
+        return None if stored is None else _fitting(stored, matrix_shapes(a)[matrix][1], modules[0])
     left = [quantisation.leaves(_names(module, a)) for module in modules]
     if any(left) and not all(left):
         plain, other = modules[left.index(True)], modules[left.index(False)]

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gpu.kernels.packed import Packed
 from gpu.model.family import Family, families
+from gpu.model.gguf.blocks import Blocks, widen_blocks
+from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import PARTS, layer_formats, module_names, output_format, part_rows
 from gpu.model.spec import Architecture
@@ -30,15 +32,35 @@ class Place:
     offset: float = 0.0
     gain: float = 1.0
 
-    def fill(self, stored: Tensor) -> None:
-        rows = stored if self.order is None else stored.index_select(0, self.order)
+    def fill(self, stored: Tensor | Blocks) -> None:
+        if isinstance(stored, Blocks):
+            self._widen(stored)
+        else:
+            self.fill_rows(0, stored)
+
+    def fill_rows(self, begin: int, stored: Tensor) -> None:
+        """Rows of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
+        rows, end = stored.to(self.tensor.device, non_blocking=True), begin + len(stored)
         if self.offset or self.gain != 1:
             rows = (rows.float() + self.offset) * self.gain
-        self.tensor.copy_(rows)
+        if self.order is None:
+            self.tensor[begin:end].copy_(rows)
+        else:
+            ours = torch.argsort(self.order)[begin:end].to(self.tensor.device)
+            self.tensor.index_copy_(0, ours, rows.to(self.tensor.dtype))
+
+    def _widen(self, blocks: Blocks) -> None:
+        assert (self.offset, self.gain) == (0.0, 1.0), "of norms, which are not in blocks"
+        widen_blocks(blocks if self.order is None else blocks.ordered(self.order), self.tensor)
 
     @property
     def wanted(self) -> StoredTensor:
-        return StoredTensor((tuple(self.tensor.shape),), PLAIN, self.fill)
+        is_same = self.order is None and not self.offset and self.gain == 1
+        kinds = PLAIN if self.tensor.ndim == 1 else (*PLAIN, *BLOCK_KINDS)
+        return StoredTensor(
+            (tuple(self.tensor.shape),), kinds, self.fill, fill_rows=self.fill_rows,
+            as_is=self.tensor if is_same else None,
+        )  # fmt: skip
 
 
 def head_order(architecture: Architecture) -> Tensor | None:

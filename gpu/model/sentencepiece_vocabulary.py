@@ -24,7 +24,14 @@ def build_vocabulary(pieces: SentencepieceFile, folder: Path, settings: Mapping[
     """settings: of `tokenizer_config.json`, its end and begin tokens filled in. Raises ModelError for tokens whose ids
     cannot be what the folder says.
     """
-    added = _added_tokens(folder, settings)
+    return assemble_vocabulary(pieces, _added_tokens(folder, settings), str(folder), settings)
+
+
+def assemble_vocabulary(
+    pieces: SentencepieceFile, added: dict[int, AddedToken], source: str, settings: Mapping[str, Any]
+) -> Vocabulary:
+    """As `build_vocabulary`. added: by id, beside the pieces or in place of them; source: names them in errors."""
+    added = dict(added)
     texts = [added[place].content if place in added else text for place, text in enumerate(pieces.texts)]
     vocabulary = Vocabulary(_model(pieces, texts))
     vocabulary.normalizer, vocabulary.pre_tokenizer = _spelling(pieces, settings)
@@ -41,7 +48,7 @@ def build_vocabulary(pieces: SentencepieceFile, folder: Path, settings: Mapping[
         got = vocabulary.token_to_id(added[place].content)
         if got != place:
             raise ModelError(
-                f"model: {folder}: added token {added[place].content!r} is {place}, and would be {got} behind "
+                f"model: {source}: added token {added[place].content!r} is {place}, and would be {got} behind "
                 f"{len(texts)} pieces; wanted ids without a gap: put a tokenizer.json into the folder"
             )
     _frame(vocabulary, settings)

@@ -1,4 +1,4 @@
-"""Tensors of quantised modules, as each scheme's files have them, and how they become words, scales and zero points.
+"""Tensors of quantised modules, as each scheme's files have them, and how they become words, scales and offsets.
 
 `gpu.model.quantisation` names the schemes. It refuses to know layers and families. A module's tensors may lie in
 different files, so each is put into its place alone; where groups are not of neighbours, what says so comes first.
@@ -7,12 +7,15 @@ Invariant: numbers, scales and zero points are those of the file, exactly; nothi
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpu.kernels.packed import Packed
 from gpu.kernels.words import pack_words
+from gpu.model.gguf.blocks import Blocks, Numbers, read_numbers
+from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import BITS, MatrixFormat
 from gpu.model.rounding import round_rows
 from gpu.model.weights import UNSET
@@ -32,15 +35,19 @@ class StoredError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a module: the shapes and types that it may have, and what puts it into its place (None: nothing is
-    made of it). is_needed: whether it must be there; comes_first: whether others' places hang on it.
+    """One tensor of a module: the shapes and types that it may have, and what puts it, a tensor or a GGUF file's
+    Blocks, into its place (None: nothing is made of it). is_needed: whether it must be there; comes_first: whether
+    others' places hang on it. fill_rows: puts rows of a tensor from one on into their places, where they need no
+    others; as_is: its place, if that is what it is stored as but, it may be, for the type.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    fill: Callable[[Tensor], None] | None
+    fill: Callable[[Any], None] | None
     is_needed: bool = True
     comes_first: bool = False
+    fill_rows: Callable[[int, Tensor], None] | None = None
+    as_is: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,24 @@ class Part:
         assert self.packed.zeros is not None, "zero points have a place"
         self._put(self.packed.zeros, zeros, 1)
 
+    def put_runs(self, numbers: Numbers) -> None:
+        """Scales and offsets of groups, and what they are multiples of; finer ones than the file's are repeated."""
+        assert self.packed.runs is not None, "they have a place"
+        for name, values in (("d", numbers.d), ("least", numbers.least)):
+            if not bool(values.isfinite().all()):
+                raise StoredError(f"holds scales ({name}) that are not finite")
+        pair = torch.stack([numbers.scales, numbers.offsets], 2).view(torch.int16)[..., 0]
+        run = torch.stack([numbers.d, numbers.least], 2).view(torch.int32)[..., 0]
+        self._put(self.packed.scales, pair.repeat_interleave(self.num_groups // pair.shape[1], 1), 1)
+        self._put(self.packed.runs, run.repeat_interleave(self.packed.runs.shape[1] // run.shape[1], 1), 1)
+
+    def parts(self, num_rows: int) -> list["Part"]:
+        """Of so many rows each; whole, where rows are put in order."""
+        if self.order is not None:
+            return [self]
+        begins = range(self.begin, self.end, num_rows)
+        return [Part(self.packed, begin, min(begin + num_rows, self.end), None) for begin in begins]
+
     def put_order(self, groups: Tensor, is_moved: bool) -> None:
         """int32 `[inner]`, each column's group. is_moved: whether groups need not be of neighbours."""
         group = self.packed.group
@@ -116,7 +141,7 @@ def stored_tensors(scheme: str, stored: MatrixFormat, part: Part, row_block: int
     return {end: replace(tensor, fill=_there(tensor.fill, part.device)) for end, tensor in tensors.items()}
 
 
-def _there(fill: Callable[[Tensor], None] | None, device: torch.device) -> Callable[[Tensor], None] | None:
+def _there(fill: Callable[[Any], None] | None, device: torch.device) -> Callable[[Any], None] | None:
     """Of a tensor that goes there first, as it is stored."""
     return None if fill is None else lambda stored: fill(stored.to(device))
 
@@ -271,6 +296,24 @@ def _refuse_bias(part: Part) -> Callable[[Tensor], None]:
     return fill
 
 
+def _gguf(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+    """Blocks, of which each kind has scales of its own; here all parts of a matrix have the same."""
+
+    def fill(blocks: Blocks) -> None:
+        cut = [blocks] if part.order is not None else blocks.parts()
+        for rows, place in zip(cut, part.parts(cut[0].shape[0]), strict=True):
+            numbers = read_numbers(rows)
+            if stored.run is not None:
+                place.put_numbers(numbers.q)
+                place.put_runs(numbers)
+                continue
+            middle = 2 ** (blocks.layout.bits - 1)
+            place.put_numbers(numbers.q + (place.packed.middle - middle))
+            place.put_scales(numbers.d, 1)
+
+    return {".weight": StoredTensor(((part.rows, part.packed.inner),), tuple(BLOCK_KINDS), fill)}
+
+
 def _numbers(words: Tensor, bits: int) -> Tensor:
     """int32 `[lines, words]` -> uint8 `[lines, words * 32 / bits]`, from the lowest bits up."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
@@ -287,4 +330,5 @@ _SCHEMES: dict[str, Callable[[MatrixFormat, Part, int], dict[str, StoredTensor]]
     "fp8": _fp8,
     "fp8 rows": _fp8,
     "fp8 blocks": _fp8_blocks,
+    "gguf": _gguf,
 }

@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Vocabulary
 
+from gpu.model.gguf.file import is_gguf
+from gpu.model.gguf.tokens import read_gguf_vocabulary
 from gpu.model.json_files import read_object
 from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
 from gpu.model.sentencepiece_vocabulary import build_vocabulary
@@ -16,8 +18,10 @@ from gpu.model.spec import ModelError
 
 def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Any]]:
     """Of tokenizer.json, or else of sentencepiece's tokenizer.model, and the settings of tokenizer_config.json. Raises
-    ModelError if there is neither, or one is broken.
+    ModelError if there is neither, or one is broken. Of a GGUF file, both from its metadata.
     """
+    if is_gguf(folder):
+        return read_gguf_vocabulary(folder)
     settings = dict(read_object(folder / "tokenizer_config.json") or {})
     path = folder / "tokenizer.json"
     if path.is_file():

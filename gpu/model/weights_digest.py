@@ -1,8 +1,9 @@
 """A name for a model's weights by what they hold, wherever they lie: what was computed with them is kept under it.
 
 It refuses to know tensors. The digest is of the bytes of all safetensors files and of config.json, which says how they
-are used. Reading 16 GB takes seconds, so a file's part is kept in the user's cache folder and holds while the file's
-size, times and inode are the same. Invariant: another byte is another digest; a name or a place is not.
+are used, or of all parts of a GGUF file. Reading 16 GB takes seconds, so a file's part is kept in the user's cache
+folder and holds while the file's size, times and inode are the same. Invariant: another byte is another digest; a name
+or a place is not.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from typing import Any
 import xxhash
 
 from gpu.model.architecture import ModelError
+from gpu.model.gguf.file import is_gguf, part_paths
 
 MOST_ENTRIES = 256
 READ_BYTES = 8 * 2**20
@@ -30,8 +32,11 @@ def kept_path() -> Path:
 
 
 def digest_weights(folder: Path, kept: Path) -> str:
-    """32 hexadecimal digits for the model in `folder`; `kept`: parts that are known already. Raises ModelError."""
-    files = sorted(folder.glob("*.safetensors"))
+    """32 hexadecimal digits for the model in `folder`, or of a GGUF file, which says itself how it is used; `kept`:
+    parts that are known already. Raises ModelError.
+    """
+    is_file = is_gguf(folder)
+    files = sorted(part_paths(folder) if is_file else folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"model: {folder} has no *.safetensors; wanted a Hugging Face folder")
     known = _read_kept(kept)
@@ -40,7 +45,7 @@ def digest_weights(folder: Path, kept: Path) -> str:
         missing = [path for path, stamp in zip(files, stamps, strict=True) if stamp not in known]
         with ThreadPoolExecutor(NUM_THREADS, "weights-digest") as threads:
             found = dict(zip(missing, threads.map(_digest_file, missing), strict=True))
-        config = (folder / "config.json").read_bytes()
+        config = b"" if is_file else (folder / "config.json").read_bytes()
     except OSError as error:
         raise ModelError(f"model: {folder} cannot be read ({error}); wanted config.json and *.safetensors") from None
     parts = {stamp: found.get(path) or known[stamp] for path, stamp in zip(files, stamps, strict=True)}

@@ -306,7 +306,9 @@ class Prefill:
         assert window is not None, "prefill: a layer without a window has its rows in pages"
         if state.windowed is None or state.windowed[0] != chunk:
             parts = [
-                Own(part.prompt.slot, part.begin - chunk.start, part.end - chunk.start, part.context)
+                Own(
+                    part.prompt.slot, part.begin - chunk.start, part.end - chunk.start, part.context, part.prompt.branch
+                )
                 for part in state.parts(chunk.start, chunk.stop)
             ]
             state.windowed = chunk, WindowedUnit(self.decoder.pool, parts, state.positions[chunk], slots)

@@ -2,7 +2,8 @@
 
 It refuses to know jobs, and who holds which window. A unit writes its keys and values to a buffer; a prompt's queries
 attend to the end of its window and to their own rows there; then the last rows take their places in the window. So a
-window need be no longer than what a token sees, however long units are. Invariant: cells of a window are written in the
+window need be no longer than what a token sees, however long units are. A prompt may leave a second window, as it was
+further to the front, for others that part from it there. Invariant: cells of a window are written in the
 order of a prompt's units, and none that a query of this unit or of the next one sees is lost.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from gpu.kv.pool import KvPool
 from gpu.model.decoder import Pages
 from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, windowed_attention
+from gpu.step import WindowBranch
 from gpu.upload import upload
 
 LEAST_BUFFER_TOKENS = 256
@@ -23,17 +25,25 @@ LEAST_BUFFER_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Tokens `[begin, end)` of a unit are those of `slot` that end its first `context`."""
+    """Tokens `[begin, end)` of a unit are those of `slot` that end its first `context`. branch: of its prompt."""
 
     slot: int
     begin: int
     end: int
     context: int
+    branch: WindowBranch | None
 
     @property
     def first(self) -> int:
         """The cell of its first token."""
         return self.context - (self.end - self.begin)
+
+    def branched(self, num_cells: int) -> slice:
+        """Its tokens of the unit that are in the branch's window, of so many cells, at the end."""
+        if self.branch is None:
+            return slice(self.begin, self.begin)
+        first = self.begin + max(0, self.branch.end - num_cells - self.first)
+        return slice(first, self.begin + min(self.context, self.branch.end) - self.first)
 
 
 class WindowedUnit:
@@ -47,7 +57,14 @@ class WindowedUnit:
             self.kept = [slice(0, len(positions))]
         cells = torch.cat([positions[kept] for kept in self.kept])
         pages = torch.cat([slots[kept] for kept in self.kept]).long()
-        self.page_ids = pool.windows.page_table[pages, cells // pool.page_tokens].long()
+        page_ids = [pool.windows.page_table[pages, cells // pool.page_tokens].long()]
+        for part in parts:
+            kept = part.branched(num_cells)
+            if part.branch is not None and kept.start < kept.stop:
+                self.kept.append(kept)
+                cells = torch.cat([cells, positions[kept]])
+                page_ids.append(pool.windows.page_ids(part.branch.window, positions[kept]))
+        self.page_ids = torch.cat(page_ids)
         self.offsets = cells % pool.page_tokens
 
     def is_whole(self) -> bool:

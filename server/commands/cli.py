@@ -26,7 +26,7 @@ from server.commands.doctor import DoctorError, as_rows, examine, measure_rates,
 from server.commands.plan_page import describe_plan, dump_deployment, print_plan
 from server.commands.servable import require_servable, require_settings
 from server.commands.work_bar import WorkBar
-from server.config import ConfigError, Deployment, load_deployment
+from server.config import ConfigError, Deployment, deployment_is_derived, load_deployment
 from server.plan import resolve_plan
 from server.server_url import find_root
 from transfer.machine import MachineError, load_machine, probe_machine
@@ -44,7 +44,7 @@ app = typer.Typer(
 app.add_typer(documents.app, name="documents")
 
 ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file, or just a model's Hugging Face folder")
+    Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file, or just a model's folder or GGUF file")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
@@ -98,7 +98,7 @@ def serve(
     require_free_port(deployment.server.host, deployment.server.port)
     resolved = resolve_plan(deployment, probe_machine())
     require_servable(resolved.deployment)
-    if config.is_dir():
+    if deployment_is_derived(config):
         print(f"# derived from {config} and this machine; saved as a file, `tandem serve FILE` takes it with changes")
         print(yaml.safe_dump(dump_deployment(resolved.deployment), sort_keys=False), flush=True)
     with WorkBar("%", Console(stderr=True)) as bar:

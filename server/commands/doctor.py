@@ -23,7 +23,7 @@ from transfer.machine import GIB, MachineProfile
 from transfer.measured import measured_path, read_measured
 
 Verdict = Literal["good", "note", "bad"]
-LIBRARIES = ("torch", "triton", "numba", "numpy", "transformers", "tokenizers", "safetensors")
+LIBRARIES = ("torch", "triton", "numba", "numpy", "transformers", "tokenizers", "safetensors", "gguf")
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 FBGEMM_TORCH_MINOR = 5  # fbgemm 1.x is built against torch 2.(x + 5): 1.6 with 2.11, 1.8 with 2.13
 LEAST_TRITON = Version("3.6")

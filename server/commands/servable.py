@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from gpu.model.architecture import ModelError
+from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.profiles import get_profile, resolve_profiles
 from server.config import Deployment
 from server.documents import check_documents
@@ -23,7 +24,7 @@ def require_servable(deployment: Deployment) -> None:
     path = deployment.model.path
     if path is not None:
         if not path.exists():
-            raise ModelError(f"model.path: {path} is missing; put the model's Hugging Face folder there")
+            raise ModelError(f"model.path: {path} is missing; put the model's Hugging Face folder or GGUF file there")
         require_weights(path)
     load_parts(deployment)
     check_documents(deployment)
@@ -36,11 +37,21 @@ def require_settings(deployment: Deployment) -> None:
 
 
 def require_weights(folder: Path) -> None:
-    """Raises ModelError unless the files are there that hold the weights; what is in them, loading finds."""
+    """Raises ModelError unless the files are there that hold the weights; what is in them, loading finds, but of a GGUF
+    file, whose header is read here.
+    """
+    if is_gguf(folder):
+        read_gguf(folder)
+        return
     index = folder / _INDEX
     if not index.is_file():
         if not any(folder.glob("*.safetensors")):
-            raise ModelError(f"model: {folder} has no *.safetensors; wanted a Hugging Face folder with its weights")
+            gguf = sorted(folder.glob("*.gguf"))
+            instead = f"; name the file, as {gguf[0]}" if gguf else ""
+            raise ModelError(
+                f"model: {folder} has no *.safetensors; wanted a Hugging Face folder with its weights, or a GGUF file"
+                f"{instead}"
+            )
         return
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -6,7 +6,7 @@ words. What comes with the tokenizer goes before what is known here.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import regex
 
@@ -20,14 +20,27 @@ _CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
-class HeldForm:
-    """How a grammar has the model write calls: what stands before, after and between the JSON objects, and the key of
-    the arguments."""
+class Tags:
+    """Arguments one by one, their values as text: what stands before a key, between it and its value, and behind."""
 
     begin: str
-    end: str
     between: str
-    arguments: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldForm:
+    """How a grammar has the model write calls: what stands before, between and behind them all; before the arguments of
+    one, with `{name}` for its tool, each text a token of its own where it is JSON; and behind them. `arguments`: JSON
+    that a schema accepts, or tags, or any text up to the tail.
+    """
+
+    begin: str
+    between: str
+    end: str
+    head: tuple[str, ...]
+    arguments: Literal["json", "text"] | Tags
+    tail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,10 @@ def choose_format(
     reasoning: str = model.reasoning_parser
     if reasoning == "auto":
         reasoning = _first(template_source, _REASONING_SIGNS, "none")
-    return make_format(tools, reasoning)
+    made = make_format(tools, reasoning)
+    if made is not None and tools == "gemma" and _OLDER_GEMMA in template_source:
+        return replace(made, held=_HELD["older_gemma"])
+    return made
 
 
 def make_format(tools: str, reasoning: str) -> AnswerFormat | None:
@@ -84,10 +100,12 @@ def make_format(tools: str, reasoning: str) -> AnswerFormat | None:
 
 
 def hold_format(answer_format: AnswerFormat | None) -> AnswerFormat:
-    """The form in which calls are written that a grammar holds: the model's own, or JSON objects without marks."""
+    """The form in which calls are written whose arguments a grammar holds to their schemas: the model's own, or JSON
+    objects without marks.
+    """
     if answer_format is None:
         answer_format = AnswerFormat(ResponseTemplate(_plain_fields(), None), False, None, None, is_own=False)
-    if answer_format.held is not None:
+    if answer_format.held is not None and answer_format.held.arguments == "json":
         return answer_format
     fields = {**answer_format.template.fields, _CALLS: _plain_fields()[_CALLS]}
     template = ResponseTemplate(fields, answer_format.template.anchor)
@@ -103,17 +121,35 @@ def _read_own(spec: object) -> AnswerFormat:
     """Of the response template that came with the tokenizer. Raises ConfigError."""
     template = load_response_template(spec, "tokenizer_config.json: response_template")
     assert isinstance(spec, dict)
-    marks = None
+    return AnswerFormat(template, False, _held_as(spec["fields"].get(_CALLS, {})), _marks_of(spec), is_own=True)
+
+
+def _marks_of(spec: Tree) -> Marks | None:
+    """What marks reasoning, if plain texts do."""
     for name in REASONING_FIELDS:
         field = spec["fields"].get(name, {})
         if isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
-            marks = Marks(field["open"], field["close"])
-    is_hermes = all(spec["fields"].get(_CALLS, {}).get(key) == value for key, value in _TOOLS["hermes"].items())
-    return AnswerFormat(template, False, _HELD["hermes"] if is_hermes else None, marks, is_own=True)
+            return Marks(field["open"], field["close"])
+    return None
+
+
+def _held_as(calls: Tree) -> HeldForm | None:
+    """How a grammar writes calls of a field: as one that is known here, or any text between two marks."""
+    if all(calls.get(key) == value for key, value in _TOOLS["hermes"].items()):
+        return _HELD["hermes"]
+    begin, end = calls.get("open"), calls.get("close")
+    if isinstance(begin, str) and isinstance(end, str):
+        return HeldForm("", "\n", "", (begin,), "text", end)
+    return None
 
 
 def _first(source: str, signs: Mapping[str, str], otherwise: str) -> str:
     return next((name for name, sign in signs.items() if regex.search(sign, source)), otherwise)
+
+
+def _json_head(arguments: str) -> tuple[str, ...]:
+    """JSON's tokens one by one: an answer that is JSON, too, may begin as a call does, and go on otherwise."""
+    return ("{", '"name"', ": ", '"{name}"', ", ", f'"{arguments}"', ": ")
 
 
 def _anchor(reasoning: str) -> Tree:
@@ -193,9 +229,22 @@ _MARKS = {
 }
 
 _HELD = {
-    "hermes": HeldForm("<tool_call>\n", "\n</tool_call>", "\n", "arguments"),
-    "llama3_json": HeldForm("", "", "; ", "parameters"),
-}
+    "hermes": HeldForm("", "\n", "", ("<tool_call>\n", *_json_head("arguments")), "json", "}\n</tool_call>"),
+    "llama3_json": HeldForm("", "; ", "", _json_head("parameters"), "json", "}"),
+    "qwen3_xml": HeldForm(
+        "", "\n", "", ("<tool_call>\n<function={name}>\n",),
+        Tags("<parameter=", ">\n", "\n</parameter>\n"), "</function>\n</tool_call>",
+    ),
+    "mistral": HeldForm("", "", "", ("[TOOL_CALLS]{name}[ARGS]",), "json", ""),
+    "mistral_json": HeldForm("[TOOL_CALLS][", ", ", "]", _json_head("arguments"), "json", "}"),
+    "glm": HeldForm(
+        "", "\n", "", ("<tool_call>{name}\n",),
+        Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"), "</tool_call>",
+    ),
+    "gemma": HeldForm("", "", "", ("<|tool_call>call:{name}{",), "text", "}<tool_call|>"),
+    "older_gemma": HeldForm("", "", "", ("<start_function_call>call:{name}{",), "text", "}<end_function_call>"),
+}  # fmt: skip
+_OLDER_GEMMA = "<start_function_call>"
 
 # What a chat template has that asks for a form: the first that is found.
 _TOOL_SIGNS = {

@@ -21,8 +21,9 @@ _CONTENT = "content"
 class MessageReader:
     """`feed` the text, then `finish`. `is_done`: the request wants no more calls, and what follows is not read."""
 
-    def __init__(self, answer_format: AnswerFormat, opening: str, tools: Tools | None) -> None:
-        """opening: what of the answer the prompt holds already. tools: None, and calls are words."""
+    def __init__(self, answer_format: AnswerFormat, opening: str, tools: Tools | None, has_form: bool) -> None:
+        """opening: what of the answer the prompt holds already. tools: None, and calls are words. has_form: an answer
+        with words is held to a form, and all that follows the first of them is part of it."""
         template = answer_format.template
         fields = [field for field in template.fields.values() if tools is not None or field.name != _CALLS]
         self._regions = RegionReader(fields)
@@ -35,6 +36,7 @@ class MessageReader:
         self._opened_at = 0
         self._calls: CallReader | None = None
         self._has_calls = False  # the open region has
+        self._has_form = has_form
         self._content, self._reasoning = _Words(Content), _Words(Reasoning)
         self.num_calls = 0
         self.is_done = False
@@ -91,11 +93,11 @@ class MessageReader:
                 if self._tell(self._calls.feed(text), parts):
                     self._give_back(self._calls, event.end, parts)
             else:
-                self._content.say(self._visible(event.begin, event.end), parts)
+                self._say(self._visible(event.begin, event.end), parts)
         elif name in REASONING_FIELDS:
             self._reasoning.say(self._visible(event.begin, event.end), parts)
         elif name == _CONTENT:
-            self._content.say(self._visible(event.begin, event.end), parts)
+            self._say(self._visible(event.begin, event.end), parts)
 
     def _close(self, event: Closed, parts: list[Part]) -> None:
         field, calls = self._field, self._calls
@@ -108,7 +110,7 @@ class MessageReader:
                 self._reasoning.pass_region()
             return
         if calls.broken:
-            self._content.say(self._visible(event.begin, event.end), parts)
+            self._say(self._visible(event.begin, event.end), parts)
             return
         if self._tell(calls.close(event.is_cut), parts) and not self._give_back(calls, event.end, parts):
             self._content.pass_region()
@@ -118,7 +120,7 @@ class MessageReader:
         if not calls.broken:
             return False
         text = calls.rest() if self._has_calls else self._visible(self._opened_at, end)
-        self._content.say(text, parts)
+        self._say(text, parts)
         return True
 
     def _tell(self, calls: list[Call], parts: list[Part]) -> bool:
@@ -134,6 +136,11 @@ class MessageReader:
             elif text:
                 parts.append(CallArguments(self.num_calls - 1, text))
         return True
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        self._content.say(text, parts)
+        if self._has_form and text.strip():
+            self._regions.open_no_more()
 
     def _visible(self, begin: int, end: int) -> str:
         """The text without special tokens."""

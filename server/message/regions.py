@@ -79,6 +79,10 @@ class RegionReader:
     def finish(self) -> None:
         self._ends = True
 
+    def open_no_more(self) -> None:
+        """All that is not in an open region is outside."""
+        self._marks = []
+
     def next(self) -> Event | None:
         """The next event; None if more text is needed."""
         if self._field is None:

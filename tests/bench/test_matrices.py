@@ -18,8 +18,9 @@ def run(monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]) -> list[Row]:
 
 
 def test_each_kind_and_batch_has_a_row_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = run(monkeypatch, ("bfloat16", "int4"))
-    pairs = [(kind, batch) for kind in ("bfloat16", "int4") for batch in (1, 3)]
+    kinds = ("bfloat16", "int4", "Q4_K", "Q6_K")
+    rows = run(monkeypatch, kinds)
+    pairs = [(kind, batch) for kind in kinds for batch in (1, 3)]
     assert [row.shape for row in rows] == [f"tiny {kind}, batch {batch}" for kind, batch in pairs]
     assert all(row.ms > 0 and row.peer_ms for row in rows)
     weights = 256 * (4 + 2 * 2) * 64 + 256 * 256 + 3 * 256 * 512

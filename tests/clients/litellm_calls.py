@@ -5,6 +5,7 @@ import json
 import litellm
 from script import REFERENCE_URL, SCRIPTED_URL, call, check_over, say
 
+litellm.suppress_debug_info = True
 TOOL = {
     "type": "function",
     "function": {
@@ -33,3 +34,16 @@ plain = {"api_base": REFERENCE_URL, "api_key": "k", "max_tokens": 8, "temperatur
 text = litellm.completion(model="openai/reference", messages=HI, **plain).choices[0].message.content
 streamed = litellm.completion(model="openai/reference", messages=HI, stream=True, **plain)
 assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
+
+FORM = {
+    "type": "object",
+    "properties": {"value": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["value"],
+    "additionalProperties": False,
+}
+held = {"type": "json_schema", "json_schema": {"name": "sum", "schema": FORM, "strict": True}}
+for route in ("openai", "hosted_vllm"):
+    answer = litellm.completion(
+        model=f"{route}/reference", messages=HI, response_format=held, **plain | {"max_tokens": 64}
+    )
+    assert 0 <= json.loads(answer.choices[0].message.content)["value"] <= 99

@@ -2,15 +2,15 @@
 
 import asyncio
 
-from pydantic import BaseModel
-from pydantic_ai import Agent
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from script import REFERENCE_URL, SCRIPTED_URL, call, check_over, say
 
 
 class Sum(BaseModel):
-    value: int
+    value: int = Field(ge=0, le=999)
 
 
 model = OpenAIChatModel("scripted", provider=OpenAIProvider(base_url=SCRIPTED_URL, api_key="k"))
@@ -46,6 +46,13 @@ async def stream() -> str:
 assert asyncio.run(stream()) == "It is 5."
 check_over()
 
+native = Agent(model, output_type=NativeOutput(Sum), tools=[add])
+say(call("add", a=2, b=3), '{"value": 5}')
+assert native.run_sync("2 + 3?").output == Sum(value=5)
+check_over()
+
 reference = OpenAIChatModel("reference", provider=OpenAIProvider(base_url=REFERENCE_URL, api_key="k"))
 settings = {"max_tokens": 8, "temperature": 0.0}
 assert isinstance(Agent(reference, model_settings=settings).run_sync("Hello there friend").output, str)
+held = Agent(reference, output_type=NativeOutput(Sum), model_settings={"max_tokens": 64})
+assert isinstance(held.run_sync("2 + 3?").output, Sum)

@@ -15,7 +15,7 @@ def say(*texts: str) -> None:
     _PATH.write_text("\n".join(lines))
 
 
-def call(name: str, **arguments: object) -> str:
+def call(name: str, /, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 

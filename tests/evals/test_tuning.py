@@ -12,10 +12,11 @@ from evals.methods.full import Full
 from evals.methods.method import PromptLayer, Step
 from evals.methods.registry import parse_method
 from evals.tuning import grid as grids
-from evals.tuning.command import app, warnings_of
+from evals.tuning.command import app, deployment_of, warnings_of
 from evals.tuning.grid import LayerSamples, Resident, Setting, table_memory_bytes
 from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
 from evals.tuning.prefill import choose_dense_until
+from server.config import load_deployment
 from tests.tolerances import METHOD_FLOAT32
 
 MODEL = Path("deploy/models/reference")
@@ -115,6 +116,24 @@ def test_the_command_prints_the_table_and_the_lines_to_paste(tmp_path: Path) -> 
     pair = f"bits_per_table: {chosen['bits_per_table']}, num_tables: {chosen['num_tables']}"
     assert f"host:\n  sampled: {{{pair}}}" in result.output
     assert "by equation 21" in result.output
+
+
+def test_what_is_written_is_a_deployment_that_samples_so(tmp_path: Path) -> None:
+    out = tmp_path / "deployment.yaml"
+    small = ["--context", "512", "--queries", "8", "--bits", "6", "--tables", "20", "--budget", "0.5"]
+    asked = ["lsh", "--model", "reference", *small, "--dense-layers", "0+3", "--device", "cpu", "--write", str(out)]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    config = load_deployment(out)
+    assert config.model.path == MODEL.resolve()
+    assert (config.host.dense_layers, config.scheduler.default_profile) == ((0, 3), "sampled")
+    assert (config.host.sampled.bits_per_table, config.host.sampled.num_tables) == (6, 20)
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 1
+    assert f"--write: {out} is there already" in refused.stderr
+    row = {"bits_per_table": 6, "num_tables": 20, "read": 0.9, "read_even_buckets": 0.1, "error": 0.1,
+           "worst_error": 0.1, "worst_layer": 1}  # fmt: skip
+    assert deployment_of(MODEL, row, {0}).startswith("# sampling is dear for this model: it reads 90.00% of the keys")
 
 
 def test_dense_prefill_goes_on_to_where_momo_is_faster_from_then_on() -> None:

@@ -32,9 +32,11 @@ def draw_codes(generator: np.random.Generator, kind: str, shape: tuple[int, int]
 
 def draw_packed(
     kind: str, rows: int, inner: int, group: int, row_block: int, has_zeros: bool, has_order: bool, dtype: torch.dtype,
-    device: str,
+    device: str, run: int | None = None,
 ) -> Drawn:  # fmt: skip
-    """Scales and zero points stand in buffers of NaN and of 255."""
+    """Scales and zero points stand in buffers of NaN and of 255. run: see `draw_runs`."""
+    if run is not None:
+        return draw_runs(kind, rows, inner, group, run, dtype, device)
     generator = np.random.default_rng(rows * inner + group)
     codes = draw_codes(generator, kind, (rows, inner))
     shape = (-(-rows // row_block), -(-inner // group))
@@ -61,6 +63,27 @@ def draw_packed(
         None if order is None else torch.from_numpy(order).to(device),
     )  # fmt: skip
     return Drawn(packed, wanted)
+
+
+def draw_runs(kind: str, rows: int, inner: int, group: int, run: int, dtype: torch.dtype, device: str) -> Drawn:
+    """Of groups with a scale and an offset, any bytes, times two float16 numbers of a run of columns; rows are of
+    length one, about.
+    """
+    generator = np.random.default_rng(rows * inner + group)
+    codes = draw_codes(generator, kind, (rows, inner))
+    pairs = generator.integers(-128, 128, (rows, inner // group, 2), dtype=np.int8)
+    halves = generator.uniform(-1, 1, (rows, inner // run, 2)) * 2.0 ** -(BITS[kind] + 6) * inner**-0.5
+    halves[..., 1] *= 2.0 ** (BITS[kind] - 1)
+    halves = halves.astype(np.float16)
+    scale, offset = np.repeat(pairs.astype(float), group, 1).transpose(2, 0, 1)
+    d, least = np.repeat(halves.astype(float), run, 1).transpose(2, 0, 1)
+    words = pack_words(torch.from_numpy(codes), BITS[kind], unit_of(inner, group, BITS[kind]))
+    packed = Packed(
+        kind, dtype, inner, group, 1, words.to(device),
+        poisoned(torch.from_numpy(pairs.view(np.int16)[..., 0]).to(device), -1),
+        runs=poisoned(torch.from_numpy(halves.view(np.int32)[..., 0]).to(device), -1),
+    )  # fmt: skip
+    return Drawn(packed, codes * d * scale - least * offset)
 
 
 def poisoned(tensor: torch.Tensor, poison: float) -> torch.Tensor:

@@ -46,6 +46,7 @@ MEANING = [
     ("ministral", {"layer_types": ["linear_attention"] * 3}, "layer_types is .*; wanted 3 of 'sliding_attention'"),
     ("qwen2", {"use_sliding_window": 1}, "use_sliding_window is 1; wanted true or false"),
     ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config is .*nothing here"),
+    ("qwen2", {"use_mrope": True}, "use_mrope is True; served: False"),
     ("qwen3", {"attention_bias": True}, "attention_bias is True; served: False"),
     ("qwen3", {"num_experts": 128}, "num_experts is 128, and nothing here knows"),
     ("phi3", {"lm_head_bias": True}, "lm_head_bias is True; served: False"),
@@ -72,6 +73,27 @@ def test_every_family_is_among_those_that_refuse() -> None:
     assert {families()[BASE[name]["model_type"]].name for name, _, _ in MEANING} == {
         family.name for family in families().values()
     }
+
+
+# Keys of other models that compute something else.
+FOREIGN = {
+    "num_experts": 8, "num_local_experts": 8, "kv_lora_rank": 512, "num_kv_shared_layers": 3, "clip_qkv": 8.0,
+    "logit_scale": 0.5, "logits_scaling": 8.0, "attention_multiplier": 0.1, "residual_multiplier": 0.2,
+    "embedding_multiplier": 12.0, "mup_width_multiplier": 2.0, "use_qk_norm": True, "qk_layernorm": True, "alibi": True,
+    "no_rope_layers": [1, 0, 1], "attention_chunk_size": 8192, "rope_interleaved": True, "norm_type": "layernorm",
+    "rope_ratio": 5, "attention_sinks": 4, "is_causal": False, "add_bias_linear": True, "blocksparse_params": {"a": 1},
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "lm_head_bias": True, "mlp_bias": True,
+    "dual_chunk_attention_config": {"a": 1}, "use_mrope": True, "layer_types": ["chunked_attention"] * 3,
+    "quantization_config": {"quant_method": "bitsandbytes"}, "tie_word_embeddings": "yes", "use_cla": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_refuses_what_only_others_know(name: str) -> None:
+    for key, value in FOREIGN.items():
+        with pytest.raises(ModelError, match=rf"^model: config\.json: .*{key}") as caught:
+            parse(BASE[name] | {key: value})
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3", "gemma2", "phi", "chatglm", None, 7])

@@ -13,6 +13,7 @@ from evals.decode import decode_greedy, prefill_batch
 from evals.forward import load_decoder
 from evals.methods.attention import attend_all
 from evals.methods.registry import parse_method
+from gpu.cpu_device.paged_attention import COLUMN_BLOCK
 from gpu.cpu_device.step import CpuStep, serves
 from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
@@ -121,7 +122,8 @@ def test_random_weights_of_every_family_are_decoded_as_the_benchmarks_peer_decod
 
 
 def test_the_compiled_step_serves_layers_of_a_llama_alone_and_agrees_where_it_does() -> None:
-    assert [name for name in TINY if serves(named_shape(name), torch.float32, CPU)] == ["tiny", "tiny-phi3"]
+    served = ["tiny"] if named_shape("tiny-phi3").dim % COLUMN_BLOCK else ["tiny", "tiny-phi3"]  # vectors of 16 or 8
+    assert [name for name in TINY if serves(named_shape(name), torch.float32, CPU)] == served
     plain = named_shape("tiny")
     for change in ({"qkv_bias": True}, {"qk_norm": True}, {"post_norms": True}, {"activation": "gelu_tanh"},
                    {"window_tokens": 64}, {"rope": plain.rope}):  # fmt: skip

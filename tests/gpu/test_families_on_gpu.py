@@ -31,6 +31,12 @@ def moved(weights: Weights, dtype: torch.dtype, wide_norms: bool) -> Weights:
     return Weights(embedding, layers, move(weights.final_norm), logits)
 
 
+def parts_of(weights: Weights) -> list[torch.Tensor]:
+    """All tensors of all layers that there are."""
+    found = (getattr(layer, part.name) for layer in weights.layers for part in fields(layer))
+    return [tensor for tensor in found if tensor is not None]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_on_the_gpu_are_those_of_the_cpu_and_of_plain_torch(name: str) -> None:
     shape, context = named_shape(name), PROMPT_TOKENS + STEPS + 2

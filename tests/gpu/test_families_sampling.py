@@ -20,8 +20,9 @@ from tests.tolerances import SAMPLED_WEIGHT_BFLOAT16
 
 BITS, TABLES = 8, 75
 SEGMENT, TAIL = 2100, 90
-# heads of 64, 128, 256, 96, 64 and 8, and 2, 8, 2, 2, 16 and 7 query heads to a KV head
-FAMILIES = {"llama3": {}, "qwen3": {}, "gemma3": {"num_hidden_layers": 6}, "phi3": {}, "glm4": {}, "qwen2": {}}
+# heads of 64, 128, 256, 96, 64 and 64, and 2, 8, 2, 2, 16 and 7 query heads to a KV head
+FAMILIES = {"llama3": {}, "qwen3": {}, "gemma3": {"num_hidden_layers": 6}, "phi3": {}, "glm4": {},
+            "qwen2": {"hidden_size": 14 * 64}}  # fmt: skip
 
 
 class FamilyWitness(Witness):

@@ -161,7 +161,8 @@ def _packed(shape: Architecture, dtype: torch.dtype) -> None:
     attention, device = shape.num_heads * shape.dim, torch.device("cuda")
     qkv_rows = attention + 2 * shape.num_kv_heads * shape.dim
     formats = (MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
-               MatrixFormat("fp8", 128, 4, row_block=128))  # fmt: skip
+               MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256),
+               MatrixFormat("int8", 16, run=256))  # fmt: skip
     for stored in formats:
 
         def matrix(rows: int, inner: int, stored: MatrixFormat = stored) -> Packed:
@@ -463,7 +464,7 @@ FAMILY_KERNELS = (
     "_head_norm_kernel", "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_gemv_kernel", "_swiglu_kernel",
     "_balanced_kernel", "_match_kernel", "_complete_kernel", "_deposit_kernel", "_restore_kernel", "_sum_kernel",
     "_encode_kernel", "_query_sparse_kernel", "_block_sparse_kernel", "_pack_kernel", "_gather_pages_kernel",
-    "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel",
+    "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel", "_scattered_attention_kernel",
 )  # fmt: skip
 QUICK_OF_FAMILIES = ("_rope_kv_write_kernel", "_deposit_kernel")
 

@@ -15,7 +15,8 @@ from tests.gpu.packed_oracle import draw_codes, draw_packed, e4m3, poisoned
 from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32, LOGITS_FLOAT32
 
 CHAIN_TOLERANCE = {torch.float32: 2 * KERNEL_FLOAT32, torch.bfloat16: KERNEL_CHAIN_BFLOAT16}
-# kind, rows, inner, group, row_block, has_zeros, has_order: rows and columns that no block divides, too
+# kind, rows, inner, group, row_block, has_zeros, has_order: rows and columns that no block divides, too; RUNS: columns
+# of a run, where there are runs
 MATRICES = {
     "int4": ("int4", 50, 1056, 32, 1, False, False),
     "int4-zeros": ("int4", 64, 1024, 128, 1, True, False),
@@ -25,7 +26,11 @@ MATRICES = {
     "int8-zeros": ("int8", 22, 640, 128, 1, True, False),
     "fp8-rows": ("fp8", 50, 1056, 1056, 1, False, False),
     "fp8-blocks": ("fp8", 72, 448, 128, 8, False, False),
+    "int4-runs": ("int4", 50, 1280, 32, 1, False, False),
+    "int8-runs": ("int8", 22, 768, 16, 1, False, False),
+    "int8-run-each": ("int8", 14, 352, 32, 1, False, False),
 }
+RUNS = {"int4-runs": 256, "int8-runs": 256, "int8-run-each": 32}
 
 of_every_kind = [
     pytest.mark.parametrize("device", DEVICES),
@@ -42,7 +47,7 @@ def each(test):
 
 
 def _arguments(name, tokens, dtype, device):
-    drawn = draw_packed(*MATRICES[name], dtype, device)
+    drawn = draw_packed(*MATRICES[name], dtype, device, RUNS.get(name))
     generator = np.random.default_rng(tokens)
     nan = float("nan")
     x = poisoned(random(generator, (tokens, drawn.packed.inner), dtype, device), nan)
@@ -97,6 +102,9 @@ def test_a_norm_stands_before_and_a_bias_behind(name, tokens, dtype, device):
 def test_gate_and_up_meet_in_swiglu(name, tokens, dtype, device):
     drawn, x, gain, _ = _arguments(name, tokens, dtype, device)
     packed, spread = drawn.packed, float(np.linalg.norm(drawn.wanted) / drawn.wanted.shape[0] ** 0.5)
+    if packed.runs is not None:
+        _assert_gates(packed, x, gain, drawn.wanted, dtype)
+        return
     scales = poisoned((packed.scales.float() / spread).to(packed.scales.dtype), float("nan"))
     kept = wide(scales) / np.where(wide(packed.scales) == 0, 1, wide(packed.scales))
     ratio = np.repeat(np.repeat(kept, packed.row_block, 0), packed.group, 1)[: packed.rows, : packed.inner]
@@ -104,8 +112,13 @@ def test_gate_and_up_meet_in_swiglu(name, tokens, dtype, device):
         placed = np.empty_like(ratio)
         placed[:, packed.order.cpu().numpy()] = ratio
         ratio = placed
-    packed = replace(packed, scales=scales)
-    normed = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ (drawn.wanted * ratio).T
+    _assert_gates(replace(packed, scales=scales), x, gain, drawn.wanted * ratio, dtype)
+
+
+def _assert_gates(packed, x, gain, wanted, dtype):
+    """Of a matrix whose rows have a length of about one."""
+    tokens = len(x)
+    normed = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ wanted.T
     got = packed_norm_gate_up(x, gain, NORM_EPS, packed, "silu")
     assert got.shape == (tokens, packed.rows // 2)
     assert distance(got, oracle.swiglu(normed)) < CHAIN_TOLERANCE[dtype]
@@ -120,7 +133,7 @@ def test_gate_and_up_meet_in_swiglu(name, tokens, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MATRICES)
 def test_an_unpacked_matrix_is_its_numbers_each_rounded_once(name, dtype, device):
-    drawn = draw_packed(*MATRICES[name], dtype, device)
+    drawn = draw_packed(*MATRICES[name], dtype, device, RUNS.get(name))
     got = unpack(drawn.packed)
     assert torch.equal(got.cpu(), torch.from_numpy(drawn.wanted).float().to(dtype))
 

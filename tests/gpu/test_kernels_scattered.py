@@ -9,7 +9,13 @@ from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance
 from tests.tolerances import MERGE_FLOAT32
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]
-SHAPES = [(1, 4, 2, 64), (9, 6, 2, 64), (150, 4, 1, 128)]  # queries, heads, kv_heads, dim
+SHAPES = [
+    (1, 4, 2, 64),
+    (9, 6, 2, 64),
+    (150, 4, 1, 128),
+    (140, 3, 1, 96),
+    (70, 4, 2, 256),
+]  # queries, heads, kv_heads, dim
 CONTEXT = 300
 SCALE = 0.125
 

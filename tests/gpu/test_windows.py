@@ -9,9 +9,10 @@ import torch
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
 from gpu.model.architecture import read_architecture
+from gpu.prefill.windows import Own
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
-from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowBranch, WindowWrite
 from tests.gpu.family_checkpoints import PAGE_TOKENS, checkpoint, draw_prompt, load
 from tests.gpu.test_families import off
 from tests.tolerances import FAMILY_LOGITS
@@ -36,11 +37,12 @@ class Stand:
 
         sampler.sample = recording
 
-    def prefill(self, prompts: dict[int, np.ndarray], cut: int, begin: int, windows: list[WindowWrite]) -> list[int]:
-        """Whole but for their first `begin` tokens, packed, in units of `cut`; the tokens that are drawn. Slots have
-        the same pages for the first blocks.
+    def prefill(self, prompts: dict[int, np.ndarray], cut: int, begin: int, windows: list[WindowWrite],
+                branch: WindowBranch | None = None, shared: list[int] | None = None) -> list[int]:  # fmt: skip
+        """Whole but for their first `begin` tokens, packed, in units of `cut`; the tokens that are drawn. shared: pages
+        of these, or None: those that slot 0 had at the start.
         """
-        shared = list(range(begin // PAGE_TOKENS))
+        shared = list(range(begin // PAGE_TOKENS)) if shared is None else shared
         writes = [
             PageWrite(slot, 0, shared + list(range((slot + 1) * PAGES + len(shared), (slot + 2) * PAGES)))
             for slot in prompts
@@ -48,7 +50,7 @@ class Stand:
         if begin == 0:
             writes = [PageWrite(slot, 0, list(range(PAGES)) if slot == 0 else writes[index].page_ids)
                       for index, slot in enumerate(prompts)]  # fmt: skip
-        job = PrefillJob(0, [PrefillPrompt(slot, prompt, begin, len(prompt), GREEDY, "exact")
+        job = PrefillJob(0, [PrefillPrompt(slot, prompt, begin, len(prompt), GREEDY, "exact", branch=branch)
                              for slot, prompt in prompts.items()])  # fmt: skip
         units = [
             PrefillUnit(0, layer, first, min(first + cut, job.num_tokens))
@@ -90,6 +92,40 @@ def test_a_prompt_begins_behind_a_copy_of_a_window_while_the_first_goes_on() -> 
     assert is_right(stand, 1, second)
     stand.prefill({1: second}, 48, 128, [WindowWrite(2, 1, 1)])
     assert not is_right(stand, 1, second), "the first one's own window is 40 tokens further by now"
+
+
+@pytest.mark.parametrize("cut", [7, 40, 400])
+def test_a_prompt_leaves_a_window_where_another_one_parts_from_it(cut: int) -> None:
+    """It begins behind a copy itself, so near that the branch has some of that."""
+    stand, first = Stand(), draw_prompt(75)
+    stand.prefill({0: first}, cut, 0, [own(0), WindowWrite(3, 1, None)])
+    stand.runner.launch(StepPlan(window_writes=[WindowWrite(3, 1, None)])).collect()
+    second = np.concatenate([first[:64], draw_prompt(90)])
+    begun = [WindowWrite(2, 3, 1), WindowWrite(0, 3, None)]
+    stand.prefill({1: second}, cut, 64, begun, WindowBranch(0, 80))
+    assert is_right(stand, 1, second)
+    third = np.concatenate([second[:80], draw_prompt(60)])
+    stand.prefill({0: third}, cut, 80, [WindowWrite(1, 0, 0)], shared=[*range(4), 2 * PAGES + 4])
+    assert is_right(stand, 0, third)
+    stand.prefill({0: third}, cut, 80, [WindowWrite(1, 2, 0)], shared=[*range(4), 2 * PAGES + 4])
+    assert not is_right(stand, 0, third), "the second one's own window is 74 tokens further"
+
+
+def test_a_branch_has_its_last_cells_of_each_unit_once() -> None:
+    """Cells [32, 80) of a ring of 48, of units that begin anywhere in a chunk of packed prompts."""
+    branch = WindowBranch(1, 80)
+    for begin, first, context, wanted in (
+        (0, 0, 100, (32, 80)),
+        (7, 0, 60, (39, 67)),
+        (5, 60, 90, (5, 25)),
+        (0, 40, 70, (0, 30)),
+    ):
+        kept = Own(0, begin, begin + context - first, context, branch).branched(48)
+        assert (kept.start, kept.stop) == wanted
+    for first, context in ((80, 100), (0, 20)):
+        kept = Own(0, 0, context - first, context, branch).branched(48)
+        assert kept.start >= kept.stop
+    assert Own(0, 3, 9, 9, None).branched(48) == slice(3, 3)
 
 
 def test_a_window_is_copied_whole_and_given_to_its_slot_alone() -> None:

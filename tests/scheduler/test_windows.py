@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler.messages import EngineRequest
 from scheduler.windows import Windows
 from tests.scheduler.test_scheduler import (
     PAGE,
@@ -42,6 +43,92 @@ def test_choices_of_one_prompt_begin_behind_it_while_the_first_goes_on() -> None
         check_output(request, deltas[request.request_id])
     assert prefilled(runner) == [150] + 3 * [150 - 144]
     check_empty(engine)
+
+
+def parting(name: str, salt: int) -> EngineRequest:
+    """220 tokens, of which 160 are the same in all."""
+    return make_request(name, prompt_of(160) + prompt_of(60, salt=salt))
+
+
+def test_prompts_that_part_in_the_middle_begin_there_from_the_third_one_on() -> None:
+    engine, _ = make_engine(num_windows=8, num_pages=300)
+    cached = []
+    for number in range(4):
+        request = parting(f"r{number}", 10 + number)
+        engine.submit([request])
+        deltas = drain(engine)[request.request_id]
+        check_output(request, deltas)
+        cached.append(deltas[0].num_cached_tokens)
+    assert cached == [0, 0, 160, 160]
+    check_empty(engine)
+
+
+def test_one_of_those_that_come_together_leaves_a_window_where_they_part() -> None:
+    engine, runner = make_engine(num_windows=8, num_pages=300)
+    engine.submit([parting("first", 10)])
+    drain(engine)
+    requests = [parting(f"r{number}", 20 + number) for number in range(3)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert prefilled(runner) == [220, 220, 60, 60]
+    assert (
+        sum(prompt.branch is not None for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts) == 1
+    )
+    check_empty(engine)
+
+
+def test_a_branch_behind_a_copy_has_what_the_copy_had() -> None:
+    """The third prompt parts further behind than the second: it begins with a window, and leaves another one."""
+    engine, _ = make_engine(num_windows=8, num_pages=300)
+    cached = []
+    for name, shared, salt in (("a", 220, 0), ("b", 112, 1), ("c", 144, 2), ("d", 144, 3), ("e", 112, 4)):
+        request = make_request(name, prompt_of(shared) + prompt_of(220 - shared, salt=salt))
+        engine.submit([request])
+        deltas = drain(engine)[name]
+        check_output(request, deltas)
+        cached.append(deltas[0].num_cached_tokens)
+    assert cached == [0, 0, 112, 144, 112]
+    check_empty(engine)
+
+
+def test_a_branch_takes_the_place_of_what_is_kept_only_where_it_saves_much() -> None:
+    for shared, wanted in ((160, 0), (288, 288)):
+        engine, _ = make_engine(num_windows=6, num_pages=300)
+        for other in range(6):
+            engine.submit([make_request(f"other{other}", prompt_of(60, salt=100 + other))])
+            drain(engine)
+        assert not engine.scheduler.residence.windows._free
+        for number in range(3):
+            request = make_request(f"r{number}", prompt_of(shared) + prompt_of(60, salt=10 + number), max_tokens=2)
+            engine.submit([request])
+            deltas = drain(engine)[request.request_id]
+            check_output(request, deltas)
+        assert deltas[0].num_cached_tokens == wanted
+
+
+def test_a_branch_is_given_up_with_its_prefill_and_with_a_context_that_failed() -> None:
+    engine, _ = make_engine(num_windows=8, num_pages=300, chunk_tokens=32)
+    windows = engine.scheduler.residence.windows
+    engine.submit([parting("first", 10)])
+    drain(engine)
+    engine.submit([parting("second", 11)])
+    engine.step()
+    assert len(windows._coming) == 1
+    engine.cancel(["second"])
+    drain(engine)
+    assert (windows.num_free, windows._coming) == (8, {})
+    check_empty(engine)
+    third = parting("third", 12)
+    engine.submit([third])
+    engine.step()
+    (sequence,) = engine.scheduler._holding()
+    windows.retract(sequence)
+    check_output(third, drain(engine)["third"])
+    fourth = parting("fourth", 13)
+    engine.submit([fourth])
+    assert drain(engine)["fourth"][0].num_cached_tokens == 0
 
 
 def test_a_prefix_whose_window_is_gone_is_computed_again() -> None:
@@ -101,12 +188,29 @@ def test_nothing_is_kept_of_a_context_without_finite_logits() -> None:
         engine.step()
     runner.broken = {engine.scheduler._running[0].slot}
     drain(engine)
+    assert not engine.scheduler.residence.windows._kept, "its prompt's copy was, before it failed"
     runner.broken = set()
     again = make_request("b", prompt_of(200))
     engine.submit([again])
     deltas = drain(engine)["b"]
     check_output(again, deltas)
     assert deltas[0].num_cached_tokens == 0
+
+
+def test_nothing_is_kept_of_what_began_behind_a_context_that_failed() -> None:
+    """The second one has a copy of the first one's window when that is known to be bad."""
+    engine, runner = make_engine(num_windows=6, num_pages=200)
+    engine.submit([make_request("first", prompt_of(150), max_tokens=90)])
+    while not engine.scheduler._running:
+        engine.step()
+    engine.submit([make_request("second", prompt_of(150), max_tokens=90)])
+    while len(engine.scheduler._running) < 2:
+        engine.step()
+    runner.broken = {engine.scheduler._running[0].slot}
+    deltas = drain(engine)
+    assert deltas["second"][0].num_cached_tokens == 144
+    assert not engine.scheduler.residence.windows._kept
+    check_empty(engine)
 
 
 def test_without_a_prefix_cache_no_window_is_kept() -> None:

@@ -1,6 +1,8 @@
 """Windows of a runner without a model: rings of token ids, which must be the last tokens of who holds them."""
 
-from gpu.step import WindowWrite
+import numpy as np
+
+from gpu.step import WindowBranch, WindowWrite
 
 
 class TokenWindows:
@@ -25,6 +27,12 @@ class TokenWindows:
         window = self.of_slot.get(slot)
         if window is not None:  # None: it was given to another, and nobody listens to what is drawn here
             self.rings[window][position % len(self.rings[window])] = token
+
+    def leave(self, branch: WindowBranch, begin: int, tokens: np.ndarray) -> None:
+        """What a prompt computes in front of a branch, `[begin, branch.end)`, is in the branch's ring."""
+        assert branch.window not in self.of_slot.values()
+        for position in range(begin, branch.end):
+            self.rings[branch.window][position % len(self.rings[branch.window])] = int(tokens[position])
 
     def check(self, slot: int, tokens: list[int | None]) -> None:
         """What a layer sees behind the last of these tokens, all in front of the next one, is there."""

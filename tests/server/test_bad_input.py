@@ -174,6 +174,8 @@ TABLE = [
     (COMPLETION, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     (COMPLETION, {"prompt": "a", "structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar"),
     (COMPLETION, {"prompt": "a", "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    (COMPLETION, {"prompt": "a", "structured_outputs": {"json": False}}, "structured_outputs.json"),
+    (COMPLETION, {"prompt": "a", "structured_outputs": {"json": False, "regex": "a"}}, "structured_outputs"),
     (COMPLETION, {"prompt": "a", "structured_outputs": {"json": '{"format": "x"}'}}, "structured_outputs.json"),
     (
         COMPLETION,

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 import yaml
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
@@ -156,6 +156,30 @@ def test_an_answer_is_parsed_as_the_official_client_parses_it(client):
     with client.chat.completions.stream(**asked, response_format=Answer, seed=3) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == parsed.choices[0].message.content
+
+
+class Weather(BaseModel):
+    city: str = Field(max_length=8)
+
+
+def test_beside_tools_an_answer_is_a_call_or_is_parsed(client, tokenizer):
+    """The reference model knows no tools: whether it calls is drawn from what the grammar leaves."""
+    tools = [pydantic_function_tool(Weather, name="weather")]
+    asked = {"model": "reference", "messages": [{"role": "user", "content": "Solve it."}], "max_tokens": 400}
+    ids = tokenizer.vocabulary.get_vocab().values()
+    call = [str(token_id) for token_id in ids if tokenizer.token_bytes(token_id).startswith(b"<")]
+    for bias, is_call in ((-100, False), (100, True)):
+        parsed = client.chat.completions.parse(
+            **asked, tools=tools, response_format=Answer, seed=3, n=3, logit_bias=dict.fromkeys(call, bias)
+        )
+        ended = [choice for choice in parsed.choices if choice.finish_reason != "length"]
+        assert ended
+        for choice in ended:
+            assert bool(choice.message.tool_calls) is is_call
+            if is_call:
+                assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Weather)
+            else:
+                assert isinstance(choice.message.parsed, Answer)
 
 
 def test_answers_are_held_to_what_was_asked(client):

@@ -1,15 +1,12 @@
 """Answers that must call: what the grammar allows is read as calls whose arguments their schema accepts."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import msgspec
-import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError
@@ -20,7 +17,8 @@ from server.message.parts import join_parts
 from server.prompts import Prompt
 from server.text_pool import TextPool
 from server.tokenizer import Tokenizer
-from server.tool_use import choose_tools, hold_calls, read_with
+from server.tool_use import choose_tools, hold_answer, read_with
+from tests.server.drawn_answers import Drawer
 from tests.server.grammar_texts import allows
 from tests.server.live_server import REFERENCE
 from tests.server.scripted_model import make_model
@@ -61,7 +59,7 @@ async def hold(service: Any, prompt: str = "", **fields: Any) -> tuple[str, Any]
     body = msgspec.convert(tree, ChatBody)
     use = choose_tools(body, read_conversation(body))
     given = Prompt([1], "", 0, end=prompt)
-    return await hold_calls(service, use, given), read_with(service, use, given)
+    return await hold_answer(service, body, use, given), read_with(service, use, given)
 
 
 async def test_a_call_must_come_in_the_models_own_form() -> None:
@@ -74,7 +72,7 @@ async def test_a_call_must_come_in_the_models_own_form() -> None:
         assert not allows(grammar, text), text
 
 
-@pytest.mark.parametrize("source", ['{"name": "x", "parameters": {}}', "[TOOL_CALLS]", "<arg_key>", "<function="])
+@pytest.mark.parametrize("source", ['{"name": "x", "parameters": {}}', "<|tool_call>", "<arg_key>", "<function="])
 async def test_formats_that_no_grammar_writes_call_in_json(source: str) -> None:
     grammar, read = await hold(Service(source))
     assert allows(grammar, BARE)
@@ -83,6 +81,23 @@ async def test_formats_that_no_grammar_writes_call_in_json(source: str) -> None:
     answer = join_parts([*reader.feed(f"{BARE}; {BARE}", False), *reader.finish()])
     assert [(call.name, call.arguments) for call in answer.calls] == [("weather", '{"city": "Rome", "days": 2}')] * 2
     assert answer.content == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("[TOOL_CALLS]", f"[TOOL_CALLS][{CALL}, {CALL}]"),
+        ("[ARGS]", '[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}' * 2),
+    ],
+)
+async def test_mistrals_formats_are_held_as_they_are(source: str, text: str) -> None:
+    grammar, read = await hold(Service(source))
+    assert allows(grammar, text)
+    assert not allows(grammar, BARE)
+    assert not allows(grammar, text.replace("2", "9"))
+    reader = read()
+    answer = join_parts([*reader.feed(text, False), *reader.finish()])
+    assert [(call.name, call.arguments) for call in answer.calls] == [("weather", '{"city": "Rome", "days": 2}')] * 2
 
 
 async def test_one_call_alone_where_one_is_named_or_none_may_be_beside_it() -> None:
@@ -125,63 +140,23 @@ async def test_arguments_that_cannot_be_kept_are_a_400_that_names_the_keyword() 
 
 
 async def test_too_many_schemas_at_once_are_a_400() -> None:
-    enum = {"type": "object", "properties": {"x": {"enum": [f"value {i}" for i in range(1000)]}}}
-    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": enum}} for i in range(10)]
+    enums = [{"enum": [f"value {i} of {j}" for i in range(1000)]} for j in range(10)]
+    schemas = [{"type": "object", "properties": {"x": enum}} for enum in enums]
+    tools = [{"type": "function", "function": {"name": f"f{j}", "parameters": one}} for j, one in enumerate(schemas)]
     with pytest.raises(ApiError) as refused:
         await hold(Service("<tool_call>"), tools=tools)
     assert refused.value.param == "tools"
 
 
-class Spelled:
-    """A tokenizer as llguidance asks one."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.eos_ids[0]
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self.tokens = [
-            tokenizer.token_bytes(index) for index in range(1 + max(tokenizer.vocabulary.get_vocab().values()))
-        ]
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, False)
-
-
-def allowed_ids(matcher: LLMatcher) -> np.ndarray:
-    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-
-
 @pytest.mark.parametrize("source", ["<tool_call></think>", "[TOOL_CALLS][THINK]"])
 async def test_whatever_the_grammar_lets_a_model_draw_is_read_as_calls(source: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_model(tmp_path / "m", "", ["[THINK]", "[/THINK]", "[TOOL_CALLS]"]), REFERENCE)
-    tokens = LLTokenizer(TokenizerWrapper(Spelled(tokenizer)))
     grammar, read = await hold(Service(source, tokenizer))
-    ends = np.array([bool(set(tokenizer.token_bytes(token)) & set(b'"}<')) for token in range(tokens.vocab_size + 64)])
-    draw = random.Random(5)
-    num_whole = 0
-    for _ in range(12):
-        matcher = LLMatcher(tokens, grammar, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        reader = read()
-        parts = []
-        for step in range(150):
-            ids = allowed_ids(matcher)
-            ending = ids[ends[ids]]
-            token = int(draw.choice(ending if len(ending) and (step > 30 or draw.random() < 0.5) else ids))
-            matcher.consume_token(token)
-            if matcher.is_stopped() or token in tokenizer.eos_ids:
-                break
-            is_special = token in tokenizer.special_ids
-            parts += reader.feed(tokenizer.token_bytes(token).decode(errors="replace"), is_special)
-        else:
-            continue
-        answer = join_parts([*parts, *reader.finish()])
+    drawer = Drawer(tokenizer, grammar, 5)
+    answers = [answer for _ in range(12) if (answer := drawer.read_answer(read(), "")) is not None]
+    assert len(answers) > 2
+    for answer in answers:
         assert answer.content == ""
         assert answer.calls
-        num_whole += 1
         for call in answer.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "weather" else {"type": "object"})
-    assert num_whole > 2

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server import bodies
 from server.api_error import ApiError
-from server.bodies import MAX_BIASES
+from server.bodies import MAX_BIASES, decode_body
 from server.json_size import MOST, check_json_size, count_items
 from server.template import ChatTemplate
 from server.text_pool import TextPool
@@ -230,6 +231,20 @@ async def test_beside_a_body_of_many_items_the_event_loop_goes_on(live):
         stall, answer = await stall_beside(live, path, body)
         assert what in error_of(answer)["message"]
         assert stall < BODY_STALL_S, what
+
+
+async def test_a_large_body_is_decoded_in_a_thread_and_a_small_one_at_once(live, monkeypatch):
+    threads = []
+
+    def decode(*given):
+        threads.append(threading.current_thread())
+        return decode_body(*given)
+
+    monkeypatch.setattr(bodies, "decode_body", decode)
+    for num_chars in (10, 100_000):
+        await live.http.post(COMPLETION, json={"prompt": "a" * num_chars, "max_tokens": 1})
+    own = threading.current_thread()
+    assert [thread is own for thread in threads] == [True, False]
 
 
 async def test_biases_have_a_limit(live):

@@ -131,7 +131,7 @@ BROKEN = [
 
 
 def read(answer_format: AnswerFormat, pieces: list[str], opening: str = "", tools: Tools | None = TOOLS) -> Read:
-    reader = MessageReader(answer_format, opening, tools)
+    reader = MessageReader(answer_format, opening, tools, False)
     parts = [part for piece in pieces for part in reader.feed(piece, False)] + reader.finish()
     answer = join_parts(parts)
     return answer.content, answer.reasoning, [(call.name, call.arguments) for call in answer.calls]
@@ -196,7 +196,7 @@ def test_words_come_through_as_they_are(text: str, name: str) -> None:
 
 
 def test_a_call_is_told_before_its_arguments_and_they_in_pieces() -> None:
-    reader = MessageReader(format_of("hermes"), "", TOOLS)
+    reader = MessageReader(format_of("hermes"), "", TOOLS, False)
     parts = reader.feed('<tool_call>{"name": "f", "arguments": {"', False)
     assert [type(part) for part in parts] == [CallBegun, CallArguments]
     assert reader.feed("text", False) == [CallArguments(0, "text")]
@@ -204,7 +204,7 @@ def test_a_call_is_told_before_its_arguments_and_they_in_pieces() -> None:
 
 
 def test_an_argument_between_tags_is_told_once_it_is_whole() -> None:
-    reader = MessageReader(format_of("qwen3_xml"), "", TOOLS)
+    reader = MessageReader(format_of("qwen3_xml"), "", TOOLS, False)
     assert reader.feed("<tool_call>\n<function=f>\n<parameter=n>\n5\n</para", False) == []
     parts = reader.feed("meter>\n", False)
     assert isinstance(parts[0], CallBegun)
@@ -231,11 +231,11 @@ def test_reasoning_that_the_prompt_begins_or_ends_is_known() -> None:
 
 
 def test_special_tokens_are_read_and_not_told() -> None:
-    reader = MessageReader(format_of("mistral"), "", TOOLS)
+    reader = MessageReader(format_of("mistral"), "", TOOLS, False)
     texts = [("a", False), ("<|x|>", True), ("b ", False), ("[TOOL_CALLS]", True), ("c", False), ("[ARGS]", True)]
     parts = [part for text, special in texts for part in reader.feed(text, special)] + reader.finish()
     assert join_parts(parts).content == "ab c"
-    reader = MessageReader(format_of("mistral"), "", TOOLS)
+    reader = MessageReader(format_of("mistral"), "", TOOLS, False)
     texts = [("[TOOL_CALLS]", True), ("f", False), ("[ARGS]", True), ('{"text": "[ARGS]', False), ("<|x|>", True)]
     texts.append(('"}', False))
     parts = [part for text, special in texts for part in reader.feed(text, special)] + reader.finish()
@@ -243,7 +243,7 @@ def test_special_tokens_are_read_and_not_told() -> None:
 
 
 def test_what_is_read_of_a_long_answer_is_not_kept() -> None:
-    reader = MessageReader(format_of("hermes"), "", TOOLS)
+    reader = MessageReader(format_of("hermes"), "", TOOLS, False)
     for _ in range(2000):
         reader.feed("some words of it, ", False)
     assert len(reader._regions._text) < 100

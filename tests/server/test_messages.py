@@ -5,9 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import msgspec
+import pydantic
 import pytest
 from anthropic import AsyncAnthropic
 
+from server.bodies import ChatBody
+from server.other_bodies import MessagesBody
+from server.translation import translate_messages
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
 
@@ -140,6 +145,43 @@ async def test_thinking_is_a_block_of_its_own_and_goes_back(hermes):
     assert (await ask(asking, model="scripted", messages=turns)).content[0].text == "More."
 
 
+class City(pydantic.BaseModel):
+    name: str
+
+
+async def test_a_form_is_parsed_by_the_official_client_beside_tools_too(hermes):
+    asking, script = hermes
+    script.add('{"name": "東京"}', CALL, '{"name": "東京"}')
+    asked = {"model": "scripted", "messages": HI, "max_tokens": 500, "output_format": City}
+    given = await asking.messages.parse(**asked)
+    assert given.parsed_output == City(name="東京")
+    asked["tools"] = [TOOLS[0] | {"strict": True}]
+    called = await asking.messages.parse(**asked)
+    assert (called.stop_reason, called.content[0].input) == ("tool_use", {"city": "東京"})
+    async with asking.messages.stream(**asked) as stream:
+        assert (await stream.get_final_message()).parsed_output == City(name="東京")
+
+
+def chat_of(**fields: Any) -> ChatBody:
+    body = {"messages": HI, "max_tokens": 5} | fields
+    return translate_messages(msgspec.convert(body, MessagesBody)).chat
+
+
+def test_effort_is_the_chats_and_thinking_says_whether_there_is_any():
+    assert chat_of().reasoning_effort is None
+    assert chat_of(output_config={"effort": "low"}).reasoning_effort == "low"
+    assert chat_of(thinking={"type": "adaptive"}).reasoning_effort == "medium"
+    assert chat_of(thinking={"type": "adaptive"}, output_config={"effort": "max"}).reasoning_effort == "max"
+    assert chat_of(thinking={"type": "disabled"}, output_config={"effort": "max"}).reasoning_effort == "none"
+
+
+def test_a_format_is_the_chats_and_a_strict_tool_is_one():
+    chat = chat_of(output_config={"format": {"type": "json_schema", "schema": {"type": "null"}}})
+    assert chat.response_format.json_schema.schema == {"type": "null"}
+    strict = [tool.function.strict for tool in chat_of(tools=[TOOLS[0] | {"strict": True}, TOOLS[0]]).tools]
+    assert strict == [True, None]
+
+
 async def test_errors_are_the_clients_own_kinds(claude):
     with pytest.raises(anthropic.BadRequestError) as bad:
         await ask(claude, extra_body={"temperature": 5})
@@ -196,6 +238,10 @@ async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
         ({"temperature": -1}, "temperature"),
         ({"top_k": -5}, "top_k"),
         ({"container": "x"}, "container"),
+        ({"output_config": {"effort": "some"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
         ({"maxtokens": 5}, "maxtokens"),
         ({"messages": [{"role": "user", "content": "word " * 20000}]}, "messages"),
     ],

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
@@ -34,6 +35,7 @@ from server import (
     routes_docs,
     routes_documents,
     routes_generation,
+    routes_responses,
     routes_status,
     routes_tokens,
     routes_translated,
@@ -96,9 +98,11 @@ LIMITS = BodyLimits(
     has_nested_embeddings=True,
 )
 DOCUMENT = "/v1/documents/{document_id}"
+RESPONSE = "/v1/responses/{response_id}"
+INPUT_ITEMS = f"{RESPONSE}/input_items"
 GETS = (
     "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
-    "/health", "/live", "/version", "/metrics", "/v1/documents", DOCUMENT,
+    "/health", "/live", "/version", "/metrics", "/v1/documents", DOCUMENT, RESPONSE, INPUT_ITEMS,
 )  # fmt: skip
 
 
@@ -164,13 +168,15 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
         print(f"{path}: {dict(found)}")
         assert found[200] == found.total()
         total += found.total()
-    deleted = fuzz_operation(url, schema[DOCUMENT]["DELETE"], GenerationMode.POSITIVE, num_of_gets, is_sample)
-    assert (deleted[200], deleted[200] + deleted[404]) == (1, deleted.total())
-    return total + deleted.total()
+    for path in (DOCUMENT, RESPONSE):
+        deleted = fuzz_operation(url, schema[path]["DELETE"], GenerationMode.POSITIVE, num_of_gets, is_sample)
+        assert (deleted[200], deleted[200] + deleted[404]) == (1, deleted.total())
+        total += deleted.total()
+    return total
 
 
 def name_what_is_there(url: str, document: dict[str, Any]) -> None:
-    """A document of the key, and a tool: no other id could be drawn that some document has."""
+    """A document and a response of the key, and a tool: no other id could be drawn that something has."""
     body = {"text": "The magic number is 7264510."}
     known = httpx.post(f"{url}/v1/documents", json=body, headers={"authorization": f"Bearer {KEY}"}).json()["id"]
     chat = document["components"]["schemas"]["ChatBody"]["properties"]["documents"]
@@ -179,6 +185,13 @@ def name_what_is_there(url: str, document: dict[str, Any]) -> None:
     for schema in (*ids, chat["anyOf"][0]["items"]["anyOf"][0]):
         if schema.pop("pattern", None):
             schema["enum"] = [known]
+    asked = {"input": "Hi", "max_output_tokens": 1}
+    answer = httpx.post(f"{url}/v1/responses", json=asked, headers={"authorization": f"Bearer {KEY}"}).json()
+    for path in (RESPONSE, INPUT_ITEMS):
+        for operation in document["paths"][path].values():
+            operation["parameters"][0]["schema"] = {"enum": [answer["id"]]}
+    item = f"msg_{answer['id'].removeprefix('resp-')}_0"
+    document["paths"][INPUT_ITEMS]["get"]["parameters"][-1]["schema"] = {"enum": [item]}
     schemas = document["components"]["schemas"]  # no drawn name would be another's, and no id a call's
     schemas["Message"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
     schemas["ChatBody"]["properties"]["tools"]["maxItems"] = 1
@@ -272,6 +285,7 @@ def test_the_document_has_every_route_of_the_application():
             routes_docs,
             routes_documents,
             routes_generation,
+            routes_responses,
             routes_status,
             routes_tokens,
             routes_translated,
@@ -297,6 +311,19 @@ def test_the_document_has_every_known_field_and_says_whether_there_may_be_others
                 assert schema["properties"][name] == {"enum": [None, *fate.values], "description": fate.reason}
         for name in set(RANGES) & set(struct.__struct_fields__):
             assert "maximum" in schema["properties"][name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [("CompletionBody", {"prompt": "a"}), ("ChatBody", {"messages": [{"role": "user", "content": "a"}]})],
+)
+def test_the_document_allows_what_is_for_streams_in_streams_alone(kind, own):
+    document = build_document(LIMITS, has_keys=False)
+    body = Draft202012Validator(document | {"$ref": f"#/components/schemas/{kind}"})
+    for field in ({"stream_options": {}}, {"return_progress": True}):
+        assert body.is_valid(own | field | {"stream": True})
+        assert not body.is_valid(own | field)
+    assert body.is_valid(own | {"return_progress": False, "stream_options": None})
 
 
 def test_the_document_names_the_models_profiles_and_numbers_of_this_server_once_it_knows_them():

@@ -159,6 +159,16 @@ async def test_a_form_is_parsed_by_the_official_client(hermes):
     assert given.text.format.type == "json_schema"
 
 
+async def test_beside_tools_a_response_is_a_call_or_has_the_form(hermes):
+    running, script = hermes
+    asked = {"model": "scripted", "input": "Which?", "text_format": City, "tools": [TOOLS[0] | {"strict": True}]}
+    script.add(CALL, '{"name": "東京"}')
+    called = await running.openai.responses.parse(**asked)
+    assert called.output_parsed is None
+    assert called.output[0].parsed_arguments == {"city": "東京"}
+    assert (await running.openai.responses.parse(**asked)).output_parsed == City(name="東京")
+
+
 async def test_what_is_kept_is_the_keys_own_for_a_time_and_not_where_nothing_is_stored():
     settings = make_deployment(api_keys=["k", "other"], responses_seconds=0.5)
     async with running_server(settings, fake_command()) as live:
@@ -183,24 +193,93 @@ async def test_what_is_kept_is_the_keys_own_for_a_time_and_not_where_nothing_is_
         await live.until(forgotten, 3)
 
 
+async def test_a_response_is_shown_as_it_was_answered_listed_and_deleted(hermes):
+    running, script = hermes
+    script.add(f"I look.\n{CALL}", "<think>hm</think>It rains.")
+    client = running.openai.responses
+    first = await client.create(model="scripted", input="Which weather?", instructions="Be brief.", tools=TOOLS)
+    called = first.output[1]
+    result = {"type": "function_call_output", "call_id": called.call_id, "output": "rain"}
+    events = await client.create(
+        model="scripted", input=[result], tools=TOOLS, previous_response_id=first.id, stream=True
+    )
+    second = [event async for event in events][-1].response
+    for one in (first, second):
+        assert await client.retrieve(one.id) == one
+    items = [item async for item in client.input_items.list(second.id, order="asc", limit=1)]
+    assert [item.type for item in items] == ["message", "message", "function_call", "function_call_output"]
+    assert [item.content[0].text for item in items[:2]] == ["Which weather?", "I look."]
+    assert (items[2].name, items[2].call_id, items[2].arguments) == ("weather", called.call_id, called.arguments)
+    assert (items[3].call_id, items[3].output) == (called.call_id, "rain")
+    assert [item async for item in client.input_items.list(second.id)] == items[::-1]
+    page = await client.input_items.list(second.id, limit=3)
+    assert (page.has_more, page.first_id, page.last_id) == (True, items[3].id, items[1].id)
+    await client.delete(first.id)
+    for ask in (client.retrieve, client.delete, client.input_items.list):
+        with pytest.raises(openai.NotFoundError) as gone:
+            await ask(first.id)
+        assert gone.value.code == "response_not_found"
+        assert gone.value.message.startswith("Error code: 404")
+    script.add("ok")
+    third = await client.create(model="scripted", input="So?", previous_response_id=second.id)
+    thoughts = [item for item in (await client.input_items.list(third.id)).data if item.type == "reasoning"]
+    assert [thought.content[0].text for thought in thoughts] == ["hm"]
+
+
+async def test_another_key_neither_sees_nor_deletes_a_response():
+    async with running_server(make_deployment(api_keys=["k", "other"]), fake_command()) as live:
+        mine = await respond(live)
+        path, other = f"/v1/responses/{mine.id}", {"authorization": "Bearer other"}
+        for method, below in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+            assert (await live.http.request(method, path + below, headers=other)).status_code == 404
+        assert (await live.openai.responses.retrieve(mine.id)).output_text == mine.output_text
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=101", "limit"),
+        ("/input_items?limit=ten", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=msg_none", "after"),
+        ("?stream=true", "stream"),
+    ],
+)
+async def test_what_is_wrong_with_a_query_is_named(live, query, param):
+    given = await respond(live)
+    answer = await live.http.get(f"/v1/responses/{given.id}{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
 def test_the_oldest_goes_when_there_is_no_room_and_the_bytes_are_counted(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(response_store.time, "monotonic", lambda: clock[0])
-    store, said = ResponseStore(10, 3000), [Message(role="user", content="x" * 1000)]
+    store, said = ResponseStore(10, 3000), [Message(role="user", content="x" * 500)]
+    answer = b"y" * 500
     for name in ("a", "b", "c"):
-        store.keep("owner", name, said)
+        store.keep("owner", name, answer, said)
         assert store.num_bytes <= 3000
-    assert (store.find("owner", "a"), store.find("owner", "c")) == (None, said)
-    store.keep("owner", "large", [Message(role="user", content="x" * 4000)])
-    assert store.find("owner", "large") is None
-    assert store.find("owner", "b") == said
+    kept = store.find("owner", "c")
+    assert (kept.response, kept.messages) == (answer, said)
+    assert store.find("owner", "a") is None
+    for large in ((b"", [Message(role="user", content="x" * 4000)]), (b"y" * 4000, said)):
+        store.keep("owner", "large", *large)
+        assert store.find("owner", "large") is None
+    assert store.find("owner", "b") is not None
     assert store.find("other", "b") is None
+    assert not store.delete("other", "b")
+    num_bytes = store.num_bytes
+    assert store.delete("owner", "c")
+    assert store.num_bytes == num_bytes // 2
+    assert not store.delete("owner", "c")
     clock[0] += 10
     assert store.find("owner", "b") is None
-    store.keep("owner", "d", said)
+    store.keep("owner", "d", answer, said)
     assert store.num_bytes < 2000, "what is too old goes with the next"
     never = ResponseStore(0, 3000)
-    never.keep("owner", "a", said)
+    never.keep("owner", "a", answer, said)
     assert never.find("owner", "a") is None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from tests.server.live_server import REFERENCE, Running
@@ -206,6 +207,35 @@ async def test_a_stop_string_ends_an_answer_inside_a_call(hermes: Served) -> Non
     done = (await chat(hermes, CALL, stop=["東京"])).choices[0]
     assert read(done.message)["calls"] == [("weather", '{"city": "')]
     assert (await chat(hermes, f"Now <tool_call> {CALL}", stop=["_call"])).choices[0].message.content == "Now <tool"
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+
+
+class Report(pydantic.BaseModel):
+    words: str
+
+
+async def test_beside_a_form_the_client_parses_calls_and_answers(hermes: Served) -> None:
+    running, script = hermes
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    asked = {"model": "scripted", "messages": HI, "tools": tools, "response_format": Report}
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "東京"}}\n</tool_call>'
+    report = Report(words="<tool_call> rain")
+    for _ in range(2):
+        script.add(f"<think>\nhm\n</think>\n\n{call}", report.model_dump_json())
+    called = (await running.openai.chat.completions.parse(**asked)).choices[0]
+    assert called.message.tool_calls[0].function.parsed_arguments == Weather(city="東京")
+    assert (called.finish_reason, called.message.parsed, called.message.reasoning_content) == ("tool_calls", None, "hm")
+    done = (await running.openai.chat.completions.parse(**asked)).choices[0]
+    assert (done.finish_reason, done.message.parsed, done.message.tool_calls) == ("stop", report, None)
+    for expected in (called, done):
+        async with running.openai.chat.completions.stream(**asked) as events:
+            final = (await events.get_final_completion()).choices[0]
+        assert final.finish_reason == expected.finish_reason
+        assert final.message.parsed == expected.message.parsed
+        assert read(final.message) == read(expected.message)
 
 
 async def test_special_tokens_mark_calls_and_no_client_sees_them(tmp_path: Path) -> None:

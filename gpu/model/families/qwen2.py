@@ -8,6 +8,7 @@ from gpu.model.spec import Architecture, LayerSpec
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("hidden_act", "silu")
+    keys.only("use_mrope", False)
     return parse_sizes(keys, name, [LayerSpec(qkv_bias=True, window_tokens=window) for window in qwen_windows(keys)])
 
 
@@ -35,5 +36,4 @@ FAMILY = Family(
     parse=parse,
     tensors=lambda shape: LAYER_TENSORS | QKV_BIASES,
     defaults=QWEN_DEFAULTS,
-    harmless=frozenset({"use_mrope"}),
 )

@@ -1,0 +1,184 @@
+"""A GGUF file's metadata as the `config.json` of the same model, so that its family reads it as any other. No torch.
+
+It refuses to know what a family makes of it. Invariant: a key of the architecture is translated here, says what is so
+anyway, or is passed on by its own name, which the family refuses as one that nothing knows.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from gpu.model.gguf.file import GgufFile
+from gpu.model.spec import ModelError
+
+# `general.architecture`, and the model type whose layers it has. llama.cpp calls Mistral a Llama.
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gemma3": "gemma3_text",
+    "glm4": "glm4",
+}
+EMBEDDING = "token_embd.weight"
+OUTPUT = "output.weight"
+# Tensors that say how tokens are rotated, read here and by no layer.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_SIZES = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "context_length": "max_position_embeddings",
+}
+# What may be said and is so anyway.
+_SO_ANYWAY = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "use_parallel_residual": (False,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.sliding_window": (0,),
+    "rope.scaling.finetuned": (True, False),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "pooling_type": (0, 1, 2, 3, 4),  # `server.pooling` reads it
+}
+_WINDOWED = ("llama", "phi3", "gemma3_text")
+_GEMMA3_27B_LAYERS = 62  # by which llama.cpp tells the one whose queries are scaled by hidden / heads
+
+
+class _Keys:
+    """Of one architecture; each is taken once."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.path, self.prefix = file.path, architecture + "."
+        self._left = {
+            key.removeprefix(self.prefix): value for key, value in file.metadata.items() if key.startswith(self.prefix)
+        }
+
+    def take(self, key: str, absent: Any = None) -> Any:
+        value = self._left.pop(key, absent)
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5 as it was meant
+
+    def number(self, key: str, absent: Any = None) -> Any:
+        value = self.take(key, absent)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            raise self.refused(key, value, "a number")
+        return value
+
+    def left(self) -> dict[str, Any]:
+        """By their whole names, but for what is so anyway."""
+        return {
+            self.prefix + key: value
+            for key, value in self._left.items()
+            if key not in _SO_ANYWAY or value not in _SO_ANYWAY[key]
+        }
+
+    def refused(self, key: str, value: Any, wanted: str) -> ModelError:
+        return ModelError(f"model: {self.path}: {self.prefix}{key} is {value!r}; wanted {wanted}")
+
+
+def as_config(file: GgufFile) -> dict[str, Any]:
+    """As `gpu.model.family.parse_config` takes it. Raises ModelError for what no served model has."""
+    name = file.metadata.get("general.architecture")
+    if name not in MODEL_TYPES:
+        served = ", ".join(map(repr, MODEL_TYPES))
+        raise ModelError(f"model: {file.path}: general.architecture is {name!r}; served: {served}")
+    if EMBEDDING not in file.tensors:
+        raise ModelError(f"model: {file.path}: tensor {EMBEDDING} is missing; wanted a whole language model")
+    keys = _Keys(file, name)
+    if keys.number("expert_count", 0):
+        raise keys.refused(
+            "expert_count", file.metadata[name + ".expert_count"], "0: mixtures of experts are not served"
+        )
+    config: dict[str, Any] = {ours: keys.number(theirs) for theirs, ours in _SIZES.items()}
+    config |= {
+        "model_type": MODEL_TYPES[name],
+        "vocab_size": _vocab_size(file, keys),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10_000.0),
+        "tie_word_embeddings": OUTPUT not in file.tensors,
+    }
+    config = {key: value for key, value in config.items() if value is not None}
+    config |= _heads(keys, config)
+    config |= _rope(file, keys, config)
+    config |= _windows(keys, config)
+    if MODEL_TYPES[name] == "gemma3_text":
+        config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
+        is_large = config.get("num_hidden_layers") == _GEMMA3_27B_LAYERS
+        scalar = config["hidden_size"] // config["num_attention_heads"] if is_large else config["head_dim"]
+        config["query_pre_attn_scalar"] = scalar
+    if MODEL_TYPES[name] == "glm4":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    return config | keys.left()
+
+
+def _vocab_size(file: GgufFile, keys: _Keys) -> int:
+    """Rows of the embedding, of which there is one a token."""
+    rows = file.tensors[EMBEDDING].shape[0]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    stated = keys.take("vocab_size", rows)
+    for what, count in ((f"{keys.prefix}vocab_size", stated), ("tokenizer.ggml.tokens", len(tokens or ()) or rows)):
+        if count != rows:
+            raise ModelError(f"model: {file.path}: {what} says {count} tokens, and {EMBEDDING} has {rows} rows")
+    return rows
+
+
+def _heads(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    hidden, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        raise keys.refused("attention.head_count", heads, "a whole number")
+    dim = keys.number("attention.key_length", hidden // heads)
+    value_dim = keys.number("attention.value_length", dim)
+    if value_dim != dim:
+        raise keys.refused("attention.value_length", value_dim, f"as many as keys have, {dim}")
+    rotated = keys.number("rope.dimension_count", dim)
+    return {"head_dim": dim} | ({"partial_rotary_factor": rotated / dim} if rotated not in (0, dim) else {})
+
+
+def _windows(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """`sliding_window_pattern` is a number, or says of each layer whether it has a window. A window of a model that has
+    none here is left, to be refused.
+    """
+    if config["model_type"] not in _WINDOWED:
+        return {}
+    window, pattern = keys.number("attention.sliding_window", 0), keys.take("attention.sliding_window_pattern")
+    found: dict[str, Any] = {"sliding_window": window or None}
+    if config["model_type"] == "llama" and window:
+        found["model_type"] = "mistral"
+    if isinstance(pattern, list):
+        found["layer_types"] = ["sliding_attention" if is_window else "full_attention" for is_window in pattern]
+    elif pattern is not None:
+        found["sliding_window_pattern"] = pattern
+    return {key: value for key, value in found.items() if value is not None or config["model_type"] == "phi3"}
+
+
+def _rope(file: GgufFile, keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Scaling by its name, or by the factors that a file has for every frequency."""
+    kind = keys.take("rope.scaling.type", "none")
+    factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear")
+    original = keys.number("rope.scaling.original_context_length")
+    attention = keys.number("rope.scaling.attn_factor")
+    known = {name: file.tensors[name].data.tolist() for name in ROPE_TENSORS if name in file.tensors}
+    if known:
+        of_all, of_long, of_short = (known.get(name) for name in ROPE_TENSORS)
+        if kind not in ("none", "longrope") or (of_all is None) != (of_long is not None and of_short is not None):
+            raise ModelError(
+                f"model: {file.path}: {keys.prefix}rope.scaling.type is {kind!r} beside {' and '.join(known)}; wanted "
+                f"none, and {ROPE_TENSORS[0]} or the two others"
+            )
+        original = original if of_all is None else config.get("max_position_embeddings")
+        scaling = {
+            "rope_type": "longrope", "long_factor": of_all or of_long, "short_factor": of_all or of_short,
+            "attention_factor": attention or 1.0, "original_max_position_embeddings": original,
+        }  # fmt: skip
+        return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
+    if kind == "none" or (kind == "linear" and factor in (None, 1)):
+        return {}
+    if attention not in (None, 1.0):
+        raise keys.refused("rope.scaling.attn_factor", attention, f"1.0 beside {kind!r}")
+    betas = {key: keys.number(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original} | betas
+    return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}

@@ -1,0 +1,103 @@
+"""A GGUF file's tensors by the names of a Hugging Face checkpoint, and how matrices of few bits are stored. No torch.
+
+It refuses to know bytes. `gguf` says how llama.cpp calls what. Invariant: every tensor of the file has a name here, its
+own if no layer wants it, so that what is extra is told.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from gpu.model.family import families
+from gpu.model.gguf.config import MODEL_TYPES, ROPE_TENSORS
+from gpu.model.gguf.file import GgufFile, GgufTensor
+from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
+from gpu.model.matrix_format import MatrixFormat, Quantisation
+from gpu.model.matrix_formats import PARTS, matrix_shapes, module_names
+from gpu.model.spec import Architecture, ModelError
+
+SCHEME = "gguf"
+_WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+
+
+def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
+    """By canonical names of `gpu.model.family`, in the file's order; without what says how tokens are rotated."""
+    names = {theirs: ours for ours, theirs in stored_names(file, architecture).items()}
+    return {names.get(name, name): tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
+
+
+def stored_names(file: GgufFile, architecture: Architecture) -> dict[str, str]:
+    """What the file calls each tensor that a checkpoint of this architecture may have."""
+    layer_names = tuple(families()[architecture.family].tensors(architecture))
+    return _names(file.metadata["general.architecture"], architecture.num_layers, layer_names)
+
+
+def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisation | None:
+    """None where all matrices of layers, and the output matrix, are plain."""
+    tensors = checkpoint_names(file, architecture)
+    matrices: dict[tuple[int, str], MatrixFormat | None] = {}
+    repacked: Counter[str] = Counter()
+    for layer in range(architecture.num_layers):
+        for matrix in PARTS:
+            names = [f"{module}.weight" for module in module_names(architecture, layer, matrix).values()]
+            kinds = [tensors[name].kind for name in names if name in tensors]
+            stored = format_of(kinds)
+            matrices[layer, matrix] = stored
+            repacked.update(kind for kind in kinds if _is_repacked(kind, stored))
+    output = tensors.get("lm_head.weight")
+    output_stored = None if output is None or architecture.tied_embeddings else format_of([output.kind])
+    counts = Counter(stored for stored in matrices.values() if stored is not None)
+    if not counts and output_stored is None:
+        return None
+    commonest = counts.most_common(1)[0][0] if counts else output_stored
+    assert commonest is not None, "one of them is of few bits"
+    if output is not None and _is_repacked(output.kind, output_stored):
+        repacked[output.kind] += 1
+    note = _describe(matrices, output_stored, repacked)
+    return Quantisation(SCHEME, commonest, output_stored, matrices=matrices, note=note)
+
+
+def stored_as(architecture: Architecture, kind: str) -> Architecture:
+    """A shape as a file would have it all of whose matrices are of one kind, and the output matrix Q6_K, as most files
+    have that: what random weights are drawn for. Raises ModelError for rows that are no whole blocks.
+    """
+    output = None if architecture.tied_embeddings else format_of(["Q6_K"])
+    stored = format_of([kind])
+    assert stored is not None, "a kind of few bits"
+    for inner in {columns for _, columns in matrix_shapes(architecture).values()}:
+        if inner % BLOCK_KINDS[kind].block:
+            block = BLOCK_KINDS[kind].block
+            raise ModelError(f"model: {architecture.name} has rows of {inner}; {kind} has blocks of {block}")
+    return replace(architecture, quantisation=Quantisation(SCHEME, stored, output, note=f"all matrices {kind}"))
+
+
+def _is_repacked(kind: str, stored: MatrixFormat | None) -> bool:
+    block = BLOCK_KINDS.get(kind)
+    return block is not None and (stored is None or block.is_repacked or block.stored != stored.kind)
+
+
+def _describe(
+    matrices: dict[tuple[int, str], MatrixFormat | None], output: MatrixFormat | None, repacked: Counter[str]
+) -> str:
+    counts = Counter("plain" if one is None else f"{one.kind} in groups of {one.group}" for one in matrices.values())
+    words = [f"{count} matrices {what}" for what, count in counts.most_common()]
+    words.append(f"output matrix {'plain' if output is None else f'{output.kind} in groups of {output.group}'}")
+    if repacked:
+        of = ", ".join(f"{count} of {kind}" for kind, count in sorted(repacked.items()))
+        words.append(f"repacked to 8 bits or plain: {of}")
+    return ", ".join(words)
+
+
+@lru_cache(maxsize=2)
+def _names(architecture: str, num_layers: int, layer_names: tuple[str, ...]) -> dict[str, str]:
+    """llama.cpp's, by a checkpoint's."""
+    import gguf
+
+    assert architecture in MODEL_TYPES, "the configuration was read"
+    (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    table: Any = gguf.get_tensor_name_map(known, num_layers)
+    ours = [*_WHOLE, *(f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in layer_names)]
+    found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in ours}
+    assert len(set(found.values())) == len(ours), "no two tensors have one name"
+    return found

@@ -1,0 +1,52 @@
+"""The values that a field of a body may have, where its type names them: for messages about one that it may not.
+
+Knows types alone.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from msgspec import inspect
+
+_STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(?:\d+|\.\.\.)\]")
+_LISTS = (inspect.ListType, inspect.VarTupleType)
+
+
+def literals_at(body: type, path: str) -> list[Any]:
+    """Of a struct, at a path as msgspec writes it behind its `$`: `.tools[0].type`. Empty if its type names none."""
+    nodes: list[inspect.Type] = [_type_of(body)]
+    for step in _STEP.finditer(path):
+        nodes = [inside for node in nodes for one in _kinds(node) for inside in _enter(one, step[1])]
+    return [value for node in nodes for one in _kinds(node) for value in _values(one)]
+
+
+@cache
+def _type_of(body: type) -> inspect.Type:
+    return inspect.type_info(body)
+
+
+def _kinds(node: inspect.Type) -> Iterator[inspect.Type]:
+    """What a value of the type may be, looking through unions and what limits them."""
+    if isinstance(node, inspect.UnionType):
+        for one in node.types:
+            yield from _kinds(one)
+    elif isinstance(node, inspect.Metadata):
+        yield from _kinds(node.type)
+    else:
+        yield node
+
+
+def _enter(node: inspect.Type, name: str | None) -> list[inspect.Type]:
+    if isinstance(node, inspect.StructType):
+        if name is not None and name == node.tag_field:
+            return [inspect.LiteralType((node.tag,))]
+        return [field.type for field in node.fields if field.encode_name == name]
+    return [node.item_type] if isinstance(node, _LISTS) and name is None else []
+
+
+def _values(node: inspect.Type) -> list[Any]:
+    if isinstance(node, inspect.LiteralType):
+        return list(node.values)
+    return []

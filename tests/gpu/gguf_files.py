@@ -1,0 +1,262 @@
+"""GGUF files of checkpoints, written with `gguf`'s writer as llama.cpp's converter lays them out, and what they mean.
+
+Q4_0 to Q8_0 are rounded by `gguf`; K-quants are blocks of random bytes. What blocks mean is read in float64 here,
+number by number, from the published layouts (ggml's `block_q4_K` and the others), and written as a plain checkpoint
+beside the file. Names, the order of a Llama's rows and Gemma's norms are spelled out, and shared with no reader.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.torch import load_file, save_file
+from torch import from_numpy
+
+BYTES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
+         "Q5_K": (256, 176), "Q6_K": (256, 210)}  # fmt: skip
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up", "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}  # fmt: skip
+GEMMA_NAMES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+               "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3",
+                 "glm4": "glm4", "gemma3_text": "gemma3"}  # fmt: skip
+Kinds = Callable[[str], str]
+
+
+def draw_blocks(generator: np.random.Generator, kind: str, rows: int, inner: int) -> np.ndarray:
+    """uint8 `[rows, bytes]`: any bytes, but scales of which numbers have a spread of about `inner**-0.5`."""
+    block, num_bytes = BYTES[kind]
+    data = generator.integers(0, 256, (rows, inner // block * num_bytes), dtype=np.uint8)
+    cut = data.reshape(-1, num_bytes)
+    steps = {"Q4_0": 5, "Q4_1": 5, "Q5_0": 10, "Q5_1": 10, "Q8_0": 70, "Q4_K": 5 * 30, "Q5_K": 10 * 30, "Q6_K": 20 * 70}
+    at = 208 if kind == "Q6_K" else 0
+    d = generator.uniform(0.7, 1.4, len(cut)) / steps[kind] * inner**-0.5
+    cut[:, at : at + 2] = d.astype(np.float16)[:, None].view(np.uint8)
+    if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+        least = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind] * d * generator.uniform(0.8, 1.2, len(d))
+        cut[:, 2:4] = least.astype(np.float16)[:, None].view(np.uint8)
+    return data
+
+
+def wanted_numbers(kind: str, data: np.ndarray, inner: int) -> np.ndarray:
+    """float64 `[rows, inner]`, by the definition of each kind."""
+    num_bytes = BYTES[kind][1]
+    return np.array([_block(kind, bytes(block)) for block in data.reshape(-1, num_bytes)]).reshape(len(data), inner)
+
+
+def _half(block: bytes, at: int) -> float:
+    return float(np.frombuffer(block[at : at + 2], np.float16)[0])
+
+
+def _six_bits(block: bytes, j: int) -> tuple[int, int]:
+    """Scale and offset of group j, of ggml's `get_scale_min_k4`."""
+    q = block[4:16]
+    if j < 4:
+        return q[j] & 63, q[j + 4] & 63
+    return (q[j + 4] & 15) | ((q[j - 4] >> 6) << 4), (q[j + 4] >> 4) | ((q[j] >> 6) << 4)
+
+
+def _block(kind: str, block: bytes) -> list[float]:
+    if kind == "Q8_0":
+        return [_half(block, 0) * q for q in np.frombuffer(block[2:], np.int8).tolist()]
+    if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
+        has_least, is_five = kind.endswith("1"), kind.startswith("Q5")
+        at = 2 + 2 * has_least
+        high = int.from_bytes(block[at : at + 4], "little") if is_five else 0
+        quarters = block[at + 4 * is_five :]
+        numbers = [(quarters[i] & 15) | (high >> i & 1) << 4 for i in range(16)]
+        numbers += [(quarters[i] >> 4) | (high >> (i + 16) & 1) << 4 for i in range(16)]
+        d, middle = _half(block, 0), 16 if is_five else 8
+        return [d * q + _half(block, 2) if has_least else d * (q - middle) for q in numbers]
+    found = []
+    for i in range(256):
+        if kind == "Q6_K":
+            half, j = divmod(i, 128)
+            low = block[64 * half + j % 64]
+            low = low & 15 if j < 64 else low >> 4
+            high = block[128 + 32 * half + j % 32] >> 2 * (j // 32) & 3
+            scale = int(np.int8(np.uint8(block[192 + i // 16])))
+            found.append(_half(block, 208) * scale * ((low | high << 4) - 32))
+            continue
+        group, j = divmod(i, 32)
+        low = block[(48 if kind == "Q5_K" else 16) + 32 * (group // 2) + j]
+        q = low >> 4 if group % 2 else low & 15
+        if kind == "Q5_K":
+            q += (block[16 + j] >> group & 1) << 4
+        scale, offset = _six_bits(block, group)
+        found.append(_half(block, 0) * scale * q - _half(block, 2) * offset)
+    return found
+
+
+def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | None = None, seed: int = 3,
+          split_tensors: int = 0, is_alone: bool = False) -> Path:  # fmt: skip
+    """A file of a plain checkpoint whose matrices are of `kinds` of their names in the file; beside it, in a folder of
+    the same name with `-plain`, the checkpoint that it means, unless it is to be alone. Returns the file. metadata: in
+    place of what is derived, None: left out. split_tensors: of a part, 0: there is one.
+    """
+    config = json.loads((plain / "config.json").read_text())
+    tensors = {name: tensor.float().numpy() for name, tensor in load_file(plain / "model.safetensors").items()}
+    if config.get("tie_word_embeddings", False):
+        tensors.pop("lm_head.weight", None)
+    generator, meant = np.random.default_rng(seed), {}
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
+    for key, value in (_metadata(config, tensors, architecture) | dict(metadata or {})).items():
+        _add(writer, key, value)
+    for name, array in _rope_factors(config).items():
+        writer.add_tensor(name, array)
+    for name, array in sorted(tensors.items()):
+        module, end = name.rsplit(".", 1)
+        theirs = _name(module, architecture) + "." + end
+        kind = kinds(theirs) if array.ndim == 2 else "F32"
+        stored = _store(generator, kind, array)
+        if not is_alone:
+            meant[name] = from_numpy(_meant(kind, stored, array.shape).astype(np.float32))
+        if array.ndim == 1 and architecture == "gemma3" and name.endswith("norm.weight"):
+            stored = stored + 1
+        if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
+            heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
+            stored = stored.reshape(heads, 2, -1, stored.shape[-1]).swapaxes(1, 2).reshape(stored.shape)
+        block_type = getattr(gguf.GGMLQuantizationType, kind)
+        writer.add_tensor(
+            theirs, np.ascontiguousarray(stored), raw_dtype=block_type if kind not in ("F32", "F16") else None
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if is_alone:
+        return path
+    folder = path.with_name(path.stem + "-plain")
+    folder.mkdir()
+    for file in plain.glob("*.json"):
+        shutil.copy(file, folder)
+    save_file(meant, folder / "model.safetensors")
+    return path
+
+
+def _store(generator: np.random.Generator, kind: str, array: np.ndarray) -> np.ndarray:
+    """As a file has it."""
+    if kind == "BF16":
+        return (array.view(np.uint32) + 0x8000 >> 16).astype(np.uint16).view(np.uint8)
+    if kind in ("F16", "F32"):
+        return array.astype(np.float16 if kind == "F16" else np.float32)
+    if kind == "F64":
+        return array.astype(np.float64)
+    if kind.endswith("_K"):
+        return draw_blocks(generator, kind, *array.shape)
+    return gguf.quants.quantize(array, getattr(gguf.GGMLQuantizationType, kind))
+
+
+def _meant(kind: str, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if kind == "BF16":
+        return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return stored if kind in ("F16", "F32") else wanted_numbers(kind, stored, shape[1])
+
+
+def _name(module: str, architecture: str) -> str:
+    if module in WHOLE:
+        return WHOLE[module]
+    _, _, layer, part = module.split(".", 3)
+    names = NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
+    return f"blk.{layer}.{names[part]}"
+
+
+def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architecture: str) -> dict[str, Any]:
+    """What llama.cpp's converter writes of such a configuration."""
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    found = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": config["rope_theta"],
+        "rope.dimension_count": int(dim * config.get("partial_rotary_factor", 1)),
+        "vocab_size": config["vocab_size"],
+    }
+    if "head_dim" in config:
+        found |= {"attention.key_length": dim, "attention.value_length": dim}
+    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        found["attention.sliding_window"] = config["sliding_window"]
+    if config["model_type"] == "gemma3_text":
+        found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
+    if kind in ("yarn", "longrope"):
+        original = scaling.get("original_max_position_embeddings") or config["original_max_position_embeddings"]
+        found["rope.scaling.original_context_length"] = original
+    if kind == "longrope":
+        stretch = config["max_position_embeddings"] / config["original_max_position_embeddings"]
+        factor = (
+            1.0
+            if stretch <= 1
+            else (1 + np.log(stretch) / np.log(found["rope.scaling.original_context_length"])) ** 0.5
+        )
+        found["rope.scaling.attn_factor"] = float(factor)
+    return {f"{architecture}.{key}": value for key, value in found.items()}
+
+
+def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind == "longrope":
+        return {f"rope_factors_{length}.weight": np.array(scaling[f"{length}_factor"], np.float32)
+                for length in ("long", "short")}  # fmt: skip
+    if kind != "llama3":
+        return {}
+    dim, factor = config["head_dim"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    turns = scaling["original_max_position_embeddings"] / waves
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)}
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def vocabulary(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The metadata of a folder's byte-level tokenizer.json, cut as `smollm` cuts."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    ids = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    special = {token["id"] for token in tokenizer["added_tokens"] if token["special"]}
+    tokens = sorted(ids, key=lambda text: ids[text])
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in tokenizer["model"]["merges"]]
+    found = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if ids[token] in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": merges, "tokenizer.ggml.bos_token_id": ids[settings["bos_token"]],
+        "tokenizer.ggml.eos_token_id": ids[settings["eos_token"]],
+        "tokenizer.ggml.padding_token_id": ids[settings["pad_token"]], "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": settings["chat_template"],
+    }  # fmt: skip
+    return found | {f"tokenizer.{key.replace('__', '.')}": value for key, value in changes.items()}

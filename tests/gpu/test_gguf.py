@@ -1,0 +1,393 @@
+"""GGUF files: their numbers, names, rotations and texts are those of the checkpoint that they mean, or one line says
+what is wrong."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.kernels.packed import Packed
+from gpu.model.architecture import ModelError, named_shape, read_architecture
+from gpu.model.checkpoint import load_packed, load_weights
+from gpu.model.gguf.blocks import Blocks, read_numbers, widen_blocks
+from gpu.model.gguf.file import read_gguf
+from gpu.model.gguf.kinds import BLOCK_KINDS
+from gpu.model.gguf.tensors import stored_as
+from gpu.model.matrix import as_matrix
+from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
+from gpu.model.weights import Weights, _draw_packed, allocate_weights
+from tests.gpu.family_checkpoints import checkpoint, generate, load
+from tests.gpu.gguf_files import BYTES, draw_blocks, wanted_numbers, write
+from tests.tolerances import GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN
+
+CPU = torch.device("cpu")
+MATRICES = ("qkv", "output", "gate_up", "down")
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+
+
+def all_of(kind: str, embedding: str = "F16") -> Any:
+    return lambda name: embedding if name.startswith("token_embd") else kind
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp's Q4_K_M: values and half of the down projections are finer, and so is the output matrix."""
+    if name.startswith(("output", "token_embd")) or "attn_v" in name or name == "blk.1.ffn_down.weight":
+        return "Q6_K"
+    return {"blk.2.ffn_down.weight": "Q5_K", "blk.2.attn_k.weight": "Q8_0", "blk.0.attn_output.weight": "BF16",
+            "blk.1.ffn_gate.weight": "F16"}.get(name, "Q4_K")  # fmt: skip
+
+
+MIXES = {kind: all_of(kind, kind) for kind in BYTES} | {"mixed": mixed, "F16": all_of("F16"), "BF16": all_of("BF16")}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each written once, when it is asked for."""
+
+    class Files(dict):
+        def __missing__(self, name: str) -> Path:
+            path = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
+            self[name] = write(checkpoint("llama2", **WIDE).folder, path, MIXES[name])
+            return self[name]
+
+    return Files()
+
+
+def plain_of(path: Path) -> Path:
+    return path.with_name(path.stem + "-plain")
+
+
+def packed(path: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    return load_packed(path, read_architecture(path), dtype, CPU, lambda _: None)
+
+
+def whole(folder: Path) -> Weights:
+    return load_weights(folder, read_architecture(folder), torch.float32, CPU, lambda _: None)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_blocks_of_any_bytes_are_the_numbers_of_their_published_layout(kind: str) -> None:
+    assert {name: (layout.block, layout.num_bytes) for name, layout in BLOCK_KINDS.items()} == BYTES
+    data = draw_blocks(np.random.default_rng(1), kind, 5, 768)
+    blocks, wanted = Blocks(kind, torch.from_numpy(data)), wanted_numbers(kind, data, 768)
+    got = read_numbers(blocks).widen()
+    assert blocks.shape == got.shape == wanted.shape
+    assert np.array_equal(got.numpy(), wanted.astype(np.float32))
+    place = torch.full((5, 768), float("nan"), dtype=torch.bfloat16)
+    widen_blocks(blocks, place)
+    assert torch.equal(place, torch.from_numpy(wanted.astype(np.float32)).bfloat16())
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_every_matrix_holds_the_numbers_of_the_file(name: str, files) -> None:
+    got, wanted = packed(files[name]), whole(plain_of(files[name]))
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix in MATRICES:
+            stored = getattr(ours, matrix)
+            if name not in ("mixed", "F16", "BF16"):
+                assert isinstance(stored, Packed)
+            assert torch.equal(as_matrix(stored).unpack(), getattr(theirs, matrix)), matrix
+    assert torch.equal(as_matrix(got.logits).unpack(), wanted.logits)
+    assert torch.equal(got.embedding, wanted.embedding)
+    assert torch.equal(got.final_norm, wanted.final_norm)
+
+
+def test_what_is_one_product_takes_the_finest_groups_of_its_parts(files) -> None:
+    got = packed(files["mixed"])
+    kinds = [
+        {name: isinstance(one, Packed) and (one.kind, one.group, one.run) for name in MATRICES
+         if (one := getattr(layer, name)) is not None}
+        for layer in got.layers
+    ]  # fmt: skip
+    four, eight = ("int4", 32, 256), ("int8", 16, 256)
+    assert kinds[0] == {"qkv": eight, "output": False, "gate_up": four, "down": four}
+    assert kinds[1] == {"qkv": eight, "output": four, "gate_up": False, "down": eight}
+    assert kinds[2] == {"qkv": ("int8", 16, 32), "output": four, "gate_up": four, "down": ("int8", 32, 256)}
+    assert isinstance(got.logits, Packed)
+    assert got.logits.kind == "int8"
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_bytes_are_those_that_are_held(name: str, files) -> None:
+    shape, got = read_architecture(files[name]), packed(files[name], torch.bfloat16)
+    tensors = [
+        tensor for layer in got.layers for part in layer.__slots__ if (tensor := getattr(layer, part)) is not None
+    ]
+    held = sum(tensor.nbytes for tensor in [*tensors, got.final_norm, got.logits])
+    assert step_weight_bytes(shape, 2, is_packed=True) == held
+    assert weight_bytes(shape, 2, is_packed=True) == held + got.embedding.nbytes
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "mixed"])
+def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, files) -> None:
+    prompt = np.random.default_rng(1).integers(0, 320, 200).astype(np.int32)
+    (tokens, logits), (others, wanted) = (
+        generate(load(path), prompt, 6) for path in (files[name], plain_of(files[name]))
+    )
+    assert tokens == others
+    assert torch.equal(logits, wanted)
+    assert len(set(tokens)) > 2
+
+
+FAMILIES = {
+    "llama3": {}, "mistral": {}, "qwen2 with yarn": {}, "qwen3": {}, "phi3": {}, "glm4": {},
+    "gemma3": {"query_pre_attn_scalar": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_the_checkpoint_that_its_file_was_made_of(family: str, tmp_path: Path) -> None:
+    """Names, biases, norms, windows, rotations and their scaling; logits beside transformers' own."""
+    plain = checkpoint(family, **FAMILIES[family])
+    path = write(plain.folder, tmp_path / "model.gguf", lambda name: "F32")
+    ours, theirs = read_architecture(path), read_architecture(plain.folder)
+    for field in ("family", "num_heads", "num_kv_heads", "dim", "rotary_dim", "layer_pattern", "query_gain",
+                  "embedding_scale", "norm_offset", "tied_embeddings", "rms_norm_eps",
+                  "max_context_tokens"):  # fmt: skip
+        assert getattr(ours, field) == getattr(theirs, field), field
+    prompt = np.random.default_rng(1).integers(0, 320, 150).astype(np.int32)
+    (tokens, logits), (others, wanted) = (generate(load(one), prompt, 4) for one in (path, plain.folder))
+    assert tokens == others
+    assert torch.allclose(logits, wanted, atol=GGUF_ROPE_LOGITS if family == "llama3" else 0, rtol=0)
+    assert len(set(tokens)) > 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4", "gemma3"])
+def test_other_families_rows_are_put_in_order_in_blocks_too(family: str, tmp_path: Path) -> None:
+    path = write(checkpoint(family, **FAMILIES[family]).folder, tmp_path / "model.gguf", all_of("Q8_0", "Q8_0"))
+    got, wanted = packed(path), whole(plain_of(path))
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix in MATRICES:
+            stored = getattr(ours, matrix)
+            assert isinstance(stored, Packed)
+            assert torch.equal(as_matrix(stored).unpack(), getattr(theirs, matrix)), matrix
+        assert torch.equal(ours.attention_norm, theirs.attention_norm)
+
+
+def test_rotation_factors_count(tmp_path: Path) -> None:
+    """Without them a Llama 3's logits differ by more than their rounding: they are of plain frequencies."""
+    plain = checkpoint("llama3")
+    path = write(plain.folder, tmp_path / "model.gguf", lambda name: "F32")
+    bare = tmp_path / "bare"
+    shutil.copytree(plain.folder, bare)
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | {"rope_scaling": None}))
+    prompt = np.random.default_rng(1).integers(0, 320, 150).astype(np.int32)
+    (_, logits), (_, wanted) = (generate(load(one), prompt, 1) for one in (path, bare))
+    assert (logits - wanted).abs().max() > 10 * GGUF_ROPE_LOGITS
+
+
+def test_a_tied_output_matrix_stays_plain_and_is_the_embedding(tmp_path: Path) -> None:
+    path = write(checkpoint("llama3", **WIDE).folder, tmp_path / "model.gguf", all_of("Q4_K", "Q6_K"))
+    got = packed(path)
+    assert got.logits is got.embedding
+    assert torch.equal(got.embedding, whole(plain_of(path)).embedding)
+
+
+def test_a_split_file_is_one_model(files, tmp_path: Path) -> None:
+    path = tmp_path / "split.gguf"
+    write(checkpoint("llama2", **WIDE).folder, path, all_of("Q8_0", "Q8_0"), split_tensors=9, is_alone=True)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) == 4
+    assert read_architecture(parts[0]).name == "split"
+    got, wanted = packed(parts[0]), packed(files["Q8_0"])
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        assert torch.equal(as_matrix(ours.qkv).unpack(), as_matrix(theirs.qkv).unpack())
+    with pytest.raises(ModelError, match=r"split-00002-of-00004\.gguf is part 2 of 4; give the first"):
+        read_architecture(parts[1])
+    shutil.copy(parts[2], tmp_path / "kept")
+    shutil.copy(parts[1], parts[2])
+    with pytest.raises(ModelError, match=r"00003-of-00004\.gguf says that it is part 2 of 4; by its name it is 3 of 4"):
+        read_architecture(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=r"00003-of-00004\.gguf is missing; .* is of 4 parts \(1 are missing\)"):
+        read_architecture(parts[0])
+    shutil.copy(parts[0], tmp_path / "alone.gguf")
+    with pytest.raises(ModelError, match=r"alone\.gguf says that it is part 1 of 4; by its name it is 1 of 1"):
+        read_architecture(tmp_path / "alone.gguf")
+
+
+def test_progress_goes_to_the_end_and_rounding_is_of_plain_files_alone(files) -> None:
+    told: list[float] = []
+    load_weights(files["mixed"], read_architecture(files["mixed"]), torch.float32, CPU, told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    with pytest.raises(ModelError, match=r"model\.weights: asked int4, Q4_K is quantised already \(gguf\)"):
+        rounded(read_architecture(files["Q4_K"]), "int4", "model.weights")
+    shape = rounded(read_architecture(files["F16"]), "int4", "model.weights")
+    got = load_packed(files["F16"], shape, torch.float32, CPU, lambda _: None)
+    folder = plain_of(files["F16"])
+    wanted = load_packed(
+        folder, rounded(read_architecture(folder), "int4", "weights"), torch.float32, CPU, lambda _: None
+    )
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        assert torch.equal(as_matrix(ours.qkv).unpack(), as_matrix(theirs.qkv).unpack())
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_random_weights_of_a_kind_have_the_spread_of_plain_ones_and_its_bytes(kind: str) -> None:
+    shape = stored_as(named_shape("tiny-qwen3"), kind)
+    weights = allocate_weights(shape, torch.bfloat16, CPU)
+    matrix = weights.layers[0].gate_up
+    assert isinstance(matrix, Packed)
+    _draw_packed(matrix, 0.1, torch.Generator().manual_seed(1))
+    drawn = as_matrix(matrix).unpack().float()
+    assert abs(float(drawn.std()) - 0.1) < SPREAD_OF_DRAWN
+    assert abs(float(drawn.mean())) < SPREAD_OF_DRAWN
+    with pytest.raises(ModelError, match=r"has rows of 384; Q4_K has blocks of 256"):
+        stored_as(named_shape("tiny-phi3"), "Q4_K")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "mixed"])
+def test_on_a_device_matrices_are_packed_and_hold_the_numbers_of_the_file(name: str, files) -> None:
+    device = torch.device("cuda")
+    got = load_weights(files[name], read_architecture(files[name]), torch.bfloat16, device, lambda _: None)
+    wanted = whole(plain_of(files[name]))
+    assert got.is_packed
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix in MATRICES:
+            unpacked = as_matrix(getattr(ours, matrix)).unpack().cpu()
+            assert torch.equal(unpacked, getattr(theirs, matrix).bfloat16()), matrix
+    assert torch.equal(got.embedding.cpu(), wanted.embedding.bfloat16())
+
+
+def truncated(share: float) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+    return damage
+
+
+def overwritten(offset: int, with_bytes: bytes) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[offset : offset + len(with_bytes)] = with_bytes
+        path.write_bytes(content)
+
+    return damage
+
+
+BROKEN = {
+    "cut data": (truncated(0.9), "is not a whole GGUF file (it has "),
+    "cut header": (truncated(0.001), "is not a whole GGUF file (it has "),
+    "empty": (truncated(0.0), "is no GGUF file: it begins with b''; wanted b'GGUF', or a folder"),
+    "magic": (overwritten(0, b"GGML"), "is no GGUF file: it begins with b'GGML'; wanted b'GGUF'"),
+    "version": (overwritten(4, struct.pack("<I", 9)), "is not a whole GGUF file (Sorry, file appears to be version 9"),
+    "byte order": (overwritten(4, struct.pack(">I", 3)), "is not a whole GGUF file"),
+    "endless keys": (overwritten(16, struct.pack("<Q", 2**40)), "is not a whole GGUF file ("),
+    "endless tensors": (overwritten(8, struct.pack("<Q", 2**40)), "is not a whole GGUF file ("),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_cut_or_is_no_gguf_is_told_in_one_line(name: str, tmp_path: Path) -> None:
+    damage, words = BROKEN[name]
+    path = write(checkpoint("llama2").folder, tmp_path / "model.gguf", lambda _: "F16", is_alone=True)
+    damage(path)
+    assert_refused(path, words)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_file_whose_header_is_damaged_anywhere_is_refused_or_read(seed: int, tmp_path: Path) -> None:
+    """Never anything but a ModelError, and never without end."""
+    path = write(
+        checkpoint("llama2").folder, tmp_path / "model.gguf", lambda _: "F16", {"x.list": ["a"] * 9}, is_alone=True
+    )
+    whole_file, generator = path.read_bytes(), np.random.default_rng(seed)
+    num_refused = 0
+    for _ in range(60):
+        content = bytearray(whole_file)
+        for place in generator.integers(4, 2600, 2):
+            content[place] = int(generator.integers(0, 256))
+        path.write_bytes(content)
+        try:
+            load_packed(path, read_architecture(path), torch.float32, torch.device("meta"), lambda _: None)
+        except ModelError as error:
+            num_refused += "\n" not in str(error)
+        except NotImplementedError:
+            pass  # nothing can be copied out of meta tensors: the header was read
+    assert num_refused > 30
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; served: 'llama', 'qwen2'"),
+    "unknown key": ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, and nothing here knows what that means"),
+    "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8; wanted 0: mixtures of experts are not served"),
+    "value heads": ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; wanted as many as keys"),
+    "no layers": ({"llama.block_count": None}, "num_hidden_layers is None; wanted a positive int"),
+    "too many layers": ({"llama.block_count": 4}, "tensor blk.3.attn_norm.weight is missing"),
+    "fewer layers": ({"llama.block_count": 2}, "tensor blk.2.attn_norm.weight is not one of a llama"),
+    "sizes": ({"llama.feed_forward_length": 64}, "is [64, 96]; wanted [64, 64] by its metadata"),
+    "rows": ({"llama.vocab_size": 300}, "llama.vocab_size says 300 tokens, and token_embd.weight has 320 rows"),
+    "text": ({"llama.context_length": "long"}, "llama.context_length is 'long'; wanted a number"),
+    "scaling": ({"llama.rope.scaling.type": "spiral"}, "rope scaling 'spiral'; served: default, llama3, linear"),
+    "yarn's factor": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0},
+                      "rope.scaling.attn_factor is 2.0; wanted 1.0 beside 'yarn'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_metadata_that_is_not_understood_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    changes, words = WRONG[name]
+    path = write(checkpoint("llama2").folder, tmp_path / "model.gguf", lambda _: "F16", changes, is_alone=True)
+    assert_refused(path, words)
+
+
+def test_an_unknown_key_may_be_passed_over_by_its_name(tmp_path: Path) -> None:
+    path = write(checkpoint("llama2").folder, tmp_path / "model.gguf", lambda _: "F16", {"llama.odd": 1}, is_alone=True)
+    assert read_architecture(path, ignored_keys=("llama.odd",)).name == "model"
+
+
+def test_windows_are_read_layer_by_layer_where_a_file_says_so_and_refused_where_a_model_has_none(
+    tmp_path: Path,
+) -> None:
+    pattern = {"gemma3.attention.sliding_window_pattern": [True, False, True, False]}
+    path = write(checkpoint("gemma3").folder, tmp_path / "gemma.gguf", lambda _: "F16", pattern, is_alone=True)
+    assert [spec.window_tokens for spec in read_architecture(path).layers] == [32, None, 32, None]
+    window = {"qwen3.attention.sliding_window": 64}
+    path = write(checkpoint("qwen3").folder, tmp_path / "qwen.gguf", lambda _: "F16", window, is_alone=True)
+    assert_refused(path, "qwen3.attention.sliding_window is 64, and nothing here knows what that means")
+
+
+@pytest.mark.parametrize("layers", [4, 62])
+def test_gemmas_largest_has_a_scale_of_queries_by_its_width(layers: int, tmp_path: Path) -> None:
+    plain = checkpoint("gemma3", num_hidden_layers=layers, hidden_size=128, intermediate_size=32, head_dim=64)
+    path = write(plain.folder, tmp_path / "model.gguf", lambda _: "F16", is_alone=True)
+    scalar = 128 / 4 if layers == 62 else 64
+    assert read_architecture(path).query_gain == (64 / scalar) ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["TQ1_0", "F64"])
+def test_a_kind_that_is_not_served_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
+    def odd(name: str) -> str:
+        return kind if name == "blk.1.ffn_down.weight" else "F16"
+
+    path = write(checkpoint("llama2", **WIDE).folder, tmp_path / "model.gguf", odd, is_alone=True)
+    assert_refused(path, f"tensor blk.1.ffn_down.weight is {kind}; served: F32, F16, BF16, Q4_0")
+
+
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    path = write(checkpoint("llama2", **WIDE).folder, tmp_path / "model.gguf", all_of("Q4_K"), is_alone=True)
+    tensor = read_gguf(path).tensors["blk.1.attn_v.weight"]
+    offset = path.read_bytes().find(tensor.data.tobytes())
+    overwritten(offset + 144, np.float16(np.inf).tobytes())(path)
+    with pytest.raises(ModelError, match=r"tensor blk\.1\.attn_v\.weight holds scales \(d\) that are"):
+        packed(path)
+
+
+def assert_refused(path: Path, words: str) -> None:
+    def read() -> None:
+        load_packed(path, read_architecture(path), torch.float32, CPU, lambda _: None)
+
+    with pytest.raises(ModelError) as refused:
+        read()
+    assert words in str(refused.value), str(refused.value)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,247 @@
+"""Answers in a form, behind reasoning and beside tools: calls in the model's own form, or what was asked for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+
+from gpu.config import ModelConfig
+from scheduler.constraints import read_tokens
+from server.api_error import ApiError
+from server.message.formats import choose_format
+from server.message.parts import ReadAnswer, join_parts
+from server.tokenizer import Tokenizer
+from tests.server.drawn_answers import Drawer, allowed_ids
+from tests.server.grammar_texts import allows
+from tests.server.live_server import REFERENCE
+from tests.server.scripted_model import make_model
+from tests.server.test_held_calls import SCHEMA, TOOLS, Service, hold
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 200}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+ADA = '{"name": "Ada", "age": 36}'
+# The sign of each template, and a call in its form.
+CALLS = {
+    "<tool_call>": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>',
+    '{"name": "x", "parameters": {}}': '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}',
+    "<function=": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "[ARGS]": '[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}',
+    "<arg_key>": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>",
+    "<|tool_call>": '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>',
+    "<start_function_call>": "<start_function_call>call:weather{city:<escape>Rome<escape>,days:2}<end_function_call>",
+}
+BETWEEN = {'{"name": "x", "parameters": {}}': "; ", "[ARGS]": "", "<|tool_call>": "", "<start_function_call>": ""}
+
+
+def read(reader: Any, text: str) -> ReadAnswer:
+    return join_parts([*reader.feed(text, False), *reader.finish()])
+
+
+async def hold_form(service: Any, prompt: str = "", **fields: Any) -> tuple[str, Any]:
+    """May call, or is a person."""
+    return await hold(service, prompt, **({"tool_choice": "auto", "response_format": FORM} | fields))
+
+
+@pytest.mark.parametrize("source", CALLS)
+async def test_beside_tools_an_answer_is_calls_or_has_the_form(source: str) -> None:
+    grammar, make_reader = await hold_form(Service(source))
+    call = CALLS[source]
+    calls = call + BETWEEN.get(source, "\n") + call
+    for text in (ADA, call, calls):
+        assert allows(grammar, text), text
+    for text in ("No", ADA + "\n", f"{ADA}{call}", f"{call}{ADA}", call.replace("weather", "other")):
+        assert not allows(grammar, text, is_whole=False), text
+    assert read(make_reader(), ADA).content == ADA
+    answer = read(make_reader(), calls)
+    assert answer.content == ""
+    expected = [("weather", {"city": "Rome", "days": 2})] * 2
+    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == expected
+
+
+async def test_calls_of_a_list_are_one_list() -> None:
+    call = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+    grammar, make_reader = await hold_form(Service("[TOOL_CALLS]"))
+    for text in (ADA, f"[TOOL_CALLS][{call}]", f"[TOOL_CALLS][{call}, {call}]"):
+        assert allows(grammar, text), text
+    assert not allows(grammar, f"[TOOL_CALLS]{call}", is_whole=False)
+    assert len(read(make_reader(), f"[TOOL_CALLS][{call}, {call}]").calls) == 2
+
+
+@pytest.mark.parametrize("source", CALLS)
+async def test_one_call_alone_where_none_may_be_beside_it(source: str) -> None:
+    grammar, _ = await hold_form(Service(source), parallel_tool_calls=False)
+    assert allows(grammar, CALLS[source])
+    assert not allows(grammar, CALLS[source] + BETWEEN.get(source, "\n") + CALLS[source])
+
+
+async def test_tools_that_must_not_be_called_leave_the_form_alone() -> None:
+    grammar, make_reader = await hold_form(Service("<tool_call>"), tool_choice="none")
+    assert allows(grammar, ADA)
+    assert not allows(grammar, "<", is_whole=False)
+    assert make_reader() is None
+
+
+async def test_a_call_that_must_come_is_no_answer_in_a_form() -> None:
+    grammar, _ = await hold_form(Service("<tool_call>"), tool_choice="required")
+    assert allows(grammar, CALLS["<tool_call>"])
+    assert not allows(grammar, "{", is_whole=False)
+
+
+async def test_arguments_are_held_to_their_schema_where_that_is_strict() -> None:
+    wrong = CALLS["<tool_call>"].replace("2", "9")
+    for strict in (True, False):
+        function = {"name": "weather", "parameters": SCHEMA, "strict": strict}
+        grammar, _ = await hold_form(Service("<tool_call>"), tools=[{"type": "function", "function": function}])
+        assert allows(grammar, CALLS["<tool_call>"])
+        assert allows(grammar, wrong) is not strict
+
+
+async def test_many_tools_that_are_not_strict_take_little_room() -> None:
+    tools = [{"type": "function", "function": {"name": f"tool_{i}", "strict": False}} for i in range(1000)]
+    grammar, _ = await hold_form(Service("<tool_call>"), tools=tools)
+    for name in ("tool_0", "tool_999"):
+        assert allows(grammar, f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 1}}}}\n</tool_call>')
+    own = [{"name": f"t{i}", "strict": True, "parameters": SCHEMA | {"title": str(i)}} for i in range(200)]
+    strict = [{"type": "function", "function": function} for function in own]
+    with pytest.raises(ApiError, match=r"^tools: .* bytes, at most"):
+        await hold_form(Service("<tool_call>"), tools=strict)
+
+
+async def test_a_strict_schema_that_cannot_be_kept_is_a_400_that_names_it() -> None:
+    function = {"name": "f", "parameters": {"not": {}}, "strict": True}
+    tools = [TOOLS[1], {"type": "function", "function": function}]
+    with pytest.raises(ApiError, match=r"tools\[1\]\.function\.parameters: not: "):
+        await hold_form(Service("<tool_call>"), tools=tools)
+    function["strict"] = False
+    await hold_form(Service("<tool_call>"), tools=tools)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"structured_outputs": {"json": PERSON}},
+        {"structured_outputs": {"regex": r'\{"name": "[A-Z][a-z]+", "age": \d+\}'}},
+        {"structured_outputs": {"choice": [ADA, "nobody"]}},
+        {"structured_outputs": {"grammar": 'start: "{\\"name\\": \\"Ada\\", \\"age\\": " /[0-9]+/ "}"'}},
+        {"structured_outputs": {"grammar": 'root ::= "{\\"name\\": \\"Ada\\", \\"age\\": " [0-9]+ "}"'}},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+async def test_every_form_holds_what_follows_the_reasoning(form: dict[str, Any]) -> None:
+    form = {"response_format": None} | form
+    grammar, make_reader = await hold_form(Service("<tool_call> </think>"), **form)
+    for text in (ADA, f"<think>\n{{ hm\n</think>\n\n{ADA}", f"<think></think>{CALLS['<tool_call>']}"):
+        assert allows(grammar, text), text
+    for text in ("hm", "<think>hm</think>hm", f"{ADA}<think>"):
+        assert not allows(grammar, text, is_whole=False), text
+    answer = read(make_reader(), f"<think>\n{{ hm\n</think>\n\n{ADA}")
+    assert (answer.reasoning, answer.content, answer.calls) == ("{ hm", ADA, [])
+
+
+async def test_reasoning_that_the_prompt_began_comes_before_the_form() -> None:
+    service, prompt = Service("<tool_call> </think>"), "<|assistant|>\n<think>\n"
+    for fields in ({"tools": []}, {}):
+        grammar, make_reader = await hold_form(service, prompt, tool_choice=None, **fields)
+        assert allows(grammar, f"Any: {ADA} </think>\n\n{ADA}")
+        assert not allows(grammar, ADA)
+        assert not allows(grammar, f"</think>\n\n{ADA} or", is_whole=False)
+        answer = read(make_reader(), f"Any: {ADA} </think>\n\n{ADA}")
+        assert (answer.reasoning, answer.content) == (f"Any: {ADA}", ADA)
+
+
+async def test_reasoning_may_be_begun_by_a_mark_that_could_be_longer() -> None:
+    service = Service("<|tool_call><|channel>")
+    grammar, make_reader = await hold_form(service, "<|channel>thought\n", tools=[], tool_choice=None)
+    assert allows(grammar, f"hm<channel|>{ADA}")
+    assert not allows(grammar, ADA)
+    answer = read(make_reader(), f"hm<channel|>{ADA}")
+    assert (answer.reasoning, answer.content) == ("hm", ADA)
+
+
+async def test_reasoning_that_ends_as_no_grammar_can_write_is_a_400() -> None:
+    service = Service("<tool_call>")
+    service.answer_format = _own_format({"open_pattern": "<t>", "close_pattern": "</?t>"})
+    with pytest.raises(ApiError, match="response_format: this model's reasoning ends") as refused:
+        await hold_form(service, "<t>")
+    assert refused.value.param == "response_format"
+
+
+async def test_calls_that_no_grammar_can_write_are_a_400_beside_a_form() -> None:
+    service = Service("<tool_call>")
+    service.answer_format = _own_format({"open": "<t>", "close": "</t>"}, {"open_pattern": "<f>+"})
+    with pytest.raises(ApiError, match="structured_outputs: beside tools: this model's calls"):
+        await hold_form(service, response_format=None, structured_outputs={"regex": "a"})
+    grammar, _ = await hold_form(service, tool_choice="none")
+    assert allows(grammar, f"<t>hm</t>{ADA}")
+
+
+async def test_calls_of_a_template_that_came_with_the_tokenizer_are_any_text_between_its_marks() -> None:
+    service = Service("<tool_call>")
+    call = "<f>weather(Rome)</f>"
+    service.answer_format = _own_format({"open": "<t>", "close": "</t>"}, {"open": "<f>", "close": "</f>"})
+    grammar, _ = await hold_form(service)
+    for text in (ADA, call, f"<t>hm</t>{call}\n{call}"):
+        assert allows(grammar, text), text
+    assert not allows(grammar, f"{call} so", is_whole=False)
+
+
+def _own_format(reasoning: dict[str, Any], calls: dict[str, Any] | None = None) -> Any:
+    fields = {"content": {}, "reasoning": reasoning, "tool_calls": calls or {"open": "<f>", "close": "</f>"}}
+    spec = {"fields": fields, "start_anchor_pattern": r"(?=<t>\Z)|(?<!<t>)\Z"}
+    return choose_format(ModelConfig(random_weights="x"), "", True, {"response_template": spec})
+
+
+async def test_of_an_engines_vocabulary_all_may_come_in_reasoning_and_the_form_alone_behind_it() -> None:
+    grammar, _ = await hold_form(Service("</think>"), "<|assistant|>\n<think>\n", tools=[], tool_choice=None)
+    tokenizer, tokens = Tokenizer(REFERENCE, REFERENCE), read_tokens(ModelConfig(path=REFERENCE), 8192)
+    matcher = LLMatcher(tokens, grammar)
+    assert matcher.consume_tokens(tokenizer.encode("hm {", False))
+    assert len(allowed_ids(matcher)) > 0.9 * 8192
+    assert not {*tokenizer.eos_ids} & {*allowed_ids(matcher).tolist()}
+    assert matcher.consume_tokens(tokenizer.encode("</think>\n\n", False))
+    left = [tokenizer.token_bytes(token_id).strip() for token_id in allowed_ids(matcher)]
+    assert left
+    assert all(not raw or raw.startswith(b"{") for raw in left), left
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+async def test_marks_inside_a_form_are_part_of_it(size: int) -> None:
+    _, make_reader = await hold_form(Service("<tool_call> </think>"))
+    text = json.dumps({"name": f"<think>x</think>{CALLS['<tool_call>']}", "age": 3})
+    for before in ("", "<think>hm</think>\n"):
+        reader = make_reader()
+        pieces = [(before + text)[i : i + size] for i in range(0, len(before + text), size)]
+        answer = join_parts([part for piece in pieces for part in reader.feed(piece, False)] + reader.finish())
+        assert (answer.content, answer.calls) == (text, [])
+        assert answer.reasoning == ("hm" if before else "")
+
+
+@pytest.mark.parametrize("source", ["<tool_call></think>", '"parameters": </think>', "[ARGS][THINK]", "<arg_key>"])
+async def test_whatever_is_drawn_is_read_as_calls_or_is_valid(source: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_model(tmp_path / "m", "", ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"]), REFERENCE)
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    grammar, make_reader = await hold_form(Service(source, tokenizer), tools=strict)
+    drawer = Drawer(tokenizer, grammar, 7)
+    called = '{"name": "weather", "parameters": ' if "parameters" in source else ""  # of all names, one is a tool's
+    drawn = [drawer.read_answer(make_reader(), called if i % 2 else "") for i in range(30)]
+    answers = [answer for answer in drawn if answer is not None]
+    assert {bool(answer.calls) for answer in answers} == {True, False}
+    for answer in answers:
+        if not answer.calls:
+            jsonschema.validate(json.loads(answer.content), PERSON)
+            continue
+        assert answer.content == ""
+        for call in answer.calls:
+            assert call.name == "weather"
+            if source != "<arg_key>":
+                jsonschema.validate(json.loads(call.arguments), SCHEMA)
