@@ -87,7 +87,7 @@ class InFlight:
         for job in self.finished_jobs:
             job.copy_to_host()
         for drawing in self.decoded:
-            drawing.sampled.copy_to_host()
+            drawing.copy_to_host()
         self.whole.mark(1)
 
     @property
@@ -106,7 +106,7 @@ class InFlight:
                 self._fail(dict.fromkeys(awaited.slots, reason))
         self.whole.wait()
         tokens = [token for job in self.finished_jobs for token in job.sampled.to_host()]
-        drawn = [token for drawing in self.decoded for token in drawing.sampled.to_host()]
+        drawn = [token for drawing in self.decoded for token in drawing.to_host()]
         tokens += [token for token in drawn if token.slot not in self.failures]
         tokens += [SampledToken(slot, NOT_FINITE, None) for slot in self.failures]
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}

@@ -119,7 +119,7 @@ class Runner:
             decoder, self._sampler, max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier, depositor,
             self._documents,
         )  # fmt: skip
-        self._last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
         workspaces = [
             workspace_for(max_running, *heads, max_context_tokens, device, has_far=bool(self._reusing))
@@ -151,6 +151,11 @@ class Runner:
     @property
     def num_prefill_jobs(self) -> int:
         return self._prefill.num_jobs
+
+    @property
+    def most_rows(self) -> int:
+        """Of a decode step with runs: what more rows cost is little up to here."""
+        return self.decode_steps.most_rows
 
     def is_ready(self, ask: HostAsk) -> bool:
         """Whether the host would answer without a wait what is asked: as far as plans have been launched."""
@@ -267,7 +272,7 @@ class Runner:
     @torch.inference_mode()
     def draw(self, step: InFlight, masks: Masks) -> None:
         """The draws of a step that was launched without; on CUDA it may still run. Slots without a mask draw from all
-        tokens.
+        tokens. Masks are read before it returns.
         """
         with self._lanes.enter(step.lane, is_fenced=False):
             for drawing in step.drawings:
@@ -304,7 +309,7 @@ class Runner:
         finished, units = self._launch_units(plan.units, draws)
         failures |= self._prefill.take_failures()
         self._failures |= failures
-        decoded, awaited, decode = self._launch_decode(plan.decode, draws)
+        decoded, awaited, decode = self._launch_decode(plan.decode, plan.lane, draws)
         stepped = [slot for group in plan.decode for slot in group.slots]
         failures |= {slot: self._failures[slot] for slot in stepped if slot in self._failures}
         step = InFlight(
@@ -370,7 +375,7 @@ class Runner:
         return finished, timer
 
     def _launch_decode(
-        self, groups: Sequence[DecodeGroup], draws: bool
+        self, groups: Sequence[DecodeGroup], lane: Lane, draws: bool
     ) -> tuple[list[Drawing], list[Awaited], Timer | None]:
         if not groups:
             return [], [], None
@@ -380,7 +385,7 @@ class Runner:
         for group in groups:
             while (going_on := without_slots(group, self._failures)).slots:
                 try:
-                    launched = self._decode(going_on)
+                    launched = self._decode(going_on, lane)
                 except ContextLostError as error:  # before anything is launched: the others begin without it
                     self._failures |= _rows_of(going_on, error)
                     continue
@@ -389,18 +394,39 @@ class Runner:
                     break
                 if launched.answers is not None:
                     awaited.append(Awaited(launched.answers, going_on.slots))
-                decoded.append(Drawing(launched.logits, going_on.slots, going_on.samples))
+                decoded.append(Drawing(launched.logits, going_on.slots, going_on.samples, going_on.runs))
                 if draws:
                     self._draw(decoded[-1])
                 break
         timer.mark(1)
         return decoded, awaited, timer
 
-    def _decode(self, group: DecodeGroup) -> Launched:
+    def _decode(self, group: DecodeGroup, lane: Lane) -> Launched:
         """Raises ContextLostError, and ExchangeError where an eager step's device asks nothing."""
         cells = group.positions if group.cells is None else group.cells
         reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
-        return self.decode_steps.run(Batch(group.slots, group.positions, cells, _asks_of(group), reuses))
+        batch = Batch(group.slots, group.positions, cells, _asks_of(group), reuses)
+        if group.runs is not None:
+            batch = self._with_runs(batch, group.runs, lane)
+        return self.decode_steps.run(batch)
+
+    def _with_runs(self, batch: Batch, runs: Sequence[Sequence[int]], lane: Lane) -> Batch:
+        """A row more for each token of a run; their ids stand where no other lane's do."""
+        token_ids = [token_id for run in runs for token_id in run]
+        first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)
+        rows = len(batch) + len(token_ids)
+        assert rows <= self.limits.max_running, f"runner: a step of {rows} rows; have {self.limits.max_running}"
+        self._last_tokens[first : first + len(token_ids)].copy_(upload(np.array(token_ids, np.int64), self.device))
+        places = iter(range(first, first + len(token_ids)))
+        spread = [(row, step) for row, run in enumerate(runs) for step in range(1 + len(run))]
+        return Batch(
+            [batch.slots[row] for row, _ in spread],
+            [batch.positions[row] + step for row, step in spread],
+            [batch.cells[row] + step for row, step in spread],
+            [batch.asks[row] for row, _ in spread],
+            batch.reuses,
+            [next(places) if step else batch.slots[row] for row, step in spread],
+        )
 
 
 def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
@@ -415,6 +441,7 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
         samples=[group.samples[row] for row in rows],
         asks=None if group.asks is None else [group.asks[row] for row in rows],
         cells=None if group.cells is None else [group.cells[row] for row in rows],
+        runs=None if group.runs is None else [group.runs[row] for row in rows],
     )
 
 

@@ -338,6 +338,9 @@ class DecodeGroup:
     value are written to cell `cells[i]` (None: cells are positions), the last of its context, which is `cells[i] + 1`
     cells long. `samples[i]` numbers the draw. `asks[i]`: what the row reads in host memory; None: nothing, or for the
     whole group, no row reads anything there.
+    `runs[i]`: tokens that are known to follow the input token; None: no slot has any. Each is computed in a row of its
+    own behind it, at the positions and cells that follow, with the same ask; the draw is behind the last. Such a slot
+    holds no ring.
     """
 
     slots: list[int]
@@ -345,6 +348,12 @@ class DecodeGroup:
     samples: list[int]
     asks: list[HostAsk | None] | None = None
     cells: list[int] | None = None
+    runs: list[list[int]] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each slot."""
+        return [1] * len(self.slots) if self.runs is None else [1 + len(run) for run in self.runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +407,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A drawn token. `token_id` below 0: nothing could be drawn.
+    """A drawn token, or one of a run, which come before their slot's draw. `token_id` below 0: nothing could be drawn.
 
     NOT_FINITE: the model's logits were not, so what the slot's context holds is of no use to anybody. NOTHING_LEFT: the
     logits were fine, but the request's own options leave no token with a finite score.

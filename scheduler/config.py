@@ -27,6 +27,7 @@ class SchedulerConfig(Settings):
     max_context_tokens: int | None = Field(None, gt=0, description="prompt and output; default: the model's")
     token_gap_target_ms: float = Field(100.0, gt=0, description="aim for the gap between a stream's tokens")
     prefix_cache: bool = True
+    jump_forward: bool = Field(True, description="text that a grammar leaves no choice of takes no step for each token")
     prefill: PrefillConfig = PrefillConfig()
     default_profile: str = Field("exact", description="attention profile of requests that name none")
 

@@ -60,6 +60,21 @@ class Deposits:
         end = self._end(sequence)
         return self._write(sequence, end) if end else None
 
+    def most_ahead(self, sequence: Sequence, most: int) -> int:
+        """How many tokens, at most that many, may follow the next draw's in its step: in none of the steps that these
+        would take is anything written down, or settled.
+        """
+        if not self._profile(sequence).goes_down:
+            return most
+        context, host = sequence.open_context, self._host
+        run_end = None if context is None else self._run_end(context)
+        for ahead in range(1, most + 1):
+            num_tokens = sequence.next_position + 1 + ahead
+            settles = context is not None and context.num_settled < context.num_blocks
+            if host.deposit_end(num_tokens, run_end) or (settles and host.is_settled(num_tokens, run_end or 0)):
+                return ahead - 1
+        return most
+
     def write_down(self, running: Iterable[Sequence]) -> bool:
         """Whether one that stays on the device whole, being short, is written to host memory, so that it can give up
         pages: one that is sampled first, and of these the longest. What it writes is whole lumps of its middle.

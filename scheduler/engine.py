@@ -246,9 +246,18 @@ class Engine:
             self._undrawn[lane] = step
             self._draw(lane)
         self._num_steps += 1
-        self._decode_context_tokens += sum(place + 1 for group in plan.decode for place in group.positions)
-        self._evicted_tokens += sum(sum(group.positions) - sum(group.cells) for group in plan.decode if group.cells)
+        self._count_contexts(plan)
         return plan
+
+    def _count_contexts(self, plan: StepPlan) -> None:
+        """Of the rows of a step: n of a slot, the first behind p tokens, read `n * p + n * (n + 1) / 2`."""
+        for group in plan.decode:
+            lengths = group.lengths
+            for num_rows, place in zip(lengths, group.positions, strict=True):
+                self._decode_context_tokens += num_rows * place + num_rows * (num_rows + 1) // 2
+            if group.cells is not None:
+                evicted = zip(lengths, group.positions, group.cells, strict=True)
+                self._evicted_tokens += sum(num_rows * (place - cell) for num_rows, place, cell in evicted)
 
     def _draw(self, lane: Lane) -> None:
         """The draws of a lane's newest step, if what its rows are held to is known."""

@@ -1,14 +1,16 @@
 """Grammars that answers are held to, as llguidance writes them down, and what one may cost wherever it is compiled.
 
-Plain text and limits: no torch, no tokenizer, no request. Invariant: what passes `check` compiles in an engine, within
-the same limits.
+Plain text and limits: no torch, no tokenizer, no request. `check` takes what it takes: whoever must not wait has it run
+by `scheduler.grammar_worker`. Invariant: what passes `check` compiles in an engine, within the same limits.
 """
 
 from functools import cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-MOST_BYTES = 64 * 1024  # of a grammar; llguidance takes a second at most to compile what is no longer
+MOST_BYTES = 64 * 1024  # of a grammar; what is longer is refused unseen
+MOST_SECONDS = 2.0  # of processor time to check one; what is known to be that long and is allowed takes half of one
+MOST_MEMORY_BYTES = 1 << 30
 _NO_TOKENIZER = "no tokenizer"  # how llguidance says that it leaves special tokens to who has one
 _ERROR_CHARS = 300
 

@@ -87,6 +87,7 @@ def load_engine(
         lanes,
         None if library is None else make_documents(library, config, architecture, plan, runner),
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
+        runner.most_rows,
     )
     if plan.device == "cuda":
         rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)

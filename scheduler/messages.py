@@ -288,11 +288,15 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of what draws are held to, since the engine started. mask_seconds: of the loop, making masks."""
+    """Counters of what draws are held to, since the engine started. mask_seconds: of the loop, making masks; jumps:
+    runs of tokens that had to come and were computed in one step, of `jumped_tokens` together.
+    """
 
     held_requests: int
     masks: int
     mask_seconds: float
+    jumps: int = 0
+    jumped_tokens: int = 0
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

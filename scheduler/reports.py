@@ -1,6 +1,7 @@
 """What requests are told of a step: deltas as tokens are drawn, progress while their prompt is prefilled."""
 
 import numpy as np
+from msgspec import structs
 
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, TokenLogprob
 from scheduler.messages import Delta, Logprob, Progress
@@ -49,6 +50,20 @@ def make_delta(
         recomputed_tokens=sequence.num_recomputed_tokens,
         queue_seconds=(sequence.started_s or 0.0) - request.arrival_s if first else None,
     )
+
+
+def join_deltas(last: Delta, told: list[Delta]) -> list[Delta]:
+    """`last` and what is told of the same request behind it: one message, where that goes on with tokens."""
+    more = told[0]
+    if not (more.token_ids and last.token_ids):
+        return [last, *told]
+    joined = structs.replace(
+        last,
+        token_ids=last.token_ids + more.token_ids,
+        logprobs=None if last.logprobs is None or more.logprobs is None else last.logprobs + more.logprobs,
+        finish_reason=more.finish_reason,
+    )
+    return [joined, *told[1:]]
 
 
 def make_failure(sequence: Sequence, why: str) -> Delta:

@@ -238,6 +238,27 @@ class Residence:
         sequence.pages += write.page_ids
         return [write]
 
+    def most_ahead(self, sequence: Sequence, most: int, num_spare: int) -> int:
+        """How many tokens, at most that many, may follow the next draw's in its step, with what is free: that leaves
+        `num_spare` pages, and nobody gives way.
+        """
+        num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
+        most = min(most, num_pages * self._capacity.page_tokens - sequence.next_cell - 1)
+        if self.windows.count:
+            most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
+        if most <= 0 or self.frontier is None:
+            return max(most, 0)
+        return self._deposits.most_ahead(sequence, most)
+
+    def grow_ahead(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
+        """The pages of so many tokens behind the next draw's: no more than `most_ahead` says."""
+        num_pages = (sequence.next_cell + num_tokens) // self._capacity.page_tokens + 1 - len(sequence.pages)
+        if num_pages <= 0:
+            return []
+        write = PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(num_pages))
+        sequence.pages += write.page_ids
+        return [write]
+
     def give_back_evicted(self, sequence: Sequence) -> None:
         """Its prompt is done, and what is left of it has moved up: pages behind that are free."""
         if sequence.num_evicted:

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import numpy as np
 
@@ -42,7 +43,7 @@ from scheduler.lanes import Lanes
 from scheduler.late_rows import IsReady, LateRows, Row
 from scheduler.messages import Delta, EngineRequest, FetchStats, HostStats, Progress, ReuseStats, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
-from scheduler.reports import finish_reason, make_delta, make_end, make_failure, make_progress
+from scheduler.reports import finish_reason, join_deltas, make_delta, make_end, make_failure, make_progress
 from scheduler.residence import Residence
 from scheduler.rings import Rings
 from scheduler.sequence import Sequence, State
@@ -54,12 +55,14 @@ _LEAST_PREFILL_SHARE = 0.1  # of the token gap target, however long decode takes
 
 @dataclass(slots=True)
 class _Launched:
-    """A plan whose result is not in yet: who was in which slot, who drew, where its units ended, what went down, and
-    whether rows came up.
+    """A plan whose result is not in yet: who was in which slot, who drew and as which number of theirs, how many rows
+    are of known tokens, where its units ended, what went down, and whether rows came up.
     """
 
     slots: dict[int, Sequence]
     drawing: dict[int, Sequence]
+    numbers: dict[int, int]
+    num_known: int
     units: list[Unit]
     unit_contexts: list[int]
     runs: list["_Run"]
@@ -86,7 +89,8 @@ class _Changes:
 class Scheduler:
     """`profiles`: the attention profiles that requests may name; `model_key` names the model; `lanes`: the device's.
     `documents`: their chunks, or None: prompts are computed whole. `constraints`: what draws are held to; None: no
-    grammars.
+    grammars. `most_rows`: of a decode step in which tokens come that need no draw; None: `max_running`. `jumps`:
+    whether there are such steps; from one to the next it may change.
     """
 
     def __init__(
@@ -99,8 +103,11 @@ class Scheduler:
         lanes: Iterable[Lane] = (Lane.DEVICE,),
         documents: Documents | None = None,
         constraints: Constraints | None = None,
+        most_rows: int | None = None,
     ) -> None:
         self._config = config
+        self.jumps = config.jump_forward
+        self._most_rows = config.max_running if most_rows is None else most_rows
         self._capacity = capacity
         self._profiles = profiles
         self._num_layers = architecture.num_layers
@@ -230,9 +237,10 @@ class Scheduler:
         taken = self._late.take_out(rows, is_ready, is_busy=bool(units or any(self._launched.values())))
         drawing = [sequence for sequence, _ in taken]
         fetches = self._grow_back(lane, is_ready)
+        known, known_writes = self._take_known(taken, lane)
         changes = self._take_changes(lane)
         restores, releases = self.residence.take_restores(), self.residence.take_releases()
-        page_writes = writes + new_writes
+        page_writes = writes + new_writes + known_writes
         plan = StepPlan(
             lane=lane,
             released_slots=changes.released_slots,
@@ -247,7 +255,7 @@ class Scheduler:
             window_writes=self.residence.windows.take_writes(),
             new_jobs=new_jobs,
             units=units,
-            decode=_group(taken),
+            decode=_group(taken, known),
         )
         if plan.is_empty:
             return plan
@@ -259,25 +267,33 @@ class Scheduler:
             sequence.lane = lane if sequence.state is State.RUNNING else sequence.lane
         for sequence in drawing:
             sequence.num_in_flight += 1
+        for sequence, run in zip(drawing, known or (), strict=False):
+            sequence.num_in_flight += len(run)
         for entry in finished:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
             runs += [_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self._start_running(entry)
         plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
-        self._launched[lane].append(_Launched(slots, drawn, units, contexts, runs, bool(fetches)))
+        num_known = sum(map(len, known or ()))
+        numbers = {slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None}
+        self._launched[lane].append(_Launched(slots, drawn, numbers, num_known, units, contexts, runs, bool(fetches)))
         return plan
 
     def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
         """What slots of a lane's newest launched plan may draw, by slot, as `Runner.draw` takes it. None: a row's mask
         depends on a draw whose result is not in.
         """
-        drawing = self._launched[lane][-1].drawing
-        held = [(slot, one, one.constraint) for slot, one in drawing.items() if one.constraint is not None]
-        held = [row for row in held if row[1].state is not State.FINISHED]
-        if any(constraint.needs_output and one.num_in_flight > 1 for _, one, constraint in held):
-            return None
-        rows = [(constraint, one.num_drawn - 1, one.output) for _, one, constraint in held]
-        return dict(zip([slot for slot, _, _ in held], self.constraints.fill(rows), strict=True))
+        launched = self._launched[lane][-1]
+        slots, rows = [], []
+        for slot, one in launched.drawing.items():
+            if one.constraint is None or one.state is State.FINISHED:
+                continue
+            number = launched.numbers[slot]
+            if one.constraint.needs_output and len(one.output) + one.constraint.num_taken < number:
+                return None
+            slots.append(slot)
+            rows.append((one.constraint, number, one.output))
+        return dict(zip(slots, self.constraints.fill(rows), strict=True))
 
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
         """What the result of a lane's oldest launched plan means for its requests, in no particular order."""
@@ -285,7 +301,7 @@ class Scheduler:
         if launched.fetches:
             self.residence.end_fetches()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
-        self._costs.observe_decode(lane, result.decode_seconds)
+        self._costs.observe_decode(lane, result.decode_seconds, launched.num_known)
         deltas = []
         for slot, why in result.failures.items():
             failed = launched.slots[slot]
@@ -294,7 +310,6 @@ class Scheduler:
                 log.warning("failed request=%s reason=%s", failed.request_id, why)
                 deltas.append(make_failure(failed, why))
                 self._retire(failed)
-        self._consume(launched.drawing, result.tokens)
         for token in result.tokens:
             sequence = launched.drawing.get(token.slot)
             if sequence is None:  # it failed before its first draw
@@ -302,7 +317,10 @@ class Scheduler:
             sequence.num_in_flight -= 1
             if sequence.state is not State.FINISHED:
                 slot = token.slot
-                deltas += self._append(sequence, token, result.prompt_logprobs.get(slot), result.pooled.get(slot))
+                self._consume(sequence, token)
+                told = self._append(sequence, token, result.prompt_logprobs.get(slot), result.pooled.get(slot))
+                is_more = bool(deltas) and deltas[-1].request_id == sequence.request_id
+                deltas += join_deltas(deltas.pop(), told) if is_more else told
         for run in launched.runs:
             self.residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
@@ -429,16 +447,10 @@ class Scheduler:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def _consume(self, drawing: Mapping[int, Sequence], tokens: Iterable[SampledToken]) -> None:
-        """Tell constraints what their requests have drawn."""
-        drawn = []
-        for token in tokens:
-            sequence = drawing.get(token.slot)
-            if sequence is None or sequence.constraint is None or sequence.state is State.FINISHED:
-                continue
-            if token.token_id >= 0 and sequence.request.max_tokens:
-                drawn.append((sequence.constraint, token.token_id))
-        self.constraints.consume(drawn)
+    def _consume(self, sequence: Sequence, token: SampledToken) -> None:
+        """Tell its constraint what it has next."""
+        if sequence.constraint is not None and token.token_id >= 0 and sequence.request.max_tokens:
+            self.constraints.consume([(sequence.constraint, token.token_id)])
 
     def _append(
         self,
@@ -501,6 +513,32 @@ class Scheduler:
             return []
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
         return self.residence.grow_back(self._running, is_quiet, is_ready)
+
+    def _take_known(self, rows: list[Row], lane: Lane) -> tuple[list[list[int]] | None, list[PageWrite]]:
+        """Tokens that are known to follow the input tokens of these rows, as far as the step has room for them, and
+        their pages; None: there are none. Who holds a ring looks at it with each token.
+        """
+        if not self.jumps or all(sequence.constraint is None for sequence, _ in rows):
+            return None, []
+        cells = sum(sequence.next_cell + 1 for sequence, _ in rows)
+        left_rows, left_cells = self._costs.room_for_runs(
+            lane, len(rows), cells, self._config.token_gap_target_ms / 1e3
+        )
+        left_rows = min(left_rows, self._most_rows - len(rows))
+        runs: list[list[int]] = []
+        writes: list[PageWrite] = []
+        for sequence, _ in rows:
+            run: list[int] = []
+            constraint, context = sequence.constraint, sequence.next_cell + 1
+            if constraint is not None and constraint.matcher is not None and sequence.ring is None:
+                most = min(left_rows, left_cells // context, sequence.request.max_tokens - sequence.num_drawn - 1)
+                most = self.residence.most_ahead(sequence, most, len(self._running))
+                run = self.constraints.take_run(constraint, sequence.num_drawn, sequence.output, most)
+                writes += self.residence.grow_ahead(sequence, len(run)) if run else []
+                left_rows -= len(run)
+                left_cells -= len(run) * context
+            runs.append(run)
+        return runs if any(runs) else None, writes
 
     def _fence(self, plan: StepPlan, stepping: list[Sequence]) -> bool:
         """Whether a plan that is launched waits for the other lane; `stepping`: whose rows it changes."""
@@ -566,7 +604,7 @@ class Scheduler:
         )
 
 
-def _group(rows: list[Row]) -> list[DecodeGroup]:
+def _group(rows: list[Row], runs: list[list[int]] | None) -> list[DecodeGroup]:
     """All in one group, so that they read the weights once, whatever their profiles and wherever their KV lies."""
     if not rows:
         return []
@@ -575,9 +613,10 @@ def _group(rows: list[Row]) -> list[DecodeGroup]:
         DecodeGroup(
             [sequence.slot for sequence, _ in rows],
             [sequence.next_position for sequence, _ in rows],
-            [sequence.num_drawn for sequence, _ in rows],
+            [sequence.num_drawn + len(run) for (sequence, _), run in zip(rows, runs or repeat(()), strict=False)],
             asks if any(ask is not None for ask in asks) else None,
             [sequence.next_cell for sequence, _ in rows] if any(sequence.num_evicted for sequence, _ in rows) else None,
+            runs,
         )
     ]
 

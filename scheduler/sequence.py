@@ -31,10 +31,10 @@ class Sequence:
     what is drawn behind them), and the run that goes down with it ends at `run_end`, or 0. At the last look
     `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages that somebody held: there the next
     look begins; `num_seen_blocks` were there in pages, if not with the window that ends them. `shares`: a sequence that
-    computes blocks of this one, and how many they have in common. `num_in_flight` counts draws launched and not
-    collected, so the next draw is number `num_drawn` and the last token (known or not) stands at `next_position`.
-    `num_left_out`: of the steps before this one, running, those that went without it. `num_overtaken`: how often one of
-    less priority, that came later, was let pass it.
+    computes blocks of this one, and how many they have in common. `num_in_flight` counts tokens launched and not
+    collected, draws and what comes without one, so the next draw is number `num_drawn` and the last token (known or
+    not) stands at `next_position`. `num_left_out`: of the steps before this one, running, those that went without it.
+    `num_overtaken`: how often one of less priority, that came later, was let pass it.
     """
 
     request: EngineRequest

@@ -37,6 +37,7 @@ from server import (
 from server.api_error import ApiError, invalid, unavailable
 from server.config import ConfigError, Deployment
 from server.connection import Connection, Limits, connection_type
+from server.grammar_checks import end_checks
 from server.registry import RegistryError, RegistryFull
 from server.request_scope import RequestScope, error_response
 from server.service import Service, build_service
@@ -78,6 +79,7 @@ def create_app(
             yield
         finally:
             service.texts.shutdown()
+            end_checks()
             await service.supervisor.stop()
             if service.documents is not None:
                 service.documents.registry.close()

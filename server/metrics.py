@@ -30,6 +30,8 @@ MASK_COUNTERS = {
     "held_requests": "requests that are held to a grammar, to tokens or to min_tokens",
     "masks": "draws of theirs that were from some tokens alone",
     "mask_seconds": "the engine made masks for them",
+    "jumps": "runs of tokens that a grammar left no choice of, computed in one step each",
+    "jumped_tokens": "tokens in them",
 }
 FETCH_COUNTERS = {
     "hole_tokens": "tokens in host memory alone, of rows whose blocks are predicted, for each KV head and layer",

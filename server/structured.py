@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, grammar_from
 
-from scheduler.grammar import MOST_BYTES, check
+from scheduler.grammar import MOST_BYTES
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid
 from server.bodies import GenerationBody, StructuredOutputs
+from server.grammar_checks import check_aside
 
 _WRITTEN_AS = {
     "item_separator": ", ",
@@ -202,7 +203,7 @@ def _require_size(param: str, text: str) -> None:
 
 
 def _require(param: str, grammar: str, is_schema: bool = False) -> None:
-    why = check(grammar)
+    why = check_aside(grammar)
     if not why:
         return
     if not is_schema:

@@ -41,6 +41,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_asking_*.py",
         "tests/gpu/test_families_on_gpu.py",
         "tests/gpu/test_fusion_on_gpu.py",
+        "tests/gpu/test_known_tokens.py",
         "tests/gpu/test_gguf.py",
         "tests/gpu/test_lanes.py",
         "tests/gpu/test_mac_graphs.py",

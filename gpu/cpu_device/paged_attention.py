@@ -1,9 +1,10 @@
 """Attention of the compiled decode step: RoPE, the write of keys and values, and each row's whole paged context.
 
 It refuses to know projections. A work item is one part of one (row, KV head): contexts are cut every PART_TOKENS, so
-that threads share a long one, and whoever ends the last part merges all. Invariant: cuts follow from the context alone
-and parts merge in order, so a result depends neither on threads nor on the batch. Bytes moved: keys and values of each
-context once for a group of query heads.
+that threads share a long one, and whoever ends the last part merges all. Rows of one slot stand together, in the order
+of their positions, and an item writes what it reads of those in front of it, as these do: the same numbers. Invariant:
+cuts follow from the context alone and parts merge in order, so a result depends neither on threads nor on the batch.
+Bytes moved: keys and values of each context once for a group of query heads.
 """
 
 from typing import NamedTuple
@@ -70,11 +71,14 @@ def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows
             begin, end = part * PART_TOKENS, min(context, (part + 1) * PART_TOKENS)
             position = rows.positions[row]
             _rotate_query(shape, qkv[row], kv_head, cos[position], sin[position], query)
-            cell = context - 1  # the row's own token
-            if begin <= cell < end:
-                page = page_table[slot, cell // shape.page_tokens]
-                _write(kind, shape, key_pages, value_pages, qkv[row], kv_head, cos[position], sin[position], page,
-                       cell % shape.page_tokens)  # fmt: skip
+            own = row  # its own token, and those of the slot in front of it in this batch, whoever writes these as well
+            while own >= 0 and rows.slots[own] == slot:
+                cell, position = rows.context_lens[own] - 1, rows.positions[own]
+                if begin <= cell < end:
+                    page = page_table[slot, cell // shape.page_tokens]
+                    _write(kind, shape, key_pages, value_pages, qkv[own], kv_head, cos[position], sin[position], page,
+                           cell % shape.page_tokens)  # fmt: skip
+                own -= 1
             _attend_part(kind, shape, key_pages, value_pages, page_table[slot], row, kv_head, part, begin, end,
                          query, scores, parts)  # fmt: skip
             arrived = atomic_add(address_of(parts.arrivals) + 8 * COUNTER_INT64 * (row * shape.kv_heads + kv_head), 1)

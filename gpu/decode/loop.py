@@ -28,10 +28,10 @@ Step = Generator[None, None, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerLoop:
-    """asked_layers: those whose KV goes down, which a step with asks asks for; last_tokens: int64 `[max_slots + 1]`,
-    the last one for padding; workspace, asking_workspace: of steps that ask nothing and of those that do, which may run
-    side by side; methods: what they do on the device, in order; checks_coverage: in a debug run, every layer counts
-    what its partials cover.
+    """asked_layers: those whose KV goes down, which a step with asks asks for; last_tokens: int64 `[3 * max_rows + 1]`,
+    slots' last ones, tokens that are known to follow these in a step of either lane, and one for padding; workspace,
+    asking_workspace: of steps that ask nothing and of those that do, which may run side by side; methods: what they do
+    on the device, in order; checks_coverage: in a debug run, every layer counts what its partials cover.
     """
 
     decoder: Decoder
@@ -41,6 +41,11 @@ class LayerLoop:
     asking_workspace: Workspace
     methods: tuple[DeviceSide, ...]
     checks_coverage: bool
+
+    @property
+    def max_rows(self) -> int:
+        """Of a step, and slots."""
+        return (len(self.last_tokens) - 1) // 3
 
     @property
     def reusing(self) -> list[RingSide]:

@@ -1,8 +1,8 @@
 """The rows of one decode step as the device sees them: one buffer, so that one copy fills it.
 
-It refuses to know requests and profiles: a row is a slot. Invariants: a row writes its token's key and value to
-`cells`, the last cell of its context; rows that pad a batch to a captured size have slot -1 and context 0, write
-nothing and read nothing.
+It refuses to know requests and profiles: a row is a token of a slot; those of one slot follow one another. Invariants:
+a row writes its token's key and value to `cells`, the last cell of its context; rows that pad a batch to a captured
+size have slot -1 and context 0, write nothing and read nothing.
 """
 
 from collections.abc import Sequence
@@ -49,15 +49,15 @@ class StepRows:
         return (8 * _WIDE + 4 * _NARROW) * rows
 
     @staticmethod
-    def pack(slots: Sequence[int], positions: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None],
-             rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
+    def pack(slots: Sequence[int], token_slots: Sequence[int], positions: Sequence[int], cells: Sequence[int],
+             asks: Sequence[HostAsk | None], rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
         """The buffer's bytes, padded to `rows`."""
         packed = np.zeros(StepRows.num_bytes(rows), dtype=np.uint8)
         wide = packed[: 8 * _WIDE * rows].view(np.int64).reshape(_WIDE, rows)
         narrow = packed[8 * _WIDE * rows :].view(np.int32).reshape(_NARROW, rows)
         used = len(slots)
         wide[1], narrow[0] = padding_token_slot, -1
-        wide[:, :used] = positions, slots, cells
+        wide[:, :used] = positions, token_slots, cells
         narrow[0, :used], narrow[1, :used] = slots, wide[2, :used] + 1
         for row, ask in enumerate(asks):
             if ask is not None:

@@ -71,7 +71,8 @@ class Asking:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The rows of a step, one token each. asks: what a row asks the host for, or None; reuses: whether some row holds a
-    ring.
+    ring. token_slots: where input tokens stand in `last_tokens`; None: at the row's slot. Rows of one slot are in the
+    order of their positions.
     """
 
     slots: Sequence[int]
@@ -79,9 +80,16 @@ class Batch:
     cells: Sequence[int]
     asks: Sequence[HostAsk | None]
     reuses: bool = False
+    token_slots: Sequence[int] | None = None
 
     def __getitem__(self, rows: slice) -> "Batch":
-        return Batch(self.slots[rows], self.positions[rows], self.cells[rows], self.asks[rows], self.reuses)
+        places = None if self.token_slots is None else self.token_slots[rows]
+        return Batch(self.slots[rows], self.positions[rows], self.cells[rows], self.asks[rows], self.reuses, places)
+
+    @property
+    def places(self) -> Sequence[int]:
+        """In `last_tokens`."""
+        return self.slots if self.token_slots is None else self.token_slots
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -134,13 +142,21 @@ class DecodeSteps:
         if self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
-            return Launched(self._compiled.run(slots, positions, self.loop.last_tokens.numpy()[slots], cells), None)
+            token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
+            return Launched(self._compiled.run(slots, positions, token_ids, cells), None)
         captured = self._find(StepKind(0, batch.reuses), len(batch))
         if captured is None:
             return Launched(_logits_of(self.loop.step(self._upload(batch, len(batch)), None, batch.reuses)), None)
         self._fill(captured.rows[0], batch)
         captured.graph.replay()
         return Launched(captured.logits[0][: len(batch)], None)
+
+    @property
+    def most_rows(self) -> int:
+        """Of a step, that is not worse off than smaller ones: compiled, or captured, where any are."""
+        if self._compiled is not None:
+            return min(MAX_ROWS, self.loop.max_rows)
+        return max((size for _, size in self._captured), default=self.loop.max_rows)
 
     def drain(self) -> None:
         """Until every ask of what was launched has its answer, and is counted, or has failed."""
@@ -158,7 +174,7 @@ class DecodeSteps:
         """
         if self.loop.checks_coverage:
             return  # it waits for the device in every layer
-        max_running = len(self.loop.last_tokens) - 1
+        max_running = self.loop.max_rows
         with_asks = self.asking is not None and not LAUNCHES_BLOCK
         steps = steps_to_capture(batch_sizes, max_running, with_asks, bool(self.loop.reusing))
         pools = {asks: torch.cuda.graph_pool_handle() for asks in (False, True)}
@@ -312,7 +328,9 @@ class DecodeSteps:
 
     def _pack(self, batch: Batch, num_rows: int) -> np.ndarray:
         padding_token_slot = len(self.loop.last_tokens) - 1
-        return StepRows.pack(batch.slots, batch.positions, batch.cells, batch.asks, num_rows, padding_token_slot)
+        return StepRows.pack(
+            batch.slots, batch.places, batch.positions, batch.cells, batch.asks, num_rows, padding_token_slot
+        )
 
 
 def _logits_of(step: Step) -> Tensor:

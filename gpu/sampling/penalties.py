@@ -47,6 +47,6 @@ class PenaltyTable:
         return torch.where(seen, repeated, scores) - frequency * counts - presence * present
 
     def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Add one drawn token to each of `rows`; both int64 `[rows]`, rows all different."""
+        """Add a token that was drawn, or had to come, to each of `rows`; both int64 `[rows]`."""
         ones = torch.ones_like(token_ids, dtype=torch.int32)
         self.counts.view(-1).scatter_add_(0, rows * self.vocab_size + token_ids, ones)

@@ -11,6 +11,7 @@ row its distances and the race (about 30 bytes a vocabulary entry), a filtered o
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 
 import numpy as np
@@ -88,38 +89,62 @@ class Sampled:
         """One SampledToken a row, in order."""
         assert self._host is not None, "Sampled.to_host before copy_to_host"
         reported, logprobs = self._host
-        listed = iter(logprobs.to_list() if logprobs else [])
-        tokens = []
-        for slot, token_id, num_top in zip(self.slots, reported.tolist(), self.num_logprobs, strict=True):
-            logprob = None
-            if num_top is not None:
-                entry = next(listed)
-                logprob = TokenLogprob(entry.logprob, entry.top[:num_top]) if token_id >= 0 else None
-            tokens.append(SampledToken(slot, token_id, logprob))
-        return tokens
+        return _list_tokens(self.slots, reported.tolist(), self.num_logprobs, logprobs)
+
+
+@dataclass(slots=True)
+class Given:
+    """Tokens of runs, in order, which nobody draws, and what `Sampled` has of them beside."""
+
+    token_ids: list[int]
+    slots: list[int]
+    num_logprobs: list[int | None]
+    logprobs: Logprobs | None
 
 
 @dataclass(slots=True)
 class Drawing:
     """Rows of logits, and what is drawn of them: at once, or when their masks are known. As `Sampler.sample` takes
-    them; `logits` are let go of once drawn.
+    them; `logits` are let go of once drawn. runs: as `DecodeGroup` has them; such a slot has a row more for each token
+    of its run, and the last one is drawn from.
     """
 
     logits: torch.Tensor | None
     slots: list[int]
     samples: list[int]
+    runs: list[list[int]] | None = None
     _sampled: Sampled | None = field(default=None, init=False)
+    _given: Given | None = field(default=None, init=False)
 
     def draw(self, sampler: "Sampler", masks: Masks = NO_MASKS) -> Sampled:
         assert self.logits is not None, "sampler: drawn twice"
-        self._sampled = sampler.sample(self.logits, self.slots, self.samples, *([masks] if masks else []))
-        self.logits = None
+        logits, self.logits = self.logits, None
+        if self.runs is not None:
+            self._given = sampler.take(logits, self.slots, self.runs)
+            last = np.cumsum([1 + len(run) for run in self.runs]) - 1
+            logits = logits.index_select(0, upload(last.astype(np.int64), logits.device))
+        self._sampled = sampler.sample(logits, self.slots, self.samples, *([masks] if masks else []))
         return self._sampled
 
     @property
     def sampled(self) -> Sampled:
         assert self._sampled is not None, "sampler: nothing is drawn yet"
         return self._sampled
+
+    def copy_to_host(self) -> None:
+        """As `Sampled.copy_to_host`."""
+        self.sampled.copy_to_host()
+        if self._given is not None and self._given.logprobs is not None:
+            self._given.logprobs = self._given.logprobs.copy_to_host()
+
+    def to_host(self) -> list[SampledToken]:
+        """What is told of each slot, in order: its run, and what it drew."""
+        drawn = self.sampled.to_host()
+        if self.runs is None or self._given is None:
+            return drawn
+        given = self._given
+        taken = iter(_list_tokens(given.slots, given.token_ids, given.num_logprobs, given.logprobs))
+        return [token for run, last in zip(self.runs, drawn, strict=True) for token in [*islice(taken, len(run)), last]]
 
 
 class Sampler:
@@ -170,6 +195,26 @@ class Sampler:
         tokens = reported.clamp(min=0)
         asked = [state.params.num_logprobs for state in states]  # type: ignore[union-attr]
         return Sampled(tokens, reported, list(slots), asked, self._logprobs(logits, tokens, asked))
+
+    def take(self, logits: torch.Tensor, slots: list[int], runs: list[list[int]]) -> Given:
+        """Tokens that come without a draw are counted as drawn ones are: `runs[i]` behind the input token of
+        `slots[i]`, whose rows of logits (as in `sample`) are one more than its run is long.
+        """
+        states = [state for slot in slots if (state := self._slots[slot]) is not None]
+        assert len(states) == len(slots), f"take: a slot of {slots} is not assigned"
+        owners = [place for place, run in enumerate(runs) for _ in run]
+        token_ids = [token_id for run in runs for token_id in run]
+        num_logprobs = [states[place].params.num_logprobs for place in owners]
+        given = Given(token_ids, [slots[place] for place in owners], num_logprobs, None)
+        listed = any(num_top is not None for num_top in num_logprobs)
+        if listed or any(states[place].penalty_row is not None for place in owners):
+            tokens = upload(np.array(token_ids, np.int64), self.device)
+            self._count([states[place] for place in owners], tokens)
+            if listed:  # token t is of row t, and of one more for each slot in front, whose last row tells no token
+                rows = np.arange(len(owners)) + np.array(owners)
+                own = logits.index_select(0, upload(rows.astype(np.int64), logits.device))
+                given.logprobs = self._logprobs(own, tokens, num_logprobs)
+        return given
 
     def _choose(
         self, logits: torch.Tensor, states: list[_Slot], samples: list[int], masks: Mapping[int, np.ndarray]
@@ -273,6 +318,21 @@ class Sampler:
             index = upload(np.array(rows, np.int64), self.device)
             logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
         return gather_logprobs(logits, tokens, max(num_top or 0 for num_top in asked))
+
+
+def _list_tokens(
+    slots: list[int], token_ids: list[int], num_logprobs: list[int | None], logprobs: Logprobs | None
+) -> list[SampledToken]:
+    """logprobs: of those that asked for them, copied to the host."""
+    listed = iter(logprobs.to_list() if logprobs else [])
+    tokens = []
+    for slot, token_id, num_top in zip(slots, token_ids, num_logprobs, strict=True):
+        logprob = None
+        if num_top is not None:
+            entry = next(listed)
+            logprob = TokenLogprob(entry.logprob, entry.top[:num_top]) if token_id >= 0 else None
+        tokens.append(SampledToken(slot, token_id, logprob))
+    return tokens
 
 
 def _report(best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

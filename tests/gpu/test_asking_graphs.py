@@ -124,7 +124,8 @@ class Log(list[str]):
         self.fails_at = fails_at
         self.steps = DecodeSteps(
             SimpleNamespace(
-                step=self.step, asked_layers=(0, 1), last_tokens=torch.zeros(3), checks_coverage=True, reusing=[]
+                step=self.step, asked_layers=(0, 1), last_tokens=torch.zeros(7), max_rows=2, checks_coverage=True,
+                reusing=[],
             ),
             Asking(SimpleNamespace(attention=self.attention), [self.exchange("a"), self.exchange("b")],
                    Halving(always=2), AskTimes()),

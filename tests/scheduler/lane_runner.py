@@ -58,7 +58,7 @@ class LaneRunner(PageRunner):
 
     def draw(self, step: Launched, masks: dict[int, np.ndarray]) -> None:
         assert step.masks is None
-        step.masks = masks
+        step.masks = {slot: words.copy() for slot, words in masks.items()}  # as an upload has them
 
     def _all_waiting(self) -> list[Launched]:
         return [one for waiting in self.waiting.values() for one in waiting]

@@ -182,14 +182,24 @@ class PageRunner:
         unit_seconds = self.clock - before
         for group in plan.decode:
             asks = group.asks or [None] * len(group.slots)
-            for slot, position, sample, ask in zip(group.slots, group.positions, group.samples, asks, strict=True):
+            runs = group.runs or [[] for _ in group.slots]
+            for slot, position, sample, ask, run in zip(
+                group.slots, group.positions, group.samples, asks, runs, strict=True
+            ):
                 if slot not in self.failed:
                     self._check_context(slot, ask)
                 self._check_window(slot, position)
-                self._write(slot, position, self.last[slot])
-                self.num_cells[slot] = position + 1
-                tokens.append(self._draw(slot, position + 1))
-                assert sample >= 1
+                assert not (run and slot in self.ring_of), "who holds a ring looks at it with each token"
+                for place, token_id in enumerate([self.last[slot], *run], position):
+                    self._write(slot, place, token_id)
+                for place in range(position, position + 1 + len(run)):  # each row reads behind the writes of all
+                    self._check_window(slot, place + 1)
+                if slot not in self.failed:
+                    tokens += [SampledToken(slot, token_id, None) for token_id in run]
+                last = position + len(run)
+                self.num_cells[slot] = last + 1
+                tokens.append(self._draw(slot, last + 1))
+                assert sample >= 1 + len(run)
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
         return StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures)

@@ -60,13 +60,13 @@ def test_a_unit_has_the_least_tokens_where_nothing_fits_and_all_where_all_do(mod
 def test_a_decode_steps_time_follows_the_machine_without_jumping() -> None:
     model = CostModel(SHAPE)
     device, host = Lane.DEVICE, Lane.HOST
-    model.observe_decode(device, 0.010)
+    model.observe_decode(device, 0.010, 0)
     assert model.decode_seconds == {device: 0.010, host: 0.0}
-    model.observe_decode(device, 0.020)
+    model.observe_decode(device, 0.020, 0)
     assert 0.010 < model.decode_seconds[device] < 0.015
-    model.observe_decode(device, 0.0)  # a step without decode says nothing
+    model.observe_decode(device, 0.0, 0)  # a step without decode says nothing
     for _ in range(20):
-        model.observe_decode(device, 0.020)
+        model.observe_decode(device, 0.020, 0)
     assert model.decode_seconds[device] == pytest.approx(0.020, rel=COST_MODEL)
 
 
@@ -84,3 +84,29 @@ def test_what_is_familiar_is_twice_the_most_that_a_step_had() -> None:
     model.observe_units([PrefillUnit(0, 0, 0, 100), PrefillUnit(1, 0, 0, 50)], [100, 50], 0.01)
     model.observe_units([PrefillUnit(0, 0, 0, 20)], [20], 0.01)
     assert model.familiar_tokens(DENSE) == 300
+
+
+def test_what_rows_of_known_tokens_add_is_learnt_beside_what_steps_take_without() -> None:
+    """And bounds how many there are; one that hangs is forgotten."""
+    model, device, draw = CostModel(SHAPE), Lane.DEVICE, np.random.default_rng(3)
+    assert model.room_for_runs(device, 8, 1000, 0.1)[0] > 1000, "nothing is known"
+    for _ in range(400):
+        num_known = int(draw.choice([0, 0, 1, 4, 9, 20]))
+        model.observe_decode(device, 5e-3 + 0.1e-3 * num_known, num_known)
+    assert model.decode_seconds[device] == pytest.approx(5e-3, rel=0.05)
+    assert model.room_for_runs(device, 8, 1000, 0.1)[0] == pytest.approx(0.25 * 5e-3 / 0.1e-3, abs=1)
+    alone = model.room_for_runs(device, 1, 1000, 0.1)[0]
+    assert alone == pytest.approx((0.1 - 5e-3) / 0.1e-3, rel=0.1)
+    model.observe_decode(device, 30.0, 2)
+    for _ in range(200):
+        model.observe_decode(device, 5e-3, 0)
+    assert model.room_for_runs(device, 8, 1000, 0.1)[0] > 12
+
+
+def test_what_runs_may_read_is_a_share_of_what_a_step_reads() -> None:
+    """Weights count as the cells that have as many numbers."""
+    model = CostModel(SHAPE)
+    cells = (4 * (256 * 512 + 256 * 256 + 3 * 256 * 512) + 256 * 1024) / (2 * 4 * 2 * 64)
+    for own in (0, 10_000, 1_000_000):
+        assert model.room_for_runs(Lane.DEVICE, 4, own, 0.1)[1] == pytest.approx(0.25 * (cells + own), abs=2)
+    assert model.room_for_runs(Lane.DEVICE, 1, 1000, 0.1)[1] == pytest.approx(cells + 1000, abs=4)

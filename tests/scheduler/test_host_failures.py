@@ -16,11 +16,12 @@ import cpu.store
 import cpu.tier
 from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
+from gpu.decode.steps import Launched
 from gpu.load import load_architecture
 from gpu.memory.plan import MemoryPlan
 from gpu.model.decoder import Decoder
 from gpu.sampling.params import SamplingParams
-from gpu.step import DecodeGroup
+from gpu.step import DecodeGroup, Lane
 from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine
@@ -204,10 +205,10 @@ def test_an_exchange_that_fails_ends_its_group_and_nobody_else(engine: Engine, m
     asks: list[set[str]] = []  # of steps with one of these rows, and whose
     stepped: set[str] = set()
 
-    def watched(decoded: DecodeGroup) -> torch.Tensor:
+    def watched(decoded: DecodeGroup, lane: Lane) -> Launched:
         stepped.clear()
         stepped.update(one.request_id for one in engine.scheduler._running if one.slot in decoded.slots)
-        return decode(decoded)
+        return decode(decoded, lane)
 
     def late(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
         if "down3" in stepped:

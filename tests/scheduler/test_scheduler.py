@@ -37,6 +37,7 @@ def make_engine(
     token_gap_target_ms: float = 100.0,
     runner: PageRunner | None = None,
     num_windows: int = 0,
+    jump_forward: bool = True,
 ) -> tuple[Engine, PageRunner]:
     prefill = PrefillConfig(
         chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens
@@ -47,6 +48,7 @@ def make_engine(
         prefix_cache=prefix_cache,
         prefill=prefill,
         token_gap_target_ms=token_gap_target_ms,
+        jump_forward=jump_forward,
     )
     capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, num_windows, SPARE)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES)

@@ -182,6 +182,32 @@ def test_beside_tools_an_answer_is_a_call_or_is_parsed(client, tokenizer):
                 assert isinstance(choice.message.parsed, Answer)
 
 
+def test_a_stop_string_ends_an_answer_in_the_middle_of_text_that_must_come(client):
+    """That came in one message: what is told and counted ends with the token that completes the string."""
+    must = "the special magic number for every falcon in the house is 4815162 and no other one"
+    held = {"structured_outputs": {"regex": f"(yes|no): {must}"}}
+    asked = {"model": "reference", "prompt": "The old house", "max_tokens": 200, "seed": 4}
+    whole = client.completions.create(**asked, logprobs=1, extra_body=held).choices[0]
+    assert whole.text.endswith(must)
+    assert whole.finish_reason == "stop"
+    for stop in ("magic", "815", "er one", "e"):
+        cut = client.completions.create(**asked, stop=[stop], extra_body=held)
+        assert cut.choices[0].text == whole.text[: whole.text.index(stop)]
+        assert cut.choices[0].finish_reason == "stop"
+        end = whole.text.index(stop) + len(stop)
+        offsets = whole.logprobs.text_offset
+        assert cut.usage.completion_tokens == sum(offset - offsets[0] < end for offset in offsets)
+        kept = client.completions.create(
+            **asked, stop=[stop], extra_body=held | {"include_stop_str_in_output": True}
+        ).choices[0]
+        assert kept.text == whole.text[:end]
+        streamed = client.completions.create(**asked, stop=[stop], stream=True, extra_body=held)
+        assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == cut.choices[0].text
+    late = client.completions.create(**asked, stop=["e"], extra_body=held | {"min_tokens": 12}).choices[0]
+    assert len(late.text) > len("yes: th")
+    assert whole.text.startswith(late.text)
+
+
 def test_answers_are_held_to_what_was_asked(client):
     asked = {"model": "reference", "prompt": "The old house", "max_tokens": 24}
 

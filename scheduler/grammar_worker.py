@@ -1,0 +1,55 @@
+"""A process that checks grammars, one after another, and is ended by the kernel where one takes too much.
+
+`python -m scheduler.grammar_worker SECONDS BYTES`: frames come on stdin and answers go to stdout, each four bytes of
+length (big-endian) and UTF-8. Refuses to know who asks. Invariants: a check that takes more than SECONDS of processor
+time ends the process by SIGPROF, whether anybody still listens or not; one that needs more than BYTES of memory beyond
+what the process begins with ends it as well; with its stdin, the process ends.
+"""
+
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+from scheduler.grammar import check
+
+HEAD = struct.Struct(">I")
+_PAGE_BYTES = resource.getpagesize()
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next frame; None where the stream has ended, also in the middle of one."""
+    head = stream.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    (size,) = HEAD.unpack(head)
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(stream: BinaryIO, body: bytes) -> None:
+    stream.write(HEAD.pack(len(body)) + body)
+    stream.flush()
+
+
+def bound_memory(more_bytes: int) -> None:
+    """What an allocation beyond that fails by. No core is written of it."""
+    begun = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (begun + more_bytes, begun + more_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    seconds, more_bytes = float(sys.argv[1]), int(sys.argv[2])
+    check('{"grammars":[{"lark_grammar":"start: /a/"}]}')  # what it needs for any
+    bound_memory(more_bytes)
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        why = check(frame.decode("utf-8", "surrogatepass"))
+        write_frame(sys.stdout.buffer, why.encode("utf-8", "surrogatepass"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Whether grammars compile, asked of processes of their own: what takes too long or too much there is ended, and the
+API process goes on.
+
+Refuses to know requests, and what a grammar is made of. Invariants: an answer comes within a known time, whatever the
+grammar; a grammar that was answered costs nothing when it comes again; no more processes than slots, and none before
+the first question.
+"""
+
+import hashlib
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from queue import LifoQueue
+from threading import Lock
+from typing import IO
+
+from scheduler.grammar import MOST_MEMORY_BYTES, MOST_SECONDS
+from scheduler.grammar_worker import HEAD
+
+_PROCESSES = 2
+_PATIENCE = 8.0  # of a machine whose cores are busy: wall seconds for one of processor time, and ...
+_START_SECONDS = 20.0  # ... for a process to begin
+_MOST_KEPT = 1024  # answers
+
+
+class GrammarChecks:
+    """seconds: of processor time for one grammar; memory_bytes: for it, beyond what a process begins with."""
+
+    def __init__(self, num_processes: int, seconds: float, memory_bytes: int) -> None:
+        self._seconds, self._memory_bytes = seconds, memory_bytes
+        self._slots: LifoQueue[subprocess.Popen[bytes] | None] = LifoQueue()
+        for _ in range(num_processes):
+            self._slots.put(None)
+        self._lock = Lock()
+        self._answers: OrderedDict[bytes, str] = OrderedDict()
+
+    def check(self, grammar: str) -> str:
+        """Why it cannot be compiled, or is not within what one may take; empty if it can. Any thread may ask."""
+        raw = grammar.encode("utf-8", "surrogatepass")
+        key = hashlib.blake2b(raw, digest_size=16).digest()
+        with self._lock:
+            if key in self._answers:
+                self._answers.move_to_end(key)
+                return self._answers[key]
+        why = self._ask(raw)
+        with self._lock:
+            self._answers[key] = why
+            while len(self._answers) > _MOST_KEPT:
+                self._answers.popitem(last=False)
+        return why
+
+    def shutdown(self) -> None:
+        """End the processes that nobody asks anything of; one that is asked ends with its answer, or with this one."""
+        for _ in range(self._slots.qsize()):
+            process = self._slots.get()
+            if process is not None:
+                _end(process)
+            self._slots.put(None)
+
+    def _ask(self, raw: bytes) -> str:
+        process = self._slots.get()
+        try:
+            if process is None or not _hears(process, raw):  # it is gone since its last answer
+                process = self._start()
+                _hears(process, raw)
+            answer = _answer(process, time.monotonic() + self._seconds * _PATIENCE + _START_SECONDS)
+            if answer is not None:
+                return answer.decode("utf-8", "surrogatepass")
+            code = _end(process)
+            process = None
+        finally:
+            self._slots.put(process)
+        if code in (-signal.SIGPROF, -signal.SIGKILL):
+            return f"takes more than {self._seconds:g} s to compile, the most that a grammar may; make it simpler"
+        most = f"{self._memory_bytes >> 20} MiB"
+        return f"takes more than {most} to compile, the most that a grammar may, or cannot be; make it simpler"
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        """A session of its own keeps a terminal's Ctrl-C from it; what it says when its memory ends is ours to say."""
+        command = [sys.executable, "-m", "scheduler.grammar_worker", str(self._seconds), str(self._memory_bytes)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0
+        )
+
+
+def _hears(process: "subprocess.Popen[bytes]", raw: bytes) -> bool:
+    """Whether there is a process, to be asked."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(HEAD.pack(len(raw)) + raw)
+    except BrokenPipeError:
+        _end(process)
+        return False
+    return True
+
+
+def _answer(process: "subprocess.Popen[bytes]", until: float) -> bytes | None:
+    """None if the process ends first, or the time."""
+    assert process.stdout is not None
+    head = _read(process.stdout, HEAD.size, until)
+    return None if head is None else _read(process.stdout, HEAD.unpack(head)[0], until)
+
+
+def _read(stream: IO[bytes], size: int, until: float) -> bytes | None:
+    """So many bytes; None where the stream or the time ends before."""
+    found = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while len(found) < size:
+            if not selector.select(max(0.0, until - time.monotonic())):
+                return None
+            more = stream.read(size - len(found))
+            if not more:
+                return None
+            found += more
+    return found
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """Its exit code, once it is gone."""
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+_CHECKS = GrammarChecks(_PROCESSES, MOST_SECONDS, MOST_MEMORY_BYTES)
+
+
+def check_aside(grammar: str) -> str:
+    """`GrammarChecks.check`, by the processes that all requests share."""
+    return _CHECKS.check(grammar)
+
+
+def end_checks() -> None:
+    """The server goes."""
+    _CHECKS.shutdown()

@@ -1,0 +1,130 @@
+"""Text that must come, by a real model in float32: what is drawn behind it is what it would be token by token, wherever
+the context lies, and every token of a run reads all of its own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpu.config import GpuConfig, ModelConfig
+from gpu.load import load_architecture
+from gpu.sampling.params import SamplingParams
+from scheduler.config import EngineConfig, SchedulerConfig
+from scheduler.engine import Engine
+from scheduler.load import load_engine
+from scheduler.memory import plan_engine
+from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
+from server.structured import schema_grammar
+from tests.gpu.reference_model import FOLDER, shallow_model
+from tests.scheduler.test_scheduler import drain, prompt_of, text
+from transfer.config import HostConfig, SampledConfig
+from transfer.machine import probe_machine
+
+GRAMMAR = schema_grammar(
+    "schema",
+    {
+        "type": "array",
+        "minItems": 40,
+        "items": {
+            "type": "object",
+            "properties": {
+                "the name of the person that was asked": {"enum": ["nobody in the house", "somebody of another town"]},
+                "year": {"type": "integer", "minimum": 1000, "maximum": 2999},
+            },
+            "required": ["the name of the person that was asked", "year"],
+            "additionalProperties": False,
+        },
+    },
+)
+PROFILES = ("exact", "offloaded", "sampled", "exact")
+MOST = 90
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["counted by nobody", "counted"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """It counts in every layer of every step who reads what, or goes without a loop where it can."""
+    config = EngineConfig(
+        model=ModelConfig(path=Path(shallow_model(4).name), tokenizer=FOLDER),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
+        host=HostConfig(
+            memory_limit_gib=0.02,
+            threads=1,
+            resident_tokens=128,
+            residency="fixed",
+            sampled=SampledConfig(bits_per_table=6, num_tables=20),
+        ),
+        scheduler=SchedulerConfig(max_running=24, max_context_tokens=2600, prefix_cache=False),
+    )
+    plan = plan_engine(config, load_architecture(config.model), probe_machine())
+    made, _ = load_engine(config, plan, lambda *_: None)
+    yield made
+    made.shutdown()
+
+
+def ask(number: int) -> EngineRequest:
+    params = SamplingParams(
+        temperature=(0.0, 1.0, 0.7)[number % 3],
+        seed=number,
+        num_logprobs=(None, 1)[number % 2],
+        frequency_penalty=(0.0, 0.4)[number % 2],
+        repetition_penalty=(1.0, 1.2)[number // 2 % 2],
+    )
+    return EngineRequest(
+        request_id=f"{number}",
+        prompt=pack_tokens(prompt_of((60, 480, 500, 33)[number % 4], number)),
+        sampling=params,
+        max_tokens=MOST - number,
+        stop_token_ids=[],
+        attention_profile=PROFILES[number % 4],
+        arrival_s=float(number),
+        grammar=GRAMMAR,
+    )
+
+
+def logprobs(deltas: list[Delta]) -> list[Logprob]:
+    return [one for delta in deltas for one in delta.logprobs or []]
+
+
+def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
+    told, runs = {}, {}
+    for jumps in (False, True):
+        engine.scheduler.jumps = jumps
+        before = engine.stats().masks
+        engine.submit([ask(number) for number in range(6)])
+        told[jumps] = drain(engine)
+        runs[jumps] = engine.stats().masks.jumped_tokens - before.jumped_tokens
+    assert runs[False] == 0
+    assert runs[True] > 6 * MOST // 4
+    for name, deltas in told[True].items():
+        alone = told[False][name]
+        assert text(deltas) == text(alone)
+        assert len(text(deltas)) == MOST - int(name)
+        assert deltas[-1].finish_reason == alone[-1].finish_reason == "length"
+        mine, theirs = logprobs(deltas), logprobs(alone)
+        assert len(mine) == (len(text(deltas)) if int(name) % 2 else 0)
+        assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+        assert [one.top[0][0] for one in mine] == [one.top[0][0] for one in theirs]
+
+
+def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine) -> None:
+    """Each of these loses its pages, some of them with a run in flight; another is cancelled, and frees what it had."""
+    engine.scheduler.jumps = False
+    engine.submit([ask(number) for number in range(4)])
+    wanted = {name: text(deltas) for name, deltas in drain(engine).items()}
+    engine.scheduler.jumps = True
+    scheduler, preemptions = engine.scheduler, engine.scheduler.num_preemptions
+    engine.submit([*(ask(number) for number in range(4)), ask(5)])
+    told: dict[str, list[Delta]] = {}
+    for step in range(20_000):
+        if not engine.has_work:
+            break
+        for delta in engine.step():
+            told.setdefault(delta.request_id, []).append(delta)
+        if step % 9 == 8 and scheduler._running:
+            scheduler._preempt_youngest([scheduler._running[step % len(scheduler._running)]])
+        if step == 20:
+            engine.cancel(["5"])
+    assert scheduler.num_preemptions > preemptions + 3
+    assert {name: text(deltas) for name, deltas in told.items() if name != "5"} == wanted
+    assert not scheduler.pages.num_held
