@@ -401,6 +401,7 @@ class HostAttention:
             sampled=np.empty(max(1, sampled), np.int32),
             ids_at=np.empty((max(1, sampled), 2), np.int64),
             parts=np.empty((max(1, parts), 4), np.int32),
+            work=np.empty(max(1, sampled * self._shape.heads + parts), np.int32),
         )
         set_arrays(self._context, PLAN, step)
         self._context[ROOM_PIECES : ROOM_PARTS + 1] = num_pieces, sampled, parts

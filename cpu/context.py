@@ -81,6 +81,7 @@ def open_context(address, kind, query_kind):
         numba.carray(pointer_to(c[PLAN + 2]), (c[NUM_SAMPLED],), np.int32),
         numba.carray(pointer_to(c[PLAN + 3]), (c[NUM_SAMPLED], 2), np.int64),
         numba.carray(pointer_to(c[PLAN + 4]), (c[NUM_PARTS], 4), np.int32),
+        numba.carray(pointer_to(c[PLAN + 5]), (c[NUM_SAMPLED] * c[HEADS] + c[NUM_PARTS],), np.int32),
     )
     threads, group, dim = c[MAX_THREADS], c[HEADS] // c[KV_HEADS], c[DIM]
     at, unknown = BUFFERS, 1  # the first axis of a flat buffer: nothing here looks at it

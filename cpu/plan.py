@@ -6,6 +6,7 @@ computes them.
 """
 
 import numba
+import numpy as np
 
 from cpu.context import (
     CODES,
@@ -31,7 +32,7 @@ from cpu.context import (
 )
 from cpu.lookup import room_for
 from cpu.pieces import BEGIN, END, MODE, REQUEST, SAMPLED, TOKENS
-from cpu.workspace import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES, WAITED_NS
+from cpu.workspace import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES, WAITED_NS, WORK_ITEMS, is_wanted
 from transfer.exchange import LOOKS, await_rows
 from transfer.simd.team import now_ns
 
@@ -68,7 +69,29 @@ def make_plan(context, kind, query_kind):
         return NOT_ASKED
     buffers.totals[BEGAN_NS] = now_ns()
     buffers.totals[WAITED_NS] = buffers.totals[BEGAN_NS] - planned_ns
+    buffers.totals[WORK_ITEMS] = _list_work(shape, batch, plan)
     return PLANNED
+
+
+@numba.njit(nogil=True)
+def _list_work(shape, batch, plan):
+    """Which lookups and exact parts some head wants, now that the ask is there. Returns how many."""
+    count, lookups, group = 0, len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
+    for order in range(len(plan.sampled)):
+        request = batch.pieces[plan.sampled[order]][REQUEST]
+        for head in range(shape.heads):
+            if is_wanted(shape, batch, request, head):
+                plan.work[count] = order * shape.heads + head
+                count += 1
+    for part in range(len(plan.parts)):
+        request, first = batch.pieces[plan.parts[part, 0]][REQUEST], np.int64(plan.parts[part, 1]) * group
+        wanted = 0
+        for head in range(first, first + group):
+            wanted += is_wanted(shape, batch, request, head)
+        if wanted > 0:
+            plan.work[count] = lookups + part
+            count += 1
+    return count
 
 
 @numba.njit(nogil=True)

@@ -25,44 +25,20 @@ from cpu.workspace import (
     ROWS_READ,
     SAMPLED_NS,
     TOKENS_COVERED,
+    WORK_ITEMS,
     excluded_at,
     is_full,
     is_wanted,
     query_at,
 )
 from transfer.simd.memory import load_float32, store_float32, store_int32, store_release_int32
-from transfer.simd.team import Team, atomic_add, atomic_load, claim, end_stage, now_ns
+from transfer.simd.team import Team, atomic_add, atomic_load, claim, claim_own, end_stage, now_ns
 from transfer.simd.vectors import address_of, load
 
 
 @numba.njit(nogil=True)
 def _codes_at(shape, batch, piece, head):
     return batch.codes + 2 * shape.tables * (piece[REQUEST] * shape.heads + head)
-
-
-@numba.njit(nogil=True)
-def _wanted_heads(shape, batch, plan, item):
-    """How many heads want an item of the first stage: a lookup's own, or those that an exact part's rows are for."""
-    lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
-    if item < lookups:
-        piece, first, heads = batch.pieces[plan.sampled[item // shape.heads]], item % shape.heads, 1
-    else:
-        part = plan.parts[item - lookups]
-        piece, first, heads = batch.pieces[part[0]], np.int64(part[1]) * group, group
-    wanted = 0
-    for head in range(first, first + heads):
-        wanted += is_wanted(shape, batch, piece[REQUEST], head)
-    return wanted
-
-
-@numba.njit(nogil=True)
-def _claim_wanted(team, shape, batch, plan, items):
-    """(the next item of the first stage that is this thread's to do, or -1; how many nobody wanted before it)."""
-    passed, item = 0, claim(team, 0, items)
-    while item >= 0 and _wanted_heads(shape, batch, plan, item) == 0:
-        passed += 1
-        item = claim(team, 0, items)
-    return item, passed
 
 
 @numba.njit(nogil=True)
@@ -114,15 +90,30 @@ def _warm_lookup(shape, batch, plan, item):
 
 
 @numba.njit(nogil=True)
+def _claim_work(team, plan, items):
+    """The next lookup or exact part of this thread's, or of one that has not come so far; -1: none."""
+    at = claim(team, 0, items)
+    return np.int64(plan.work[at]) if at >= 0 else at
+
+
+@numba.njit(nogil=True)
+def _claim_own_work(team, plan, items):
+    """As `_claim_work`, of this thread's alone: what another may begin at once is not kept from it."""
+    at = claim_own(team, 0, items)
+    return np.int64(plan.work[at]) if at >= 0 else at
+
+
+@numba.njit(nogil=True)
 def _first_stage(team, shape, columns, batch, plan, buffers):
     """Lookups and exact parts, and what they and the samples read: see `cpu.attention.Attended`."""
     lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
-    items, rows, keys, index_bytes = lookups + len(plan.parts), 0, 0, 0
-    item, done = _claim_wanted(team, shape, batch, plan, items)
-    if 0 <= item < lookups:
-        _warm_lookup(shape, batch, plan, item)
+    items, rows, keys, index_bytes = buffers.totals[WORK_ITEMS], 0, 0, 0
+    item, done = _claim_work(team, plan, items), 0
+    is_cold = True
     while item >= 0:
-        following, passed = _claim_wanted(team, shape, batch, plan, items)
+        if is_cold and item < lookups:
+            _warm_lookup(shape, batch, plan, item)
+        following = _claim_own_work(team, plan, items)
         if item < lookups:
             next_lookup = following if following < lookups else -1
             found, looked_at = _look_up(team, shape, batch, plan, buffers, item, next_lookup)
@@ -134,8 +125,10 @@ def _first_stage(team, shape, columns, batch, plan, buffers):
             read, heads = attend_rows(team, shape, columns, batch, buffers, part, (item - lookups) * group)
             rows += read
             keys += read * heads
-        done += 1 + passed
-        item = following
+        done += 1
+        is_cold, item = following < 0, following
+        if item < 0:
+            item = _claim_work(team, plan, items)
     totals = address_of(buffers.totals)
     atomic_add(totals + 8 * ROWS_READ, rows)
     atomic_add(totals + 8 * KEYS_SCORED, keys)

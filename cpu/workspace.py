@@ -15,7 +15,7 @@ from cpu.rows import column_bytes
 from transfer.simd.memory import load_uint8
 
 STAGES = 3
-SLOTS_TAKEN, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 8, 9, 10, 11, 12
+SLOTS_TAKEN, WORK_ITEMS, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 1, 8, 9, 10, 11, 12
 KEYS_SCORED, INDEX_BYTES, TOKENS_COVERED, TOTALS = 13, 14, 15, 16  # two lines
 STATE = 32  # float32 between the rows of a thread's state: more than the largest group
 SCORE_BLOCKS = 6  # of a thread: four of scores, two of values with a direction
@@ -64,7 +64,8 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """What is to be done. first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a piece among the
     sampled, or its first exact part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id and ids
-    a head; parts: int32 `[exact parts, 4]`: piece, KV head, begin, end.
+    a head; parts: int32 `[exact parts, 4]`: piece, KV head, begin, end; work: int32 `[WORK_ITEMS of sampled * heads +
+    exact parts]`, what of them a head wants: a lookup's number, or behind all lookups an exact part's.
     """
 
     first_piece: np.ndarray
@@ -72,6 +73,7 @@ class Plan(NamedTuple):
     sampled: np.ndarray
     ids_at: np.ndarray
     parts: np.ndarray
+    work: np.ndarray
 
 
 class Buffers(NamedTuple):

@@ -19,7 +19,8 @@ from gpu.kernels.kv_rows import kind_of
 PIECES_PER_SM = 4
 LEAST_PIECES = 5  # where there is no GPU, the interpreter runs each
 PAIRS_AT_ONCE = 64  # (request, KV head) whose blocks a program counts together
-PIECES_AT_ONCE, REDUCE_WARPS = 128, 8  # partials that are merged together
+PIECES_AT_ONCE, REDUCE_WARPS = 128, 8  # partials that are merged together, at the most
+PIECES_A_WARP = 8
 
 # (itemsize of a stored element, dim): block_tokens, num_warps, num_stages, registers of a thread (for as many programs
 # at once as an SM is given). Every row fits 99 KiB of shared memory.
@@ -49,6 +50,11 @@ def num_pieces(num_sms: int) -> int:
 def num_places(requests: int, kv_heads: int, parts: int, num_sms: int) -> int:
     """Partials of a query group that a launch has room for."""
     return num_pieces(num_sms) + requests * kv_heads * parts
+
+
+def merged_at_once(pieces: int, pairs: int) -> int:
+    """Partials of a segment that are merged together: about twice what it has, if all of them are as long."""
+    return min(PIECES_AT_ONCE, max(PIECES_A_WARP, triton.next_power_of_2(2 * pieces // pairs + 1)))
 
 
 @triton.jit
@@ -263,8 +269,9 @@ def launch_balanced(
         FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind_of(key_pages),
         num_warps=num_warps, num_stages=num_stages, maxnreg=registers,
     )  # fmt: skip
+    at_once = merged_at_once(pieces, pairs)
     _merge_pieces_kernel[(requests, heads, parts)](
         piece_out, piece_lse, counts, out, lse, ends if covered is None else covered, ends, pairs * parts, pieces,
-        GROUP=group, HEADS=heads, DIM=dim, BLOCK_DIM=block_dim, PIECES=PIECES_AT_ONCE, PARTS=parts, COUNTED=is_counted,
-        num_warps=REDUCE_WARPS,
+        GROUP=group, HEADS=heads, DIM=dim, BLOCK_DIM=block_dim, PIECES=at_once, PARTS=parts, COUNTED=is_counted,
+        num_warps=min(REDUCE_WARPS, at_once // PIECES_A_WARP),
     )  # fmt: skip

@@ -109,17 +109,31 @@ def _counter(team, stage, index):
 
 
 @numba.njit(nogil=True)
+def _claim_of(team, stage, items, owner):
+    """The next item of a thread's run, or -1 if it has none left."""
+    begin, end = items * owner // team.threads, items * (owner + 1) // team.threads
+    counter = _counter(team, stage, owner)
+    if begin + atomic_load(counter) < end:
+        item = begin + atomic_add(counter, 1)
+        if item < end:
+            return item
+    return -1
+
+
+@numba.njit(nogil=True)
 def claim(team, stage, items):
     """The next item of `[0, items)` that is this thread's to do, or -1 if all are taken."""
     for turn in range(team.threads):
-        owner = (team.me + turn) % team.threads
-        begin, end = items * owner // team.threads, items * (owner + 1) // team.threads
-        counter = _counter(team, stage, owner)
-        if begin + atomic_load(counter) < end:
-            item = begin + atomic_add(counter, 1)
-            if item < end:
-                return item
+        item = _claim_of(team, stage, items, (team.me + turn) % team.threads)
+        if item >= 0:
+            return item
     return -1
+
+
+@numba.njit(nogil=True)
+def claim_own(team, stage, items):
+    """As `claim`, of this thread's own run alone."""
+    return _claim_of(team, stage, items, team.me)
 
 
 @numba.njit(nogil=True)

@@ -1,0 +1,64 @@
+"""Files of bench/published say commands that exist, with values that these take; nothing is measured here."""
+
+import os
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from server.commands.cli import app, load_groups
+from server.config import load_deployment
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "bench" / "published").glob("*.sh"))
+THRESHOLDS = '{"rows": [{"layer_tau": {}}, {"layer_tau": {"0": 0.13, "1": 0.25}}]}'
+STUB = """#!/usr/bin/env bash
+printf '%q ' "$@" >> "$ASKED"; echo >> "$ASKED"
+echo '{thresholds}'
+"""
+
+
+def run(file: Path, folder: Path) -> list[list[str]]:
+    """What the file asks of `tandem`, in turn, where all of it succeeds."""
+    stub, asked = folder / "tandem", folder / "asked"
+    stub.write_text(STUB.replace("{thresholds}", THRESHOLDS))
+    stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "ASKED": str(asked)}
+    subprocess.run(["bash", str(file), str(folder / "out")], check=True, env=environment, cwd=ROOT, capture_output=True)
+    return [shlex.split(line) for line in asked.read_text().splitlines()]
+
+
+def parse(words: list[str]) -> None:
+    """As the command line does, up to the command itself."""
+    load_groups()
+    command: Any = typer.main.get_command(app)
+    context = None
+    while hasattr(command, "resolve_command"):
+        context = command.context_class(command, parent=context, info_name=words[0])
+        _, command, words = command.resolve_command(context, words)
+    command.make_context(command.name, words, parent=context)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_a_file_asks_is_there(file: Path, tmp_path: Path) -> None:
+    asked = run(file, tmp_path)
+    assert asked
+    for words in asked:
+        parse(words)
+    for config in (tmp_path / "out").glob("*.yaml"):
+        load_deployment(config)
+
+
+def test_an_option_that_is_not_there_is_seen() -> None:
+    with pytest.raises(Exception, match="No such option: --rate"):
+        parse(["bench", "kernel", "mac", "--rate", "1"])
+
+
+def test_every_file_stands_in_the_table() -> None:
+    told = (ROOT / "bench" / "published" / "README.md").read_text(encoding="utf-8")
+    assert FILES
+    assert [file.name for file in FILES if f"`{file.name}`" not in told] == []
