@@ -7,6 +7,7 @@ several calls with the same options, ends with the same as one that was not.
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -14,6 +15,8 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from signal import SIG_IGN, SIGINT, SIGTERM, signal
 from typing import Any
+
+import torch
 
 from evals.cells import Cell
 from evals.mac.grid import by_label
@@ -96,11 +99,15 @@ def _run_parts(
 
 
 def _run_until(part: Part, asked: Asked, prompts: Prompts, folder: Path, until: float | None) -> Done:
-    """In a process of its own, whose start took some of the time. What it cannot bear is told; others go on."""
+    """In a process of its own, whose start took some of the time. What it cannot bear is told, with where it was if
+    that is a fault of ours; others go on.
+    """
     try:
         return run_part(part, asked, prompts, folder, None if until is None else max(0.0, until - time.time()))
-    except (RuntimeError, HostMemoryError, MethodError, PlanError) as error:
-        return Done(part.name, failure=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    except Exception as error:
+        if not isinstance(error, (HostMemoryError, MethodError, PlanError, torch.OutOfMemoryError)):
+            traceback.print_exc()
+        return Done(part.name, failure=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
 def complete(part: Part, done: Done | None, folder: Path) -> Done:

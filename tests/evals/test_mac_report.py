@@ -118,6 +118,22 @@ def test_the_same_command_makes_nothing_again(
     assert {path: path.read_text() for path in folder.rglob("*.jsonl")} == before
 
 
+def test_a_part_with_a_fault_is_told_and_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: tuple[Result, dict[str, Any]]
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError(1)
+
+    monkeypatch.setattr("evals.mac.forced._run_batch", fail)
+    result = CliRunner().invoke(app, [*TINY, "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "failed: decoder-0: KeyError: 1" in result.stderr
+    run = json.loads((tmp_path / "mac.json").read_text())
+    assert run["failed"] == {"decoder-0": "KeyError: 1"}
+    metrics = {(row["method"], row["metric"]) for row in run["rows"]}
+    assert metrics == {(row["method"], "exact_match") for row in first[1]["rows"]}, "what it had made before is kept"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
