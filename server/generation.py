@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpu.pooling import Pooling
-from gpu.profiles import why_unknown
 from gpu.sampling.params import SamplingParams
 from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
 from server import logs
@@ -20,7 +19,7 @@ from server.bodies import GenerationBody
 from server.choice import TIME_LIMIT, Choice, Piece
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
 from server.message.reader import MessageReader
-from server.prompts import Prompt, check_token_ids, spell_words
+from server.prompts import Prompt, check_token_ids, profile_of, spell_words
 from server.service import Service, join_salts
 
 _SEED_MASK = 2**63 - 1
@@ -185,9 +184,7 @@ class Generation:
         allowed = body.allowed_token_ids or []
         check_token_ids("allowed_token_ids", allowed, vocab_size)
         bad_words = spell_words(self._service.tokenizer, body.bad_words or [])
-        profile = body.attention_profile or self._limits.default_profile
-        if profile not in self._limits.profiles:
-            raise invalid("attention_profile", why_unknown(profile[:80], self._limits.profiles))
+        profile = profile_of(body, self._limits)
         prompts = [pack_tokens(job.prompt.token_ids) for job in self.jobs]
         requests = []
         for request_id, index in self._index.items():

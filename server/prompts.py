@@ -5,6 +5,7 @@ from functools import partial
 
 import msgspec
 
+from gpu.profiles import why_unknown
 from scheduler.messages import Ready
 from server.api_error import ApiError, invalid, too_long
 from server.bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBody, CompletionBody, GenerationBody
@@ -226,6 +227,14 @@ def check_room(name: str, prompt: Prompt, context: int) -> None:
 def context_of(body: GenerationBody, limits: Ready) -> int:
     """The longest prompt and answer of the attention profile that a body names; of an unknown one, of any."""
     return limits.profiles.get(body.attention_profile or limits.default_profile, limits.max_context_tokens)
+
+
+def profile_of(body: GenerationBody, limits: Ready) -> str:
+    """The attention profile of a body. Raises ApiError 400 for one that is not served."""
+    profile = body.attention_profile or limits.default_profile
+    if profile not in limits.profiles:
+        raise invalid("attention_profile", why_unknown(profile[:80], limits.profiles))
+    return profile
 
 
 async def hold_to_form(service: Service, body: GenerationBody) -> str:

@@ -8,7 +8,7 @@ from server.conversation import read_conversation
 from server.generation import Generation
 from server.message_shape import MessageShape
 from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
-from server.prompts import chat_prompt
+from server.prompts import chat_prompt, profile_of
 from server.response_shape import ResponseShape
 from server.routes_generation import chat_job, respond, start_generation
 from server.routes_responses import find_response
@@ -54,8 +54,9 @@ async def count_tokens(request: Request) -> Response:
     with translated.naming():
         check_chat(translated.chat)
         conversation, limits = read_conversation(translated.chat), service.supervisor.ready()
+        context = limits.profiles[profile_of(translated.chat, limits)]
         async with service.texts.aside(conversation.num_chars):
-            prompt = await chat_prompt(service, conversation, limits.max_context_tokens)
+            prompt = await chat_prompt(service, conversation, context)
     counted = msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
     return Response(counted, media_type="application/json")
 

@@ -253,6 +253,13 @@ async def test_what_is_wrong_with_a_body_is_named(live, body, named):
     assert answer.json()["error"]["message"].startswith(f"{named}: ")
 
 
+async def test_tokens_are_counted_for_a_profile_that_is_served(live):
+    for path, more in (("/v1/messages", {"max_tokens": 5}), ("/v1/messages/count_tokens", {})):
+        answer = await live.http.post(path, json={"messages": HI, "attention_profile": "other"} | more)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("attention_profile: ")
+
+
 def test_every_field_of_the_official_client_is_known():
     from anthropic.types.message_count_tokens_params import MessageCountTokensParams
     from anthropic.types.message_create_params import MessageCreateParamsStreaming
