@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.bodies import ChatBody, Message, Tool, message_text
+from server.json_size import MOST_LEVELS, count_levels
 
 Tree = dict[str, Any]
 Spell = Callable[[str], str]
@@ -82,9 +83,12 @@ def plain_message(message: Message, spell: Spell) -> Tree:
 
 
 def read_arguments(text: str) -> Tree:
-    """A call's arguments; of a text that is no object, the text as the one argument `arguments`."""
+    """A call's arguments; of a text that is no object, or too deep for a body, the text as the one argument
+    `arguments`.
+    """
     try:
-        tree = json.loads(text) if text.strip() else {}
+        is_deep = count_levels(text.encode("utf-8", "surrogatepass")) > MOST_LEVELS
+        tree = None if is_deep else json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         tree = None
     return tree if isinstance(tree, dict) else {"arguments": text}

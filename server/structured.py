@@ -18,6 +18,7 @@ from scheduler.grammar import MOST_BYTES
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid
 from server.bodies import GenerationBody, StructuredOutputs
 from server.grammar_checks import check_aside
+from server.json_size import MOST_LEVELS, count_levels
 
 _WRITTEN_AS = {
     "item_separator": ", ",
@@ -79,6 +80,9 @@ def _form_by_vllm(param: str, form: StructuredOutputs) -> str:
         return object_grammar()
     if not isinstance(form.json, str):
         return schema_grammar(f"{param}.json", form.json)
+    levels = count_levels(form.json.encode("utf-8", "surrogatepass"))
+    if levels > MOST_LEVELS:
+        raise invalid(f"{param}.json", f"nested {levels} levels deep, at most {MOST_LEVELS} are read")
     try:
         schema = msgspec.json.decode(form.json)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -88,7 +92,11 @@ def _form_by_vllm(param: str, form: StructuredOutputs) -> str:
 
 def schema_grammar(param: str, schema: object) -> str:
     """JSON that a schema accepts. Raises ApiError 400 that names the keyword which cannot be kept."""
-    grammar = LLMatcher.grammar_from_json_schema(_write(param, schema), overrides=_WRITTEN_AS)  # type: ignore[arg-type]
+    text = _write(param, schema)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_WRITTEN_AS)  # type: ignore[arg-type]
+    except ValueError as error:  # a number that JSON may have, and llguidance's reader has no room for
+        raise invalid(param, " ".join(str(error).split()), UNSUPPORTED_GRAMMAR) from None
     _require(param, grammar, is_schema=True)
     return grammar
 

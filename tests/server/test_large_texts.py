@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from server import bodies
 from server.api_error import ApiError
 from server.bodies import MAX_BIASES, decode_body
-from server.json_size import MOST, check_json_size, count_items
+from server.json_size import MOST, MOST_LEVELS, check_json_size, count_items, count_levels
 from server.template import ChatTemplate
 from server.text_pool import TextPool
 from server.tokenizer import Tokenizer, TooManyTokens
@@ -290,3 +290,50 @@ def test_a_text_is_refused_for_one_item_too_many_and_never_for_what_its_strings_
         check_json_size(listed(begin, item, MOST[what] - in_frame, end))
         with pytest.raises(ApiError, match=f"^body: {MOST[what] + 1} {what}, at most {MOST[what]} are read"):
             check_json_size(listed(begin, item, MOST[what] + 1 - in_frame, end))
+
+
+def levels_of(tree: object) -> int:
+    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else None
+    return 0 if inside is None else 1 + max(map(levels_of, inside), default=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.recursive(st.text('a\\"[]{}'), lambda inner: st.lists(inner) | st.dictionaries(st.text('"{]'), inner)))
+def test_levels_of_a_json_text_are_counted_behind_any_number_of_others(tree):
+    few = json.dumps(tree).encode()
+    many = json.dumps([tree, [[]] * MOST_LEVELS]).encode()
+    assert levels_of(tree) <= count_levels(few) <= few.count(b"[") + few.count(b"{")
+    assert count_levels(many) == 1 + max(levels_of(tree), 2)
+
+
+def nest(levels: int) -> dict[str, object]:
+    """A schema of so many objects in one another."""
+    return {"items": nest(levels - 1)} if levels > 1 else {"type": "string"}
+
+
+def nested_bodies(tree: dict[str, object]) -> list[tuple[str, dict[str, object]]]:
+    """What clients send a tree of their own in."""
+    hi = {"role": "user", "content": "Hi"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": tree}}]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps(tree)}}
+    block = {"type": "tool_use", "id": "a", "name": "f", "input": tree}
+    chat = {"messages": [hi], "max_tokens": 1}
+    return [
+        (CHAT, chat | {"structured_outputs": {"json": tree}}),
+        (CHAT, chat | {"structured_outputs": {"json": json.dumps(tree)}}),
+        (CHAT, chat | {"tools": tools, "tool_choice": "required"}),
+        (CHAT, chat | {"tools": tools}),
+        (CHAT, chat | {"chat_template_kwargs": {"x": tree}}),
+        (CHAT, chat | {"messages": [hi, {"role": "assistant", "tool_calls": [call]}]}),
+        ("/v1/messages", chat | {"messages": [hi, {"role": "assistant", "content": [block]}]}),
+    ]
+
+
+@pytest.mark.parametrize("levels", [MOST_LEVELS - 8, MOST_LEVELS + 1, 600])
+async def test_what_is_nested_too_deeply_is_refused_wherever_it_stands(live, levels):
+    for path, body in nested_bodies(nest(levels)):
+        answer = await live.http.post(path, json=body)
+        is_text = "tool_calls" in body["messages"][-1]  # arguments are text, which may be no object
+        assert answer.status_code == (200 if levels < MOST_LEVELS or is_text else 400), answer.text
+        if answer.status_code == 400:
+            assert "levels deep, at most 100 are read" in answer.json()["error"]["message"]

@@ -78,6 +78,12 @@ def test_a_schema_that_nothing_is_valid_by_is_refused():
         schema_grammar("response_format", {"type": "array", "minItems": 3, "maxItems": 1})
 
 
+def test_a_number_beyond_all_others_is_refused():
+    for schema in ({"maximum": 10**400}, {"enum": [10**400]}):
+        with pytest.raises(ApiError, match="number out of range"):
+            schema_grammar("response_format", schema)
+
+
 def test_a_schema_is_bounded_in_size():
     schema = {"enum": ["x" * MOST_BYTES]}
     with pytest.raises(ApiError, match=f"at most {MOST_BYTES} are compiled"):
