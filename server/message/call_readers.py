@@ -16,7 +16,7 @@ from server.message.tools import Tools, encode_json
 
 Call = tuple[str, str]  # a name and no text: it begins; "" and a text: more of its arguments
 
-_STRING = r'"(?:[^"\\]|\\.)*"'
+_STRING = r'"(?:[^"\\]|\\.){0,1024}"'
 _NAME = regex.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})')
 _HEAD = regex.compile(rf'{_NAME.pattern}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{\s*["}}])')
 _BEGUN = regex.compile(r'\s*(?=\{\s*["}])')
@@ -186,15 +186,18 @@ class TaggedCall:
         self._name = name
         self._tools = tools
         self._tag = regex.compile(field.arguments["tag_pattern"], regex.DOTALL)
+        self._closing = closing_text(field.arguments["tag_pattern"])
         self._parser = field.arguments.get("value_parser")
         self._text = ""
         self._num_arguments = 0
 
     def feed(self, text: str) -> list[Call]:
+        """The text is searched where an argument may end in what is new: a long value is not read again and again."""
+        first = max(0, len(self._text) - len(self._closing) + 1)
         self._text += text
         calls: list[Call] = []
         at = 0
-        while not self.broken:
+        while not self.broken and self._closing in self._text[max(first, at) :]:
             match = self._tag.search(self._text, at, partial=True)
             if match is None or match.partial or match.end() == match.start():
                 break
@@ -265,6 +268,14 @@ class WholeCalls:
         return self._text
 
 
+def closing_text(pattern: str) -> str:
+    """The plain text that every match of a pattern ends with; "" where that cannot be told, or there is none."""
+    plain = None if "|" in pattern or _NOT_PLAIN.search(pattern) else _PLAIN_END.search(pattern)
+    return "" if plain is None else str(plain[0])
+
+
+_NOT_PLAIN = regex.compile(r"\\(?![\WnrtsSdDwW])|\(\?(?![P:=!<])")  # escapes of several characters, and flags
+_PLAIN_END = regex.compile(r"(?<!\\)[^\\.^$*+?{}()\[\]|]*\Z")
 _PROBE_NAME = "probed"
 
 

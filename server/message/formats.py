@@ -163,6 +163,8 @@ def _anchor(reasoning: str) -> Tree:
 
 _OF_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
+# Names have no more characters than a request may give them, and what a region may begin with has a bound as well: an
+# answer that goes on as a beginning does is searched from there with each piece.
 _TOOLS: dict[str, Tree] = {
     "hermes": {
         "open": "<tool_call>",
@@ -171,7 +173,8 @@ _TOOLS: dict[str, Tree] = {
         "transform": {"type": "function", "function": "{content}"},
     },
     "llama3_json": {
-        "open_pattern": r'(?:\s*;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|function)"\s*:)',
+        "open_pattern": r"(?:\s{0,16};\s{0,16})?(?:<\|python_tag\|>\s{0,16})?"
+        r'(?=\{\s{0,16}"(?:name|type|function)"\s{0,16}:)',
         "content": "json",
         "transform": {
             "type": "function",
@@ -179,14 +182,14 @@ _TOOLS: dict[str, Tree] = {
         },
     },
     "qwen3_xml": {
-        "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+        "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]{1,128})>",
         "close_pattern": r"</function>\s*(?:</tool_call>|(?=[^\s<])|(?=<[^/])|\Z)",
         "content": "xml-inline",
         "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
         "transform": _OF_NAME,
     },
     "mistral": {
-        "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?(?=\s*\{)",
+        "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]{1,128})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?(?=\s*\{)",
         "content": "json",
         "transform": _OF_NAME,
     },
@@ -197,7 +200,7 @@ _TOOLS: dict[str, Tree] = {
         "transform_each": True,
     },
     "glm": {
-        "open_pattern": r"<tool_call>\s*(?P<name>[^\s<{]+)(?=\s*<)",
+        "open_pattern": r"<tool_call>\s*(?P<name>[^\s<{]{1,128})(?=\s*<)",
         "close": "</tool_call>",
         "content": "xml-inline",
         "content_args": {
@@ -206,7 +209,7 @@ _TOOLS: dict[str, Tree] = {
         "transform": _OF_NAME,
     },
     "gemma": {
-        "open_pattern": r"(?:<\|tool_call>|<start_function_call>)\s*call:(?P<name>[\w.-]+)",
+        "open_pattern": r"(?:<\|tool_call>|<start_function_call>)\s*call:(?P<name>[\w.-]{1,128})",
         "close": ["<tool_call|>", "<end_function_call>"],
         "content": "json",
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>'], ["<escape>", "<escape>"]]},

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from gpu.config import ModelConfig, ReasoningParser, ToolParser
 from server.config import ConfigError
+from server.message.call_readers import closing_text
 from server.message.formats import AnswerFormat, choose_format, make_format
-from server.message.parts import CallArguments, CallBegun, join_parts
+from server.message.parts import CallArguments, CallBegun, Part, ReadAnswer, join_parts
 from server.message.reader import MessageReader
 from server.message.response_template import load_response_template
 from server.message.tools import Tools
@@ -401,3 +403,56 @@ def test_transformers_reads_the_same_of_what_a_model_should_write() -> None:
         wanted = transformers_read(spec, text, tools)
         assert parsed(read(own_format(tool_calls=specs[kind]), cut(text, [draw.randint(0, len(text))]))) == wanted
         assert load_response_template(spec, "it").fields["thinking"].opens is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        (r"<p=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</p>", "</p>"),
+        (r"(?P<key>\w+)=(?P<value>.*?);", ";"),
+        (r"x\n</p>", "</p>"),
+        (r"x\n", ""),
+        (r"a\\", ""),
+        (r"a|b</p>", ""),
+        (r"(?i)</p>", ""),
+        (r"\x41bc", ""),
+        (r"a(?=b)", ""),
+        (r"[ab]", ""),
+        (r"ab?", ""),
+    ],
+)
+def test_what_a_pattern_ends_with_is_known_where_it_is_plain(pattern: str, wanted: str) -> None:
+    assert closing_text(pattern) == wanted
+
+
+LONG = "a < b and c > d\n" * 2500
+LONG_CALLS = {
+    "qwen3_xml": f"<tool_call>\n<function=write>\n<parameter=text>\n{LONG}\n</parameter>\n</function>\n</tool_call>",
+    "glm": f"<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>{LONG}\n</arg_value>\n</tool_call>",
+    "hermes": f'<tool_call>\n{{"name": "write", "arguments": {{"text": {json.dumps(LONG)}}}}}\n</tool_call>',
+}
+
+
+def read_in_time(name: str, text: str) -> ReadAnswer:
+    """In pieces as small as tokens, within a hundred times what it takes on a slow machine."""
+    reader = MessageReader(make_format(name, "think"), "", Tools({"write": {"type": "object"}}), False)  # type: ignore[arg-type]
+    parts: list[Part] = []
+    began = time.process_time()
+    for i in range(0, len(text), 4):
+        parts += reader.feed(text[i : i + 4], False)
+        assert time.process_time() - began < 5
+    return join_parts([*parts, *reader.finish()])
+
+
+@pytest.mark.parametrize("name", LONG_CALLS)
+def test_a_long_argument_is_not_read_again_with_each_piece_of_it(name: str) -> None:
+    (call,) = read_in_time(name, LONG_CALLS[name]).calls
+    assert json.loads(call.arguments)["text"].strip() == LONG.strip()
+
+
+@pytest.mark.parametrize("name", ["llama3_json", "qwen3_xml", "mistral", "glm", "gemma"])
+@pytest.mark.parametrize("begun", [" \n", "<function=", "[TOOL_CALLS]a", "<tool_call>a", " ;"])
+def test_what_goes_on_and_on_as_a_call_begins_is_words(name: str, begun: str) -> None:
+    text = begun + (begun if begun in (" \n", " ;", "<function=") else "a") * 3000
+    answer = read_in_time(name, f"x{text}x")
+    assert (answer.content, answer.calls) == (f"x{text}x", [])
