@@ -84,7 +84,8 @@ class Constraint:
     def consume(self, token_id: int) -> None:
         """What the request has next; nothing, where the grammar allowed nothing."""
         if self._taken:
-            assert self._taken.popleft() == token_id, "consume: what must come did not"
+            taken = self._taken.popleft()
+            assert taken == token_id, "consume: what must come did not"
         elif not self.has_stopped:
             self._advance(token_id)
 

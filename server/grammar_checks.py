@@ -45,9 +45,10 @@ class GrammarChecks:
             if key in self._answers:
                 self._answers.move_to_end(key)
                 return self._answers[key]
-        why = self._ask(raw)
+        why, is_final = self._ask(raw)
         with self._lock:
-            self._answers[key] = why
+            if is_final:
+                self._answers[key] = why
             while len(self._answers) > _MOST_KEPT:
                 self._answers.popitem(last=False)
         return why
@@ -60,23 +61,34 @@ class GrammarChecks:
                 _end(process)
             self._slots.put(None)
 
-    def _ask(self, raw: bytes) -> str:
+    def _ask(self, raw: bytes) -> tuple[str, bool]:
+        """The answer, and whether it would be the same another time: not so where a busy machine may be why."""
         process = self._slots.get()
         try:
-            if process is None or not _hears(process, raw):  # it is gone since its last answer
+            is_heard = process is not None and _hears(process, raw)
+            if process is not None and not is_heard:  # it is gone since its last answer
+                _end(process)
+                process = None
+            if process is None:
                 process = self._start()
-                _hears(process, raw)
-            answer = _answer(process, time.monotonic() + self._seconds * _PATIENCE + _START_SECONDS)
+                is_heard = _hears(process, raw)
+            until = time.monotonic() + self._seconds * _PATIENCE + _START_SECONDS
+            answer = _answer(process, until) if is_heard else None
             if answer is not None:
-                return answer.decode("utf-8", "surrogatepass")
+                return answer.decode("utf-8", "surrogatepass"), True
             code = _end(process)
             process = None
         finally:
             self._slots.put(process)
+        is_final = code < 0 and code != -signal.SIGKILL  # the kernel's bounds ended it
         if code in (-signal.SIGPROF, -signal.SIGKILL):
-            return f"takes more than {self._seconds:g} s to compile, the most that a grammar may; make it simpler"
+            why = f"takes more than {self._seconds:g} s to compile, the most that a grammar may; make it simpler"
+            return why, is_final
         most = f"{self._memory_bytes >> 20} MiB"
-        return f"takes more than {most} to compile, the most that a grammar may, or cannot be; make it simpler"
+        return (
+            f"takes more than {most} to compile, the most that a grammar may, or cannot be; make it simpler",
+            is_final,
+        )
 
     def _start(self) -> "subprocess.Popen[bytes]":
         """A session of its own keeps a terminal's Ctrl-C from it; what it says when its memory ends is ours to say."""
@@ -93,7 +105,6 @@ def _hears(process: "subprocess.Popen[bytes]", raw: bytes) -> bool:
     try:
         process.stdin.write(HEAD.pack(len(raw)) + raw)
     except BrokenPipeError:
-        _end(process)
         return False
     return True
 

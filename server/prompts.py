@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
-import msgspec
-
 from gpu.profiles import why_unknown
 from scheduler.messages import Ready
 from server.api_error import ApiError, invalid, too_long
@@ -241,8 +239,7 @@ async def hold_to_form(service: Service, body: GenerationBody) -> str:
     """The grammar of what a body asks of its answers. Raises ApiError 400."""
     if not asks_form(body):
         return ""
-    size = INLINE_CHARS + len(msgspec.json.encode([body.response_format, body.structured_outputs]))
-    return await service.texts.run(size, form_grammar, body)
+    return await service.texts.check(form_grammar, body)
 
 
 def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None, default: int) -> int:

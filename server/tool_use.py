@@ -17,7 +17,6 @@ from server.message.tools import Tools
 from server.prompts import Prompt, hold_to_form
 from server.service import Service
 from server.structured import asks_form, grammar_with_form, lark_grammar, schema_in_lark
-from server.text_pool import INLINE_CHARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
         of_all = param if use.tools is None else "tools"  # the form has passed by itself
         return grammar_with_form(of_all, text, form) if form else lark_grammar(of_all, text)
 
-    return await service.texts.run(INLINE_CHARS, compile_grammar)
+    return await service.texts.check(compile_grammar)
 
 
 def _held_tools(use: ToolUse, held: HeldForm) -> list[tuple[str, HeldArguments]]:

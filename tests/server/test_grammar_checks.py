@@ -1,10 +1,12 @@
 """Grammars are checked in processes that are ended where one takes too long, whoever waits or has gone."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from scheduler.grammar_worker import HEAD
 from server import grammar_checks, structured
 from server.api_error import ApiError
 from server.grammar_checks import GrammarChecks
+from tests.server.live_server import Running
 
 GOOD = LLMatcher.grammar_from_regex("[ab]{3}")
 BAD = LLMatcher.grammar_from_regex("(?=a)b")
@@ -41,6 +44,26 @@ def checks(seconds: float = 5.0, memory_bytes: int = MANY_BYTES, num_processes: 
 
 def children() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if "scheduler.grammar_worker" in " ".join(one.cmdline())]
+
+
+async def test_a_prompt_does_not_wait_for_grammars(live: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, begun = threading.Event(), threading.Semaphore(0)
+
+    def check_late(_: str) -> str:
+        begun.release()
+        return "" if goes_on.wait(20) else "late"
+
+    monkeypatch.setattr(structured, "check_aside", check_late)
+    url, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 3000}], "max_tokens": 1}
+    forms = [body | {"structured_outputs": {"regex": f"a{i}"}} for i in range(8)]
+    held = [asyncio.create_task(live.http.post(url, json=form)) for form in forms]
+    for _ in range(2):
+        assert await asyncio.to_thread(begun.acquire, timeout=20)
+    answer = await live.http.post(url, json=body)
+    assert answer.status_code == 200
+    assert not any(one.done() for one in held)
+    goes_on.set()
+    await asyncio.gather(*held)
 
 
 def test_what_compiles_and_what_does_not_is_what_a_check_in_the_process_says() -> None:
@@ -77,6 +100,17 @@ def test_a_process_that_says_nothing_is_killed(monkeypatch: pytest.MonkeyPatch) 
         assert "0.05 s" in made.check(GOOD)
         assert time.monotonic() - began < 20
         assert slow_start.poll() == -signal.SIGKILL
+        monkeypatch.setattr(grammar_checks, "_START_SECONDS", 20.0)
+        assert made.check(GOOD) == ""  # a busy machine was no answer
+
+
+def test_a_process_that_cannot_begin_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with checks() as made, monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        for grammar in (GOOD, GOOD[:-1] + " " * (1 << 20) + GOOD[-1]):  # one that a pipe has room for, and one not
+            assert "or cannot be" in made.check(grammar)
+        patch.undo()
+        assert made.check(GOOD) == ""
 
 
 def test_an_answer_is_kept_and_processes_begin_with_the_first_question() -> None:
