@@ -14,7 +14,8 @@ OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"}
 GUARDED = {"/v1/documents", "/v1/documents/{document_id}", 
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}", "/tokenize", "/detokenize",
     "/tokenizer_info", "/server_info", "/v1/loads", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank",
+    "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings", "/rerank", "/v1/rerank",
+    "/v2/rerank",
 }  # fmt: skip
 
 
