@@ -245,3 +245,22 @@ def test_the_page_and_the_json_say_the_same() -> None:
     ):
         assert said in text
     assert "sampled (taken)" in text
+
+
+def test_the_readme_has_the_plans_of_both_deployments() -> None:
+    readme = " ".join((DEPLOY.parent / "README.md").read_text().split())
+    machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
+    small, large = (load_deployment(DEPLOY / f"{name}.yaml") for name in ("rtx4090", "rtx4090-32b"))
+    rates = find_rates(machine, NOWHERE)
+    found = compare_placements(small, resolve_plan(small, machine), rates)
+    device, exact, sampled = (
+        [None if step is None else f"{step.ms:,.1f}" for step in found.get(name).steps] for name in WORDS
+    )
+    assert f"reads all of its 128K there, {device[0]} ms a token, and sampling would not pay" in readme
+    assert f"two such contexts are {sampled[1]} ms a step sampled, {exact[1]} exact" in readme
+    assert "sampling does not pay at batch 1" in found.sampling
+    assert "batch 2" in found.sampling
+    assert "sampling pays" not in found.sampling
+    found = compare_placements(large, resolve_plan(large, machine), rates)
+    exact, sampled = ([f"{step.ms:,.1f}" for step in found.get(name).steps if step] for name in list(WORDS)[1:])
+    assert f"the host's memory {exact[0]} ms a token with all of it read, {sampled[0]} sampled" in readme
