@@ -11,6 +11,7 @@ from typing import Literal
 
 from gpu.config import Profiles
 from gpu.memory.demand import PlanError
+from gpu.memory.host_demand import HostDemand
 from gpu.memory.plan import MemoryPlan
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
@@ -22,6 +23,7 @@ from server.config import Deployment
 from server.plan import ResolvedPlan
 from transfer.config import HostConfig
 from transfer.rates import Rates
+from transfer.tier_shape import TierShape
 
 Name = Literal["device", "offloaded", "sampled"]
 WORDS: dict[Name, str] = {
@@ -107,8 +109,7 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     found = []
     for name in WORDS:
         try:
-            config, memory = _plan_for(name, taken, deployment, plan)
-            found.append(_place(name, config, memory, plan.architecture, context, batches, share, rates))
+            found.append(_place(_plan_for(name, taken, deployment, plan), batches, share, rates))
         except (PlanError, ProfileError) as error:
             found.append(Placement(name, 0, (None,) * len(batches), str(error)))
     fitting = [index for index, batch in enumerate(batches) if index == 0 or any(one.steps[index] for one in found)]
@@ -134,17 +135,39 @@ def _name_of(profile: Profile) -> Name:
     return "sampled" if profile.is_sampled else "offloaded"
 
 
-def _plan_for(name: Name, taken: Name, deployment: Deployment, plan: ResolvedPlan) -> tuple[Deployment, MemoryPlan]:
-    """The deployment as it would be with that placement, and its memory; the taken one is the deployment as it is."""
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A deployment as it would be with one placement, its memory, and the length of its contexts. tier, demand: None
+    where the host is not used.
+    """
+
+    name: Name
+    config: Deployment
+    memory: MemoryPlan
+    architecture: Architecture
+    context: int
+
+    @property
+    def tier(self) -> TierShape | None:
+        return None if self.name == "device" else find_tier_shape(self.config, self.architecture, self.memory)
+
+    @property
+    def demand(self) -> HostDemand | None:
+        return None if self.name == "device" else find_host_demand(self.config, self.architecture, self.memory)
+
+
+def _plan_for(name: Name, taken: Name, deployment: Deployment, plan: ResolvedPlan) -> _Planned:
+    """The taken one is the deployment as it is. Raises PlanError and ProfileError where a placement cannot be had."""
+    context = plan.memory.max_context_tokens
     if name == taken:
-        return plan.deployment, plan.memory
-    scheduler = deployment.scheduler.model_copy(update={"max_context_tokens": plan.memory.max_context_tokens})
+        return _Planned(name, plan.deployment, plan.memory, plan.architecture, context)
+    scheduler = deployment.scheduler.model_copy(update={"max_context_tokens": context})
     host: HostConfig | None = deployment.host or HostConfig()
     profiles = deployment.profiles
     if name == "device":
         host, profiles = None, _without_host(profiles)
     config = deployment.model_copy(update={"host": host, "profiles": profiles, "scheduler": scheduler})
-    return config, plan_engine(config, plan.architecture, plan.machine)
+    return _Planned(name, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context)
 
 
 def _without_host(profiles: Profiles) -> Profiles:
@@ -152,50 +175,39 @@ def _without_host(profiles: Profiles) -> Profiles:
     return {name: one for name, one in profiles.items() if methods[one.host.method].reading is None}
 
 
-def _place(
-    name: Name, config: Deployment, memory: MemoryPlan, architecture: Architecture, context: int,
-    batches: Sequence[int], share: float, rates: Rates,
-) -> Placement:  # fmt: skip
-    most, why_not = _count_contexts(name, config, memory, architecture, context)
-    steps = [
-        _step(name, config, memory, architecture, context, batch, share, rates) if batch <= most else None
-        for batch in batches
-    ]
-    return Placement(name, most, tuple(steps), why_not)
+def _place(planned: _Planned, batches: Sequence[int], share: float, rates: Rates) -> Placement:
+    most, why_not = _count_contexts(planned)
+    steps = [_step(planned, batch, share, rates) if batch <= most else None for batch in batches]
+    return Placement(planned.name, most, tuple(steps), why_not)
 
 
-def _count_contexts(
-    name: Name, config: Deployment, memory: MemoryPlan, architecture: Architecture, context: int
-) -> tuple[int, str | None]:
+def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
     """How many whole contexts there is room for at once, and what there is too little of for one."""
-    running, pages = config.scheduler.max_running, -(-context // memory.page_tokens)
-    if name == "device":
+    memory, context = planned.memory, planned.context
+    running, pages = planned.config.scheduler.max_running, -(-context // memory.page_tokens)
+    tier, demand = planned.tier, planned.demand
+    if tier is None or demand is None:
         most = min(running, memory.num_pages // pages)
         if memory.num_windows:
             most = min(most, memory.num_windows)
         tokens = memory.num_pages * memory.page_tokens
-        beside = " beside the host tier" if config.host is not None else ""
+        beside = " beside the host tier" if planned.config.host is not None else ""
         return most, None if most else f"KV pages hold {tokens:,} of {context:,} tokens{beside}"
-    tier, demand = find_tier_shape(config, architecture, memory), find_host_demand(config, architecture, memory)
     down = demand.deposited_tokens(context)
     blocks = -(-demand.running_tokens(context) // memory.page_tokens) + demand.dense_blocks(down)
     in_pages = memory.num_pages // (blocks if down else pages)
     capacity = host_capacity(memory, tier)
-    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, name == "sampled", False) if down else 0
+    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.name == "sampled", False) if down else 0
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 
-def _step(
-    name: Name, config: Deployment, memory: MemoryPlan, architecture: Architecture, context: int, batch: int,
-    share: float, rates: Rates,
-) -> Step:  # fmt: skip
+def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
     """Each context has an equal part of the pages, and the CPU reads what does not fit there."""
-    tier, demand, down = None, None, 0
-    if name != "device":
-        tier, demand = find_tier_shape(config, architecture, memory), find_host_demand(config, architecture, memory)
-        down = context - demand.resident_tokens_of(context, memory.num_pages // batch)
+    memory, context, architecture = planned.memory, planned.context, planned.architecture
+    tier, demand = planned.tier, planned.demand
+    down = 0 if demand is None else context - demand.resident_tokens_of(context, memory.num_pages // batch)
     moved = StepBytes(architecture, memory, tier)
     is_cuda = memory.device == "cuda"
     device_gb_s = rates.of["device_stream_gb_s" if is_cuda else "host_stream_gb_s"]
@@ -205,7 +217,7 @@ def _step(
     if tier is not None and demand is not None and down:
         if is_cuda:
             link_ms = batch * len(tier.layers) * demand.asked_row_bytes / rates.of["host_to_device_gb_s"] / 1e6
-        if name == "sampled":
+        if planned.name == "sampled":
             rows = batch * share * down * len(tier.layers) * tier.num_heads
             host_gb_s = rates.of["host_random_rows_gb_s"]
         else:
