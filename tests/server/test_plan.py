@@ -175,6 +175,16 @@ def test_a_named_shape_is_planned_with_the_rotation_that_the_folder_would_be_ser
     assert architecture.rope.kind == "yarn"
 
 
+def test_random_weights_turn_as_the_deployment_asks() -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 262_144}
+    model = ModelConfig(random_weights="tiny", rope=rope)
+    architecture, _ = find_architecture(model)
+    assert architecture.max_context_tokens == 524_288
+    assert load_architecture(model) == architecture
+    with pytest.raises(ModelError, match="tiny"):
+        find_architecture(ModelConfig(random_weights="tiny", rope={"rope_type": "spiral"}))
+
+
 def test_the_shipped_plans_hold_what_the_pages_about_them_say() -> None:
     small, large = plan_recorded("rtx4090", "rtx4090").memory, plan_recorded("rtx4090-32b", "rtx4090").memory
     assert small.max_context_tokens == large.max_context_tokens == 131_072
