@@ -12,9 +12,8 @@ import torch
 
 from bench.rates import measure_device_rates, measure_host_matmul
 from cpu.rates import GIB, measure_host_rates, measure_read_rate
-from gpu.kv.layout import row_bytes
 from gpu.load import DTYPES, load_architecture
-from gpu.memory.host_demand import CODE_BYTES, ROW_BYTES
+from gpu.memory.host_demand import CODE_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import step_weight_bytes
@@ -22,6 +21,7 @@ from gpu.profiles import Profile
 from scheduler.capacity import HostCapacity, host_capacity
 from scheduler.config import EngineConfig
 from scheduler.memory import find_tier_shape, plan_engine
+from scheduler.step_bytes import StepBytes
 from transfer.machine import count_physical_cores, probe_machine
 from transfer.tier_shape import TierShape
 
@@ -51,60 +51,37 @@ class LongFloors:
         and the floor is the device's part alone. kept_tokens: of all rows, those that the host has and the device
         reads.
         """
-        weight_bytes = step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda")
-        kv_bytes = (
-            batch * self._resident_bytes(profile, context) + kept_tokens * len(self.shape.layers) * self._layer_bytes
-        )
+        weight_bytes, kept_bytes = self.step.weights, kept_tokens * len(self.shape.layers) * self.step.layer_token
+        kv_bytes = batch * self.step.device_kv(context, self._deposited(profile, context)) + kept_bytes
         ms = (weight_bytes + kv_bytes) / self.stream_gb_s / 1e6
         text = f"{weight_bytes / 1e9:.3f} GB of weights, {kv_bytes / 1e9:.3f} of KV over {self.stream_gb_s:.0f} GB/s"
         if rows_read is None:
             return Floor(f"{text}; the rows that the CPU reads come on top, once counted", ms)
         host_gb_s = self.rates["host_stream_gb_s"]
-        ms += rows_read * self._row_bytes / host_gb_s / 1e6
+        ms += rows_read * self.step.host_row / host_gb_s / 1e6
         return Floor(f"{text}, {rows_read:,.0f} rows over {host_gb_s:.0f} GB/s", ms)
 
     def prefill(self, profile: Profile, num_tokens: int) -> Floor:
         """A prompt of `num_tokens`: its products, or its rows and codes on their way down, whichever takes longer."""
         code_bytes = self.shape.num_tables * CODE_BYTES if profile.is_sampled else 0
-        num_bytes = self._deposited(profile, num_tokens) * self._rows_of_token * (self._row_bytes + code_bytes)
-        return self._slower(self._flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
+        down_rows = self._deposited(profile, num_tokens) * self.step.host_rows_of_token
+        num_bytes = down_rows * (self.step.host_row + code_bytes)
+        return self._slower(self.step.flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
 
     def next_turn(self, profile: Profile, first_prompt: int, begin: int, end: int) -> Floor:
         """Tokens `[begin, end)` over a prefix whose first prompt is down: products, or the rows on their way up."""
-        num_bytes = self._deposited(profile, first_prompt) * self._rows_of_token * self._row_bytes
-        return self._slower(self._flops(begin, end), num_bytes, "up", "host_to_device_gb_s")
+        num_bytes = self._deposited(profile, first_prompt) * self.step.host_rows_of_token * self.step.host_row
+        return self._slower(self.step.flops(begin, end), num_bytes, "up", "host_to_device_gb_s")
 
     @property
-    def _row_bytes(self) -> int:
-        """A key and a value of one KV head, as the host keeps them."""
-        return 2 * self.shape.dim * ROW_BYTES[self.shape.rows]
-
-    @property
-    def _rows_of_token(self) -> int:
-        return len(self.shape.layers) * self.shape.num_kv_heads
+    def step(self) -> StepBytes:
+        return StepBytes(self.architecture, self.plan, self.shape)
 
     def _deposited(self, profile: Profile, num_tokens: int) -> int:
         """Tokens of a prompt that are down."""
         if not profile.goes_down:
             return 0
         return max(0, self.capacity.prompt_end(num_tokens) - self.capacity.sink_tokens)
-
-    def _resident_bytes(self, profile: Profile, context: int) -> int:
-        """Keys and values of one context that are on the device, and that a step reads."""
-        down = self._deposited(profile, context) * len(self.shape.layers)
-        seen = round(self.architecture.seen_tokens(context) * self.architecture.num_layers)
-        return (seen - down) * self._layer_bytes
-
-    @property
-    def _layer_bytes(self) -> int:
-        """A token's keys and values in one layer, on the device."""
-        return 2 * self.architecture.num_kv_heads * row_bytes(self.plan.kv, self.architecture.dim)
-
-    def _flops(self, begin: int, end: int) -> float:
-        """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
-        model, num_tokens = self.architecture, end - begin
-        products = 2 * (num_tokens * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
-        return products + 4 * model.num_heads * model.dim * model.num_pairs(begin, end)
 
     def _slower(self, flops: float, num_bytes: int, way: str, link: str) -> Floor:
         """Where the device is the CPU, nothing crosses a link."""

@@ -12,7 +12,7 @@ import torch
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.paged_decode_attention import DECODED_DIMS
 from gpu.kv.windows import NO_WINDOWS, WindowShape
-from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
+from gpu.model.architecture import Architecture, ModelError, read_architecture, shape_with_rope
 from gpu.model.checkpoint import load_weights
 from gpu.model.matrix_formats import rounded
 from gpu.model.weights import random_weights
@@ -33,7 +33,7 @@ def load_architecture(model: ModelConfig) -> Architecture:
         shape = read_architecture(model.path, model.rope, model.ignore_config_keys)
     else:
         assert model.random_weights is not None
-        shape = named_shape(model.random_weights)
+        shape = shape_with_rope(model.random_weights, model.rope)
     return rounded(shape, model.weights, "model.weights")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
 from gpu.memory.plan import MemoryPlan
-from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
+from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture, shape_with_rope
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
 from scheduler.memory import plan_engine
@@ -39,10 +39,10 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]
 
 def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
     if model.random_weights is not None:
-        return named_shape(model.random_weights), ("random weights: the text means nothing",)
+        return shape_with_rope(model.random_weights, model.rope), ("random weights: the text means nothing",)
     assert model.path is not None, "ModelConfig gives a path or random weights"
     if model.shape is not None and not model.path.exists():
-        shape = named_shape(model.shape)
+        shape = shape_with_rope(model.shape, model.rope)
         return shape, (f"{model.path} is not there: planned with the shape {model.shape}; serving needs the folder",)
     architecture = read_architecture(model.path, model.rope, model.ignore_config_keys)
     if model.shape is not None and architecture.num_weights != named_shape(model.shape).num_weights:

@@ -16,13 +16,18 @@ from server.metrics import Metrics
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"tandem_[a-z_]+")
-CONFIGS = ("laptop", "rtx4090", "a100")
+CONFIGS = ("laptop", "rtx4090", "rtx4090-32b", "a100")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_shipped_configuration_is_valid(name: str) -> None:
     deployment = load_deployment(DEPLOY / f"{name}.yaml")
     assert deployment.server.host == "127.0.0.1", "a shipped configuration is open to its own machine alone"
+
+
+def test_every_shipped_configuration_is_looked_at() -> None:
+    found = {path.stem for path in DEPLOY.glob("*.yaml") if "model" in yaml.safe_load_all(path.read_text()).__next__()}
+    assert found == set(CONFIGS)
 
 
 def test_the_laptop_configuration_carries_its_model() -> None:

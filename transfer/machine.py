@@ -1,8 +1,9 @@
 """The machine that a deployment runs on: one GPU at most, the cores and the memory that this process may use.
 
-Knows nothing of models or settings, measures no rates and loads no torch. What it reports is what the process may use
-and not what the host owns: cgroup limits, the CPU affinity mask and CUDA_VISIBLE_DEVICES are respected. A machine
-without a GPU is an ordinary machine. A profile goes to JSON and back unchanged, so that a plan can be made elsewhere.
+Knows nothing of models or settings, measures no rates (a profile may carry some) and loads no torch. What it reports is
+what the process may use and not what the host owns: cgroup limits, the CPU affinity mask and CUDA_VISIBLE_DEVICES are
+respected. A machine without a GPU is an ordinary machine. A profile goes to JSON and back unchanged, so that a plan can
+be made elsewhere.
 """
 
 import math
@@ -10,6 +11,7 @@ import os
 import platform
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Literal
 
 import cpuinfo
 import psutil
@@ -19,6 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 GIB = 2**30
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 INSTRUCTION_SET_PREFIXES = ("avx2", "avx512", "avx_vnni", "amx", "fma", "f16c", "asimd", "sve")
+
+
+RateName = Literal[
+    "device_stream_gb_s", "device_copy_gb_s", "host_to_device_gb_s", "device_to_host_gb_s", "bf16_matmul_tflop_s",
+    "host_stream_gb_s", "host_random_rows_gb_s", "host_matmul_tflop_s",
+]  # fmt: skip
+PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class MachineError(Exception):
@@ -39,7 +48,9 @@ class GpuProfile(Profile):
 
 
 class MachineProfile(Profile):
-    """`physical_cores` and `memory_bytes` are what this process may use; `gpu` is the one that it would use."""
+    """`physical_cores` and `memory_bytes` are what this process may use; `gpu` is the one that it would use. `rates`:
+    by the names of `transfer.rates`, None: nobody wrote them down; `rates_from`: who says so.
+    """
 
     name: str
     gpu: GpuProfile | None
@@ -48,6 +59,8 @@ class MachineProfile(Profile):
     instruction_sets: tuple[str, ...]
     numa_nodes: int = Field(ge=1)
     memory_bytes: int = Field(gt=0)
+    rates: dict[RateName, PositiveRate] | None = None
+    rates_from: str | None = None
 
 
 @cache

@@ -99,10 +99,15 @@ class HostDemand:
 
     @property
     def exchange_bytes(self) -> int:
-        """Queries, codes and masks of heads on their way to the CPU, out and lse on their way back, in host memory."""
+        """What is on its way at once, in host memory."""
+        return sum(most_rows_of_parts(self.max_running)) * self.asked_row_bytes
+
+    @property
+    def asked_row_bytes(self) -> int:
+        """Queries, codes and masks of a row's heads on their way to the CPU, out and lse on their way back; a layer."""
         heads, dim, tables = self.shape.num_heads, self.shape.dim, self.config.sampled.num_tables
         head = dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES + MASK_BYTES
-        return sum(most_rows_of_parts(self.max_running)) * (heads * head + FLAG_BYTES)
+        return heads * head + FLAG_BYTES
 
     @property
     def hyperplane_bytes(self) -> int:

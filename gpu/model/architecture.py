@@ -15,12 +15,12 @@ from gpu.model.gguf.config import as_config
 from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.gguf.tensors import find_quantisation
 from gpu.model.json_files import read_object
-from gpu.model.shapes import NAMED_SHAPES, named_shape
+from gpu.model.shapes import NAMED_SHAPES, named_config, named_shape
 from gpu.model.spec import ROPE_TYPES, Architecture, LayerSpec, ModelError, RopeScaling
 
 __all__ = [
     "NAMED_SHAPES", "ROPE_TYPES", "Architecture", "LayerSpec", "ModelError", "RopeScaling", "named_shape",
-    "parse_architecture", "read_architecture",
+    "parse_architecture", "read_architecture", "shape_with_rope",
 ]  # fmt: skip
 
 
@@ -40,6 +40,11 @@ def read_architecture(
         raise ModelError(f"model: {path} is missing; give a Hugging Face folder with config.json")
     shape = parse_architecture(config, folder.resolve().name, str(path), rope, ignored_keys)
     return replace(shape, eos_token_ids=end_token_ids(folder))
+
+
+def shape_with_rope(name: str, rope: Mapping[str, Any] | None) -> Architecture:
+    """A named shape, with `model.rope` in place of its own scaling. Raises ModelError."""
+    return named_shape(name) if rope is None else parse_architecture(named_config(name), name, name, rope)
 
 
 def _read_gguf(path: Path, rope: Mapping[str, Any] | None, ignored_keys: Sequence[str]) -> Architecture:

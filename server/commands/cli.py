@@ -23,13 +23,17 @@ from scheduler.messages import Loading
 from server.commands import documents
 from server.commands.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document
 from server.commands.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
+from server.commands.placements_page import describe_comparison, print_comparison
 from server.commands.plan_page import describe_plan, dump_deployment, print_plan
 from server.commands.servable import require_servable, require_settings
 from server.commands.work_bar import WorkBar
 from server.config import ConfigError, Deployment, deployment_is_derived, load_deployment
+from server.placements import compare_placements
 from server.plan import resolve_plan
 from server.server_url import find_root
 from transfer.machine import MachineError, load_machine, probe_machine
+from transfer.measured import measured_path
+from transfer.rates import find_rates, keep_rates, with_rates
 
 WORLD_ERRORS = (
     documents.AddError, ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError,
@@ -119,7 +123,8 @@ def plan(
     machine: Annotated[Path | None, typer.Option(help="a machine profile (JSON) instead of this machine")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the resolved configuration and where each byte of GPU and host memory goes; refuse what `serve` refuses.
+    """Show the resolved configuration, where each byte of memory goes, and what a token takes where contexts could lie;
+    refuse what `serve` refuses.
 
     Files are not asked for with `--machine`, nor while `model.shape` stands for a folder that is not there yet.
     """
@@ -130,10 +135,13 @@ def plan(
         require_settings(resolved.deployment)
     else:
         require_servable(resolved.deployment)
+    comparison = compare_placements(deployment, resolved, find_rates(resolved.machine, measured_path()))
     if as_json:
-        print(json.dumps(describe_plan(resolved), indent=2))
+        print(json.dumps(describe_plan(resolved) | {"placements": describe_comparison(comparison)}, indent=2))
     else:
-        print_plan(resolved, Console())
+        console = Console()
+        print_plan(resolved, console)
+        print_comparison(comparison, console)
 
 
 @app.command()
@@ -146,14 +154,16 @@ def doctor(
     console = Console()
     machine = probe_machine()
     findings = examine(machine)
-    if profile is not None:
-        profile.write_text(machine.model_dump_json(indent=2) + "\n")
     if not as_json:
         print_findings(findings, console)
     rates = None
     if measure:
         with Console(stderr=True).status("measuring"):
             rates = measure_rates()
+        keep_rates(machine, rates, measured_path())
+        machine = with_rates(machine, rates)
+    if profile is not None:
+        profile.write_text(machine.model_dump_json(indent=2) + "\n")
     if as_json:
         tree = {"machine": machine.model_dump(mode="json"), "findings": as_rows(findings), "rates": rates}
         print(json.dumps(tree, indent=2))

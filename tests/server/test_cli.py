@@ -159,6 +159,8 @@ def test_plan_prints_json_for_a_machine_that_is_elsewhere(tandem: RunTandem) -> 
     tree = json.loads(done.stdout)
     assert tree["machine"]["name"] == "a100-80g"
     assert tree["memory"]["device"] == "cuda"
+    assert [placement["name"] for placement in tree["placements"]["placements"]] == ["device", "offloaded", "sampled"]
+    assert tree["placements"]["rates"]["device_stream_gb_s"]["source"] == "profile"
 
 
 def test_plan_prints_tables_for_this_machine(tandem: RunTandem) -> None:
@@ -166,6 +168,7 @@ def test_plan_prints_tables_for_this_machine(tandem: RunTandem) -> None:
     assert done.returncode == 0, done.stderr
     assert "KV pages" in done.stdout
     assert "max_context_tokens: 16384" in done.stdout
+    assert "placements, ms a token of each context of 16,384 tokens" in done.stdout
 
 
 def test_doctor_writes_a_profile_that_plan_reads(tmp_path: Path, tandem: RunTandem) -> None:
@@ -176,6 +179,22 @@ def test_doctor_writes_a_profile_that_plan_reads(tmp_path: Path, tandem: RunTand
     assert {finding["verdict"] for finding in tree["findings"]} <= {"good", "note", "bad"}
     assert load_machine(path).physical_cores >= 1
     assert tandem("plan", DEPLOY / "laptop.yaml", "--machine", path).returncode == 0
+
+
+def test_doctor_keeps_what_it_measures_for_plans_here_and_elsewhere(
+    tmp_path: Path, tandem: RunTandem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("server.commands.cli.measure_rates", lambda: {"host_stream_gb_s": 12.5})
+    path = tmp_path / "here.json"
+    assert "host stream" in tandem("doctor", "--measure", "--profile", path).stdout
+    assert load_machine(path).rates == {"host_stream_gb_s": 12.5}
+    measured = {"rate": 12.5, "source": "measured"}
+    here = json.loads(tandem("plan", DEPLOY / "laptop.yaml", "--json").stdout)
+    assert here["placements"]["rates"]["host_stream_gb_s"] == measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    there = json.loads(tandem("plan", DEPLOY / "laptop.yaml", "--machine", path, "--json").stdout)
+    assert there["placements"]["rates"]["host_stream_gb_s"] == measured | {"source": "profile"}
 
 
 BAD_CONFIGURATIONS = [

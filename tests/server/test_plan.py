@@ -17,7 +17,7 @@ from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-PAIRS = [("laptop", "laptop"), ("rtx4090", "rtx4090"), ("a100", "a100-80g")]
+PAIRS = [("laptop", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"), ("a100", "a100-80g")]
 
 
 def plan_recorded(config: str, machine: str) -> ResolvedPlan:
@@ -82,12 +82,12 @@ def test_a_host_tier_is_described_with_the_bytes_of_a_token() -> None:
     assert describe_plan(plan_recorded("laptop", "laptop"))["host"] is None
     plan = plan_recorded("rtx4090", "rtx4090")
     host = describe_plan(plan)["host"]
-    assert host["sampled_token_bytes"] > host["offloaded_token_bytes"] >= 30 * 8 * 2 * 128 * 2
+    assert host["sampled_token_bytes"] > host["offloaded_token_bytes"] >= 30 * 8 * 2 * 128
     assert host["tokens"] * host["sampled_token_bytes"] <= plan.memory.host_limit_bytes
     assert host["tokens"] >= plan.memory.max_context_tokens == plan.architecture.max_context_tokens
     down_tokens = plan.memory.max_context_tokens - host["sink_tokens"] - host["window_tokens"]
     assert host["longest_table_bytes"] > down_tokens * 30 * 8 * 150 * 2
-    assert host["longest_bytes"] > host["longest_table_bytes"] + down_tokens * 30 * 8 * 2 * 128 * 2
+    assert host["longest_bytes"] > host["longest_table_bytes"] + down_tokens * 30 * 8 * 2 * 128
     page = io.StringIO()
     print_plan(plan, Console(width=500, file=page))
     assert f"{host['longest_table_bytes'] / 2**30:.2f} of them hash tables" in page.getvalue()
@@ -96,7 +96,7 @@ def test_a_host_tier_is_described_with_the_bytes_of_a_token() -> None:
 
 
 def test_each_profile_is_shown_with_what_it_is_made_of_and_its_longest_context() -> None:
-    deployment = load_deployment(DEPLOY / "rtx4090.yaml")
+    deployment = load_deployment(DEPLOY / "rtx4090-32b.yaml")
     named = {"whole": Composition.model_validate({"host": "offloaded"})}
     plan = resolve_plan(
         deployment.model_copy(update={"profiles": named}), load_machine(DEPLOY / "machines/rtx4090.json")
@@ -166,3 +166,29 @@ def test_a_missing_folder_is_an_error_without_a_shape_and_a_note_with_one(tmp_pa
     architecture, notes = find_architecture(ModelConfig(path=tmp_path / "no", shape="llama-3.1-8b"))
     assert architecture == named_shape("llama-3.1-8b")
     assert "serving needs the folder" in notes[0]
+
+
+def test_a_named_shape_is_planned_with_the_rotation_that_the_folder_would_be_served_with(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    architecture, _ = find_architecture(ModelConfig(path=tmp_path / "no", shape="qwen2.5-32b", rope=rope))
+    assert architecture.max_context_tokens == 131_072
+    assert architecture.rope.kind == "yarn"
+
+
+def test_random_weights_turn_as_the_deployment_asks() -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 262_144}
+    model = ModelConfig(random_weights="tiny", rope=rope)
+    architecture, _ = find_architecture(model)
+    assert architecture.max_context_tokens == 524_288
+    assert load_architecture(model) == architecture
+    with pytest.raises(ModelError, match="tiny"):
+        find_architecture(ModelConfig(random_weights="tiny", rope={"rope_type": "spiral"}))
+
+
+def test_the_shipped_plans_hold_what_the_pages_about_them_say() -> None:
+    small, large = plan_recorded("rtx4090", "rtx4090").memory, plan_recorded("rtx4090-32b", "rtx4090").memory
+    assert small.max_context_tokens == large.max_context_tokens == 131_072
+    assert round(small.num_pages * small.page_tokens / 1000) == 196, "deploy/rtx4090.yaml and README"
+    weights = next(item.bytes for item in large.items if item.name == "weights")
+    assert round(weights / GIB, 1) == 17.4, "deploy/rtx4090-32b.yaml"
+    assert large.host_tokens >= large.max_context_tokens

@@ -1,0 +1,63 @@
+"""What a decode step or a prompt must move and multiply: bytes of weights and rows by place, FLOPs. No torch.
+
+Knows a model's shape, its memory plan and what of it goes down; refuses to know rates and where a context's tokens lie
+right now. What `tandem plan` expects of a placement and the floors of `tandem bench long` are both made of these.
+"""
+
+from dataclasses import dataclass
+
+from gpu.kv.layout import row_bytes
+from gpu.memory.host_demand import ROW_BYTES
+from gpu.memory.plan import MemoryPlan
+from gpu.model.architecture import Architecture
+from gpu.model.matrix_formats import step_weight_bytes
+from transfer.tier_shape import TierShape
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Of one deployment. tier: what of the model goes down, None without a host tier."""
+
+    architecture: Architecture
+    plan: MemoryPlan
+    tier: TierShape | None
+
+    @property
+    def weights(self) -> int:
+        """All that a step reads of them, however many rows it has."""
+        return step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda")
+
+    @property
+    def layer_token(self) -> int:
+        """A token's keys and values in one layer, on the device."""
+        return 2 * self.architecture.num_kv_heads * row_bytes(self.plan.kv, self.architecture.dim)
+
+    def device_kv(self, context: int, down_tokens: int) -> int:
+        """Keys and values that a step reads on the device for one context, of which `down_tokens` are read on the host
+        by the layers that go down.
+        """
+        seen = round(self.architecture.seen_tokens(context) * self.architecture.num_layers)
+        down = 0 if self.tier is None else down_tokens * len(self.tier.layers)
+        return (seen - down) * self.layer_token
+
+    @property
+    def host_row(self) -> int:
+        """A key and a value of one KV head, as the host keeps them."""
+        tier = self._present
+        return 2 * tier.dim * ROW_BYTES[tier.rows]
+
+    @property
+    def host_rows_of_token(self) -> int:
+        """KV heads of all layers that go down."""
+        return len(self._present.layers) * self._present.num_kv_heads
+
+    def flops(self, begin: int, end: int) -> float:
+        """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
+        model, num_tokens = self.architecture, end - begin
+        products = 2 * (num_tokens * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
+        return products + 4 * model.num_heads * model.dim * model.num_pairs(begin, end)
+
+    @property
+    def _present(self) -> TierShape:
+        assert self.tier is not None, "step bytes: rows on the host, without a host tier"
+        return self.tier

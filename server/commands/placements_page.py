@@ -1,0 +1,70 @@
+"""How `tandem plan` shows placements beside one another: as a table for people, or as plain data. Decides nothing."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from server.placements import WORDS, Comparison, Step
+
+
+def describe_comparison(comparison: Comparison) -> dict[str, Any]:
+    """`{context_tokens, batches, share_read, rates, rates_from, placements, taken, verdict, sampling}`; of a
+    placement's steps, one a batch, null is one that does not fit.
+    """
+    return {
+        "context_tokens": comparison.context_tokens,
+        "batches": list(comparison.batches),
+        "share_read": comparison.share_read,
+        "rates": {
+            name: {"rate": rate, "source": comparison.rates.sources[name]} for name, rate in comparison.rates.of.items()
+        },
+        "rates_from": comparison.rates.text,
+        "placements": [
+            {
+                "name": placement.name,
+                "most_contexts": placement.most_contexts,
+                "why_not": placement.why_not,
+                "steps": [None if step is None else _describe_step(step) for step in placement.steps],
+            }
+            for placement in comparison.placements
+        ],
+        "taken": comparison.taken,
+        "verdict": comparison.verdict,
+        "sampling": comparison.sampling,
+    }
+
+
+def _describe_step(step: Step) -> dict[str, float]:
+    return asdict(step) | {"ms": step.ms, "tokens_s": step.tokens_s}
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """A row a placement, a column a batch; then what is taken, whether sampling pays, and where rates are from."""
+    title = f"placements, ms a token of each context of {comparison.context_tokens:,} tokens"
+    table = Table(title=title, title_justify="left")
+    table.add_column("placement")
+    table.add_column("contexts", justify="right")
+    for batch in comparison.batches:
+        table.add_column(f"batch {batch}", justify="right")
+    table.add_column("of batch 1", overflow="fold")
+    for placement in comparison.placements:
+        mark = " (taken)" if placement.name == comparison.taken else ""
+        steps = ["-" if step is None else f"{step.ms:,.1f}" for step in placement.steps]
+        why = placement.why_not or ("" if placement.first is None else _parts(placement.first))
+        table.add_row(WORDS[placement.name] + mark, f"{placement.most_contexts:,}", *steps, why)
+    console.print(table)
+    for line in (comparison.verdict, comparison.sampling):
+        console.print(line, highlight=False, markup=False)
+    share = f"of the keys on the host a query head reads {100 * comparison.share_read:.1f} % where it samples"
+    console.print(f"bytes over rates, nothing overlapped; {share}", highlight=False)
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in comparison.rates.of.items())
+    console.print(f"rates: {rates}: {comparison.rates.text}", highlight=False, markup=False)
+
+
+def _parts(step: Step) -> str:
+    parts = f"weights {step.weights_ms:.1f}, KV on the device {step.device_kv_ms:.1f}"
+    if not step.down_tokens:
+        return parts
+    return f"{parts}, link {step.link_ms:.2f}, host {step.host_ms:.1f} of {step.down_tokens:,} tokens"

@@ -1,0 +1,266 @@
+"""Placements held against one another: numbers by hand, what must never be the other way round, and the verdict."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from server.commands.placements_page import describe_comparison, print_comparison
+from server.config import Deployment, load_deployment
+from server.placements import PAYS, WORDS, Comparison, Name, compare_placements, expected_share
+from server.plan import resolve_plan
+from tests.tolerances import PLACEMENT_MS
+from transfer.machine import load_machine
+from transfer.rates import find_rates
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+NOWHERE = Path("/nonexistent/measured.json")
+ROUND = {
+    "device_stream_gb_s": 1000.0,
+    "bf16_matmul_tflop_s": 1000.0,
+    "host_to_device_gb_s": 10.0,
+    "host_stream_gb_s": 50.0,
+    "host_random_rows_gb_s": 25.0,
+}
+CONTEXT = 98_304
+DOWN = CONTEXT - 16 - 64  # without sink and window
+
+
+def compare(tree: dict[str, Any], rates: dict[str, float] | None = None, machine: str = "a100-80g") -> Comparison:
+    deployment = Deployment.model_validate(tree)
+    profile = load_machine(DEPLOY / "machines" / f"{machine}.json")
+    profile = profile.model_copy(update={"rates": ROUND if rates is None else rates, "rates_from": "a test"})
+    return compare_placements(deployment, resolve_plan(deployment, profile), find_rates(profile, NOWHERE))
+
+
+def eight_b(context: int = CONTEXT, **host: Any) -> dict[str, Any]:
+    return {
+        "model": {"random_weights": "llama-3.1-8b"},
+        "gpu": {"device": "cuda", "memory_limit_gib": 76},
+        "host": {"residency": "fixed", "memory_limit_gib": 200, "resident_tokens": 256, **host},
+        "scheduler": {"max_running": 16, "max_context_tokens": context, "default_profile": "sampled"},
+    }
+
+
+@pytest.mark.parametrize(("rows", "row_bytes"), [("bfloat16", 512), ("int8", 256)])
+def test_an_8b_shape_over_round_rates_is_what_a_pencil_says(rows: str, row_bytes: int) -> None:
+    found = compare(eight_b(rows=rows))
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14_336 + 2 * 4096
+    weights_ms = 2 * (32 * layer + 128_256 * 4096 + 4096) / 1e9
+    layer_token = 2 * 8 * 128 * 2
+    device, exact, sampled = (found.get(name).first for name in WORDS)
+    assert device is not None
+    assert exact is not None
+    assert sampled is not None
+    assert device.ms == pytest.approx(weights_ms + CONTEXT * 32 * layer_token / 1e9, rel=PLACEMENT_MS)
+    kept_ms = (CONTEXT * 32 - DOWN * 30) * layer_token / 1e9
+    link_ms = 30 * (32 * (128 * (2 + 4) + 4 + 150 * 2 + 1) + 4) / 10 / 1e6
+    read_ms = DOWN * 30 * 8 * row_bytes / 50 / 1e6
+    assert exact.down_tokens == sampled.down_tokens == DOWN
+    assert exact.ms == pytest.approx(weights_ms + kept_ms + link_ms + read_ms, rel=PLACEMENT_MS)
+    drawn_ms = found.share_read * DOWN * 30 * 32 * row_bytes / 25 / 1e6
+    assert sampled.ms == pytest.approx(weights_ms + kept_ms + link_ms + drawn_ms, rel=PLACEMENT_MS)
+    assert sampled.tokens_s == pytest.approx(1e3 / sampled.ms)
+
+
+def test_many_rows_are_bound_by_products_where_weights_are_read_faster() -> None:
+    slow = compare(eight_b(context=4096), ROUND | {"bf16_matmul_tflop_s": 1.0})
+    device = slow.get("device")
+    step = device.steps[-1]
+    assert step is not None
+    assert step.batch == 16
+    assert step.weights_ms == pytest.approx(2 * 16 * 7_504_924_672 / 1e9, rel=PLACEMENT_MS)
+    assert device.first is not None
+    assert device.first.weights_ms == pytest.approx(2 * 7_504_924_672 / 1e9, rel=PLACEMENT_MS)
+
+
+def test_the_share_that_is_read_is_that_of_two_tables_or_more() -> None:
+    assert 0.02 < expected_share(10, 150) < 0.03
+    agrees = 0.5257**3
+    assert expected_share(3, 2) == pytest.approx(agrees**2)
+    one = 3 * agrees * (1 - agrees) ** 2
+    assert expected_share(3, 3) == pytest.approx(1 - (1 - agrees) ** 3 - one)
+
+
+@given(bits=st.integers(1, 15), tables=st.integers(2, 511))
+def test_more_tables_and_fewer_bits_read_more(bits: int, tables: int) -> None:
+    share = expected_share(bits, tables)
+    assert 0 <= share <= 1
+    assert expected_share(bits, tables + 1) >= share - 1e-12
+    assert expected_share(bits + 1, tables) <= share + 1e-12
+
+
+@settings(max_examples=20)
+@given(pages=st.integers(100, 8000), more=st.integers(1, 190), name=st.sampled_from(list(WORDS)))
+def test_a_longer_context_is_never_faster(pages: int, more: int, name: Any) -> None:
+    shorter, longer = (compare(eight_b(context=16 * count)).get(name).first for count in (pages, pages + more))
+    assert shorter is not None
+    assert longer is not None
+    assert longer.ms >= shorter.ms
+
+
+@settings(max_examples=20)
+@given(rate=st.sampled_from(sorted(ROUND)), times=st.floats(1.0, 8.0))
+def test_a_faster_part_makes_nothing_slower_and_fewer_bits_of_rows_neither(rate: str, times: float) -> None:
+    plain, faster = compare(eight_b()), compare(eight_b(), ROUND | {rate: ROUND[rate] * times})
+    coded = compare(eight_b(rows="int8"))
+    for name in WORDS:
+        for before, after, fewer in zip(*(one.get(name).steps for one in (plain, faster, coded)), strict=False):
+            if before is not None and after is not None and fewer is not None:
+                assert after.ms <= before.ms
+                assert fewer.ms <= before.ms
+
+
+@pytest.mark.parametrize("residency", ["fixed", "adaptive"])
+def test_more_contexts_take_longer_each_and_there_are_as_many_as_fit(residency: str) -> None:
+    found = compare(eight_b(residency=residency))
+    for placement in found.placements:
+        steps = [step for step in placement.steps if step is not None]
+        assert [step.ms for step in steps] == sorted(step.ms for step in steps)
+        assert [batch for batch in found.batches if batch <= placement.most_contexts] == [one.batch for one in steps]
+    device, exact, sampled = (found.get(name).most_contexts for name in WORDS)
+    assert 1 <= device < sampled < exact, "rows without hash tables leave room for more"
+
+
+def test_a_link_carries_each_row() -> None:
+    steps = [step for step in compare(eight_b()).get("sampled").steps if step is not None]
+    assert len(steps) > 1
+    for step in steps:
+        assert step.link_ms == pytest.approx(step.batch * steps[0].link_ms)
+
+
+def test_the_device_alone_is_planned_without_the_tier() -> None:
+    tree = eight_b(context=40_960)
+    tree["gpu"]["memory_limit_gib"] = 22.5
+    assert compare(tree).get("device").most_contexts == 1
+    tree["scheduler"]["default_profile"] = "exact"
+    found = compare(tree)
+    assert found.get("device").most_contexts == 0, "what the tier takes of the card, `exact` has not"
+    assert "of 40,960 tokens beside the host tier" in found.verdict
+
+
+def test_what_stays_on_the_device_while_there_is_room_is_not_read_on_the_host() -> None:
+    found = compare(eight_b(residency="adaptive"))
+    alone, sampled = found.get("device").first, found.get("sampled").first
+    assert alone is not None
+    assert sampled is not None
+    assert (sampled.down_tokens, sampled.host_ms, sampled.link_ms) == (0, 0, 0)
+    assert sampled.ms == alone.ms
+    assert "does not pay at batch 1" in found.sampling
+    assert f"{WORDS['device']} would take {alone.ms:,.1f} and read all there is" in found.verdict
+    crowded = [step.down_tokens for step in found.get("sampled").steps if step is not None]
+    assert crowded == sorted(crowded)
+    assert crowded[-1] > 0
+
+
+def test_sampling_is_said_to_pay_where_it_gives_a_tenth_more_than_all_of_it_read() -> None:
+    fast, slow = compare(eight_b()), compare(eight_b(), ROUND | {"device_stream_gb_s": 100.0})
+    for found in (fast, slow):
+        device, sampled = found.get("device").first, found.get("sampled").first
+        assert device is not None
+        assert sampled is not None
+        pays = sampled.tokens_s >= PAYS * device.tokens_s
+        assert found.sampling.startswith("sampling pays at batch 1" if pays else "sampling does not pay") or (
+            not pays and "does not pay at batch 1" in found.sampling
+        )
+        assert pays == (found is slow), "a fast card reads all of it sooner than a slow host a part"
+
+
+def test_a_deployment_without_a_host_tier_is_held_against_one_that_has_it() -> None:
+    tree = eight_b()
+    tree["host"], tree["scheduler"]["default_profile"] = None, "exact"
+    tree["profiles"] = {"reused": {"reuse": "mac"}}
+    found = compare(tree)
+    assert found.taken == "device"
+    assert all(placement.first is not None for placement in found.placements)
+
+
+def test_profiles_that_need_the_host_do_not_keep_the_device_from_being_tried() -> None:
+    tree = eight_b()
+    tree["profiles"] = {"whole": {"host": "offloaded"}}
+    assert compare(tree).get("device").why_not is None
+
+
+def test_heads_that_the_host_does_not_read_leave_one_placement() -> None:
+    tree = {
+        "model": {"random_weights": "glm-4-32b", "weights": "int4"},
+        "gpu": {"device": "cuda"},
+        "scheduler": {"max_running": 2},
+    }
+    found = compare(tree)
+    assert found.get("device").first is not None
+    names: tuple[Name, ...] = ("offloaded", "sampled")
+    for name in names:
+        assert "24 to a KV head" in (found.get(name).why_not or "")
+        assert f"{WORDS[name]} does not fit" in found.verdict
+    assert found.sampling == "sampling: cannot be had here"
+
+
+def test_layers_with_a_window_read_no_more_than_it() -> None:
+    tree = {"model": {"random_weights": "gemma-3-4b"}, "gpu": {"device": "cuda"}, "scheduler": {"max_running": 1}}
+    step = compare(tree).get("device").first
+    assert step is not None
+    full = sum(layer % 6 == 5 for layer in range(34))
+    tokens = full * 131_072 + (34 - full) * 1024
+    assert step.device_kv_ms == pytest.approx(tokens * 2 * 4 * 256 * 2 / 1e9, rel=PLACEMENT_MS)
+
+
+def test_a_cpu_device_has_no_link() -> None:
+    deployment = load_deployment(DEPLOY / "laptop.yaml")
+    machine = load_machine(DEPLOY / "machines" / "laptop.json")
+    found = compare_placements(deployment, resolve_plan(deployment, machine), find_rates(machine, NOWHERE))
+    steps = [step for placement in found.placements for step in placement.steps if step is not None]
+    assert any(step.host_ms > 0 for step in steps)
+    assert all(step.link_ms == 0 for step in steps)
+
+
+def test_the_page_and_the_json_say_the_same() -> None:
+    deployment = load_deployment(DEPLOY / "rtx4090-32b.yaml")
+    machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
+    found = compare_placements(deployment, resolve_plan(deployment, machine), find_rates(machine, NOWHERE))
+    tree = json.loads(json.dumps(describe_comparison(found)))
+    assert tree["taken"] == "sampled"
+    device, exact, sampled = tree["placements"]
+    assert device["most_contexts"] == 0
+    assert "gpu.memory_limit_gib" in device["why_not"]
+    assert device["steps"][0] is None
+    assert exact["steps"][0]["ms"] > 3 * sampled["steps"][0]["ms"]
+    assert "all on the device does not fit" in tree["verdict"]
+    assert tree["sampling"].startswith("sampling pays at batch 1")
+    assert tree["rates"]["device_stream_gb_s"] == {"rate": 930.0, "source": "profile"}
+    page = io.StringIO()
+    print_comparison(found, Console(width=400, file=page))
+    text = page.getvalue()
+    for said in (
+        tree["verdict"],
+        tree["sampling"],
+        tree["rates_from"],
+        device["why_not"],
+        f"{sampled['steps'][0]['ms']:,.1f}",
+    ):
+        assert said in text
+    assert "sampled (taken)" in text
+
+
+def test_the_readme_has_the_plans_of_both_deployments() -> None:
+    readme = " ".join((DEPLOY.parent / "README.md").read_text().split())
+    machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
+    small, large = (load_deployment(DEPLOY / f"{name}.yaml") for name in ("rtx4090", "rtx4090-32b"))
+    rates = find_rates(machine, NOWHERE)
+    found = compare_placements(small, resolve_plan(small, machine), rates)
+    device, exact, sampled = (
+        [None if step is None else f"{step.ms:,.1f}" for step in found.get(name).steps] for name in WORDS
+    )
+    assert f"reads all of its 128K there, {device[0]} ms a token, and sampling would not pay" in readme
+    assert f"two such contexts are {sampled[1]} ms a step sampled, {exact[1]} exact" in readme
+    assert "sampling does not pay at batch 1" in found.sampling
+    assert "batch 2" in found.sampling
+    assert "sampling pays" not in found.sampling
+    found = compare_placements(large, resolve_plan(large, machine), rates)
+    exact, sampled = ([f"{step.ms:,.1f}" for step in found.get(name).steps if step] for name in list(WORDS)[1:])
+    assert f"the host's memory {exact[0]} ms a token with all of it read, {sampled[0]} sampled" in readme
