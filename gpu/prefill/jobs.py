@@ -459,14 +459,15 @@ class Prefill:
             own = slice(part.begin - unit.begin, part.end - unit.begin)
             return windowed_attention(query[own], keys, values, window, self.decoder.scale).out
         begin = part.context - (part.end - part.begin)
-        if begin == prompt.begin:
+        keeps_state = unit.method != DENSE  # whose prompts may have begun packed with others
+        if keeps_state and begin == prompt.begin:
             state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
         asked = self._ask(state, unit, part, query, pre_rope_query)
         if self.watch is not None:
             self.watch(asked)
-        attended = side.attend(replace(asked, state=state.method_states[prompt.slot]))
+        attended = side.attend(replace(asked, state=state.method_states[prompt.slot] if keeps_state else None))
         self._show(asked, prompt.slot)
-        if part.context == num_prompt_tokens:
+        if keeps_state and part.context == num_prompt_tokens:
             del state.method_states[prompt.slot]
         return attended.out
 

@@ -81,6 +81,37 @@ def test_prompts_attended_to_together_are_told_what_they_are_alone(monkeypatch: 
     assert len(apart) == len(LENGTHS) + 1
 
 
+def test_a_prompt_that_began_with_others_may_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit holds the first prompt and a part of the second, the next one the rest of the second by itself."""
+
+    def drawn(chunk_tokens: int) -> list[int]:
+        runner = reference_runner("float32", "cpu", max_running=4, num_pages=40, max_context_tokens=256)
+        pages, asks = Pages(runner), SamplingParams(temperature=0.0)
+        prompts = [document_prompt(length, length) for length in (40, 50)]
+        job = PrefillJob(1, [PrefillPrompt(slot, ids, 0, len(ids), asks, "exact") for slot, ids in enumerate(prompts)])
+        writes = [pages.take(slot, len(ids) + 1) for slot, ids in enumerate(prompts)]
+        units = layer_units(job, chunk_tokens, runner.architecture.num_layers)
+        tokens = launch(runner, StepPlan(page_writes=writes, new_jobs=[job], units=units)).tokens
+        return [token.token_id for token in tokens]
+
+    def packed_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing,
+                         scale: float, window: int | None = None) -> torch.Tensor:  # fmt: skip
+        assert window is None
+        queries, keys = (begins.tolist() for begins in (packing.query_begins, packing.key_begins))
+        outs = []
+        for at in range(len(queries) - 1):
+            own = slice(queries[at], queries[at + 1])
+            rows = [one[keys[at] : keys[at + 1]].transpose(0, 1) for one in (key, value)]
+            outs.append(prefill_attention_reference(query[own], *rows, scale).out)
+        return torch.cat(outs).to(query.dtype)
+
+    alone = drawn(90)
+    monkeypatch.setattr(gpu.prefill.jobs, "has_flash", lambda query: True)
+    monkeypatch.setattr(gpu.prefill.jobs, "packed_prefill_attention", packed_reference)
+    assert drawn(70) == drawn(90) == alone
+    assert len(alone) == 2
+
+
 def prompt_logprobs() -> dict[int, np.ndarray]:
     """Of all prompts of one job, by slot, and in the end what those drew that go on from the first one's pages."""
     runner = reference_runner("bfloat16", "cuda", max_running=8, num_pages=200, max_context_tokens=1024)
