@@ -44,6 +44,10 @@ class StepRows:
         cut = (self.context_lens - window_tokens).clamp_min_(0)
         return torch.stack([torch.zeros_like(cut), cut, cut]).unsqueeze(-1).expand(3, self.num_rows, num_heads)
 
+    def of_slots(self, table: Tensor) -> Tensor:
+        """What `[max_running + 1, ..]` holds for each row's slot; padding rows are given the last."""
+        return table[self.slots.long()]
+
     @staticmethod
     def num_bytes(rows: int) -> int:
         return (8 * _WIDE + 4 * _NARROW) * rows

@@ -55,6 +55,7 @@ def test_inputs_are_packed_and_padded() -> None:
     hole_begin, hole_end, cut = rows.bounds(2)
     assert hole_begin.tolist() == [[2, 2], [0, 0], [0, 0], [0, 0]]
     assert hole_end.tolist() == cut.tolist() == [[12, 12], [0, 0], [0, 0], [0, 0]]
+    assert rows.of_slots(torch.tensor([40, 41, 42, 43, -1])).tolist() == [43, 40, -1, -1]
 
 
 def rows_of(size: int) -> StepRows:

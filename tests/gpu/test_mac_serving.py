@@ -3,6 +3,7 @@
 The twin that deposits serves rows with rings; the other one is exact, and its oracle where nothing matches.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,18 @@ def test_hits_are_near_what_exact_attention_gives_and_not_equal_to_it() -> None:
         far.append(furthest(twins, [0]))
     assert sum(twins.counts.hits) > 0
     assert max(far) > HOP_LOGITS_FLOAT32
+
+
+def test_known_tokens_of_a_row_without_a_ring_are_beside_one_that_holds_it() -> None:
+    """Their ids stand where no slot's do."""
+    twins = MacTwins(STRICT)
+    twins.prefill([PROMPT, document_prompt(60, 2)])
+    plan = twins.plan([0, 1], [])
+    plan = replace(plan, decode=[replace(plan.decode[0], runs=[[], [7, 11]])])
+    twins.deposits._last_tokens.copy_(twins.exact._last_tokens)
+    twins.exact.launch(twins.exact_plan(plan)).collect()
+    assert not twins.deposits.launch(plan).collect().failures
+    assert twins.deposits._last_tokens[1] == twins.exact._last_tokens[1]
 
 
 def test_rows_without_a_ring_share_the_step_and_are_exact() -> None:

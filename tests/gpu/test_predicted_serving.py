@@ -4,6 +4,7 @@ The twin that deposits serves rows with rings; the other one is exact. Where eve
 what is not, nothing may be missing; where some are dropped, the rest is what a softmax without them gives.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ def test_what_is_not_fetched_is_left_to_the_host_where_it_samples() -> None:
     assert counts.read_tokens < counts.hole_tokens
     assert counts.dropped_tokens == 0
     twins.check_slots(0)
+
+
+@pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])
+def test_known_tokens_of_a_row_without_a_ring_are_beside_one_that_holds_it(method: str) -> None:
+    """Their ids stand where no slot's do."""
+    twins = PredictedTwins(NARROW, method, ringed=(0,))
+    twins.prefill([PROMPT, document_prompt(60, 2)])
+    plan = twins.plan([0, 1], [])
+    plan = replace(plan, decode=[replace(plan.decode[0], runs=[[], [7, 11]])])
+    twins.deposits._last_tokens.copy_(twins.exact._last_tokens)
+    twins.exact.launch(twins.exact_plan(plan)).collect()
+    assert not twins.deposits.launch(plan).collect().failures
+    assert twins.deposits._last_tokens[1] == twins.exact._last_tokens[1]
 
 
 @pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])

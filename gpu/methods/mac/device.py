@@ -177,10 +177,7 @@ class Mac(ReuseSide):
         """Looked up in a step's first layer that matches: a captured step's rows change from replay to replay."""
         rows = reads.rows
         if reads.layer == self.layers[0] and self not in reads.kept:
-            slots = rows.token_slots
-            self._of_rows[rows] = _RingRows(
-                self._ring_of_slot.index_select(0, slots), self._is_sampled.index_select(0, slots)
-            )
+            self._of_rows[rows] = _RingRows(rows.of_slots(self._ring_of_slot), rows.of_slots(self._is_sampled))
         return self._of_rows[rows]
 
     def _matched(self, reads: LayerReads) -> Matched:

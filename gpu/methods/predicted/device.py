@@ -255,7 +255,7 @@ class Predicted(RingSide):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _look_up(self, rows: StepRows, asks: bool) -> _Rows:
-        rings = self._ring_of_slot.index_select(0, rows.token_slots)
+        rings = rows.of_slots(self._ring_of_slot)
         heads = self._kv_heads * self._group
         wanted = ((rings < 0) | self._samples).to(torch.uint8)[:, None].expand(-1, heads).contiguous()
         if not asks:
