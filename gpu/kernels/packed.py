@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gpu.kernels.words import WORD_BITS, unit_of, unpack_words
+from gpu.kernels.words import unpack_words
+from gpu.model.matrix_format import num_words
 
 Kind = Literal["int4", "int8", "fp8"]
 BITS: dict[str, int] = {"int4": 4, "int8": 8, "fp8": 8}
@@ -21,7 +22,7 @@ BITS: dict[str, int] = {"int4": 4, "int8": 8, "fp8": 8}
 class Packed:
     """kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that share their scales.
 
-    words int32 `[rows, inner * bits / 32]` (`gpu.kernels.words`); scales bf16, float16 or float32
+    words int32 `[rows, num_words]` (`gpu.kernels.words`); scales bf16, float16 or float32
     `[ceil(rows / row_block), ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`,
     the column of a token that each of ours is multiplied by, None: the same one. runs: int32 `[rows, inner / run]`,
     the bits of d below those of least; scales are then int16, a scale below an offset, and there are no zeros.
@@ -51,13 +52,9 @@ class Packed:
         return self.words.device
 
     @property
-    def unit(self) -> int:
-        return unit_of(self.inner, self.group, self.bits)
-
-    @property
     def num_words(self) -> int:
         """Of a row."""
-        return self.inner * self.bits // WORD_BITS
+        return num_words(self.inner, self.bits)
 
     @property
     def run(self) -> int:
@@ -77,7 +74,7 @@ class Packed:
 
 def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
     """Plain torch: `[rows, inner]` of `dtype`, in which it computes, columns as tokens have them."""
-    numbers = unpack_words(packed.words, packed.bits, packed.unit)
+    numbers = unpack_words(packed.words, packed.bits, packed.inner)
     row = torch.arange(packed.rows, device=numbers.device) // packed.row_block
     column = torch.arange(packed.inner, device=numbers.device) // packed.group
     if packed.runs is not None:

@@ -1,43 +1,37 @@
-"""Numbers of 4 and 8 bits in 32-bit words, laid out so that a kernel meets a word's numbers in the order of its tokens.
+"""Numbers of 4 and 8 bits in 32-bit words, laid out so that both halves of a word hold neighbours.
 
-A row is cut into units. A unit's words hold its columns in planes: word w of W has columns w, W + w, 2 W + w, ... in
-its bits from the lowest up, so that one shift takes a run of neighbours out of a run of words. It refuses to know what
-the numbers mean. Plain torch, on any device.
+A row is cut into units of 16 words. Their columns come in runs of 32, a run for each two places of a word: word w has
+columns 2 w and 2 w + 1 of run p in its lower and its upper half, at the bits from `p * bits` on. So one mask takes a
+pair of 16-bit numbers out of each word, in the order in which tokens have them. What a row lacks of a whole unit is
+zero. It refuses to know what the numbers mean. Plain torch, on any device.
 """
 
-import math
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-WORD_BITS = 32
-LARGEST_UNIT = 128  # columns
+from gpu.model.matrix_format import UNIT_WORDS, WORD_BITS, unit_columns
+
+RUN_COLUMNS = 2 * UNIT_WORDS
 
 
-def unit_of(inner: int, group: int, bits: int) -> int:
-    """Columns of a unit: the largest power of two that divides a row and a group. Raises ValueError where no whole word
-    of them does.
-    """
-    unit = math.gcd(math.gcd(inner, group), LARGEST_UNIT)
-    if unit % (WORD_BITS // bits):
-        raise ValueError(f"rows of {inner} in groups of {group}: wanted multiples of {WORD_BITS // bits} columns")
-    return unit
-
-
-def pack_words(numbers: Tensor, bits: int, unit: int) -> Tensor:
-    """uint8 `[rows, inner]` below `2**bits` -> int32 `[rows, inner * bits / 32]`."""
+def pack_words(numbers: Tensor, bits: int) -> Tensor:
+    """uint8 `[rows, inner]` below `2**bits` -> int32 `[rows, num_words(inner, bits)]`."""
     rows, inner = numbers.shape
-    planes = WORD_BITS // bits
-    cut = numbers.view(rows, inner // unit, planes, unit // planes)
-    words = torch.zeros(rows, inner // unit, unit // planes, dtype=torch.int32, device=numbers.device)
-    for plane in range(planes):
-        words |= cut[:, :, plane].to(torch.int32) << (bits * plane)
+    places = WORD_BITS // bits // 2
+    padded = F.pad(numbers, (0, -inner % unit_columns(bits)))
+    cut = padded.view(rows, -1, places, UNIT_WORDS, 2)
+    words = torch.zeros(rows, cut.shape[1], UNIT_WORDS, dtype=torch.int32, device=numbers.device)
+    for place in range(places):
+        for half in range(2):
+            words |= cut[:, :, place, :, half].to(torch.int32) << (bits * place + WORD_BITS // 2 * half)
     return words.flatten(1)
 
 
-def unpack_words(words: Tensor, bits: int, unit: int) -> Tensor:
-    """The reverse of `pack_words`."""
-    rows, planes = words.shape[0], WORD_BITS // bits
-    cut = words.view(rows, -1, unit // planes)
-    taken = [((cut >> (bits * plane)) & (2**bits - 1)).to(torch.uint8) for plane in range(planes)]
-    return torch.stack(taken, 2).flatten(1)
+def unpack_words(words: Tensor, bits: int, inner: int) -> Tensor:
+    """The reverse of `pack_words`, of rows of `inner` columns."""
+    rows, places = words.shape[0], WORD_BITS // bits // 2
+    cut = words.view(rows, -1, UNIT_WORDS)
+    shifts = [[bits * place + WORD_BITS // 2 * half for half in range(2)] for place in range(places)]
+    taken = [torch.stack([((cut >> shift) & (2**bits - 1)).to(torch.uint8) for shift in pair], 3) for pair in shifts]
+    return torch.stack(taken, 2).flatten(1)[:, :inner]

@@ -11,8 +11,20 @@ from typing import Literal
 
 Kind = Literal["int4", "int8", "fp8"]
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8}
+WORD_BITS = 32
+UNIT_WORDS = 16  # a row holds whole units of them (`gpu.kernels.words`)
 _ORDER_BYTES = 8  # of a column
 _RUN_BYTES = 4  # two float16
+
+
+def unit_columns(bits: int) -> int:
+    """Of a unit of words, of numbers of so many bits."""
+    return UNIT_WORDS * WORD_BITS // bits
+
+
+def num_words(inner: int, bits: int) -> int:
+    """Of a row of `inner` columns."""
+    return -(-inner // unit_columns(bits)) * UNIT_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +47,8 @@ class MatrixFormat:
         groups = -(-rows // self.row_block) * -(-inner // group)
         each = self.scale_bytes + self.has_zeros
         runs = 0 if self.run is None else rows * (inner // self.run) * _RUN_BYTES
-        return rows * inner * BITS[self.kind] // 8 + groups * each + runs + self.has_order * inner * _ORDER_BYTES
+        words = rows * num_words(inner, BITS[self.kind]) * WORD_BITS // 8
+        return words + groups * each + runs + self.has_order * inner * _ORDER_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Part:
         """uint8 `[rows, inner]`, columns as files have them."""
         if self.packed.order is not None:
             numbers = numbers.index_select(1, self.packed.order)
-        words = pack_words(self._ordered(numbers), self.packed.bits, self.packed.unit)
+        words = pack_words(self._ordered(numbers), self.packed.bits)
         self.packed.words[self.begin : self.end].copy_(words)
 
     def put_scales(self, scales: Tensor, row_block: int) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gpu.kernels.packed import BITS, Packed
 from gpu.kernels.packed_linear import unpack
-from gpu.kernels.words import WORD_BITS, pack_words
-from gpu.model.matrix_format import MatrixFormat
+from gpu.kernels.words import pack_words
+from gpu.model.matrix_format import MatrixFormat, num_words
 from gpu.model.matrix_formats import layer_formats, matrix_shapes, output_format
 from gpu.model.spec import Architecture, LayerSpec
 from transfer.host_pages import ask_huge_pages
@@ -136,7 +136,7 @@ def _draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> N
             numbers = drawn.to(torch.float8_e4m3fn).view(torch.uint8)
         else:
             numbers = drawn.add_(matrix.middle).round_().clamp_(0, 2**matrix.bits - 1).to(torch.uint8)
-        words.copy_(pack_words(numbers, matrix.bits, matrix.unit))
+        words.copy_(pack_words(numbers, matrix.bits))
     if matrix.runs is not None:
         _fill_runs(matrix, spread / step)
         return
@@ -207,7 +207,7 @@ def allocate_packed(
         scales = torch.int16
     return Packed(
         kind=stored.kind, dtype=dtype, inner=inner, group=group, row_block=stored.row_block,
-        words=torch.empty(rows, inner * BITS[stored.kind] // WORD_BITS, dtype=torch.int32, device=device),
+        words=torch.empty(rows, num_words(inner, BITS[stored.kind]), dtype=torch.int32, device=device),
         scales=torch.empty(shape, dtype=torch.float32 if stored.scale_bytes == 4 else scales, device=device),
         zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
         order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,

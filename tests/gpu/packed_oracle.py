@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gpu.kernels.packed import BITS, Packed
-from gpu.kernels.words import pack_words, unit_of
+from gpu.kernels.words import pack_words
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def draw_packed(
         placed = np.empty_like(wanted)
         placed[:, order] = wanted
         wanted = placed
-    words = pack_words(torch.from_numpy(codes), BITS[kind], unit_of(inner, group, BITS[kind]))
+    words = pack_words(torch.from_numpy(codes), BITS[kind])
     packed = Packed(
         kind, dtype, inner, group, row_block, words.to(device), poisoned(scales.to(device), float("nan")),
         None if zeros is None else poisoned(torch.from_numpy(zeros).to(device), 255),
@@ -77,7 +77,7 @@ def draw_runs(kind: str, rows: int, inner: int, group: int, run: int, dtype: tor
     halves = halves.astype(np.float16)
     scale, offset = np.repeat(pairs.astype(float), group, 1).transpose(2, 0, 1)
     d, least = np.repeat(halves.astype(float), run, 1).transpose(2, 0, 1)
-    words = pack_words(torch.from_numpy(codes), BITS[kind], unit_of(inner, group, BITS[kind]))
+    words = pack_words(torch.from_numpy(codes), BITS[kind])
     packed = Packed(
         kind, dtype, inner, group, 1, words.to(device),
         poisoned(torch.from_numpy(pairs.view(np.int16)[..., 0]).to(device), -1),

@@ -38,9 +38,9 @@ SELECTED = " or ".join(
         "(test_kernels_gather and cpu and float32)",
         "(test_kernels_kv_rows and cpu and float32 and not shape1 and not shape2)",
         "(test_kernels_packed and cpu-float32 and (-2-int4-zeros or -2-fp8-blocks or -17-int4-order))",
-        "(test_kernels_packed and cpu-float32 and (-1-int8-zeros or -1-int4-small or -1-fp8-rows))",
+        "(test_kernels_packed and cpu-float32 and (-1-int8-zeros or -1-int4-small or -17-int4-runs))",
         "(test_kernels_packed and (int8-zeros-float32-cpu or fp8-blocks-float32-cpu or int4-runs-float32-cpu))",
-        "(test_kernels_packed and cpu-float32 and (-1-int4-runs or -2-int4-runs or -1-int8-run-each))",
+        "(test_kernels_packed and cpu-float32 and (-2-int4-runs or -2-int8-runs or -1-int8-run-each))",
         "(test_kernels_fused and cpu and float32 and not shape3)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
     )

@@ -8,7 +8,7 @@ import torch
 
 from gpu.kernels.arguments import INTERPRETED
 from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
-from gpu.kernels.words import pack_words, unit_of, unpack_words
+from gpu.kernels.words import pack_words, unpack_words
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import draw_codes, draw_packed, e4m3, poisoned
@@ -156,22 +156,23 @@ def test_every_fp8_number_is_the_one_that_its_byte_means():
     assert np.array_equal(torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy(), e4m3(codes))
 
 
-@pytest.mark.parametrize(("bits", "inner", "group"), [(4, 1056, 32), (4, 72, 72), (8, 640, 128), (8, 12, 12)])
-def test_words_hold_columns_in_planes_and_give_them_back(bits, inner, group):
+@pytest.mark.parametrize(("bits", "inner"), [(4, 1056), (4, 72), (8, 640), (8, 12)])
+def test_halves_of_words_hold_neighbours_and_give_them_back(bits, inner):
     codes = torch.from_numpy(draw_codes(np.random.default_rng(3), "int4" if bits == 4 else "int8", (3, inner)))
-    unit = unit_of(inner, group, bits)
-    words = pack_words(codes, bits, unit)
-    assert torch.equal(unpack_words(words, bits, unit), codes)
-    each = unit * bits // 32
-    for word, plane in ((0, 1), (each - 1, 32 // bits - 1), (each, 0)):
-        if word < words.shape[1]:
-            column = word // each * unit + plane * each + word % each
-            assert torch.equal((words[:, word] >> (bits * plane)) & (2**bits - 1), codes[:, column].int())
+    words, unit = pack_words(codes, bits), 16 * 32 // bits
+    assert words.shape == (3, -(-inner // unit) * 16)
+    assert torch.equal(unpack_words(words, bits, inner), codes)
+    padded = np.zeros((3, words.shape[1] * 32 // bits), dtype=np.int64)
+    padded[:, :inner] = codes
+    mask = 2**bits - 1
+    for word in (0, 1, 15, words.shape[1] - 1):
+        for place in range(16 // bits):
+            column = word // 16 * unit + 32 * place + 2 * (word % 16)
+            assert np.array_equal((words[:, word].numpy() >> (bits * place)) & mask, padded[:, column])
+            assert np.array_equal((words[:, word].numpy() >> (bits * place + 16)) & mask, padded[:, column + 1])
 
 
-def test_rows_of_no_whole_words_and_tokens_that_do_not_meet_are_named():
-    with pytest.raises(ValueError, match="rows of 1028 in groups of 1028: wanted multiples of 8 columns"):
-        unit_of(1028, 1028, 4)
+def test_tokens_that_do_not_meet_a_matrix_are_named():
     drawn = draw_packed(*MATRICES["int4-small"], torch.float32, "cpu")
     x = torch.zeros(2, 72)
     with pytest.raises(ValueError, match=r"packed_linear: got x .*wanted \[tokens, in\] and \[out, in\]"):

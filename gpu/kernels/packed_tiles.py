@@ -1,0 +1,195 @@
+"""Several tokens times a packed matrix: tiles of numbers are made in registers and multiplied by tensor cores.
+
+Bias and residual are fused in. Numbers are the first operand, so that they go from words to tensor cores without shared
+memory. They are exact integers (or FP8 numbers) in bf16; scales multiply the sums of a group, and offsets the sums of
+its tokens, which a product with ones gives. Where groups are finer than a run of columns, numbers are scaled in float32
+and rounded once. Up to MOST_FEW tokens: a program has few rows, and its warps share a row's columns out among
+themselves, so that a small matrix fills the device; up to MOST_GATED with SwiGLU fused in. More: a program has many
+rows, and the tokens of a tile are loaded once for all of them. It refuses to know checkpoints. Invariant: a program
+owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero
+points once for each tile of tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import INTERPRETED
+from gpu.kernels.packed import Packed
+from gpu.kernels.packed_numbers import exact_pairs, group_of_run, layout, run_of, scales_of, widened, zeros_of
+from gpu.kernels.swiglu import gated, swiglu
+from gpu.kernels.words import RUN_COLUMNS, UNIT_WORDS
+from gpu.model.matrix_format import unit_columns
+from gpu.model.spec import Activation
+
+MOST_FEW, MOST_GATED = 16, 8  # tokens
+WIDE_INNER = 8192  # few rows of so many columns are shared out among more warps
+MANY_ROWS = 16_384  # as many fill the device in blocks of 128
+
+_UNIT, _RUN = tl.constexpr(UNIT_WORDS), tl.constexpr(RUN_COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """splits: parts of a row's columns that warps share; 1: tiles have no third axis, which Hopper's widest product
+    asks for.
+    """
+
+    tokens: int
+    rows: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype) -> Tiles:
+    """rows: of the result."""
+    if dtype != torch.bfloat16:  # products of float32 are not for speed
+        return Tiles(8, 16, 2, 4, 1) if tokens <= MOST_GATED else Tiles(16, 16, 1, 4, 1)
+    at_once, has_many = max(8, triton.next_power_of_2(tokens)), rows >= MANY_ROWS
+    if at_once == 8 or (at_once <= MOST_FEW and not has_many):
+        splits = 8 if inner > WIDE_INNER and at_once < MOST_FEW else 4
+        return Tiles(at_once, 16, splits, splits, 3)
+    if has_many:
+        return Tiles(min(64, at_once), 128, 1, 8, 3)
+    at_once = min(32 if tokens <= 64 else 64, at_once)
+    return Tiles(at_once, 64, 1, 4, 4 if at_once < 64 else 3)
+
+
+@triton.jit
+def _row_tile(
+    sums, x, words, scales, zeros, row, token, step, is_token, x_stride,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """sums, and the products of a unit of columns for each split."""
+    PLACES: tl.constexpr = 4 if KIND == 4 else 2
+    if SPLITS > 1:
+        word, column = tl.arange(0, _UNIT)[None, None, :], tl.arange(0, _RUN)[None, None, :]
+    else:
+        word, column = tl.arange(0, _UNIT)[None, :], tl.arange(0, _RUN)[None, :]
+    unit = step * COLUMNS
+    packed = tl.load(words + row * NUM_WORDS + step * _UNIT + word, mask=unit < INNER, other=0,
+                     eviction_policy="evict_first")  # fmt: skip
+    part = tl.zeros_like(sums)
+    if IS_EXACT and NUM_RUNS > 0 and RUN_UNITS > 0:
+        run = run_of(zeros, row, unit, unit < INNER, GROUP, NUM_GROUPS, NUM_RUNS)
+    for PLACE in tl.static_range(PLACES):
+        first = unit + PLACE * _RUN
+        group = first if IS_FINE else unit
+        values = tl.load(x + token * x_stride + first + column, mask=is_token & (first + column < INNER), other=0.0)
+        values = tl.permute(values, (0, 2, 1)) if SPLITS > 1 else tl.trans(values)
+        values = values.to(DTYPE)
+        if IS_EXACT:
+            zero = packed if KIND == 0 else group.to(tl.int32) * 0
+            if KIND != 0 and NUM_RUNS == 0:
+                zero = zeros_of(zeros, row, group, group < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
+            pairs = exact_pairs(packed, zero, PLACE, KIND)
+        else:
+            each = first + 2 * word
+            less, gain = scales_of(
+                scales, zeros, row, each, each < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+            )  # fmt: skip
+            low = widened(packed, less, gain, PLACE, KIND, NUM_RUNS)
+            high = widened(packed, less, gain, PLACE + PLACES, KIND, NUM_RUNS)
+            pairs = tl.join(low.to(DTYPE), high.to(DTYPE))
+        if SPLITS > 1:
+            numbers = pairs.reshape(SPLITS, BLOCK_ROWS, _RUN).to(DTYPE)
+        else:
+            numbers = pairs.reshape(BLOCK_ROWS, _RUN).to(DTYPE)
+        part = tl.dot(numbers, values, part, input_precision="ieee")
+        if IS_EXACT and NUM_RUNS > 0:
+            if RUN_UNITS == 0:
+                run = run_of(zeros, row, first, first < INNER, GROUP, NUM_GROUPS, NUM_RUNS)
+            offset, scale = group_of_run(scales, run, row, first, first < INNER, GROUP, NUM_GROUPS)
+            total = tl.dot(tl.full(numbers.shape, 1.0, DTYPE), values, tl.zeros_like(sums), input_precision="ieee")
+            sums += part * scale - total * offset
+            part = tl.zeros_like(sums)
+        elif IS_EXACT and (IS_FINE or PLACE == PLACES - 1):
+            at = (row // ROW_BLOCK) * NUM_GROUPS + group // GROUP
+            sums += part * tl.load(scales + at, mask=group < INNER, other=0.0).to(tl.float32)
+            part = tl.zeros_like(sums)
+    return sums + part
+
+
+@triton.jit
+def _packed_tiles_kernel(
+    x, words, scales, zeros, residual, out, num_tokens, num_rows, x_stride, residual_stride,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr,
+    GATES: tl.constexpr, GELU: tl.constexpr, ADDS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    source_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    source_token = tl.minimum(token, num_tokens - 1).to(tl.int64)
+    is_token = token < num_tokens
+    if SPLITS > 1:
+        source_row, source_token = source_row[None, :, None], source_token[None, :, None]
+        is_token = is_token[None, :, None]
+        split = tl.arange(0, SPLITS)[:, None, None]
+        sums = tl.zeros([SPLITS, BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    else:
+        source_row, source_token, is_token = source_row[:, None], source_token[:, None], is_token[:, None]
+        split = tl.zeros([1, 1], tl.int32)
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    up_sums = sums
+    for begin in tl.range(0, STEPS, SPLITS):
+        sums = _row_tile(
+            sums, x, words, scales, zeros, source_row, source_token, begin + split, is_token, x_stride,
+            INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
+            RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
+        )  # fmt: skip
+        if GATES:
+            up_sums = _row_tile(
+                up_sums, x, words, scales, zeros, source_row + num_rows, source_token, begin + split, is_token,
+                x_stride, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
+                IS_EXACT, RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
+            )  # fmt: skip
+    result = tl.sum(sums, 0) if SPLITS > 1 else sums
+    if GATES:
+        result = gated(result, tl.sum(up_sums, 0) if SPLITS > 1 else up_sums, GELU)
+    inside = (row < num_rows)[:, None] & (token < num_tokens)[None, :]
+    if ADDS_RESIDUAL:
+        place = token.to(tl.int64)[None, :] * residual_stride + row[:, None]
+        result += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    place = token.to(tl.int64)[None, :] * num_rows + row[:, None]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+def packed_tiles(
+    x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype
+) -> Tensor:
+    """x `[tokens, inner]`, bf16 or float32, in the matrix's order; arguments are checked. added: `[tokens, rows]`, or
+    `[rows]` for all; none with an activation.
+    """
+    if activation is not None and len(x) > MOST_GATED:
+        return swiglu(packed_tiles(x, packed, None, None, packed.dtype), activation).to(dtype)
+    gates = activation is not None
+    tokens, num_rows = len(x), packed.rows // (2 if gates else 1)
+    tiles = tiles_for(tokens, num_rows, packed.inner, packed.dtype)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if tiles.splits == 1:
+        x = x.to(packed.dtype)  # as wide rows would not fit beside one another
+    out = torch.empty(tokens, num_rows, dtype=dtype, device=x.device)
+    residual, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)
+    is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
+    is_exact = packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0
+    beside = packed.zeros if packed.runs is None else packed.runs
+    _packed_tiles_kernel[(triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, tiles.tokens))](
+        x, packed.words, packed.scales, packed.scales if beside is None else beside, residual, out, tokens, num_rows,
+        x.stride(0), stride, **layout(packed), IS_EXACT=is_exact,
+        RUN_UNITS=0 if packed.run % unit_columns(packed.bits) else packed.run // unit_columns(packed.bits),
+        GATES=gates, GELU=activation == "gelu_tanh", ADDS_RESIDUAL=added is not None,
+        DTYPE=tl.bfloat16 if is_narrow else tl.float32, BLOCK_TOKENS=tiles.tokens, BLOCK_ROWS=tiles.rows,
+        SPLITS=tiles.splits, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out
