@@ -28,12 +28,13 @@ from evals.rows import Row
 from evals.run import load_tokenizer
 from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
-from gpu.fusion.plan import POLICIES, VANILLA, get_policy
+from gpu.fusion.plan import POLICIES, VANILLA
 from gpu.model.architecture import read_architecture
 from gpu.prefill.query import PrefillQuery
 from gpu.sampling.params import SamplingParams
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
+from scheduler.fusion_labels import parse_fusions
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, EngineRequest, Fusion, Logprob, pack_tokens
@@ -45,9 +46,6 @@ TOGETHER = {"cuda": 32, "cpu": 4}  # prompts that all policies answer before the
 STORE_GIB = 8.0
 MEMORY = Path("/dev/shm")
 LEAST_MASS = 1e-9
-SETTINGS: dict[str, type[int] | type[float]] = {"select_layer": int, "seam_tokens": int, "keep_tokens": int,
-                                                "ratio": float}  # fmt: skip
-"""Of a policy, as a label has them."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +79,9 @@ class Judged:
 
 
 def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[PolicyRun]:
-    """`a3`, or `a3:select_layer=3,seam_tokens=4`; those without a ratio, or with one of their own, come once. Raises
-    ValueError.
-    """
-    runs = [PolicyRun(VANILLA, None)]
-    for label in labels:
-        name, _, text = label.partition(":")
-        policy = get_policy(name)
-        given = dict(part.partition("=")[::2] for part in text.split(",") if part)
-        unknown = [key for key in given if key not in SETTINGS]
-        if unknown:
-            raise ValueError(f"policy {label!r}: unknown setting {unknown[0]!r}; have {', '.join(SETTINGS)}")
-        settings = {key: read(given[key]) for key, read in SETTINGS.items() if key in given}
-        own = settings.pop("ratio", None)
-        for ratio in (ratios if own is None else (own,)) if policy.chooses else (0.0,):
-            if name != VANILLA:
-                runs.append(PolicyRun(label, msgspec.convert({"policy": name, "ratio": ratio} | settings, Fusion)))
-    return runs
+    """Vanilla, and what the labels name (`scheduler.fusion_labels`). Raises ValueError."""
+    asked = [PolicyRun(label, fusion) for label in labels for fusion in parse_fusions(label, ratios)]
+    return [PolicyRun(VANILLA, None), *asked]
 
 
 @contextmanager
