@@ -8,10 +8,11 @@ that is timed. Floor: FLOPs of what is computed, or rows over the link, the larg
 What is most wanted comes first, and nothing new begins when the time is over.
 """
 
+import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -84,16 +85,19 @@ def run_documents_benchmark(
     architecture = load_architecture(deployment.model)
     plan = plan_engine(deployment, architecture, machine)
     engine, _ = load_engine(deployment, plan, lambda *_: None)
-    bench = _Bench(benchmark, fusions, deployment, engine, architecture, rates, device, console)
     console.print(f"loaded after {time.monotonic() - began:.0f} s", highlight=False)
+    bench = _Bench(benchmark, fusions, deployment, engine, architecture, rates, device, console)
+    end = math.inf if benchmark.seconds is None else began + benchmark.seconds
     try:
         bench.check()
-        rows = [bench.selection_row(length) for length in benchmark.lengths]
+        rows: list[Row] = []
         for part in bench.parts():
-            if benchmark.seconds is not None and time.monotonic() - began > benchmark.seconds:
-                console.print(f"--seconds {benchmark.seconds:g} are over: the rest is not measured", highlight=False)
-                break
-            rows += part()
+            for row in part:
+                rows.append(row)
+                if time.monotonic() > end:
+                    console.print(f"--seconds {benchmark.seconds:g} are over: that was all", highlight=False)
+                    yield rows
+                    return
             yield rows
     finally:
         engine.shutdown()
@@ -110,6 +114,7 @@ class _Bench:
         assert engine.scheduler.documents is not None, "documents: a deployment with a section of that name"
         self._store: ChunkStore = engine.scheduler.documents.store_of_chunks
         self._chunks = self._draw_chunks(self._num_chunks(max(benchmark.lengths)))
+        self._first = next(iter(fusions.items()))
         self._whole: dict[int, Times] = {}  # by length
 
     def check(self) -> None:
@@ -128,14 +133,15 @@ class _Bench:
             stored = self._engine.take_stored()
         require(not stored[0].reason, f"all chunks are stored: {stored[0].reason}")
 
-    def parts(self) -> Iterator[Callable[[], list[Row]]]:
-        """What is measured, in this order: each gives its rows."""
+    def parts(self) -> Iterator[Iterator[Row]]:
+        """What is measured, in this order: rows are measured as they are taken."""
         lengths, places = self._benchmark.lengths, self._benchmark.places
-        yield from (lambda length=length: self.first_token_rows(length, "memory") for length in lengths)
-        yield from (lambda length=length: self.eviction_rows(length) for length in lengths)
-        yield from (lambda length=length: self.turn_rows(length) for length in lengths)
+        yield (self.selection_row(length) for length in lengths)
+        yield from (self.first_token_rows(length, "memory") for length in lengths)
+        yield from (self.eviction_rows(length) for length in lengths)
+        yield from (self.turn_rows(length) for length in lengths)
         for place in [place for place in places if place != "memory"]:
-            yield from (lambda length=length, at=place: self.first_token_rows(length, at) for length in lengths)
+            yield from (self.first_token_rows(length, place) for length in lengths)
 
     def selection_row(self, length: int) -> Row:
         """Scores of a question over a layer's keys, and the choice."""
@@ -157,58 +163,54 @@ class _Bench:
             None if gb_s is None else num_bytes / gb_s / 1e6, None, {},
         )  # fmt: skip
 
-    def first_token_rows(self, length: int, place: Place) -> list[Row]:
-        """Of all policies; with chunks in memory, of the whole prompt first."""
-        rows = []
+    def first_token_rows(self, length: int, place: Place) -> Iterator[Row]:
+        """Of all policies; the first time, of the whole prompt before them."""
         if length not in self._whole:
             floor, floor_ms = self._floor(length, None)
             announce(self._console, f"{VANILLA}, {length:,} tokens", floor, floor_ms)
-            self._whole[length] = self._time(length, None, place, EXACT)
-            rows.append(self._row(VANILLA, f"{length:,} tokens", self._whole[length], floor, floor_ms, None, {}))
-        if place not in self._benchmark.places:
-            return rows
-        for label, fusion in self._fusions.items():
-            rows.append(self._first_token_row(label, length, fusion, place, EXACT))
-        return rows
+            self._whole[length] = self._time(length, None, "memory", EXACT)
+            yield self._row(VANILLA, f"{length:,} tokens", self._whole[length], floor, floor_ms, None, {})
+        for label, fusion in self._fusions.items() if place in self._benchmark.places else ():
+            yield self._first_token_row(label, length, fusion, place, EXACT)
 
-    def turn_rows(self, length: int) -> list[Row]:
+    def turn_rows(self, length: int) -> Iterator[Row]:
         """The next turn of a conversation about documents, and the first one by another profile's prefill."""
-        label, fusion = next(iter(self._fusions.items()))
+        label, fusion = self._first
+        if self._benchmark.profile is not None:
+            yield self._first_token_row(label, length, fusion, "memory", self._benchmark.profile)
         floor, floor_ms = self._floor(length, fusion)
         times = []
         for number in range(self._benchmark.repeats + 1):
             prompt, spans = self._prompt(length, number)
             answer = self._answer(prompt, spans, fusion, EXACT, ANSWER_TOKENS)
             times.append(self._first_token([*prompt, *answer, *self._ids(QUESTION_TOKENS)], spans, fusion, EXACT))
-        next_turn = self._row(f"{label}, next turn", f"{length:,} tokens, memory", _of(times[1:]), floor, floor_ms,
-                              self._whole[length][0], {"ratio": fusion.ratio})  # fmt: skip
-        if self._benchmark.profile is None:
-            return [next_turn]
-        return [next_turn, self._first_token_row(label, length, fusion, "memory", self._benchmark.profile)]
+        shape, whole = f"{length:,} tokens, memory", self._whole[length][0]
+        yield self._row(f"{label}, next turn", shape, _of(times[1:]), floor, floor_ms, whole, {"ratio": fusion.ratio})
 
-    def eviction_rows(self, length: int) -> list[Row]:
+    def eviction_rows(self, length: int) -> Iterator[Row]:
         """Decode steps of as many prompts as run at once, with all cells and with those that the question looks at."""
-        rows: list[Row] = []
-        label, fusion = next(iter(self._fusions.items()))
-        batch, keep_tokens = self._deployment.scheduler.max_running, self._benchmark.keep_tokens
-        model = self._architecture
-        for kept in (0, keep_tokens) if keep_tokens else ():
-            timing, used = self._decode(length, _with_kept(fusion, kept), batch)
-            row_bytes = model.kv_bytes_per_token(2 if self._device.type == "cuda" else 4)
+        label, fusion = self._first
+        model, batch = self._architecture, self._deployment.scheduler.max_running
+        row_bytes = model.kv_bytes_per_token(2 if self._device.type == "cuda" else 4)
+        gb_s = self._rates.get("device_stream_gb_s")
+        whole: Row | None = None
+        for kept in (0, self._benchmark.keep_tokens) if self._benchmark.keep_tokens else ():
+            kept_fusion = msgspec.structs.replace(fusion, keep_tokens=kept)
+            timing, used = self._decode(length, kept_fusion, batch)
             num_bytes = 2.0 * model.num_weights_read_per_token + batch * min(length, kept or length) * row_bytes
-            gb_s = self._rates.get("device_stream_gb_s")
-            extras = {"used_gib": used * self._deployment.gpu.page_tokens * row_bytes / GIB, "batch": batch}
-            if rows:
-                extras |= {"freed_gib": rows[0].extras["used_gib"] - extras["used_gib"]}
-            rows.append(self._row(
+            extras = {"batch": batch, "used_gib": used * self._deployment.gpu.page_tokens * row_bytes / GIB}
+            if whole is not None:
+                extras["freed_gib"] = whole.extras["used_gib"] - extras["used_gib"]
+            row = self._row(
                 f"{label}, steps", f"{batch} x {length:,} tokens, {f'{kept:,}' if kept else 'all'} kept",
                 (timing.ms, timing.p10, timing.p90),
                 "none measured" if gb_s is None else f"{num_bytes / 1e9:.1f} GB at {gb_s:.0f} GB/s",
-                None if gb_s is None else num_bytes / gb_s / 1e6, rows[0].ms if rows else None, extras,
-            ))  # fmt: skip
-            self._console.print(f"{rows[-1].name}, {rows[-1].shape}: {timing.ms:.2f} ms, {extras['used_gib']:.2f} GiB",
+                None if gb_s is None else num_bytes / gb_s / 1e6, None if whole is None else whole.ms, extras,
+            )  # fmt: skip
+            self._console.print(f"{row.name}, {row.shape}: {row.ms:.2f} ms, {extras['used_gib']:.2f} GiB in pages",
                                 highlight=False)  # fmt: skip
-        return rows
+            whole = row
+            yield row
 
     def _decode(self, length: int, fusion: Fusion, batch: int) -> tuple[Timing, int]:
         """Milliseconds of a step of so many prompts, and the pages that they hold meanwhile."""
@@ -333,10 +335,6 @@ class _Bench:
 def _of(milliseconds: Sequence[float]) -> Times:
     timing = summarise(milliseconds)
     return timing.ms, timing.p10, timing.p90
-
-
-def _with_kept(fusion: Fusion, keep_tokens: int) -> Fusion:
-    return msgspec.structs.replace(fusion, keep_tokens=keep_tokens)
 
 
 def drop_from_page_cache(store: ChunkStore) -> None:

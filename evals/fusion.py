@@ -42,7 +42,7 @@ from transfer.config import DocumentsConfig
 from transfer.machine import probe_machine
 
 NUM_TOP = 256  # tokens whose logprobs are compared, and the rest as one
-TOGETHER = {"cuda": 32, "cpu": 4}  # prompts that all policies answer before the next ones come
+TOGETHER = {"cuda": 16, "cpu": 4}  # prompts that all policies answer before the next ones come
 STORE_GIB = 8.0
 MEMORY = Path("/dev/shm")
 LEAST_MASS = 1e-9
@@ -120,29 +120,31 @@ def judge(
     took = dict.fromkeys(prompts, 0.0)
     most = max(map(len, prompts.values()), default=0)
     for begin, length in itertools.product(range(0, most, together), prompts):
-        some = prompts[length][begin : begin + together]
+        some, began = prompts[length][begin : begin + together], time.monotonic()
         if not some:
             continue
+        answers, maps = [], []
         try:
             stop.check_room(took[length])
+            for run in runs:
+                answers.append(_answer_all(engine, some, run, list(architecture.eos_token_ids)))
+                advance()
+                stop.check()
+            for prompt in some[: max(0, num_maps - begin)]:
+                maps.append(_compare_maps(engine, prompt, runs))
+                stop.check()
         except RunCut:
             return
-        began = time.monotonic()
-        wanted: list[Answer] = []
-        for one in judged[length]:
-            answers = _answer_all(engine, some, one.run, list(architecture.eos_token_ids))
-            wanted = wanted or answers
-            for prompt, answer, exact in zip(some, answers, wanted, strict=True):
+        for number, (one, mine) in enumerate(zip(judged[length], answers, strict=True)):
+            one.distances += [far[number] for far in maps]
+            for prompt, answer, exact in zip(some, mine, answers[0], strict=True):
+                one.tasks.append(prompt.task)
                 text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
                 one.scores.append(metrics.score(prompt.metric, text, prompt.answers, prompt.meta))
-                one.tasks.append(prompt.task)
                 apart = divergences_along(exact, answer, architecture.vocab_size)
                 one.divergences.append(apart[0])
                 one.along.append(sum(apart) / len(apart))
                 one.recomputed.append(answer.recomputed / len(prompt.token_ids))
-            advance()
-        for prompt in some[: max(0, num_maps - begin)]:
-            _compare_maps(engine, prompt, judged[length])
         took[length] = time.monotonic() - began
         yield judged
 
@@ -211,14 +213,15 @@ def _request(prompt: FusionPrompt, run: PolicyRun, max_tokens: int, stop_token_i
     )
 
 
-def _compare_maps(engine: Engine, prompt: FusionPrompt, judged: Sequence[Judged]) -> None:
+def _compare_maps(engine: Engine, prompt: FusionPrompt, runs: Sequence[PolicyRun]) -> list[np.ndarray]:
     """The question's attention over the prompt, a layer: the L2 distance from vanilla's over vanilla's own norm."""
     exact: dict[int, Tensor] = {}
-    for one in judged:
-        maps = _question_maps(engine, prompt, one.run)
+    found = []
+    for run in runs:
+        maps = _question_maps(engine, prompt, run)
         exact = exact or maps
-        far = [float((maps[layer] - exact[layer]).norm() / exact[layer].norm()) for layer in sorted(exact)]
-        one.distances.append(np.array(far))
+        found.append(np.array([float((maps[at] - exact[at]).norm() / exact[at].norm()) for at in sorted(exact)]))
+    return found
 
 
 def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict[int, Tensor]:
