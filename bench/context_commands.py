@@ -112,7 +112,7 @@ def documents(
 
     The first policy also has a conversation's next turn timed and, with --keep, decode steps of a part of its context.
     """
-    from bench.documents import DocumentsBenchmark, run_documents_benchmark
+    from bench.documents import SHORTEST_TOKENS, DocumentsBenchmark, run_documents_benchmark
     from bench.rows import report
     from scheduler.fusion_labels import UnknownLabelError
     from server.config import load_deployment
@@ -125,8 +125,11 @@ def documents(
     asked, known = tuple(places.split(",")), ("memory", "page cache", "disk")
     if not set(asked) <= set(known):
         raise typer.BadParameter(f"got {places!r}; wanted some of {', '.join(known)}", param_hint="--places")
+    sizes = tuple(sorted(set(parse_batches(lengths))))
+    if sizes[0] < SHORTEST_TOKENS:
+        raise typer.BadParameter(f"got {sizes[0]}; wanted at least {SHORTEST_TOKENS}", param_hint="--lengths")
     benchmark = DocumentsBenchmark(
-        tuple(sorted(set(parse_batches(lengths)))), tuple(policies.split()), asked, ratio, repeats, keep,  # type: ignore[arg-type]
+        sizes, tuple(policies.split()), asked, ratio, repeats, keep,  # type: ignore[arg-type]
         profile, seconds,
     )  # fmt: skip
     try:

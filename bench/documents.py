@@ -29,6 +29,7 @@ from gpu.fusion.choice import choose, question_scores
 from gpu.fusion.plan import VANILLA
 from gpu.load import load_architecture
 from gpu.model.architecture import Architecture
+from gpu.profiles import get_profile, resolve_profiles
 from gpu.sampling.params import SamplingParams
 from scheduler.engine import Engine
 from scheduler.fusion_labels import parse_fusions
@@ -40,6 +41,7 @@ from transfer.chunks.store import ChunkStore
 from transfer.machine import GIB, probe_machine
 
 CHUNK_TOKENS, FRONT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 512, 32, 64, 16
+SHORTEST_TOKENS = FRONT_TOKENS + CHUNK_TOKENS + QUESTION_TOKENS
 STEPS, MOST_STEPS = 32, 512
 """Decode steps that are timed, and those that the first of several prompts may take until the last one runs, too."""
 EXACT = "exact"
@@ -70,9 +72,12 @@ def run_documents_benchmark(
     benchmark: DocumentsBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
     """The rows so far, after each kind and length. Raises GateError before anything is timed, UnknownLabelError for a
-    policy that there is not, TooLargeError for what this deployment cannot do.
+    policy that there is not, ProfileError likewise, TooLargeError for what this deployment cannot do.
     """
     began = time.monotonic()
+    if benchmark.profile is not None:
+        profiles = resolve_profiles(deployment.profiles, deployment.host)
+        get_profile(benchmark.profile, profiles, "profile")
     fusions = {label: fusion for label in benchmark.policies for fusion in parse_fusions(label, [benchmark.ratio])}
     machine = probe_machine()
     device = torch.device("cpu" if machine.gpu is None or deployment.gpu.device == "cpu" else "cuda")

@@ -12,8 +12,10 @@ from msgspec import structs
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.in_flight import InFlight
 from gpu.load import load_architecture
+from gpu.methods.momo.prefill import Momo
 from gpu.model.architecture import NAMED_SHAPES, named_shape
 from gpu.model.spec import RopeScaling
+from gpu.prefill.query import Attended, PrefillQuery
 from gpu.profiles import resolve_profiles
 from gpu.sampling.params import SamplingParams
 from gpu.step import FUSED, PrefillUnit, StepPlan
@@ -48,12 +50,14 @@ def make_engine(
     pages_gib: float = 0.1,
     model: ModelConfig = MODEL,
     checks: bool = False,
+    profiles: dict[str, Composition] | None = None,
     **documents: object,
 ) -> Engine:
     config = EngineConfig(
         model=model,
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, check_coverage=checks),
         host=host,
+        profiles=profiles or {},
         documents=DocumentsConfig(
             **{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}  # type: ignore[arg-type]
         ),
@@ -253,6 +257,51 @@ def test_a_fused_context_goes_down_and_is_read_there(tmp_path: Path) -> None:
     assert down[-1].reused_tokens > 0
     assert text(down) == wanted
     engine.shutdown()
+
+
+MOMO = {"method": "momo", "gamma": 16, "key_block": 16, "query_block": 16, "dense_until_tokens": 32}
+
+
+def test_what_is_computed_in_full_goes_by_the_profiles_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, int]] = []
+    attend = Momo.attend
+
+    def watched(self: Momo, query: PrefillQuery) -> Attended:
+        assert query.begin is not None
+        seen.append((query.layer, query.begin, query.begin + len(query.query)))
+        return attend(self, query)
+
+    monkeypatch.setattr(Momo, "attend", watched)
+    profiles = {
+        "every-block": Composition.model_validate({"prefill": MOMO | {"k": 64, "k_trim": 64}}),
+        "few": Composition.model_validate({"prefill": MOMO | {"k": 1, "k_trim": 2}}),
+    }
+    engine = make_engine(tmp_path, profiles=profiles)
+    fusion = Fusion(policy="a3", ratio=0.2, select_layer=2)
+    with_logprobs = SamplingParams(temperature=0.0, num_logprobs=1)
+    wanted = serve(engine, ask("a", fusion, sampling=with_logprobs))
+    assert not seen
+    for number in range(2):  # the second one begins behind the text in front that the first one left
+        found = serve(engine, ask(f"b{number}", fusion, sampling=with_logprobs, attention_profile="every-block"))
+        assert text(found) == text(wanted)
+        np.testing.assert_allclose(drawn_logprobs(found), drawn_logprobs(wanted), atol=FUSED_LOGIT_ATOL)
+        assert {layer for layer, _, _ in seen} == {0, 1}, "those before the layer that looks"
+        first = sorted((begin, end) for layer, begin, end in seen if layer == 0)
+        assert first[-1][1] == len(engine_prompt(ask("", fusion)))
+        assert [end for _, end in first[:-1]] == [begin for begin, _ in first[1:]]
+        seen.clear()
+    few = serve(engine, ask("c", fusion, sampling=with_logprobs, attention_profile="few"))
+    apart = np.abs(np.subtract(drawn_logprobs(few)[:1], drawn_logprobs(wanted)[:1]))
+    assert apart.max() > FUSED_LOGIT_ATOL, "few blocks are not all of them"
+    engine.shutdown()
+
+
+def drawn_logprobs(deltas: list[Delta]) -> list[float]:
+    return [one.logprob for delta in deltas for one in delta.logprobs or []]
+
+
+def engine_prompt(request: EngineRequest) -> np.ndarray:
+    return np.frombuffer(request.prompt, np.int32)
 
 
 def test_one_that_gives_way_is_fused_again(tmp_path: Path) -> None:
