@@ -1,7 +1,8 @@
 """Requests whose prompts have documents' chunks, through a whole engine of a tiny model on the CPU."""
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from scheduler.load import chunk_kv_key, load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, ChunksStored, Delta, EngineRequest, Fusion, StoreChunks, pack_tokens
 from tests.tolerances import EVICTED_LITTLE, FUSED_LOGIT_ATOL
+from transfer.chunks.format import ChunkKey
 from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import probe_machine
 
@@ -257,6 +259,67 @@ def test_a_fused_context_goes_down_and_is_read_there(tmp_path: Path) -> None:
     assert down[-1].reused_tokens > 0
     assert text(down) == wanted
     engine.shutdown()
+
+
+def flip(file: Path, draw: np.random.Generator) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(draw.integers(len(data)))] ^= 1 << int(draw.integers(8))
+    file.write_bytes(data)
+
+
+def cut(file: Path, draw: np.random.Generator) -> None:
+    os.truncate(file, int(draw.integers(file.stat().st_size)))
+
+
+def exchange(file: Path, draw: np.random.Generator) -> None:
+    others = [other for other in file.parent.glob("*.kv") if other != file]
+    file.write_bytes(others[int(draw.integers(len(others)))].read_bytes())
+
+
+def remove(file: Path, draw: np.random.Generator) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut, exchange, remove])
+@pytest.mark.parametrize("policy", ["a3", "pie"])
+def test_whatever_happens_to_files_answers_are_those_of_whole_ones(
+    damage: Callable[[Path, np.random.Generator], None], policy: str, tmp_path: Path
+) -> None:
+    engine = make_engine(tmp_path, memory_limit_gib=0.0)
+    fusion = Fusion(policy=policy, ratio=0.2 if policy == "a3" else 0.0)
+    wanted = text(serve(engine, ask("a", fusion)))
+    draw, root = np.random.default_rng(5), next(tmp_path.glob("?" * 32))
+    for number in range(4):
+        files = sorted(root.glob("*.kv"))
+        damage(files[number % len(files)], draw)
+        assert text(serve(engine, ask(f"b{number}", fusion))) == wanted
+        assert engine.scheduler.documents is not None
+        engine.scheduler.documents.store_of_chunks.delete(
+            ChunkKey("none", 1, "0" * 32)
+        ).result()  # behind what is written
+        assert len(list(root.glob("*.kv"))) == len(CHUNKS), "what was lost is stored again"
+    assert text(serve(engine, ask("c", fusion))) == wanted
+    engine.shutdown()
+
+
+def test_two_engines_share_a_folder_that_has_room_for_few_chunks(tmp_path: Path) -> None:
+    room_gib = 2.5 * max(SIZES) * 4 * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.dim / 2**30
+    engines = [make_engine(tmp_path, memory_limit_gib=0.0, disk_limit_gib=room_gib) for _ in range(2)]
+    orders = [(0, 1, 2), (2, 0, 1), (1, 2, 0)]
+    wanted = {order: text(serve(engines[0], ask(f"{order}", A3, order))) for order in orders}
+    for number, order in enumerate(2 * orders):
+        for engine in engines:
+            engine.submit([ask(f"{number}", A3, order)])
+        told: list[list[int]] = [[], []]
+        while any(engine.has_work for engine in engines):
+            for engine, tokens in zip(engines, told, strict=True):
+                for delta in engine.step() if engine.has_work else ():
+                    assert delta.finish_reason != "error"
+                    tokens += delta.token_ids
+        assert told == [wanted[order]] * 2
+    for engine in engines:
+        engine.shutdown()
+    assert sum(file.stat().st_size for file in tmp_path.glob("*/*.kv")) <= room_gib * 2**30
 
 
 MOMO = {"method": "momo", "gamma": 16, "key_block": 16, "query_block": 16, "dense_until_tokens": 32}
