@@ -367,6 +367,20 @@ def engine_prompt(request: EngineRequest) -> np.ndarray:
     return np.frombuffer(request.prompt, np.int32)
 
 
+def test_a_fused_context_is_hashed_and_sampled(tmp_path: Path) -> None:
+    """One bit a table, so that all keys collide in two of them and a sample is all there is."""
+    host = HostConfig.model_validate({
+        "resident_tokens": 64, "residency": "fixed", "memory_limit_gib": 0.2, "dense_layers": (0,), "rows": "bfloat16",
+        "sampled": {"bits_per_table": 1, "num_tables": 64},
+    })  # fmt: skip
+    engine = make_engine(tmp_path, host, checks=True)
+    read = serve(engine, ask("a", A3, max_tokens=6, attention_profile="offloaded"))
+    sampled = serve(engine, ask("b", A3, max_tokens=6, attention_profile="sampled"))
+    assert sampled[-1].reused_tokens > 0
+    assert text(sampled) == text(read)
+    engine.shutdown()
+
+
 def test_one_that_gives_way_is_fused_again(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     wanted = text(serve(engine, ask("a", A3, max_tokens=30)))
