@@ -134,7 +134,7 @@ class FusedPrompt:
             query, _ = self._decoder.enter(
                 layer, hidden[asked], positions[asked], positions[asked], slots[asked], pages
             )  # fmt: skip
-            scores = question_scores(query, keys_of(), positions[asked], self._decoder.scale)
+            scores = question_scores(query, keys_of(), self.plan.question_begin, self._decoder.scale)
         return self._choose(scores)
 
     def _choose(self, scores: Tensor) -> Tensor:
