@@ -49,9 +49,10 @@ def fusion(
 
         on, sizes, begin = resolve_device(device), parse_lengths(lengths), time.monotonic()
         tasks = tuple(parse_tasks(names)) or DEFAULT_TASKS
-        runs = parse_policies(policies.split(), [float(ratio) for ratio in ratios.split(",")])
+        labels = policies.split()
+        runs = parse_policies(labels, [float(ratio) for ratio in ratios.split(",")])
         together = TOGETHER["cuda" if on.startswith("cuda") else "cpu"]
-        asked = f"--lengths {lengths} --samples {samples} --ratios {ratios} --policies '{policies}'"
+        asked = f"--lengths {lengths} --samples {samples} --ratios {ratios} --policies '{' '.join(labels)}'"
         told = {"model": str(model), "tasks": tasks, "chunk": chunk, "kept_as": rows}
 
         def leave(found: list, reason: str | None) -> None:
