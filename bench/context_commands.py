@@ -98,15 +98,23 @@ def prefill(
 def documents(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `documents` section")],
     lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "6144,16384,32768",
-    policies: Annotated[str, typer.Option(help="with commas")] = "a3,cacheblend,legolink,pie",
+    policies: Annotated[str, typer.Option(help="names with spaces between; settings as a3:select_layer=5")] =
+        "a3:select_layer=5 a3 cacheblend legolink pie",
     places: Annotated[str, typer.Option(help="where chunks are: memory, page cache, disk")] = "memory,page cache,disk",
     ratio: Annotated[float, typer.Option(min=0, max=1, help="of all tokens, computed again")] = 0.15,
     repeats: Annotated[int, typer.Option(min=1, help="prompts of each kind")] = 3,
+    keep: Annotated[int, typer.Option(min=0, help="tokens of a context whose steps are timed beside all; 0: not")] = 0,
+    profile: Annotated[str | None, typer.Option(help="whose prefill of what is computed in full is timed")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="nothing new is measured after so long")] = None,
     json_file: JsonFile = None,
-) -> None:
-    """Time the first token of prompts whose documents are stored, by policy and by where their chunks are."""
-    from bench.documents import DocumentsBenchmark, run_documents_benchmark
+) -> None:  # fmt: skip
+    """Time the first token of prompts whose documents are stored, by policy and by where their chunks are.
+
+    The first policy also has a conversation's next turn timed and, with --keep, decode steps of a part of its context.
+    """
+    from bench.documents import SHORTEST_TOKENS, DocumentsBenchmark, run_documents_benchmark
     from bench.rows import report
+    from scheduler.fusion_labels import UnknownLabelError
     from server.config import load_deployment
 
     console = Console()
@@ -117,12 +125,19 @@ def documents(
     asked, known = tuple(places.split(",")), ("memory", "page cache", "disk")
     if not set(asked) <= set(known):
         raise typer.BadParameter(f"got {places!r}; wanted some of {', '.join(known)}", param_hint="--places")
+    sizes = tuple(sorted(set(parse_batches(lengths))))
+    if sizes[0] < SHORTEST_TOKENS:
+        raise typer.BadParameter(f"got {sizes[0]}; wanted at least {SHORTEST_TOKENS}", param_hint="--lengths")
     benchmark = DocumentsBenchmark(
-        tuple(sorted(set(parse_batches(lengths)))), tuple(policies.split(",")), asked, ratio, repeats  # type: ignore[arg-type]
+        sizes, tuple(policies.split()), asked, ratio, repeats, keep,  # type: ignore[arg-type]
+        profile, seconds,
     )  # fmt: skip
-    with _failures_told():
-        for rows in run_documents_benchmark(benchmark, deployment, console):
-            report(rows, json_file, console)
+    try:
+        with _failures_told():
+            for rows in run_documents_benchmark(benchmark, deployment, console):
+                report(rows, json_file, console)  # a run that is cut keeps the kinds before
+    except UnknownLabelError as error:
+        raise typer.BadParameter(str(error), param_hint="--policies") from None
 
 
 def constrained(
@@ -164,9 +179,10 @@ def _failures_told() -> Iterator[None]:
     """A wrong result, or a profile that there cannot be, ends with status 1 and no number."""
     from bench.rows import GateError
     from gpu.profiles import ProfileError
+    from scheduler.capacity import TooLargeError
 
     try:
         yield
-    except (GateError, ProfileError) as error:
+    except (GateError, ProfileError, TooLargeError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -1,59 +1,84 @@
-"""Times the first token of prompts whose documents are stored, by policy: `tandem bench documents`.
+"""Times prompts whose documents are stored: first tokens by policy and by where chunks are, `tandem bench documents`.
 
 Chunks of 512 random tokens in an order of their own each time, text in front and a question behind. They are read from
-host memory, from the page cache, or from the disk (dropped from the page cache before). Gate: `pie` of one chunk behind
-nothing draws what a whole prefill draws, on the model that is timed. Floor: FLOPs of what is computed, or rows over the
-link, the larger; the peer is the whole prompt, computed.
+host memory, from the page cache, or from the disk (dropped from the page cache before). Beside that: the choice of
+tokens alone, a conversation's next turn, a profile's prefill of what is computed in full, and decode steps of prompts
+that keep a part of their cells. Gate: `pie` of one chunk behind nothing draws what a whole prefill draws, on the model
+that is timed. Floor: FLOPs of what is computed, or rows over the link, the larger; of steps, weights and rows read.
+What is most wanted comes first, and nothing new begins when the time is over.
 """
 
+import math
 import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from rich.console import Console
 
+from bench.documents_floors import fused_cost, plan_bench_prompt
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
-from bench.rows import Row, announce, measure, require, summarise
+from bench.rows import Row, Timing, announce, measure, require, summarise
 from gpu.fusion.choice import choose, question_scores
-from gpu.fusion.plan import VANILLA, get_policy, plan_fused
+from gpu.fusion.plan import VANILLA
 from gpu.load import load_architecture
 from gpu.model.architecture import Architecture
+from gpu.profiles import get_profile, resolve_profiles
 from gpu.sampling.params import SamplingParams
-from gpu.step import FusedPrompt, PlacedChunk
 from scheduler.engine import Engine
+from scheduler.fusion_labels import parse_fusions
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine
-from scheduler.messages import ChunkSpan, EngineRequest, Fusion, StoreChunks, pack_tokens
+from scheduler.messages import ChunkSpan, ChunksStored, EngineRequest, Fusion, StoreChunks, pack_tokens
 from server.config import Deployment
-from transfer.chunks.format import ChunkKey, ChunkShape
 from transfer.chunks.store import ChunkStore
-from transfer.machine import probe_machine
+from transfer.machine import GIB, probe_machine
 
-CHUNK_TOKENS, FRONT_TOKENS, QUESTION_TOKENS = 512, 32, 64
+CHUNK_TOKENS, FRONT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 512, 32, 64, 16
+SHORTEST_TOKENS = FRONT_TOKENS + CHUNK_TOKENS + QUESTION_TOKENS
+STEPS, MOST_STEPS = 32, 512
+"""Decode steps that are timed, and those that the first of several prompts may take until the last one runs, too."""
+EXACT = "exact"
 GREEDY = SamplingParams(temperature=0.0)
 Place = Literal["memory", "page cache", "disk"]
+Times = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentsBenchmark:
-    """`lengths` of prompts in tokens; `ratio`: of policies that have one; times are medians of `repeats`."""
+    """`lengths` of prompts in tokens; `policies` as `scheduler.fusion_labels` names them, the first of which is taken
+    for all but first tokens; `ratio`: of those that have one; times are medians of `repeats`. keep_tokens: of a
+    context, once a prompt is done; 0: not timed. profile: whose prefill is timed beside `exact`, or None. seconds: no
+    measurement begins later, from the start of all; None: all are made.
+    """
 
     lengths: tuple[int, ...]
     policies: tuple[str, ...]
     places: tuple[Place, ...]
     ratio: float
     repeats: int
+    keep_tokens: int
+    profile: str | None
+    seconds: float | None
 
 
 def run_documents_benchmark(
     benchmark: DocumentsBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
-    """The rows so far, after each length. Raises GateError before anything is timed."""
+    """The rows so far, after each kind and length. Raises GateError before anything is timed, UnknownLabelError for a
+    policy that there is not, ProfileError likewise, TooLargeError for what this deployment cannot do.
+    """
+    began = time.monotonic()
+    if benchmark.profile is not None:
+        profiles = resolve_profiles(deployment.profiles, deployment.host)
+        get_profile(benchmark.profile, profiles, "profile")
+    fusions = {label: fusion for label in benchmark.policies for fusion in parse_fusions(label, [benchmark.ratio])}
     machine = probe_machine()
     device = torch.device("cpu" if machine.gpu is None or deployment.gpu.device == "cpu" else "cuda")
     if device.type == "cuda":
@@ -65,12 +90,19 @@ def run_documents_benchmark(
     architecture = load_architecture(deployment.model)
     plan = plan_engine(deployment, architecture, machine)
     engine, _ = load_engine(deployment, plan, lambda *_: None)
-    bench = _Bench(benchmark, deployment, engine, architecture, rates, device, console)
+    console.print(f"loaded after {time.monotonic() - began:.0f} s", highlight=False)
+    bench = _Bench(benchmark, fusions, deployment, engine, architecture, rates, device, console)
+    end = math.inf if benchmark.seconds is None else began + benchmark.seconds
     try:
         bench.check()
-        rows = [bench.selection_row(length) for length in benchmark.lengths]
-        for length in benchmark.lengths:
-            rows += bench.rows(length)
+        rows: list[Row] = []
+        for part in bench.parts():
+            for row in part:
+                rows.append(row)
+                if time.monotonic() > end:
+                    console.print(f"--seconds {benchmark.seconds:g} are over: that was all", highlight=False)
+                    yield rows
+                    return
             yield rows
     finally:
         engine.shutdown()
@@ -78,35 +110,54 @@ def run_documents_benchmark(
 
 class _Bench:
     def __init__(
-        self, benchmark: DocumentsBenchmark, deployment: Deployment, engine: Engine, architecture: Architecture,
-        rates: dict[str, float], device: torch.device, console: Console,
+        self, benchmark: DocumentsBenchmark, fusions: dict[str, Fusion], deployment: Deployment, engine: Engine,
+        architecture: Architecture, rates: dict[str, float], device: torch.device, console: Console,
     ) -> None:  # fmt: skip
-        self._benchmark, self._deployment, self._engine = benchmark, deployment, engine
+        self._benchmark, self._fusions, self._deployment, self._engine = benchmark, fusions, deployment, engine
         self._architecture, self._rates, self._device, self._console = architecture, rates, device, console
         self._draw = np.random.default_rng(1)
         assert engine.scheduler.documents is not None, "documents: a deployment with a section of that name"
         self._store: ChunkStore = engine.scheduler.documents.store_of_chunks
+        self._chunks = self._draw_chunks(self._num_chunks(max(benchmark.lengths)))
+        self._first = next(iter(fusions.items()))
+        self._whole: dict[int, Times] = {}  # by length
 
     def check(self) -> None:
-        """A chunk alone, and computed: the same tokens are drawn."""
-        (ids,) = self._chunks(1)
+        """A chunk alone, and computed: the same tokens are drawn. Then all chunks are stored."""
+        (ids,) = self._draw_chunks(1)
         span = [ChunkSpan(0, len(ids))]
-        whole = self._answer(ids, [], None, 4)
-        alone = self._answer(ids, span, Fusion(policy="pie", ratio=0.0), 4)
-        found = self._answer(ids, span, Fusion(policy="pie", ratio=0.0), 4)
+        whole = self._answer(ids, [], None, EXACT, 4)
+        alone = self._answer(ids, span, Fusion(policy="pie", ratio=0.0), EXACT, 4)
+        found = self._answer(ids, span, Fusion(policy="pie", ratio=0.0), EXACT, 4)
         require(alone == found, "a chunk that is stored gives the answer of one that was just computed")
         require(whole[0] == alone[0], "one chunk behind nothing gives the first token of a whole prefill")
+        self._engine.store_chunks(StoreChunks("bench", [pack_tokens(chunk) for chunk in self._chunks], ""))
+        stored: list[ChunksStored] = []
+        while not stored:
+            self._engine.step()
+            stored = self._engine.take_stored()
+        require(not stored[0].reason, f"all chunks are stored: {stored[0].reason}")
+
+    def parts(self) -> Iterator[Iterator[Row]]:
+        """What is measured, in this order: rows are measured as they are taken."""
+        lengths, places = self._benchmark.lengths, self._benchmark.places
+        yield (self.selection_row(length) for length in lengths)
+        yield from (self.first_token_rows(length, "memory") for length in lengths)
+        yield from (self.eviction_rows(length) for length in lengths)
+        yield from (self.turn_rows(length) for length in lengths)
+        for place in [place for place in places if place != "memory"]:
+            yield from (self.first_token_rows(length, place) for length in lengths)
 
     def selection_row(self, length: int) -> Row:
         """Scores of a question over a layer's keys, and the choice."""
         shape, dtype = self._architecture, torch.bfloat16 if self._device.type == "cuda" else torch.float32
         query = torch.randn(QUESTION_TOKENS, shape.num_heads, shape.dim, dtype=dtype, device=self._device)
         keys = torch.randn(shape.num_kv_heads, length, shape.dim, dtype=dtype, device=self._device)
-        positions = torch.arange(length - QUESTION_TOKENS, length, device=self._device)
         least = torch.full((length,), -torch.inf, device=self._device)
 
         def select() -> None:
-            choose(question_scores(query, keys, positions, 0.1), least, max(1, round(self._benchmark.ratio * length)))
+            scores = question_scores(query, keys, length - QUESTION_TOKENS, 0.1)
+            choose(scores, least, max(1, round(self._benchmark.ratio * length)))
 
         timing = measure(select, self._device, 3, 20)
         num_bytes = keys.numel() * keys.element_size()
@@ -117,57 +168,127 @@ class _Bench:
             None if gb_s is None else num_bytes / gb_s / 1e6, None, {},
         )  # fmt: skip
 
-    def rows(self, length: int) -> list[Row]:
-        chunks = self._chunks((length - FRONT_TOKENS - QUESTION_TOKENS) // CHUNK_TOKENS)
-        self._engine.store_chunks(StoreChunks("bench", [pack_tokens(chunk) for chunk in chunks], ""))
-        self._drain()
-        (stored,) = self._engine.take_stored()
-        require(not stored.reason, f"all chunks are stored: {stored.reason}")
-        floor, floor_ms = self._floor(length, chunks, None)
-        announce(self._console, f"{VANILLA}, {length:,} tokens", floor, floor_ms)
-        whole = self._time(chunks, None, "memory")
-        rows = [self._row(VANILLA, f"{length:,} tokens", whole, floor, floor_ms, None, {})]
-        for name in self._benchmark.policies:
-            fusion = Fusion(policy=name, ratio=self._benchmark.ratio if get_policy(name).chooses else 0.0)
-            floor, floor_ms = self._floor(length, chunks, fusion)
-            announce(self._console, f"{name}, {length:,} tokens", floor, floor_ms)
-            for place in self._benchmark.places:
-                times = self._time(chunks, fusion, place)
-                shape = f"{length:,} tokens, {place}"
-                rows.append(self._row(name, shape, times, floor, floor_ms, whole[0], {"ratio": fusion.ratio}))
-                self._console.print(
-                    f"{name}, {shape}: {times[0]:.1f} ms, {times[0] / floor_ms:.2f} of its floor, "
-                    f"{whole[0] / times[0]:.2f} times vanilla", highlight=False,
-                )  # fmt: skip
-        return rows
+    def first_token_rows(self, length: int, place: Place) -> Iterator[Row]:
+        """Of all policies; the first time, of the whole prompt before them."""
+        if length not in self._whole:
+            floor, floor_ms = self._floor(length, None)
+            announce(self._console, f"{VANILLA}, {length:,} tokens", floor, floor_ms)
+            self._whole[length] = self._time(length, None, "memory", EXACT)
+            yield self._row(VANILLA, f"{length:,} tokens", self._whole[length], floor, floor_ms, None, {})
+        for label, fusion in self._fusions.items() if place in self._benchmark.places else ():
+            yield self._first_token_row(label, length, fusion, place, EXACT)
 
-    def _time(self, chunks: list[list[int]], fusion: Fusion | None, place: Place) -> tuple[float, float, float]:
-        """Milliseconds to the first token; one run before the others warms up."""
+    def turn_rows(self, length: int) -> Iterator[Row]:
+        """The next turn of a conversation about documents, and the first one by another profile's prefill."""
+        label, fusion = self._first
+        if self._benchmark.profile is not None:
+            yield self._first_token_row(label, length, fusion, "memory", self._benchmark.profile)
+        floor, floor_ms = self._floor(length, fusion)
         times = []
         for number in range(self._benchmark.repeats + 1):
-            order = random.Random(number).sample(chunks, len(chunks))
-            token_ids = self._ids(FRONT_TOKENS)
-            spans = []
-            for chunk in order:
-                spans.append(ChunkSpan(len(token_ids), len(token_ids) + len(chunk)))
-                token_ids += chunk
+            prompt, spans = self._prompt(length, number)
+            answer = self._answer(prompt, spans, fusion, EXACT, ANSWER_TOKENS)
+            times.append(self._first_token([*prompt, *answer, *self._ids(QUESTION_TOKENS)], spans, fusion, EXACT))
+        shape, whole = f"{length:,} tokens, memory", self._whole[length][0]
+        yield self._row(f"{label}, next turn", shape, _of(times[1:]), floor, floor_ms, whole, {"ratio": fusion.ratio})
+
+    def eviction_rows(self, length: int) -> Iterator[Row]:
+        """Decode steps of as many prompts as run at once, with all cells and with those that the question looks at."""
+        label, fusion = self._first
+        model, batch = self._architecture, self._deployment.scheduler.max_running
+        row_bytes = model.kv_bytes_per_token(2 if self._device.type == "cuda" else 4)
+        gb_s = self._rates.get("device_stream_gb_s")
+        whole: Row | None = None
+        for kept in (0, self._benchmark.keep_tokens) if self._benchmark.keep_tokens else ():
+            kept_fusion = msgspec.structs.replace(fusion, keep_tokens=kept)
+            timing, used = self._decode(length, kept_fusion, batch)
+            num_bytes = 2.0 * model.num_weights_read_per_token + batch * min(length, kept or length) * row_bytes
+            extras = {"batch": batch, "used_gib": used * self._deployment.gpu.page_tokens * row_bytes / GIB}
+            if whole is not None:
+                extras["freed_gib"] = whole.extras["used_gib"] - extras["used_gib"]
+            row = self._row(
+                f"{label}, steps", f"{batch} x {length:,} tokens, {f'{kept:,}' if kept else 'all'} kept",
+                (timing.ms, timing.p10, timing.p90),
+                "none measured" if gb_s is None else f"{num_bytes / 1e9:.1f} GB at {gb_s:.0f} GB/s",
+                None if gb_s is None else num_bytes / gb_s / 1e6, None if whole is None else whole.ms, extras,
+            )  # fmt: skip
+            self._console.print(f"{row.name}, {row.shape}: {row.ms:.2f} ms, {extras['used_gib']:.2f} GiB in pages",
+                                highlight=False)  # fmt: skip
+            whole = row
+            yield row
+
+    def _decode(self, length: int, fusion: Fusion, batch: int) -> tuple[Timing, int]:
+        """Milliseconds of a step of so many prompts, and the pages that they hold meanwhile."""
+        waiting = set()
+        for number in range(batch):
+            prompt, spans = self._prompt(length, number)
+            waiting.add(self._submit(prompt, spans, fusion, EXACT, MOST_STEPS))
+        running, times, used = list(waiting), [], 0
+        while len(times) <= STEPS:
+            for delta in self._engine.step():
+                require(delta.finish_reason is None, delta.error or "a stream ended before all were running")
+                waiting.discard(delta.request_id)
+                if not waiting and delta.request_id == running[0]:
+                    times.append(1e3 * time.perf_counter())
+                    used = max(used, self._engine.stats().pages_used)
+        self._engine.cancel(running)
+        self._drain()
+        return summarise([after - before for before, after in pairwise(times)][1:]), used
+
+    def _first_token_row(self, label: str, length: int, fusion: Fusion, place: Place, profile: str) -> Row:
+        name = label if profile == EXACT else f"{label}, profile {profile}"
+        floor, floor_ms = self._floor(length, fusion)
+        announce(self._console, f"{name}, {length:,} tokens", floor, floor_ms)
+        times, whole = self._time(length, fusion, place, profile), self._whole[length][0]
+        shape = f"{length:,} tokens, {place}"
+        self._console.print(
+            f"{name}, {shape}: {times[0]:.1f} ms, {times[0] / floor_ms:.2f} of its floor, "
+            f"{whole / times[0]:.2f} times vanilla", highlight=False,
+        )  # fmt: skip
+        return self._row(name, shape, times, floor, floor_ms, whole, {"ratio": fusion.ratio})
+
+    def _time(self, length: int, fusion: Fusion | None, place: Place, profile: str) -> Times:
+        """Milliseconds to the first token; out of memory, one run before the others warms up."""
+        num_warmups = 1 if place == "memory" else 0
+        times = []
+        for number in range(num_warmups + self._benchmark.repeats):
+            prompt, spans = self._prompt(length, number)
             if place != "memory":
                 self._store.forget()
             if place == "disk":
                 drop_from_page_cache(self._store)
-            began = time.perf_counter()
-            self._answer([*token_ids, *self._ids(QUESTION_TOKENS)], spans, fusion, 1)
-            times.append(1e3 * (time.perf_counter() - began))
-        timing = summarise(times[1:])
-        return timing.ms, timing.p10, timing.p90
+            times.append(self._first_token(prompt, spans, fusion, profile))
+        return _of(times[num_warmups:])
 
-    def _answer(self, prompt: list[int], spans: list[ChunkSpan], fusion: Fusion | None, max_tokens: int) -> list[int]:
+    def _first_token(self, prompt: list[int], spans: list[ChunkSpan], fusion: Fusion | None, profile: str) -> float:
+        began = time.perf_counter()
+        self._answer(prompt, spans, fusion, profile, 1)
+        return 1e3 * (time.perf_counter() - began)
+
+    def _prompt(self, length: int, order: int) -> tuple[list[int], list[ChunkSpan]]:
+        """Token ids of a prompt with chunks in this order, and their places."""
+        chunks = self._chunks[: self._num_chunks(length)]
+        token_ids, spans = self._ids(FRONT_TOKENS), []
+        for chunk in random.Random(order).sample(chunks, len(chunks)):
+            spans.append(ChunkSpan(len(token_ids), len(token_ids) + len(chunk)))
+            token_ids += chunk
+        return token_ids + self._ids(QUESTION_TOKENS), spans
+
+    def _answer(
+        self, prompt: list[int], spans: list[ChunkSpan], fusion: Fusion | None, profile: str, max_tokens: int
+    ) -> list[int]:
+        self._submit(prompt, spans, fusion, profile, max_tokens)
+        return self._drain()
+
+    def _submit(
+        self, prompt: list[int], spans: list[ChunkSpan], fusion: Fusion | None, profile: str, max_tokens: int
+    ) -> str:
         request = EngineRequest(
             request_id=f"{time.monotonic_ns()}", prompt=pack_tokens(prompt), sampling=GREEDY, max_tokens=max_tokens,
-            stop_token_ids=[], attention_profile="exact", arrival_s=time.monotonic(), chunks=spans, fusion=fusion,
+            stop_token_ids=[], attention_profile=profile, arrival_s=time.monotonic(), chunks=spans, fusion=fusion,
         )  # fmt: skip
         self._engine.submit([request])
-        return self._drain()
+        return request.request_id
 
     def _drain(self) -> list[int]:
         tokens = []
@@ -181,15 +302,20 @@ class _Bench:
         ids: list[int] = self._draw.integers(0, self._architecture.vocab_size, count).tolist()
         return ids
 
-    def _chunks(self, count: int) -> list[list[int]]:
+    def _draw_chunks(self, count: int) -> list[list[int]]:
         return [self._ids(CHUNK_TOKENS) for _ in range(count)]
 
-    def _floor(self, length: int, chunks: Sequence[list[int]], fusion: Fusion | None) -> tuple[str, float]:
-        """FLOPs of the stages, attention of scattered tokens over what they see on average; bytes of loaded layers."""
-        model = self._architecture
-        num_tokens = FRONT_TOKENS + QUESTION_TOKENS + len(chunks) * CHUNK_TOKENS
-        plan = None if fusion is None else _plan(fusion, num_tokens, len(chunks), model)
-        flops, num_bytes = fused_cost(model, num_tokens, plan, self._store.folder.shape, len(chunks) * CHUNK_TOKENS)
+    def _num_chunks(self, length: int) -> int:
+        return (length - FRONT_TOKENS - QUESTION_TOKENS) // CHUNK_TOKENS
+
+    def _floor(self, length: int, fusion: Fusion | None) -> tuple[str, float]:
+        """In words, and milliseconds."""
+        model, num_chunks = self._architecture, self._num_chunks(length)
+        num_stored = num_chunks * CHUNK_TOKENS
+        num_tokens, plan = FRONT_TOKENS + QUESTION_TOKENS + num_stored, None
+        if fusion is not None:
+            plan = plan_bench_prompt(fusion, FRONT_TOKENS, num_chunks, CHUNK_TOKENS, num_tokens, model)
+        flops, num_bytes = fused_cost(model, num_tokens, plan, self._store.folder.shape, num_stored)
         tflop_s = self._rates.get("bf16_matmul_tflop_s") or self._rates["host_matmul_tflop_s"]
         gb_s = self._rates.get("host_to_device_gb_s")
         products = flops / tflop_s / 1e9
@@ -199,43 +325,21 @@ class _Bench:
         return f"{flops / 1e12:.4g} TFLOP at {tflop_s:.3g} TFLOP/s", products
 
     def _row(
-        self, name: str, shape: str, times: tuple[float, float, float], floor: str, floor_ms: float | None,
-        peer_ms: float | None, extras: dict[str, Any],
+        self, name: str, shape: str, times: Times, floor: str, floor_ms: float | None, peer_ms: float | None,
+        extras: dict[str, Any],
     ) -> Row:  # fmt: skip
+        peer = "steps with all cells kept" if "batch" in extras else "the whole prompt computed"
         return Row(
             name=name, shape=shape, device=device_name(self._device), ms=times[0], p10=times[1], p90=times[2],
-            floor=floor, floor_ms=floor_ms, peer=None if peer_ms is None else "the whole prompt computed",
+            floor=floor, floor_ms=floor_ms, peer=None if peer_ms is None else peer,
             peer_ms=peer_ms, rates=self._rates, extras=extras,
             config=self._deployment.model_dump(mode="json") | {"benchmark": asdict(self._benchmark)},
         )  # fmt: skip
 
 
-def _plan(fusion: Fusion, num_tokens: int, num_chunks: int, model: Architecture) -> FusedPrompt | None:
-    key = ChunkKey("", CHUNK_TOKENS, "")
-    begins = range(FRONT_TOKENS, FRONT_TOKENS + num_chunks * CHUNK_TOKENS, CHUNK_TOKENS)
-    chunks = [PlacedChunk(begin, begin + CHUNK_TOKENS, key) for begin in begins]
-    windows = [spec.window_tokens for spec in model.layers]
-    return plan_fused(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, 0, chunks, 0, num_tokens,
-                      num_tokens, windows)  # fmt: skip
-
-
-def fused_cost(
-    model: Architecture, num_tokens: int, plan: FusedPrompt | None, shape: ChunkShape, num_chunk_tokens: int
-) -> tuple[float, int]:
-    """FLOPs that a prompt's first token takes, and bytes that go to the device. Chosen tokens see half the prompt."""
-    width, layers = model.num_heads * model.dim, model.num_layers
-    full_layers = layers if plan is None else plan.select_layer
-    flops = full_layers * (2.0 * num_tokens * model.num_layer_weights + 2.0 * width * num_tokens**2)
-    flops += 2.0 * model.num_embedding_weights
-    if plan is None:
-        return flops, 0
-    rest = layers - full_layers
-    num_pairs = plan.num_chosen * num_tokens / 2 + (plan.question_end - plan.question_begin) * num_tokens
-    flops += rest * (2.0 * plan.num_computed * model.num_layer_weights + 4.0 * width * num_pairs)
-    looks = get_policy(plan.policy).looks
-    if looks:  # keys and values of all tokens in the layer that looks
-        flops += 4.0 * num_tokens * model.hidden * model.num_kv_heads * model.dim
-    return flops, (rest - looks) * shape.layer_bytes(num_chunk_tokens)
+def _of(milliseconds: Sequence[float]) -> Times:
+    timing = summarise(milliseconds)
+    return timing.ms, timing.p10, timing.p90
 
 
 def drop_from_page_cache(store: ChunkStore) -> None:

@@ -1,13 +1,13 @@
 """The `tandem eval` group. Each command imports what it runs when it runs, so that listing them is quick."""
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evals.errors_command import errors
+from evals.fusion_command import fusion
 from evals.mac.command import mac
 from evals.options import (
     ApiKey,
@@ -53,6 +53,7 @@ app.command()(mac)
 app.command()(errors)
 app.command()(selections)
 app.command()(predicted)
+app.command()(fusion)
 
 
 @app.command()
@@ -398,76 +399,6 @@ def print_recovery(rows: list, budgets: list[int], console: "Console") -> None:
         table.add_row(f"{length:,}" if length else "all", task, method,
                       *(f"{100 * shares[budget]:.2f} %" for budget in budgets), f"{reads:.2f}")  # fmt: skip
     console.print(table)
-
-
-@app.command()
-def fusion(
-    model: ModelFolder,
-    policies: Annotated[str, typer.Option("--policies", help="names with spaces between; settings as a3:select_layer=3,"
-                                          "seam_tokens=4")] = "a3 cacheblend legolink random pie full_reuse",
-    ratios: Annotated[str, typer.Option("--ratios", help="of all tokens, computed again; commas between")] =
-        "0.05,0.15,0.3,0.5",
-    lengths: Lengths = "4096",
-    names: Annotated[str, typer.Option("--tasks", help="names with commas; default: needles, values, facts")] = "",
-    samples: Annotated[int, typer.Option("--samples", min=1, help="prompts a length, of all tasks together")] = 40,
-    maps: Annotated[int, typer.Option("--maps", min=0, help="prompts whose attention maps are compared")] = 4,
-    chunk: Annotated[int, typer.Option("--chunk", min=16, help="tokens of a document's chunk")] = 512,
-    rows: Annotated[str, typer.Option("--rows", help="bfloat16, float32 or int8")] = "bfloat16",
-    seconds: Annotated[float | None, typer.Option("--seconds", min=1, help="no new prompts after so long")] = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    json_path: Json = None,
-) -> None:  # fmt: skip
-    """Compare policies that reuse documents' keys and values, in the engine that serves, with computing all of them.
-
-    Documents are cut into chunks, whose order is shuffled. KL: from vanilla's, of the next token, and along vanilla's
-    answer up to where a policy's leaves it. Distance: of the question's attention maps from vanilla's, L2 over
-    vanilla's norm, mean of layers behind the first.
-    """
-    with one_line_errors():
-        from evals.fusion import TOGETHER, fusion_engine, fusion_rows, judge, parse_policies
-        from evals.fusion_prompts import DEFAULT_TASKS, fusion_prompts
-        from evals.report.document import finite, write_document
-        from evals.report.table import open_console
-        from evals.results import describe_run, machine_name
-        from evals.session import progress_bar, resolve_device
-        from evals.stopping import stopping
-
-        on, sizes, begin = resolve_device(device), parse_lengths(lengths), time.monotonic()
-        tasks = tuple(parse_tasks(names)) or DEFAULT_TASKS
-        runs = parse_policies(policies.split(), [float(ratio) for ratio in ratios.split(",")])
-        together = TOGETHER["cuda" if on.startswith("cuda") else "cpu"]
-        found = []
-        num_batches = len(sizes) * len(runs) * -(-samples // together)
-        with progress_bar(num_batches, "batches") as advance, stopping(seconds) as stop:
-            for length in sizes:
-                prompts = fusion_prompts(model, tasks, length, samples, chunk, seed)
-                longest = max(len(one.token_ids) + one.max_new_tokens for one in prompts)
-                with fusion_engine(model, on, longest, rows) as engine:
-                    judged = judge(engine, model, prompts, runs, maps, advance, stop, together)
-                    found += fusion_rows(judged, length)
-        print_fusion(found, open_console())
-        if json_path is not None:
-            command = (
-                f"tandem eval fusion --lengths {lengths} --samples {samples} --ratios {ratios} --policies '{policies}'"
-            )
-            document = describe_run("fusion", command, seed, time.monotonic() - begin, machine_name(on), found)
-            told = {"model": str(model), "tasks": tasks, "chunk": chunk, "kept_as": rows, "cut": stop.reason}
-            write_document(json_path, document | finite(told))
-
-
-def print_fusion(rows: list, console: "Console") -> None:
-    """A line for each length, policy and ratio; columns of tasks."""
-    from rich.table import Table
-
-    from evals.fusion_report import render_policies
-
-    for length in dict.fromkeys(row["length"] for row in rows):
-        head, _, *lines = render_policies([row for row in rows if row["length"] == length])
-        table = Table(*(cell.strip() for cell in head.strip("| ").split(" | ")), title=f"{length:,} tokens")
-        for line in lines:
-            table.add_row(*(cell.strip("` ") for cell in line[2:-2].split(" | ")))
-        console.print(table)
 
 
 @app.command()

@@ -1,35 +1,40 @@
 """Policies that reuse documents' chunks, by the engine that serves: accuracy, next-token KL, attention maps' distance.
 
 A3 (the paper's tables and figure 3). Each prompt is answered under every policy, vanilla first, with its chunks stored
-by whoever meets them first. It refuses to know tasks and how policies choose. Invariant: all policies get the same
-token ids, and one of a ratio computes as many of them again as the others of that ratio.
+by whoever meets them first. It refuses to know tasks and how policies choose. Invariants: all policies get the same
+token ids, and one of a ratio computes as many of them again as the others of that ratio; what is told at any time is
+of prompts that all policies have answered.
 """
 
 import gc
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from evals import metrics
 from evals.fusion_prompts import FusionPrompt
+from evals.paired import FEWEST_PROMPTS, paired_interval
 from evals.rows import Row
 from evals.run import load_tokenizer
 from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
-from gpu.fusion.plan import POLICIES, VANILLA, get_policy
+from gpu.fusion.plan import POLICIES, VANILLA
 from gpu.model.architecture import read_architecture
 from gpu.prefill.query import PrefillQuery
 from gpu.sampling.params import SamplingParams
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
+from scheduler.fusion_labels import parse_fusions
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, EngineRequest, Fusion, Logprob, pack_tokens
@@ -37,7 +42,7 @@ from transfer.config import DocumentsConfig
 from transfer.machine import probe_machine
 
 NUM_TOP = 256  # tokens whose logprobs are compared, and the rest as one
-TOGETHER = {"cuda": 32, "cpu": 4}  # prompts that all policies answer before the next ones come
+TOGETHER = {"cuda": 16, "cpu": 4}  # prompts that all policies answer before the next ones come
 STORE_GIB = 8.0
 MEMORY = Path("/dev/shm")
 LEAST_MASS = 1e-9
@@ -49,6 +54,13 @@ class PolicyRun:
 
     label: str
     fusion: Fusion | None
+
+    @property
+    def control(self) -> Fusion | None:
+        """What it has to be better than: as many tokens computed again in the same layers, any of them."""
+        if self.fusion is None or not POLICIES[self.fusion.policy].chooses:
+            return None
+        return msgspec.structs.replace(self.fusion, policy="random")
 
 
 @dataclass
@@ -67,25 +79,14 @@ class Judged:
 
 
 def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[PolicyRun]:
-    """`a3`, or `a3:select_layer=3,seam_tokens=4`; those without a ratio come once. Raises ValueError."""
-    runs = [PolicyRun(VANILLA, None)]
-    for label in labels:
-        name, _, text = label.partition(":")
-        policy = get_policy(name)
-        given = dict(part.partition("=")[::2] for part in text.split(",") if part)
-        unknown = [key for key in given if key not in ("select_layer", "seam_tokens")]
-        if unknown:
-            raise ValueError(f"policy {label!r}: unknown setting {unknown[0]!r}; have select_layer, seam_tokens")
-        settings = {key: int(value) for key, value in given.items()}
-        for ratio in ratios if policy.chooses else (0.0,):
-            if name != VANILLA:
-                runs.append(PolicyRun(label, Fusion(policy=name, ratio=ratio, **settings)))
-    return runs
+    """Vanilla, and what the labels name (`scheduler.fusion_labels`). Raises ValueError."""
+    asked = [PolicyRun(label, fusion) for label in labels for fusion in parse_fusions(label, ratios)]
+    return [PolicyRun(VANILLA, None), *asked]
 
 
 @contextmanager
 def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> Iterator[Engine]:
-    """An engine with a store of its own in memory, gone at the end."""
+    """An engine with a store of its own in memory, gone at the end. longest_tokens: of prompts, answers included."""
     made = make_deployment(model, device, longest_tokens, None)
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         documents = DocumentsConfig.model_validate(
@@ -106,37 +107,46 @@ def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> I
 
 
 def judge(
-    engine: Engine, model: Path, prompts: Sequence[FusionPrompt], runs: Sequence[PolicyRun], num_maps: int,
-    advance: Callable[[], None], stop: Stop, together: int,
-) -> list[Judged]:  # fmt: skip
-    """runs: vanilla first. num_maps: prompts whose attention maps are compared. Where it is stopped, what all policies
-    have answered is there.
+    engine: Engine, model: Path, prompts: Mapping[int, Sequence[FusionPrompt]], runs: Sequence[PolicyRun],
+    num_maps: int, advance: Callable[[], None], stop: Stop, together: int,
+) -> Iterator[dict[int, list[Judged]]]:  # fmt: skip
+    """What all policies did so far, by length, after each batch of `together` prompts; lengths take turns.
+
+    prompts: by length. runs: vanilla first. num_maps: of each length, so many prompts' attention maps are compared. It
+    ends where it is stopped, or where the next batch would take longer than there is time.
     """
     tokenizer, architecture = load_tokenizer(model), read_architecture(model)
-    judged = [Judged(run) for run in runs]
-    for begin in range(0, len(prompts), together):
+    judged = {length: [Judged(run) for run in runs] for length in prompts}
+    took = dict.fromkeys(prompts, 0.0)
+    most = max(map(len, prompts.values()), default=0)
+    for begin, length in itertools.product(range(0, most, together), prompts):
+        some, began = prompts[length][begin : begin + together], time.monotonic()
+        if not some:
+            continue
+        answers, maps = [], []
         try:
-            stop.check()
+            stop.check_room(took[length])
+            for run in runs:
+                answers.append(_answer_all(engine, some, run, list(architecture.eos_token_ids)))
+                advance()
+                stop.check()
+            for prompt in some[: max(0, num_maps - begin)]:
+                maps.append(_compare_maps(engine, prompt, runs))
+                stop.check()
         except RunCut:
-            break
-        some = prompts[begin : begin + together]
-        wanted: list[Answer] = []
-        for one in judged:
-            answers = _answer_all(engine, some, one.run, list(architecture.eos_token_ids))
-            wanted = wanted or answers
-            for prompt, answer, exact in zip(some, answers, wanted, strict=True):
+            return
+        for number, (one, mine) in enumerate(zip(judged[length], answers, strict=True)):
+            one.distances += [far[number] for far in maps]
+            for prompt, answer, exact in zip(some, mine, answers[0], strict=True):
+                one.tasks.append(prompt.task)
                 text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
                 one.scores.append(metrics.score(prompt.metric, text, prompt.answers, prompt.meta))
-                one.tasks.append(prompt.task)
                 apart = divergences_along(exact, answer, architecture.vocab_size)
                 one.divergences.append(apart[0])
                 one.along.append(sum(apart) / len(apart))
                 one.recomputed.append(answer.recomputed / len(prompt.token_ids))
-            advance()
-        for number, prompt in enumerate(some, begin):
-            if number < num_maps:
-                _compare_maps(engine, prompt, judged)
-    return judged
+        took[length] = time.monotonic() - began
+        yield judged
 
 
 def divergences_along(exact: "Answer", other: "Answer", vocab_size: int) -> list[float]:
@@ -203,14 +213,15 @@ def _request(prompt: FusionPrompt, run: PolicyRun, max_tokens: int, stop_token_i
     )
 
 
-def _compare_maps(engine: Engine, prompt: FusionPrompt, judged: Sequence[Judged]) -> None:
+def _compare_maps(engine: Engine, prompt: FusionPrompt, runs: Sequence[PolicyRun]) -> list[np.ndarray]:
     """The question's attention over the prompt, a layer: the L2 distance from vanilla's over vanilla's own norm."""
     exact: dict[int, Tensor] = {}
-    for one in judged:
-        maps = _question_maps(engine, prompt, one.run)
+    found = []
+    for run in runs:
+        maps = _question_maps(engine, prompt, run)
         exact = exact or maps
-        far = [float((maps[layer] - exact[layer]).norm() / exact[layer].norm()) for layer in sorted(exact)]
-        one.distances.append(np.array(far))
+        found.append(np.array([float((maps[at] - exact[at]).norm() / exact[at].norm()) for at in sorted(exact)]))
+    return found
 
 
 def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict[int, Tensor]:
@@ -224,7 +235,7 @@ def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict
             found.setdefault(query.layer, []).append(attention_map(query, own, num_tokens))
 
     engine.watch_prefill(watch)
-    _answer_all(engine, [prompt], PolicyRun(run.label, run.fusion), [])
+    _answer_all(engine, [replace(prompt, max_new_tokens=1)], run, [])
     engine.watch_prefill(None)
     return {layer: torch.cat(parts, 1) for layer, parts in found.items()}
 
@@ -241,13 +252,18 @@ def attention_map(query: PrefillQuery, own: Tensor, num_tokens: int) -> Tensor:
 
 
 def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
-    """A row a policy, ratio and task, and one of all tasks, whose KL and distances it has as well."""
+    """A row a policy, ratio and task, and one of all tasks, whose KL and distances it has as well.
+
+    `difference` (`difference_low` to `_high`, 95 %) is the score's from vanilla, `kl_spared` (`spared_error`, half of a
+    95 % interval) how much less KL it has than its control; both are paired, prompt by prompt.
+    """
     rows: list[Row] = []
     exact = judged[0]
     if not exact.scores:
         return rows
     for one in judged:
         fusion = one.run.fusion
+        controls = [other for other in judged if one.run.control and other.run.fusion == one.run.control != fusion]
         told = {
             "length": length,
             "policy": one.run.label,
@@ -255,14 +271,18 @@ def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
         }
         for task in ["all", *dict.fromkeys(one.tasks)]:
             own = [number for number, name in enumerate(one.tasks) if task in ("all", name)]
-            scores = np.array(one.scores)[own]
-            lost = np.array(exact.scores)[own] - scores
+            scores, divergences = np.array(one.scores)[own], np.array(one.divergences)[own]
             row: Row = {
-                **told, "task": task, "prompts": len(own), "score": 100 * scores.mean(), "lost": 100 * lost.mean(),
-                **_mean_and_error("kl", "kl_error", np.array(one.divergences)[own]),
+                **told, "task": task, "prompts": len(own), "score": 100 * scores.mean(),
+                **_mean_and_error("kl", "kl_error", divergences),
                 **_mean_and_error("kl_along", "along_error", np.array(one.along)[own]),
                 "recomputed": float(np.mean(np.array(one.recomputed)[own])),
             }  # fmt: skip
+            if len(own) >= FEWEST_PROMPTS and one is not exact:
+                gap = paired_interval(scores.tolist(), np.array(exact.scores)[own].tolist())
+                row |= {"difference": gap.mean, "difference_low": gap.low, "difference_high": gap.high}
+            for control in controls[:1]:
+                row |= _mean_and_error("kl_spared", "spared_error", np.array(control.divergences)[own] - divergences)
             if task == "all" and one.distances:
                 row["distances"] = np.mean(one.distances, axis=0).tolist()
             rows.append(row)

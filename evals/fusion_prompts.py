@@ -5,8 +5,14 @@ It refuses to know policies. Invariant: answers fit the order in which the chunk
 """
 
 import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
 from evals.cells import Cell, PromptSettings
@@ -33,17 +39,50 @@ class FusionPrompt:
     meta: dict[str, Any]
 
 
-def fusion_prompts(
-    model: Path, tasks: tuple[str, ...], length_tokens: int, num_prompts: int, chunk_tokens: int, seed: int
-) -> list[FusionPrompt]:
-    """`num_prompts` of all tasks together, turn by turn."""
-    tokenizer = Tokenizer(model, None)
-    chunker = Chunker(tokenizer, chunk_tokens)
-    each = -(-num_prompts // len(tasks))
-    settings = PromptSettings(model, "reference", seed, ())
-    made = [make_prompts(Cell(task, length_tokens, each, ("full",), 0), settings) for task in tasks]
-    samples = [prompt.sample for turn in zip(*made, strict=True) for prompt in turn][:num_prompts]
-    return [shuffle_chunks(sample, tokenizer, chunker, length_tokens, seed) for sample in samples]
+@dataclass(frozen=True)
+class PromptPlan:
+    """Prompts of a length, of all tasks together, turn by turn."""
+
+    model: Path
+    tasks: tuple[str, ...]
+    num_prompts: int
+    chunk_tokens: int
+    seed: int
+
+
+def fusion_prompts(plan: PromptPlan, length_tokens: int) -> list[FusionPrompt]:
+    """Made here and now."""
+    return _in_turns(plan, [_prompts_of_task(plan, task, length_tokens) for task in plan.tasks])
+
+
+@contextmanager
+def prompts_ahead(
+    plan: PromptPlan, lengths: Sequence[int], workers: int
+) -> Iterator[Callable[[int], list[FusionPrompt]]]:
+    """Gives the prompts of a length, which processes have made meanwhile; workers 0: made when they are asked for."""
+    if not workers:
+        yield partial(fusion_prompts, plan)
+        return
+    ignore_interrupts = partial(signal, SIGINT, SIG_IGN)  # a terminal sends them to all; this process decides
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), ignore_interrupts)
+    parts = {length: [pool.submit(_prompts_of_task, plan, task, length) for task in plan.tasks] for length in lengths}
+    try:
+        yield lambda length: _in_turns(plan, [part.result() for part in parts[length]])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_turns(plan: PromptPlan, made: Sequence[list[FusionPrompt]]) -> list[FusionPrompt]:
+    return [prompt for turn in zip(*made, strict=True) for prompt in turn][: plan.num_prompts]
+
+
+def _prompts_of_task(plan: PromptPlan, task: str, length_tokens: int) -> list[FusionPrompt]:
+    tokenizer = Tokenizer(plan.model, None)
+    chunker = Chunker(tokenizer, plan.chunk_tokens)
+    each = -(-plan.num_prompts // len(plan.tasks))
+    settings = PromptSettings(plan.model, "reference", plan.seed, ())
+    made = make_prompts(Cell(task, length_tokens, each, ("full",), 0), settings)
+    return [shuffle_chunks(prompt.sample, tokenizer, chunker, length_tokens, plan.seed) for prompt in made]
 
 
 def shuffle_chunks(

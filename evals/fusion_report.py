@@ -8,6 +8,9 @@ from typing import Any
 
 from evals.rows import Row
 
+RATIO = 0.15
+"""At which the policy that is shipped is chosen."""
+
 
 def render_fusion(run: Mapping[str, Any]) -> str:
     """A run, a table for each length."""
@@ -15,6 +18,9 @@ def render_fusion(run: Mapping[str, Any]) -> str:
     for length in sorted({row["length"] for row in run["rows"]}):
         own = [row for row in run["rows"] if row["length"] == length]
         lines += ["", f"### {length:,} tokens, {own[0]['prompts']} prompts", "", *render_policies(own)]
+    if least := least_diverging(run["rows"], RATIO):
+        told = [f"`{row['policy']}` at {row['length']:,} tokens ({row['kl']:.4f})" for row in least]
+        lines += ["", f"The least KL of the next token at r = {RATIO:g}: {', '.join(told)}."]
     return "\n".join(lines)
 
 
@@ -22,26 +28,36 @@ def render_policies(rows: Sequence[Row]) -> list[str]:
     """One length."""
     tasks = [task for task in dict.fromkeys(row["task"] for row in rows) if task != "all"]
     columns = [
-        "policy", "r", "KL of the next token", "KL along the answer", "distance of maps", "score", *tasks
+        "policy", "r", "KL of the next token", "less than `random`", "KL along the answer", "distance of maps", "score",
+        *tasks,
     ]  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in rows:
         if row["task"] != "all":
             continue
         same = {one["task"]: one for one in rows if (one["policy"], one["ratio"]) == (row["policy"], row["ratio"])}
+        spared = row.get("kl_spared")
         cells = [
             f"`{row['policy']}`",
             "" if row["ratio"] is None else f"{row['ratio']:g}",
             _with_error(row["kl"], row["kl_error"]),
+            "" if spared is None else _with_error(spared, row["spared_error"]),
             _with_error(row["kl_along"], row["along_error"]),
             "" if mean_distance(row) is None else f"{mean_distance(row):.3f}",
-            *(
-                "" if one is None or one["score"] is None else f"{one['score']:.1f}"
-                for one in (row, *map(same.get, tasks))
-            ),
+            _score(row),
+            *(_score(same[task]) if task in same else "" for task in tasks),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def least_diverging(rows: Sequence[Row], ratio: float) -> list[Row]:
+    """Of rows of all tasks at this ratio, those with the least KL of the next token at each length."""
+    found: dict[int, Row] = {}
+    for row in rows:
+        if row["task"] == "all" and row["ratio"] == ratio:
+            found[row["length"]] = min(row, found.get(row["length"], row), key=lambda one: one["kl"])
+    return list(found.values())
 
 
 def mean_distance(row: Row) -> float | None:
@@ -52,3 +68,12 @@ def mean_distance(row: Row) -> float | None:
 
 def _with_error(value: float, error: float | None) -> str:
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+
+
+def _score(row: Row) -> str:
+    """`97.5, -2.0 (-4.5 … +0.4)`: beside vanilla's on the same prompts."""
+    if row["score"] is None:
+        return ""
+    gap = row.get("difference")
+    apart = "" if gap is None else f", {gap:+.1f} ({row['difference_low']:+.1f} … {row['difference_high']:+.1f})"
+    return f"{row['score']:.1f}{apart}"

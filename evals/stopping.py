@@ -29,9 +29,13 @@ class Stop:
 
     def check(self) -> None:
         """Raises RunCut if it is time to end."""
+        self.check_room(0.0)
+
+    def check_room(self, seconds: float) -> None:
+        """Raises RunCut if it is time to end, or will be before `seconds` are over."""
         if self._signal is not None:
             self.cut(f"signal {self._signal}")
-        if self._seconds is not None and time.monotonic() - self._begin > self._seconds:
+        if self._seconds is not None and time.monotonic() - self._begin + seconds > self._seconds:
             self.cut(f"--seconds {self._seconds:g} are over")
 
     def cut(self, reason: str) -> None:

@@ -22,32 +22,35 @@ COMPUTED = float("inf")
 _SEAM = 1e30  # above any score; nearer to the seam is higher
 
 
-def question_scores(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> Tensor:
+def question_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Tensor:
     """A3, eq. 3: the attention that each token gets, summed over question tokens and query heads; float32 `[context]`.
 
-    query: `[question, heads, dim]`, rotated; keys `[kv_heads, context, dim]`; positions: of the queries, int64
-    `[question]`, each of which sees the tokens up to its own.
+    query: `[question, heads, dim]`, rotated, of consecutive tokens from position `begin` on, each of which sees those
+    up to itself; keys `[kv_heads, context, dim]`, of which those behind the question may be anything.
     """
     (count, heads, dim), (kv_heads, context, _) = query.shape, keys.shape
-    seen = torch.arange(context, device=keys.device)
     total = torch.zeros(context, dtype=torch.float32, device=keys.device)
     most = max(1, LOGIT_ENTRIES // (heads * context))
-    for begin in range(0, count, most):
-        rows = query[begin : begin + most]
+    nothing = keys.new_empty(1, 1, 1)
+    for first in range(0, count, most):
+        rows = query[first : first + most]
+        seen = begin + first + len(rows)
         grouped = rows.view(-1, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-        logits = (grouped @ keys.transpose(1, 2)).float().mul_(scale).view(heads, len(rows), context)
-        logits.masked_fill_(seen > positions[begin : begin + most, None], -torch.inf)
-        total += logits.softmax(-1).sum((0, 1))
+        logits = torch.baddbmm(nothing, grouped, keys[:, :seen].transpose(1, 2), beta=0, alpha=scale)
+        logits = logits.view(heads, len(rows), seen)
+        later = torch.ones(len(rows), len(rows), dtype=torch.bool, device=keys.device).triu_(1)
+        logits[..., seen - len(rows) :].masked_fill_(later, -torch.inf)
+        total[:seen] += logits.softmax(-1, dtype=torch.float32).sum((0, 1))
     return total
 
 
-def kept_scores(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> Tensor:
+def kept_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Tensor:
     """SnapKV (arXiv 2404.14469), section 4: the attention that each token gets from each KV head's own query heads,
     summed over question tokens, the mean of POOLED neighbours; float32 `[kv_heads, context]`. As `question_scores`.
     """
     heads, (kv_heads, _, _) = query.shape[1] // len(keys), keys.shape
     each = query.unflatten(1, (kv_heads, heads))
-    own = [question_scores(each[:, head], keys[head, None], positions, scale) for head in range(kv_heads)]
+    own = [question_scores(each[:, head], keys[head, None], begin, scale) for head in range(kv_heads)]
     return avg_pool1d(torch.stack(own), POOLED, 1, POOLED // 2, count_include_pad=False)
 
 

@@ -32,8 +32,7 @@ class Eviction:
         device = keys.device
         asking = torch.cat(self._queries)[: self._num_asking]
         self._queries.clear()
-        at = torch.arange(self._tail, self._tail + self._num_asking, device=device)
-        scores = kept_scores(asking, keys, at, scale)[:, self._front : self._tail]
+        scores = kept_scores(asking, keys, self._tail, scale)[:, self._front : self._tail]
         chosen = scores.topk(self._num_kept, dim=1, sorted=False).indices.sort(1).values + self._front
         tail = torch.arange(self._tail, self._num_tokens, device=device).expand(len(chosen), -1)
         kept = torch.cat([chosen, tail], 1)  # [kv_heads, tokens]

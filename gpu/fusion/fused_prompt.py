@@ -134,7 +134,7 @@ class FusedPrompt:
             query, _ = self._decoder.enter(
                 layer, hidden[asked], positions[asked], positions[asked], slots[asked], pages
             )  # fmt: skip
-            scores = question_scores(query, keys_of(), positions[asked], self._decoder.scale)
+            scores = question_scores(query, keys_of(), self.plan.question_begin, self._decoder.scale)
         return self._choose(scores)
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -207,7 +207,9 @@ class FusedPrompt:
         with streams.aside(streams.up):
             for chunk, read in self._reads.pop(layer):
                 host = torch.from_numpy(self._layer_of(chunk, read, layer)).view(2, -1, self._width)
-                buffer[:, chunk.row : chunk.row + chunk.count].copy_(host[:, : chunk.count], non_blocking=True)
+                for part in range(2):  # of both at once torch makes a copy on the device first
+                    own = buffer[part, chunk.row : chunk.row + chunk.count]
+                    own.copy_(host[part, : chunk.count], non_blocking=True)
             self._copied[layer] = streams.record()
         streams.keep((self._buffers,), streams.up)
 

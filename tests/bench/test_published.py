@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "bench" / "published").glob("*.sh"))
 THRESHOLDS = '{"rows": [{"layer_tau": {}}, {"layer_tau": {"0": 0.13, "1": 0.25}}]}'
 STUB = """#!/usr/bin/env bash
-printf '%q ' "$@" >> "$ASKED"; echo >> "$ASKED"
+printf -v asked '%q ' "$@"
+echo "$asked" >> "$ASKED" # at once: some run beside others
 echo '{thresholds}'
 """
 

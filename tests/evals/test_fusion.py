@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import torch
 from evals.fusion import (
     Answer,
     Judged,
-    PolicyRun,
     attention_map,
     divergence,
     divergences_along,
@@ -21,17 +21,18 @@ from evals.fusion import (
     judge,
     parse_policies,
 )
-from evals.fusion_prompts import FusionPrompt, fusion_prompts
-from evals.fusion_report import render_fusion, render_policies
-from evals.stopping import Stop
-from gpu.fusion.plan import UnknownPolicyError
+from evals.fusion_prompts import FusionPrompt, PromptPlan, fusion_prompts, prompts_ahead
+from evals.fusion_report import least_diverging, render_fusion, render_policies
+from evals.stopping import RunCut, Stop
 from gpu.prefill.query import PrefillQuery
-from scheduler.messages import Logprob
+from scheduler.fusion_labels import UnknownLabelError
+from scheduler.messages import Fusion, Logprob
 from server.tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE
 from tests.tolerances import METHOD_FLOAT32
 
 DOCS = Path(__file__).parents[2] / "docs"
+PLAN = PromptPlan(REFERENCE, ("several_values",), 2, 64, 0)
 
 
 def told(logits: np.ndarray, num_top: int) -> Logprob:
@@ -42,8 +43,7 @@ def told(logits: np.ndarray, num_top: int) -> Logprob:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[FusionPrompt]:
-    made = fusion_prompts(REFERENCE, ("several_values",), 256, 2, 64, 0)
-    return [replace(prompt, max_new_tokens=4) for prompt in made]
+    return [replace(prompt, max_new_tokens=4) for prompt in fusion_prompts(PLAN, 256)]
 
 
 def test_a_divergence_over_the_likeliest_tokens_is_nearly_that_over_all() -> None:
@@ -65,15 +65,38 @@ def test_divergences_along_an_answer_end_where_another_leaves_it() -> None:
     assert len(divergences_along(Answer([a, b], [], 0), Answer([a, b, c], [], 0), 9)) == 2
 
 
-def test_policies_come_once_where_they_have_no_ratio_behind_vanilla() -> None:
-    runs = parse_policies(["a3:select_layer=3,seam_tokens=4", "pie", "vanilla"], [0.1, 0.3])
-    assert [run.label for run in runs] == ["vanilla", *["a3:select_layer=3,seam_tokens=4"] * 2, "pie"]
-    assert [run.fusion.ratio for run in runs[1:]] == [0.1, 0.3, 0.0]  # type: ignore[union-attr]
+def test_policies_come_once_where_they_have_no_ratio_or_one_of_their_own_behind_vanilla() -> None:
+    labels = ["a3:select_layer=3,seam_tokens=4", "pie", "vanilla", "a3:ratio=0.2,keep_tokens=64"]
+    runs = parse_policies(labels, [0.1, 0.3])
+    assert [run.label for run in runs] == ["vanilla", *[labels[0]] * 2, "pie", labels[3]]
+    assert [run.fusion.ratio for run in runs[1:]] == [0.1, 0.3, 0.0, 0.2]  # type: ignore[union-attr]
     assert (runs[1].fusion.select_layer, runs[1].fusion.seam_tokens) == (3, 4)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="unknown setting 'layer'"):
-        parse_policies(["a3:layer=3"], [0.1])
-    with pytest.raises(UnknownPolicyError, match="known: a3, cacheblend"):
-        parse_policies(["a4"], [0.1])
+    assert runs[4].fusion.keep_tokens == 64  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("label", "wanted"),
+    [
+        ("a4", "known: a3, cacheblend"),
+        ("a3:layer=3", "'a3:layer=3': unknown setting 'layer'; have select_layer, seam_tokens, keep_tokens, ratio"),
+        ("a3:select_layer=x", "select_layer is 'x'; wanted a whole number that is not negative"),
+        ("a3:keep_tokens=-1", "keep_tokens is '-1'; wanted a whole number"),
+        ("a3:ratio=1.5", "ratio is '1.5'; wanted a number from 0 to 1"),
+        ("vanilla:speed=1", "unknown setting 'speed'"),
+    ],
+)
+def test_a_label_that_says_nothing_that_there_is_is_told_by_name(label: str, wanted: str) -> None:
+    with pytest.raises(UnknownLabelError, match=re.escape(wanted)):
+        parse_policies([label], [0.1])
+
+
+def test_a_control_computes_as_many_tokens_again_in_the_same_layers() -> None:
+    _, a3, legolink, pie, random = parse_policies(
+        ["a3:select_layer=5,keep_tokens=9", "legolink", "pie", "random"], [0.15]
+    )
+    assert a3.control == Fusion(policy="random", ratio=0.15, select_layer=5, keep_tokens=9)
+    assert pie.control is None
+    assert legolink.control == random.fusion
 
 
 def test_prompts_are_documents_in_an_order_of_their_own_whose_answers_fit_it(prompts: list[FusionPrompt]) -> None:
@@ -105,37 +128,95 @@ def test_an_attention_map_is_a_softmax_over_what_a_query_sees() -> None:
             assert (got[head, row, position + 1 :] == 0).all()
 
 
+def test_processes_make_the_prompts_that_are_made_here() -> None:
+    plan = replace(PLAN, tasks=("several_values", "facts_one_hop"), num_prompts=3)
+    with prompts_ahead(plan, [256, 512], 2) as prompts_of:
+        assert [prompts_of(length) for length in (512, 256)] == [fusion_prompts(plan, length) for length in (512, 256)]
+    assert [prompt.task for prompt in fusion_prompts(plan, 256)] == [*plan.tasks, "several_values"]
+
+
 def test_a_run_on_the_engine_that_serves_ends_where_it_is_stopped(prompts: list[FusionPrompt]) -> None:
     runs = parse_policies(["legolink", "full_reuse"], [1.0])
+    both = {256: prompts, 200: fusion_prompts(PLAN, 200)[:1]}
     with fusion_engine(REFERENCE, "cpu", max(len(one.token_ids) for one in prompts) + 48, "float32") as engine:
-        judged = judge(engine, REFERENCE, prompts, runs, 1, lambda: None, Stop(None), 2)
+        batches = [{length: len(found[0].scores) for length, found in judged.items()}
+                   for judged in judge(engine, REFERENCE, both, runs, 0, lambda: None, Stop(None), 1)]  # fmt: skip
+        assert batches == [{256: 1, 200: 0}, {256: 1, 200: 1}, {256: 2, 200: 1}], "lengths take turns"
+        (found,) = judge(engine, REFERENCE, {256: prompts}, runs, 1, lambda: None, Stop(None), 2)
         stop = Stop(None)
         stop.ask("TERM")
-        assert fusion_rows(judge(engine, REFERENCE, prompts, runs, 0, lambda: None, stop, 2), 256) == []
+        assert list(judge(engine, REFERENCE, {256: prompts}, runs, 0, lambda: None, stop, 2)) == []
         assert stop.reason == "signal TERM"
-    exact, whole, full_reuse = judged
+        stop = Stop(None)
+        asked = iter(range(99))
+
+        def ask_within_a_batch() -> None:
+            if next(asked) == 4:  # three runs a batch
+                stop.ask("INT")
+
+        (cut,) = judge(engine, REFERENCE, {256: prompts}, runs, 1, ask_within_a_batch, stop, 1)
+        assert [len(one.scores) for one in cut[256]] == [len(one.distances) for one in cut[256]] == [1, 1, 1]
+    exact, whole, full_reuse = found[256]
     assert exact.divergences == [0.0, 0.0]
     assert max(whole.along) < 1e-6 < max(full_reuse.along), "all computed again is vanilla"
     assert whole.scores == exact.scores
     assert [far.shape for far in full_reuse.distances] == [(12,)]
     assert full_reuse.distances[0].max() > 0.01 > whole.distances[0].max()
-    rows = [row for row in fusion_rows(judged, 256) if row["task"] == "all"]
+    rows = [row for row in fusion_rows(found[256], 256) if row["task"] == "all"]
     assert [row["prompts"] for row in rows] == [2, 2, 2]
     assert 0.5 < rows[1]["recomputed"] < 1.0
     assert rows[2]["recomputed"] == 0.0
 
 
+def test_a_batch_that_would_outlast_the_time_is_not_begun(
+    prompts: list[FusionPrompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(0, 10_000, 10))  # ten seconds pass between two looks
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+    stop = Stop(100)
+    with pytest.raises(RunCut, match="--seconds 100"):
+        stop.check_room(95)
+    stop = Stop(100)
+    stop.check_room(85)
+
+
+def judged_of(labels: list[str], ratios: list[float], divergences: list[list[float]]) -> list[Judged]:
+    """Two prompts of two tasks; vanilla has the first right, others none."""
+    judged = []
+    for run, apart in zip(parse_policies(labels, ratios), [[0.0, 0.0], *divergences], strict=True):
+        scores = [1.0 if run.fusion is None else 0.0, 0.0]
+        judged.append(Judged(run, scores, ["a", "b"], apart, [apart[0], apart[1] / 2], [], [0.1, 0.2]))
+    return judged
+
+
+def test_rows_pair_a_policy_with_vanilla_and_with_its_control() -> None:
+    rows = fusion_rows(judged_of(["a3", "random"], [0.15], [[0.1, 0.3], [0.5, 0.5]]), 512)
+    exact, a3, random = (row for row in rows if row["task"] == "all")
+    assert a3["kl_spared"] == pytest.approx(0.3)
+    assert a3["spared_error"] == pytest.approx(1.96 * 0.1)
+    assert a3["difference"] == pytest.approx(-50.0)
+    assert a3["difference_low"] < -50 < a3["difference_high"]
+    assert "kl_spared" not in random
+    assert "difference" not in exact
+    assert [row["task"] for row in rows[:3]] == ["all", "a", "b"]
+
+
+def test_the_policy_that_is_shipped_is_that_of_the_least_divergence_at_its_ratio() -> None:
+    labels, apart = ["a3", "legolink", "pie"], [[0.2, 0.2], [0.0, 0.0], [0.1, 0.2], [0.3, 0.3], [0.0, 0.0]]
+    judged = judged_of(labels, [0.15, 0.3], apart)
+    rows = fusion_rows(judged, 512) + fusion_rows(judged, 1024)
+    assert [(row["length"], row["policy"]) for row in least_diverging(rows, 0.15)] == [
+        (512, "legolink"), (1024, "legolink")
+    ]  # fmt: skip
+
+
 def test_the_page_has_the_lines_that_its_rows_make() -> None:
-    judged = [
-        Judged(PolicyRun(run.label, run.fusion), [1.0, 0.0], ["a", "b"], [0.0, kl], [0.0, kl / 2])
-        for run, kl in zip(parse_policies(["legolink", "pie"], [0.15]), (0.0, 0.02, 0.5), strict=True)
-    ]
-    for one in judged:
-        one.recomputed = [0.1, 0.2]
+    judged = judged_of(["legolink", "pie"], [0.15], [[0.0, 0.02], [0.0, 0.5]])
     lines = render_policies(fusion_rows(judged, 512))
-    assert lines[3] == "| `legolink` | 0.15 | 0.0100 ± 0.0196 | 0.0050 ± 0.0098 |  | 50.0 | 100.0 | 0.0 |"
+    assert lines[3].startswith("| `legolink` | 0.15 | 0.0100 ± 0.0196 |  | 0.0050 ± 0.0098 |  | 0.0, -50.0 (-")
     assert lines[4].startswith("| `pie` |  | 0.2500 ±")
-    published = json.loads((DOCS / "results" / "fusion-2k-cpu.json").read_text(encoding="utf-8"))
     page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r"\]\(results/(fusion-[\w-]+\.json)\)", page)
+    published = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))
     assert all(line in page for line in render_fusion(published).splitlines())
     assert any(math.isclose(row["ratio"] or 0, 0.15) for row in published["rows"])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.fusion.choice import question_scores
 from gpu.prefill.query import PrefillQuery
 from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
-from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL
+from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL, METHOD_FLOAT32
 
 SPANS = [(7, 47), (47, 80), (83, 148)]
 TOKENS = draw(160, 1)
@@ -45,6 +46,23 @@ def test_policies_that_do_not_look_give_the_oracles_logits(stand: FusionStand, p
     wanted, _ = Oracle(stand).fuse(TOKENS, SPANS, policy, 0.15)
     got = stand.serve(stand.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 99])
+def test_scores_are_the_questions_attention_however_it_is_cut(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, context, begin = 7, 30, 20
+    monkeypatch.setattr("gpu.fusion.choice.LOGIT_ENTRIES", rows * 4 * context)
+    numbers = np.random.default_rng(3)
+    query, keys = numbers.normal(size=(count, 4, 16)), numbers.normal(size=(2, context, 16))
+    keys[:, begin + count :] = np.nan  # not written yet
+    wanted = np.zeros(context)
+    for row in range(count):
+        for head in range(4):
+            logits = query[row, head] @ keys[head // 2, : begin + row + 1].T * 0.4
+            weights = np.exp(logits - logits.max())
+            wanted[: begin + row + 1] += weights / weights.sum()
+    got = question_scores(torch.from_numpy(query).float(), torch.from_numpy(keys).float(), begin, 0.4)
+    np.testing.assert_allclose(got.numpy(), wanted, atol=METHOD_FLOAT32)
 
 
 def test_seams_are_chosen_first_and_charged_to_the_ratio(stand: FusionStand) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evals.fusion import fusion_engine, judge, parse_policies
-from evals.fusion_prompts import fusion_prompts
+from evals.fusion_prompts import PromptPlan, fusion_prompts
 from evals.stopping import Stop
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import FUSED_BFLOAT16_KL
@@ -15,12 +15,13 @@ TASKS = ("many_needles", "facts_one_hop")
 
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])
 def test_on_a_gpu_all_tokens_computed_again_are_dense_prefill_and_few_are_near_it(rows: str) -> None:
-    prompts = fusion_prompts(FOLDER, TASKS, 3000, 6, 512, 0)
+    prompts = {3000: fusion_prompts(PromptPlan(FOLDER, TASKS, 6, 512, 0), 3000)}
     runs = parse_policies(["a3", "cacheblend", "legolink", "full_reuse"], [0.15, 1.0])
     with fusion_engine(FOLDER, "cuda", 3100, rows) as engine:
-        first = judge(engine, FOLDER, prompts, runs, 1, lambda: None, Stop(None), 2)
-        again = judge(engine, FOLDER, prompts, runs, 0, lambda: None, Stop(None), 2)
-    for one, other in zip(first, again, strict=True):
+        *_, found = judge(engine, FOLDER, prompts, runs, 1, lambda: None, Stop(None), 2)
+        *_, again = judge(engine, FOLDER, prompts, runs, 0, lambda: None, Stop(None), 2)
+    first = found[3000]
+    for one, other in zip(first, again[3000], strict=True):
         assert one.scores == other.scores
         if one.run.fusion is not None and one.run.fusion.ratio == 1.0:
             assert max(one.divergences) < FUSED_BFLOAT16_KL

@@ -1,7 +1,8 @@
 """Requests whose prompts have documents' chunks, through a whole engine of a tiny model on the CPU."""
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from msgspec import structs
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.in_flight import InFlight
 from gpu.load import load_architecture
+from gpu.methods.momo.prefill import Momo
 from gpu.model.architecture import NAMED_SHAPES, named_shape
 from gpu.model.spec import RopeScaling
+from gpu.prefill.query import Attended, PrefillQuery
 from gpu.profiles import resolve_profiles
 from gpu.sampling.params import SamplingParams
 from gpu.step import FUSED, PrefillUnit, StepPlan
@@ -24,6 +27,7 @@ from scheduler.load import chunk_kv_key, load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, ChunksStored, Delta, EngineRequest, Fusion, StoreChunks, pack_tokens
 from tests.tolerances import EVICTED_LITTLE, FUSED_LOGIT_ATOL
+from transfer.chunks.format import ChunkKey
 from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import probe_machine
 
@@ -48,12 +52,14 @@ def make_engine(
     pages_gib: float = 0.1,
     model: ModelConfig = MODEL,
     checks: bool = False,
+    profiles: dict[str, Composition] | None = None,
     **documents: object,
 ) -> Engine:
     config = EngineConfig(
         model=model,
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, check_coverage=checks),
         host=host,
+        profiles=profiles or {},
         documents=DocumentsConfig(
             **{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}  # type: ignore[arg-type]
         ),
@@ -252,6 +258,126 @@ def test_a_fused_context_goes_down_and_is_read_there(tmp_path: Path) -> None:
     assert text(again) == text(whole)
     assert down[-1].reused_tokens > 0
     assert text(down) == wanted
+    engine.shutdown()
+
+
+def flip(file: Path, draw: np.random.Generator) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(draw.integers(len(data)))] ^= 1 << int(draw.integers(8))
+    file.write_bytes(data)
+
+
+def cut(file: Path, draw: np.random.Generator) -> None:
+    os.truncate(file, int(draw.integers(file.stat().st_size)))
+
+
+def exchange(file: Path, draw: np.random.Generator) -> None:
+    others = [other for other in file.parent.glob("*.kv") if other != file]
+    file.write_bytes(others[int(draw.integers(len(others)))].read_bytes())
+
+
+def remove(file: Path, draw: np.random.Generator) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut, exchange, remove])
+@pytest.mark.parametrize("policy", ["a3", "pie"])
+def test_whatever_happens_to_files_answers_are_those_of_whole_ones(
+    damage: Callable[[Path, np.random.Generator], None], policy: str, tmp_path: Path
+) -> None:
+    engine = make_engine(tmp_path, memory_limit_gib=0.0)
+    fusion = Fusion(policy=policy, ratio=0.2 if policy == "a3" else 0.0)
+    wanted = text(serve(engine, ask("a", fusion)))
+    draw, root = np.random.default_rng(5), next(tmp_path.glob("?" * 32))
+    for number in range(4):
+        files = sorted(root.glob("*.kv"))
+        damage(files[number % len(files)], draw)
+        assert text(serve(engine, ask(f"b{number}", fusion))) == wanted
+        assert engine.scheduler.documents is not None
+        engine.scheduler.documents.store_of_chunks.delete(
+            ChunkKey("none", 1, "0" * 32)
+        ).result()  # behind what is written
+        assert len(list(root.glob("*.kv"))) == len(CHUNKS), "what was lost is stored again"
+    assert text(serve(engine, ask("c", fusion))) == wanted
+    engine.shutdown()
+
+
+def test_two_engines_share_a_folder_that_has_room_for_few_chunks(tmp_path: Path) -> None:
+    room_gib = 2.5 * max(SIZES) * 4 * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.dim / 2**30
+    engines = [make_engine(tmp_path, memory_limit_gib=0.0, disk_limit_gib=room_gib) for _ in range(2)]
+    orders = [(0, 1, 2), (2, 0, 1), (1, 2, 0)]
+    wanted = {order: text(serve(engines[0], ask(f"{order}", A3, order))) for order in orders}
+    for number, order in enumerate(2 * orders):
+        for engine in engines:
+            engine.submit([ask(f"{number}", A3, order)])
+        told: list[list[int]] = [[], []]
+        while any(engine.has_work for engine in engines):
+            for engine, tokens in zip(engines, told, strict=True):
+                for delta in engine.step() if engine.has_work else ():
+                    assert delta.finish_reason != "error"
+                    tokens += delta.token_ids
+        assert told == [wanted[order]] * 2
+    for engine in engines:
+        engine.shutdown()
+    assert sum(file.stat().st_size for file in tmp_path.glob("*/*.kv")) <= room_gib * 2**30
+
+
+MOMO = {"method": "momo", "gamma": 16, "key_block": 16, "query_block": 16, "dense_until_tokens": 32}
+
+
+def test_what_is_computed_in_full_goes_by_the_profiles_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, int]] = []
+    attend = Momo.attend
+
+    def watched(self: Momo, query: PrefillQuery) -> Attended:
+        assert query.begin is not None
+        seen.append((query.layer, query.begin, query.begin + len(query.query)))
+        return attend(self, query)
+
+    monkeypatch.setattr(Momo, "attend", watched)
+    profiles = {
+        "every-block": Composition.model_validate({"prefill": MOMO | {"k": 64, "k_trim": 64}}),
+        "few": Composition.model_validate({"prefill": MOMO | {"k": 1, "k_trim": 2}}),
+    }
+    engine = make_engine(tmp_path, profiles=profiles)
+    fusion = Fusion(policy="a3", ratio=0.2, select_layer=2)
+    with_logprobs = SamplingParams(temperature=0.0, num_logprobs=1)
+    wanted = serve(engine, ask("a", fusion, sampling=with_logprobs))
+    assert not seen
+    for number in range(2):  # the second one begins behind the text in front that the first one left
+        found = serve(engine, ask(f"b{number}", fusion, sampling=with_logprobs, attention_profile="every-block"))
+        assert text(found) == text(wanted)
+        np.testing.assert_allclose(drawn_logprobs(found), drawn_logprobs(wanted), atol=FUSED_LOGIT_ATOL)
+        assert {layer for layer, _, _ in seen} == {0, 1}, "those before the layer that looks"
+        first = sorted((begin, end) for layer, begin, end in seen if layer == 0)
+        assert first[-1][1] == len(engine_prompt(ask("", fusion)))
+        assert [end for _, end in first[:-1]] == [begin for begin, _ in first[1:]]
+        seen.clear()
+    few = serve(engine, ask("c", fusion, sampling=with_logprobs, attention_profile="few"))
+    apart = np.abs(np.subtract(drawn_logprobs(few)[:1], drawn_logprobs(wanted)[:1]))
+    assert apart.max() > FUSED_LOGIT_ATOL, "few blocks are not all of them"
+    engine.shutdown()
+
+
+def drawn_logprobs(deltas: list[Delta]) -> list[float]:
+    return [one.logprob for delta in deltas for one in delta.logprobs or []]
+
+
+def engine_prompt(request: EngineRequest) -> np.ndarray:
+    return np.frombuffer(request.prompt, np.int32)
+
+
+def test_a_fused_context_is_hashed_and_sampled(tmp_path: Path) -> None:
+    """One bit a table, so that all keys collide in two of them and a sample is all there is."""
+    host = HostConfig.model_validate({
+        "resident_tokens": 64, "residency": "fixed", "memory_limit_gib": 0.2, "dense_layers": (0,), "rows": "bfloat16",
+        "sampled": {"bits_per_table": 1, "num_tables": 64},
+    })  # fmt: skip
+    engine = make_engine(tmp_path, host, checks=True)
+    read = serve(engine, ask("a", A3, max_tokens=6, attention_profile="offloaded"))
+    sampled = serve(engine, ask("b", A3, max_tokens=6, attention_profile="sampled"))
+    assert sampled[-1].reused_tokens > 0
+    assert text(sampled) == text(read)
     engine.shutdown()
 
 

@@ -1,0 +1,41 @@
+"""What a prompt with documents takes at best: FLOPs of what is computed, bytes of rows that go to the device.
+
+It refuses to know engines and times. Tokens that were chosen may be any, so they see half of the prompt on average.
+"""
+
+from gpu.fusion.plan import get_policy, plan_fused
+from gpu.model.architecture import Architecture
+from gpu.step import FusedPrompt, PlacedChunk
+from scheduler.messages import Fusion
+from transfer.chunks.format import ChunkKey, ChunkShape
+
+
+def plan_bench_prompt(
+    fusion: Fusion, front_tokens: int, num_chunks: int, chunk_tokens: int, num_tokens: int, model: Architecture
+) -> FusedPrompt | None:
+    """Chunks of the same length one behind another, text in front and behind."""
+    key = ChunkKey("", chunk_tokens, "")
+    begins = range(front_tokens, front_tokens + num_chunks * chunk_tokens, chunk_tokens)
+    chunks = [PlacedChunk(begin, begin + chunk_tokens, key) for begin in begins]
+    windows = [spec.window_tokens for spec in model.layers]
+    return plan_fused(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, 0, chunks, 0, num_tokens,
+                      num_tokens, windows)  # fmt: skip
+
+
+def fused_cost(
+    model: Architecture, num_tokens: int, plan: FusedPrompt | None, shape: ChunkShape, num_chunk_tokens: int
+) -> tuple[float, int]:
+    """FLOPs that a prompt's first token takes, and bytes that go to the device. Chosen tokens see half the prompt."""
+    width, layers = model.num_heads * model.dim, model.num_layers
+    full_layers = layers if plan is None else plan.select_layer
+    flops = full_layers * (2.0 * num_tokens * model.num_layer_weights + 2.0 * width * num_tokens**2)
+    flops += 2.0 * model.num_embedding_weights
+    if plan is None:
+        return flops, 0
+    rest = layers - full_layers
+    num_pairs = plan.num_chosen * num_tokens / 2 + (plan.question_end - plan.question_begin) * num_tokens
+    flops += rest * (2.0 * plan.num_computed * model.num_layer_weights + 4.0 * width * num_pairs)
+    looks = get_policy(plan.policy).looks
+    if looks:  # keys and values of all tokens in the layer that looks
+        flops += 4.0 * num_tokens * model.hidden * model.num_kv_heads * model.dim
+    return flops, (rest - looks) * shape.layer_bytes(num_chunk_tokens)

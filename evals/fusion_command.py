@@ -1,0 +1,93 @@
+"""`tandem eval fusion`: policies that reuse documents, judged beside computing all of them.
+
+Invariant: a run that is stopped or killed leaves the JSON of the batches that it finished, with all policies in each.
+"""
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evals.options import Device, Json, Lengths, ModelFolder, Seconds, Seed, one_line_errors, parse_lengths, parse_tasks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def fusion(
+    model: ModelFolder,
+    policies: Annotated[str, typer.Option("--policies", help="names with spaces between; settings as "
+                                          "a3:select_layer=3,keep_tokens=1024,ratio=0.15")] =
+        "a3 cacheblend legolink random pie full_reuse",
+    ratios: Annotated[str, typer.Option("--ratios", help="of all tokens, computed again; commas between")] =
+        "0.05,0.15,0.3,0.5",
+    lengths: Lengths = "4096",
+    names: Annotated[str, typer.Option("--tasks", help="names with commas; default: needles, values, facts")] = "",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="prompts a length, of all tasks together")] = 40,
+    maps: Annotated[int, typer.Option("--maps", min=0, help="prompts whose attention maps are compared")] = 4,
+    chunk: Annotated[int, typer.Option("--chunk", min=16, help="tokens of a document's chunk")] = 512,
+    rows: Annotated[str, typer.Option("--rows", help="bfloat16, float32 or int8")] = "bfloat16",
+    seconds: Seconds = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:  # fmt: skip
+    """Compare policies that reuse documents' keys and values, in the engine that serves, with computing all of them.
+
+    Documents are cut into chunks, whose order is shuffled. KL: from vanilla's, of the next token, and along vanilla's
+    answer up to where a policy's leaves it. Distance: of the question's attention maps from vanilla's, L2 over
+    vanilla's norm, mean of layers behind the first. Lengths take turns, and all policies answer the same prompts.
+    """
+    with one_line_errors():
+        from evals.fusion import TOGETHER, fusion_engine, fusion_rows, judge, parse_policies
+        from evals.fusion_prompts import DEFAULT_TASKS, PromptPlan, prompts_ahead
+        from evals.report.document import finite, write_document
+        from evals.report.table import open_console
+        from evals.results import describe_run, machine_name
+        from evals.session import count_workers, exit_status, progress_bar, resolve_device
+        from evals.stopping import stopping
+
+        on, sizes, begin = resolve_device(device), parse_lengths(lengths), time.monotonic()
+        tasks = tuple(parse_tasks(names)) or DEFAULT_TASKS
+        labels = policies.split()
+        runs = parse_policies(labels, [float(ratio) for ratio in ratios.split(",")])
+        together = TOGETHER["cuda" if on.startswith("cuda") else "cpu"]
+        asked = f"--lengths {lengths} --samples {samples} --ratios {ratios} --policies '{' '.join(labels)}'"
+        told = {"model": str(model), "tasks": tasks, "chunk": chunk, "kept_as": rows}
+
+        def leave(found: list, reason: str | None) -> None:
+            if json_path is not None:
+                command = f"tandem eval fusion {asked}"
+                document = describe_run("fusion", command, seed, time.monotonic() - begin, machine_name(on), found)
+                write_document(json_path, document | finite(told | {"cut": reason}))
+
+        plan, found = PromptPlan(model, tasks, samples, chunk, seed), []
+        num_batches = len(sizes) * len(runs) * -(-samples // together)
+        with (
+            stopping(seconds) as stop,
+            prompts_ahead(plan, sizes, count_workers(len(sizes) * len(tasks), on)) as prompts_of,
+            progress_bar(num_batches, "batches") as advance,
+            fusion_engine(model, on, max(sizes), rows) as engine,
+        ):
+            prompts = {length: prompts_of(length) for length in sizes}
+            for judged in judge(engine, model, prompts, runs, maps, advance, stop, together):
+                found = [row for length in sizes for row in fusion_rows(judged[length], length)]
+                leave(found, "under way")  # so that a run that is killed leaves its batches
+        print_fusion(found, open_console())
+        leave(found, stop.reason)
+        if status := exit_status(found, stop.reason):
+            raise typer.Exit(status)
+
+
+def print_fusion(rows: list, console: "Console") -> None:
+    """A line for each length, policy and ratio; columns of tasks."""
+    from rich.table import Table
+
+    from evals.fusion_report import render_policies
+
+    for length in dict.fromkeys(row["length"] for row in rows):
+        head, _, *lines = render_policies([row for row in rows if row["length"] == length])
+        table = Table(*(cell.strip() for cell in head.strip("| ").split(" | ")), title=f"{length:,} tokens")
+        for line in lines:
+            table.add_row(*(cell.strip("` ") for cell in line[2:-2].split(" | ")))
+        console.print(table)

@@ -1,0 +1,52 @@
+"""How evaluations and benchmarks name a policy with its settings: `a3`, or `a3:select_layer=3,keep_tokens=1024`.
+
+It refuses to know what settings do.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gpu.fusion.plan import VANILLA, UnknownPolicyError, get_policy
+from scheduler.messages import Fusion
+
+SETTINGS: dict[str, type[int] | type[float]] = {
+    "select_layer": int, "seam_tokens": int, "keep_tokens": int, "ratio": float,
+}  # fmt: skip
+
+
+class UnknownLabelError(ValueError):
+    """A label that names no policy, or a setting that there is not; the message says what was wanted."""
+
+
+def parse_fusions(label: str, ratios: Sequence[float]) -> list[Fusion]:
+    """One for each ratio; one alone of a policy without a ratio, or where the label says its own; none of vanilla.
+
+    Raises UnknownLabelError for a policy or a setting that there is not, and for what is no value of that setting.
+    """
+    name, _, text = label.partition(":")
+    try:
+        policy = get_policy(name)
+    except UnknownPolicyError as error:
+        raise UnknownLabelError(str(error)) from None
+    given = dict(part.partition("=")[::2] for part in text.split(",") if part)
+    if name == VANILLA and not given:
+        return []
+    settings = {key: _read(label, key, value) for key, value in given.items()}
+    own = settings.pop("ratio", None)
+    chosen: Sequence[float] = (0.0,) if not policy.chooses else ratios if own is None else (own,)
+    return [msgspec.convert(settings | {"policy": name, "ratio": ratio}, Fusion) for ratio in chosen]
+
+
+def _read(label: str, key: str, value: str) -> float:
+    if key not in SETTINGS:
+        raise UnknownLabelError(f"policy {label!r}: unknown setting {key!r}; have {', '.join(SETTINGS)}")
+    try:
+        number = SETTINGS[key](value)
+    except ValueError:
+        number = -1
+    most = 1.0 if key == "ratio" else float("inf")
+    if not 0 <= number <= most:
+        wanted = "a number from 0 to 1" if key == "ratio" else "a whole number that is not negative"
+        raise UnknownLabelError(f"policy {label!r}: {key} is {value!r}; wanted {wanted}")
+    return number
