@@ -69,12 +69,12 @@ class Ways:
 
     def _predict(self) -> None:
         predict = self._serving["_score"]
-        self.side._choose = lambda layer, choice, counts: predict(layer, choice)  # type: ignore[method-assign]
+        self.side._choose = lambda layer, choice, *_: predict(layer, choice)  # type: ignore[method-assign]
 
     def _demand(self) -> None:
         side, before, fresh_of = self.side, self._serving["before"], self._fresh
 
-        def choose(layer: Blocks, choice: _Choice, counts: Tensor) -> None:
+        def choose(layer: Blocks, choice: _Choice, counts: Tensor, _: Any) -> None:
             fresh_of[self._place_of(layer)].copy_(_replace(side, layer, choice, counts))
 
         def fetch_first(reads: LayerReads) -> None:
@@ -137,7 +137,7 @@ def _replace(side: Predicted, layer: Blocks, choice: _Choice, counts: Tensor) ->
 
 def fetch(side: Predicted, layer: Blocks, fresh: Tensor) -> None:
     """What is `fresh` of a layer's slots, by the kernel that serves."""
-    fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, side._kv_heads, side._is_int8)
+    fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, side._kv_heads, side._is_int8, None)
 
 
 class Forced:
