@@ -191,49 +191,36 @@ def mac_steps(
 def predicted_steps(
     weights: Annotated[Path, typer.Option(help="a predictor")] = Path("deploy/predictors/reference.safetensors"),
     shape: Annotated[str, typer.Option(help="a named shape; the model's weights are random")] = "llama-3.1-8b",
-    context: Annotated[int, typer.Option(min=8192, help="tokens of each context")] = 32_768,
-    batches: Annotated[str, typer.Option(help="contexts, with commas")] = "1,4",
-    budgets: Annotated[str, typer.Option(help="tokens that a KV head reads of the middle, with commas")] = "2048",
+    cells: Annotated[str, typer.Option(help="tokens of each context : tokens that a KV head reads of its middle x "
+                                       "contexts, with commas; the first ones matter most")] = "32768:2048x1",
     turnovers: Annotated[str, typer.Option(help="shares of blocks that change from step to step")] = "0.05,0.2,0.5",
-    replay: Annotated[Path | None, typer.Option(help="a model's selections, of `tandem eval selections`; at budgets "
-                                                "that have them")] = None,
+    replay: Annotated[Path | None, typer.Option(help="a model's selections, of `tandem eval selections`, at the "
+                                                "largest budget or more")] = None,
     steps: Annotated[int, typer.Option(min=8, help="decode steps measured of each")] = 24,
-    trace: Annotated[Path | None, typer.Option(help="a Chrome trace of steps as they serve; beside it `.lanes.json`, "
-                                               "with a lane each for what overlaps")] = None,
+    trace: Annotated[Path | None, typer.Option(help="a Chrome trace of the first cell's steps as they serve; beside it "
+                                               "`.lanes.json`, with a lane each for what overlaps")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="nothing is begun after so many")] = None,
+    device: Device = "auto",
+    json_file: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Time whole decode steps over predicted blocks, fetched in several ways, on a GPU; the last line is JSON."""
-    import json
-    from dataclasses import asdict
+    """Time whole decode steps over predicted blocks, fetched in several ways; on the CPU device, see that they run."""
+    from bench.predicted_decode import parse_cells
+    from bench.predicted_run import Asked, run_cells
+    from bench.predicted_ways import SelectionsError, read_selections
 
-    import torch
-
-    from bench.predicted_decode import Contexts, compare_ways, measure, measure_link, tabulate
-    from bench.predicted_ways import read_selections
-    from gpu.model.architecture import named_shape
-    from transfer.tier_shape import BLOCK_TOKENS
-
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("torch finds no CUDA device; steps are timed on a GPU")
-    shares, sizes = [float(share) for share in turnovers.split(",")], [int(size) for size in batches.split(",")]
-    selections = None if replay is None else read_selections(replay)
-    contexts = Contexts(named_shape(shape), context, max(sizes), None)
-    rate = measure_link(contexts)
-    console, told = Console(), []
-    console.print(f"{shape}, {context:,} tokens, link {rate / 1e9:.1f} GB/s", highlight=False)
     try:
-        for budget in map(int, budgets.split(",")):
-            replayed = selections if selections is not None and selections.shape[3] * BLOCK_TOKENS == budget else None
-            for size in sizes:
-                found = []
-                for one in measure(contexts, weights, budget, size, shares, steps, trace, replayed):
-                    found.append(one)
-                    told.append({"budget": budget, "batch": size, **asdict(one)})
-                    print(json.dumps(told[-1]), flush=True)  # what a run that is cut leaves
-                console.print(tabulate(found, rate, f"budget {budget:,}, batch {size}"))
-                console.print("\n".join(compare_ways(found)), highlight=False)
-    finally:
-        contexts.tier.shutdown()
-    print(json.dumps({"shape": shape, "context": context, "link_gb_s": rate / 1e9, "rows": told}))
+        asked = Asked(
+            shape, parse_cells(cells), weights, [float(share) for share in turnovers.split(",")], steps,
+            None if replay is None else read_selections(replay), trace, seconds,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    try:
+        run_cells(asked, _resolve(device), json_file, Console(width=120, highlight=False))
+    except SelectionsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -291,9 +278,15 @@ def run_kernel(
 
     console = Console(stderr=True)
     warn_if_busy(console)
-    resolved = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        report(measure_rows(torch.device(resolved), console), json_file, Console())
+        report(measure_rows(torch.device(_resolve(device)), console), json_file, Console())
     except GateError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def _resolve(device: str) -> str:
+    """`auto` is cuda where there is one."""
+    import torch
+
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

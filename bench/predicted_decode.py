@@ -7,19 +7,19 @@ what a step costs without prediction and link; `predict`, as well, with the pred
 across tokens, beside the layers that follow; `demand`: likewise chosen, but fetched where a layer needs them; `layer`:
 the next layer's blocks are chosen by this layer's query and the mean keys of blocks, and fetched beside the rest of
 this layer; `refetch`: likewise, and all of the budget comes anew, as published systems do. Contexts share their rows in
-host memory, which a link does not notice. Nothing else in a step differs from what serves.
+host memory, which a link does not notice. Nothing else in a step differs from what serves. On the CPU device steps run
+eagerly, which tells that a command works and no times.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from bench.predicted_ways import NO_FETCH, WAYS, Forced, Replayed, Wanted, Way, Ways, fetch
 from bench.step_trace import trace_steps
@@ -29,15 +29,15 @@ from gpu.config import Composition
 from gpu.decode.ladder import StepKind
 from gpu.decode.steps import Batch
 from gpu.kv.layout import PageLayout
-from gpu.load import RANDOM_SEED
 from gpu.methods.predicted.device import Predicted
 from gpu.model.architecture import Architecture
-from gpu.model.weights import Weights, random_weights
+from gpu.model.weights import Weights
 from gpu.profiles import Part, resolve_profiles
 from gpu.runner import Runner
 from gpu.step import HostAsk, PageWrite, RingWrite, StepPlan
 from transfer.config import HostConfig
 from transfer.copies import PASSED
+from transfer.machine import count_physical_cores
 from transfer.tier import Answered
 from transfer.tier_shape import BLOCK_TOKENS, TierShape
 
@@ -49,6 +49,32 @@ WARM_UP_STEPS = 6
 
 REPLAYED = "replayed"
 ALONE_REPEATS = 8
+
+
+class Cell(NamedTuple):
+    """What steps are measured over: tokens of each context, that a KV head reads of its middle, and contexts."""
+
+    context: int
+    budget: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.context}:{self.budget}x{self.batch}"
+
+
+def parse_cells(text: str) -> list[Cell]:
+    """`context:budget x batch`, with commas, as `32768:4096x4,98304:2048x1`. Raises ValueError."""
+    cells = []
+    for one in text.split(","):
+        try:
+            context, _, rest = one.partition(":")
+            budget, _, batch = rest.partition("x")
+            cells.append(Cell(int(context), int(budget), int(batch)))
+        except ValueError:
+            raise ValueError(f"cells: {one!r}; wanted tokens:budget x contexts, as 32768:4096x4") from None
+        if cells[-1].context < 2 * (SINK + WINDOW) + cells[-1].budget or cells[-1].batch < 1:
+            raise ValueError(f"cells: {one!r}; wanted a context beyond its budget, and contexts")
+    return cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +98,19 @@ class Measured:
 class Contexts:
     """A tier with one run of `context` tokens that `batch` contexts share, and a model's weights."""
 
-    def __init__(self, shape: Architecture, context: int, batch: int, weights: Weights | None) -> None:
-        self.shape, self.context, self.batch = shape, context // PAGE_TOKENS * PAGE_TOKENS, batch
+    def __init__(self, shape: Architecture, context: int, batch: int, weights: Weights) -> None:
+        self.shape, self.weights = shape, weights
+        self.device = weights.embedding.device
+        self.context, self.batch = context // PAGE_TOKENS * PAGE_TOKENS, batch
         self.run_tokens = self.context - SINK - WINDOW
         layers = tuple(layer for layer in range(shape.num_layers) if layer not in DENSE_LAYERS)
         self.tier_shape = TierShape(layers, shape.num_heads, shape.num_kv_heads, shape.dim, "bfloat16", 10, 0)
         row_bytes = 2 * 2 * shape.dim * shape.num_kv_heads * len(layers)
         self.tier: CpuTier = open_tier(
-            self.tier_shape, torch.bfloat16, int(1.3 * row_bytes * self.context) + 2**30, 4, is_pinned=True
+            self.tier_shape, weights.embedding.dtype, int(1.3 * row_bytes * self.context) + 2**30,
+            min(4, count_physical_cores()), is_pinned=self.device.type == "cuda",
         )  # fmt: skip
         self._fill()
-        device = torch.device("cuda")
-        self.weights = weights or random_weights(shape, RANDOM_SEED, torch.bfloat16, device, lambda fraction: None)
 
     def _fill(self) -> None:
         pattern = torch.randn(self.shape.num_kv_heads, PATTERN_TOKENS, self.shape.dim, dtype=torch.bfloat16)
@@ -100,6 +127,9 @@ class Contexts:
         for context_id in range(1, self.batch):
             self.tier.fork(0, context_id, self.run_tokens, False)
 
+    def shutdown(self) -> None:
+        self.tier.shutdown()
+
 
 class Steps:
     """Decode steps of `batch` contexts with a budget, one cell further each."""
@@ -114,7 +144,8 @@ class Steps:
         self.runner = Runner(
             shape, contexts.weights, num_pages=batch * each, page_tokens=PAGE_TOKENS, max_running=batch,
             max_context_tokens=longest, max_hidden_tokens=4096, tier=contexts.tier, parts=(part,),
-            num_rings={str(part): batch}, sink_tokens=SINK, dtype=torch.bfloat16, device=torch.device("cuda"),
+            num_rings={str(part): batch}, sink_tokens=SINK, dtype=contexts.weights.embedding.dtype,
+            device=contexts.device,
         )  # fmt: skip
         for arena in self.runner.pool.arenas:
             arena.normal_()
@@ -135,6 +166,8 @@ class Steps:
 
     def capture(self) -> None:
         """The one kind of step that is timed."""
+        if self.contexts.device.type == "cpu":
+            return
         steps, kind = self.runner.decode_steps, StepKind(1, True)
         steps._captured.clear()
         with torch.inference_mode():
@@ -152,6 +185,8 @@ class Steps:
         for _ in range(WARM_UP_STEPS):
             self.step()
         self.runner.decode_steps.drain()
+        if self.contexts.device.type == "cpu":
+            return float(np.median([_seconds(self.step) for _ in range(steps)])) * 1e3
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         for event in events[:-1]:
             event.record()
@@ -166,46 +201,50 @@ class Steps:
 
 
 def measure(
-    contexts: Contexts, weights_file: Path, budget: int, batch: int, turnovers: Sequence[float], steps: int,
-    trace: Path | None, selections: np.ndarray | None = None,
+    contexts: Contexts, weights_file: Path, cell: Cell, turnovers: Sequence[float], steps: int,
+    selections: np.ndarray | None, trace: Path | None,
 ) -> Iterator[Measured]:  # fmt: skip
     """Each way at each turnover, and at what is replayed; `read` and `predict` once. trace: of `across`, at the last
-    of these.
+    of these; whoever stops earlier gets none.
     """
-    bench = Steps(contexts, weights_file, budget, batch)
-    ways, side = Ways(bench.side), bench.side
-    block_bytes = 2 * 2 * BLOCK_TOKENS * contexts.shape.dim
-    sources: list[tuple[float | str, Wanted]] = [(turnover, Forced(turnover)) for turnover in turnovers]
+    bench = Steps(contexts, weights_file, cell.budget, cell.batch)
+    side, device = bench.side, contexts.device
+    run_blocks = contexts.run_tokens // BLOCK_TOKENS
+    ways, block_bytes = Ways(side, run_blocks), 2 * 2 * BLOCK_TOKENS * contexts.shape.dim
+    forced = Forced(device)
+    sources: list[tuple[Wanted, Sequence[float | str]]] = [(forced, turnovers)]
     if selections is not None:
         layers, slots = len(side._layers), side.blocks.ids.shape[2]
-        blocks, device = contexts.run_tokens // BLOCK_TOKENS, side.blocks.ids.device
-        sources.append((REPLAYED, Replayed(selections, layers, side._kv_heads, slots, blocks, device)))
-    places, predict_ms = batch * side._kv_heads * len(side._layers), 0.0
-    plain = places * budget // BLOCK_TOKENS * block_bytes
+        sources.append((Replayed(selections, layers, side._kv_heads, slots, run_blocks, device), [REPLAYED]))
+    places, predict_ms = cell.batch * side._kv_heads * len(side._layers), 0.0
+    plain = places * cell.budget // BLOCK_TOKENS * block_bytes
     try:
         for way in WAYS:
-            for turnover, wanted in sources if way not in NO_FETCH else sources[:1]:
+            for wanted, shares in sources if way not in NO_FETCH else [(forced, turnovers[:1])]:
                 ways.set(way, wanted)
                 bench.capture()
-                bench.time(2)
-                before = side.fetch_counts()
-                median = bench.time(steps)
-                after, num_steps = side.fetch_counts(), steps + WARM_UP_STEPS
-                blocks_a_step = (after.fetched_blocks - before.fetched_blocks) / num_steps
-                changed = blocks_a_step * block_bytes / plain
-                if way == "refetch":
-                    blocks_a_step = places * budget / BLOCK_TOKENS * (1 - 1 / len(side._layers))
-                looked = (after.looked_blocks - before.looked_blocks) / num_steps * block_bytes / 2
-                predict_ms = median if way == "predict" else predict_ms
-                alone = hidden = None
-                if way not in NO_FETCH:
-                    alone = _time_alone(side, blocks_a_step * block_bytes / plain)
-                if way == "across" and alone:
-                    hidden = min(1.0, max(0.0, 1 - (median - predict_ms) / alone))
-                link = int(blocks_a_step * block_bytes + looked)
-                yield Measured(way, turnover, median, link, plain, changed, alone, hidden)
+                for turnover in shares:
+                    if not isinstance(turnover, str):
+                        forced.share.fill_(turnover)
+                    bench.time(2)
+                    before = side.fetch_counts()
+                    median = bench.time(steps)
+                    after, num_steps = side.fetch_counts(), steps + WARM_UP_STEPS
+                    blocks_a_step = (after.fetched_blocks - before.fetched_blocks) / num_steps
+                    changed = blocks_a_step * block_bytes / plain
+                    if way == "refetch":
+                        blocks_a_step = places * cell.budget / BLOCK_TOKENS * (1 - 1 / len(side._layers))
+                    looked = (after.looked_blocks - before.looked_blocks) / num_steps * block_bytes / 2
+                    predict_ms = median if way == "predict" else predict_ms
+                    alone = hidden = None
+                    if way not in NO_FETCH:
+                        alone = _time_alone(side, blocks_a_step * block_bytes / plain)
+                    if way == "across" and alone:
+                        hidden = min(1.0, max(0.0, 1 - (median - predict_ms) / alone))
+                    link = int(blocks_a_step * block_bytes + looked)
+                    yield Measured(way, turnover, median, link, plain, changed, alone, hidden)
         if trace is not None:
-            ways.set("across", sources[-1][1])
+            ways.set("across", sources[-1][0])
             bench.capture()
             _trace(bench, trace)
     finally:
@@ -216,15 +255,27 @@ def _time_alone(side: Predicted, share: float) -> float:
     """Milliseconds in which a share of all slots is filled, layer by layer, by the kernel that serves."""
     shape, device = side.blocks.ids.shape, side.blocks.ids.device
     fresh = ((torch.rand(shape, device=device) < share) & (side.blocks.ids >= 0)).to(torch.uint8)
+
+    def bring() -> None:
+        for layer, own in zip(side._layers, fresh, strict=True):
+            fetch(side, layer, own)
+
+    if device.type == "cpu":
+        return 1e3 * _seconds(bring)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for repeat in range(ALONE_REPEATS + 1):
         if repeat == 1:
             begin.record()
-        for layer, own in zip(side._layers, fresh, strict=True):
-            fetch(side, layer, own)
+        bring()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) / ALONE_REPEATS
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def _trace(bench: Steps, path: Path) -> None:
@@ -242,50 +293,21 @@ def _trace(bench: Steps, path: Path) -> None:
 
     answering._on_answered = note
 
+    device = bench.contexts.device
+
     def step() -> None:
         bench.step()
-        torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
-    trace_steps(step, dict, torch.device("cuda"), path, lambda: spans)
-
-
-def tabulate(found: Sequence[Measured], link_rate: float, title: str) -> Table:
-    """A line a way and turnover, beside max(compute, link): the step that only reads, and its bytes at the link's
-    rate.
-    """
-    table = Table("way", "turnover", "changed", "step, ms", "floor, ms", "times", "MB over the link", "of the budget",
-                  "alone, ms", "hidden", title=title)  # fmt: skip
-    read_ms = next(one.median_ms for one in found if one.way == "read")
-    for one in found:
-        floor = max(read_ms, one.link_bytes / link_rate * 1e3)
-        fetches = one.alone_ms is not None
-        share = one.turnover if isinstance(one.turnover, str) else f"{one.turnover:.0%}"
-        table.add_row(
-            one.way, share if fetches else "", f"{one.changed:.1%}" if fetches else "", f"{one.median_ms:.2f}",
-            f"{floor:.2f}", f"{one.median_ms / floor:.2f}", f"{one.link_bytes / 1e6:.1f}",
-            f"{one.link_bytes / one.plain_bytes:.0%}", "" if one.alone_ms is None else f"{one.alone_ms:.2f}",
-            "" if one.hidden is None else f"{one.hidden:.0%}",
-        )  # fmt: skip
-    return table
+    trace_steps(step, dict, device, path, lambda: spans)
 
 
-def compare_ways(found: Sequence[Measured]) -> list[str]:
-    """Prediction apart, and for each turnover what fetching across tokens costs over reading alone and gains over the
-    ways that fetch otherwise.
-    """
-    steps = {(one.way, one.turnover): one.median_ms for one in found}
-    read_ms, predict_ms = (next(ms for (way, _), ms in steps.items() if way == each) for each in NO_FETCH)
-    lines = [f"prediction: {predict_ms - read_ms:.2f} ms"]
-    for (way, turnover), across in steps.items():
-        if way == "across":
-            others = [f"{steps[other, turnover] / across:.2f} of {other}" for other in ("demand", "layer", "refetch")
-                      if (other, turnover) in steps]  # fmt: skip
-            lines.append(f"across at {turnover}: {across / read_ms:.2f} of reading alone; {', '.join(others)} over it")
-    return lines
-
-
-def measure_link(contexts: Contexts) -> float:
-    """Bytes a second of one copy from pinned memory, which no gather beats."""
+def measure_link(device: torch.device) -> float:
+    """Bytes a second of one copy from pinned memory, which no gather beats; on the CPU device, of one in memory."""
+    if device.type == "cpu":
+        host = torch.ones(2**26, dtype=torch.uint8)
+        return host.nbytes / min(_seconds(host.clone) for _ in range(4))
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     best = 0.0

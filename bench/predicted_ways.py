@@ -19,10 +19,15 @@ from gpu.methods.predicted.device import Predicted, _Choice
 from gpu.methods.predicted.fetching import fetch_blocks
 from gpu.methods.predicted.replacing import replace_blocks
 
-Way = Literal["read", "predict", "across", "demand", "layer", "refetch"]
+Way = Literal["read", "predict", "across", "refetch", "layer", "demand"]
 WAYS: tuple[Way, ...] = get_args(Way)
 NO_FETCH: tuple[Way, ...] = ("read", "predict")
 RING_OFFSET = 7  # steps between what the contexts of a batch replay
+
+
+class SelectionsError(ValueError):
+    """Recorded selections that cannot be replayed."""
+
 
 Wanted = Callable[[Blocks, int], Tensor]
 """Scores `[places, blocks]` of a layer, by its place among those that go down."""
@@ -31,11 +36,10 @@ Wanted = Callable[[Blocks, int], Tensor]
 class Ways:
     """How one side of a method brings its blocks; `None` gives it back what serves."""
 
-    def __init__(self, side: Predicted) -> None:
-        self.side = side
-        self._serving: dict[str, Any] = {
-            name: getattr(side, name) for name in ("_choose", "_score", "before", "after", "read")
-        }
+    def __init__(self, side: Predicted, run_blocks: int) -> None:
+        """run_blocks: of a context in host memory, whose mean keys a layer ahead is chosen by."""
+        self.side, self._run_blocks = side, run_blocks
+        self._serving: dict[str, Any] = {name: getattr(side, name) for name in ("_choose", "_score", "before", "after")}
         self._fresh = torch.zeros(side.blocks.ids.shape, dtype=torch.uint8, device=side.blocks.ids.device)
         self._means: Tensor | None = None
 
@@ -65,12 +69,12 @@ class Ways:
 
     def _predict(self) -> None:
         predict = self._serving["_score"]
-        self.side._choose = lambda layer, choice, counts: predict(layer, choice)  # type: ignore[method-assign]
+        self.side._choose = lambda layer, choice, *_: predict(layer, choice)  # type: ignore[method-assign]
 
     def _demand(self) -> None:
         side, before, fresh_of = self.side, self._serving["before"], self._fresh
 
-        def choose(layer: Blocks, choice: _Choice, counts: Tensor) -> None:
+        def choose(layer: Blocks, choice: _Choice, counts: Tensor, _: Any) -> None:
             fresh_of[self._place_of(layer)].copy_(_replace(side, layer, choice, counts))
 
         def fetch_first(reads: LayerReads) -> None:
@@ -83,11 +87,11 @@ class Ways:
         side.before = fetch_first  # type: ignore[method-assign]
 
     def _across_layers(self, is_whole: bool) -> None:
-        side, after, read = self.side, self._serving["after"], self._serving["read"]
-        size = (len(side._layers), side._kv_heads, side.blocks.history.shape[3], side._dim)
-        means = self._means = (
-            torch.randn(size, dtype=torch.bfloat16, device="cuda") if self._means is None else self._means
-        )
+        side, after, before = self.side, self._serving["after"], self._serving["before"]
+        if self._means is None:
+            size = (len(side._layers), side._kv_heads, self._run_blocks, side._dim)
+            self._means = torch.randn(size, device=side.blocks.ids.device).to(side._network.second.dtype)
+        means = self._means
 
         def choose_next(reads: LayerReads, *rest: Any) -> None:
             serving, side._choose = side._choose, lambda *_: None  # type: ignore[method-assign]
@@ -103,20 +107,20 @@ class Ways:
                 fresh = _replace(side, layer, own.choice, side._counts[place + 1])
                 fetch(side, layer, torch.ones_like(fresh) if is_whole else fresh)
 
-        def wait(reads: LayerReads, *rest: Any) -> None:
+        def wait(reads: LayerReads) -> None:
             own = side._of_rows.get(reads.rows)
-            if own is not None and own.used and reads.layer in side._places:
-                torch.cuda.current_stream().wait_stream(side._streams.up)  # type: ignore[arg-type]
-            read(reads, *rest)
+            if side._streams.up is not None and own is not None and own.used and side._places.get(reads.layer, 0):
+                torch.cuda.current_stream().wait_stream(side._streams.up)
+            before(reads)
 
         side.after = choose_next  # type: ignore[method-assign]
-        side.read = wait  # type: ignore[method-assign]
+        side.before = wait  # type: ignore[method-assign]
 
     def _place_of(self, layer: Blocks) -> int:
         return next(place for place, one in enumerate(self.side._layers) if one is layer)
 
 
-def force(layer: Blocks, turnover: float) -> Tensor:
+def force(layer: Blocks, turnover: float | Tensor) -> Tensor:
     """Scores `[places, blocks]` by which all but a share of the blocks that are there stay, and others are drawn."""
     places, blocks = layer.interior.shape
     scores = torch.rand(places, blocks, device=layer.ids.device)
@@ -133,17 +137,19 @@ def _replace(side: Predicted, layer: Blocks, choice: _Choice, counts: Tensor) ->
 
 def fetch(side: Predicted, layer: Blocks, fresh: Tensor) -> None:
     """What is `fresh` of a layer's slots, by the kernel that serves."""
-    fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, side._kv_heads, side._is_int8)
+    fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, side._kv_heads, side._is_int8, None)
 
 
 class Forced:
-    """A share of the blocks that are there goes, and others come."""
+    """A share of the blocks that are there goes, and others come. share: float32 `[]`, read when a step runs, so that a
+    captured one serves all.
+    """
 
-    def __init__(self, turnover: float) -> None:
-        self.turnover = turnover
+    def __init__(self, device: torch.device) -> None:
+        self.share = torch.zeros((), device=device)
 
     def __call__(self, layer: Blocks, place: int) -> Tensor:
-        return force(layer, self.turnover)
+        return force(layer, self.share)
 
 
 class Replayed:
@@ -152,15 +158,16 @@ class Replayed:
     def __init__(
         self, chosen: np.ndarray, layers: int, kv_heads: int, slots: int, blocks: int, device: torch.device
     ) -> None:
-        """chosen: int `[steps, layers, kv_heads, slots]`, -1: none; for so many layers of places of `kv_heads` heads,
-        by which the recorded ones are used in turn. Raises ValueError for another number of slots, or for blocks that
-        the run does not have.
+        """chosen: int `[steps, layers, kv_heads, slots]`, best first, -1: none; for so many layers of places of
+        `kv_heads` heads, by which the recorded ones are used in turn; a smaller budget has the best of a larger one's.
+        Raises SelectionsError for too few slots, or for blocks that the run does not have.
         """
         steps, _, _, recorded = chosen.shape
-        if recorded != slots or steps < 2:
-            raise ValueError(f"selections: {steps} steps of {recorded} blocks; wanted 2 or more of {slots}")
+        if recorded < slots or steps < 2:
+            raise SelectionsError(f"selections: {steps} steps of {recorded} blocks; wanted 2 or more of {slots}")
+        chosen = chosen[..., :slots]
         if chosen.max() >= blocks:
-            raise ValueError(f"selections: block {chosen.max()}, the run has {blocks}; use a longer --context")
+            raise SelectionsError(f"selections: block {chosen.max()}, the run has {blocks}; use a longer --context")
         to_and_fro = np.concatenate([chosen, chosen[-2:0:-1]])
         self._chosen = torch.from_numpy(to_and_fro.astype(np.int64)).to(device)
         self._steps = torch.zeros(layers, dtype=torch.int64, device=device)  # so far, by layer
@@ -178,8 +185,8 @@ class Replayed:
 
 
 def read_selections(path: Path) -> np.ndarray:
-    """What `tandem eval selections` wrote: int `[steps, layers, kv_heads, slots]`. Raises ValueError or OSError."""
+    """What `tandem eval selections` wrote: int `[steps, layers, kv_heads, slots]`. Raises SelectionsError, OSError."""
     with np.load(path, allow_pickle=False) as file:
         if "blocks" not in file.files or file["blocks"].ndim != 4:
-            raise ValueError(f"selections: {path} holds none; make it with `tandem eval selections`")
+            raise SelectionsError(f"selections: {path} holds none; make it with `tandem eval selections`")
         return file["blocks"]

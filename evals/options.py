@@ -62,14 +62,16 @@ def parse_lengths(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def parse_tasks(text: str) -> list[str]:
-    """`needle,list` -> ["needle", "list"]; empty where nothing is named. Raises ValueError for an unknown one."""
+def parse_tasks(text: str, more: tuple[str, ...] = ()) -> list[str]:
+    """`needle,list` -> ["needle", "list"]; empty where nothing is named. more: names beside the tasks'. Raises
+    ValueError for an unknown one.
+    """
     from evals.tasks import TASK_NAMES
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in TASK_NAMES:
-            raise ValueError(f"--tasks: unknown {name!r}; known: {', '.join(TASK_NAMES)}")
+        if name not in (*TASK_NAMES, *more):
+            raise ValueError(f"--tasks: unknown {name!r}; known: {', '.join((*TASK_NAMES, *more))}")
     return names
 
 

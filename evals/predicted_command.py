@@ -24,7 +24,7 @@ def predicted(
     """Put runs about predicted blocks together: `tandem eval results --from OUT` then writes their tables."""
     with one_line_errors():
         from evals.report.document import finite, write_document
-        from evals.report.predicted import gather
+        from evals.report.predicted import gather, summarise
 
         varied = [one.partition("=") for one in ablations]
         if any(not path for _, _, path in varied):
@@ -34,7 +34,7 @@ def predicted(
             _read(tasks), machine, date,
         )  # fmt: skip
         write_document(out, finite(document))
-        print(f"predicted: {out}")
+        print(f"{summarise(document)}\n\npredicted: {out}")
 
 
 def _read(paths: Files) -> list[dict[str, Any]]:

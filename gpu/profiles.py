@@ -189,7 +189,10 @@ def _compose(name: str, composition: Composition, methods: Mapping[str, Method],
                 f"{where}: {method.name!r} keeps KV in host memory; this deployment has no `host` section: add one, or "
                 "take the profile out"
             )
-        parts.append(Part(method, _settings_of(where, method, choice.settings, host)))
+        part = Part(method, _settings_of(where, method, choice.settings, host))
+        if host is not None and (why := method.why_impossible(part.settings, host)):
+            raise ProfileError(f"{where}.{why}")
+        parts.append(part)
     _check_together(name, parts)
     keys = [key for part in parts if (key := _kv_key(part, host))]
     return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts))

@@ -285,6 +285,7 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
     dropped_tokens: int
     fetched_blocks: int
     looked_blocks: int
+    late_blocks: int
 
 
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,6 +39,7 @@ FETCH_COUNTERS = {
     "dropped_tokens": "of these, those that nobody read",
     "fetched_blocks": "blocks of 16 tokens of a KV head that came over the link",
     "looked_blocks": "blocks whose keys alone did, to predict by",
+    "late_blocks": "blocks that did not come, since the step was over, and were left to the sample",
 }
 
 disable_created_metrics()  # type: ignore[no-untyped-call]

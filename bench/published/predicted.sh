@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # AttentionPredictor: steps over predicted blocks, prefetched across tokens, beside fetching on demand and a layer ahead.
+# Most valuable first; what does not fit into SECONDS_LEFT is left out. `cpu`: at small sizes, to see that all of it runs.
 set -euo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
-tandem eval selections --model deploy/models/reference --weights deploy/predictors/reference.safetensors --budget 2048 --out "$OUT/blocks.npz"
-steps() { tandem bench kernel predicted-steps --steps 24 "$@"; }
-steps --context 32768 --batches 1,4,8 --budgets 1024,2048,4096 --turnovers 0.05,0.2,0.5 --replay "$OUT/blocks.npz" | tee "$OUT/predicted-32k.txt"
-steps --context 98304 --batches 1,4 --budgets 2048,4096 --turnovers 0.05,0.2 --trace "$OUT/predicted-trace.json" | tee "$OUT/predicted-96k.txt"
+select=(--budget 4096 --length 16384)
+steps=(--steps 24 --cells 32768:4096x4,98304:4096x4,32768:2048x1,98304:2048x1,32768:1024x8,32768:4096x8,32768:4096x1,32768:2048x4,98304:4096x1,32768:1024x1,98304:1024x4)
+if [ "${2:-}" = cpu ]; then
+    select=(--budget 512 --length 1024 --steps 4 --device cpu)
+    steps=(--steps 8 --device cpu --shape tiny --cells 4096:512x2,4096:256x1)
+fi
+tandem eval selections --model deploy/models/reference --weights deploy/predictors/reference.safetensors "${select[@]}" --out "$OUT/blocks.npz"
+tandem bench kernel predicted-steps "${steps[@]}" --turnovers 0.05,0.2,0.5 --replay "$OUT/blocks.npz" --seconds "${SECONDS_LEFT:-200}" \
+    --trace "$OUT/predicted-trace.json" --json "$OUT/predicted-steps.json" > "$OUT/predicted-steps.txt"
+sed -n '/^aims/,$p' "$OUT/predicted-steps.txt"

@@ -72,6 +72,32 @@ def render_predicted(document: Document) -> str:
     return "\n".join(lines).rstrip()
 
 
+def summarise(document: Document) -> str:
+    """For a terminal: the tables, but of tasks a line a method."""
+    parts = (
+        (document["recovery"], render_recovery), (document["fidelity"], render_fidelity),
+        (document["errors"], render_errors), (document["rows"], summarise_tasks),
+    )  # fmt: skip
+    return "\n\n".join("\n".join(render(rows)) for rows, render in parts if rows)
+
+
+def summarise_tasks(rows: Sequence[Row]) -> list[str]:
+    """A line a length and method: tasks, mean score, the task that loses most, and what was read."""
+    lines = ["| length | method | tasks | prompts | mean | loses most | keys scored | bytes read |", "|" + "---|" * 8]
+    for length, method in dict.fromkeys((row["length"], row["method"]) for row in rows):
+        own = [row for row in rows if (row["length"], row["method"]) == (length, method)]
+        known = [row for row in own if row["difference"] is not None]
+        worst = min(known, key=lambda row: row["difference"]) if known else None
+        loss = "" if worst is None else f"{worst['difference']:+.1f} {worst['task']}"
+        read = [_mean([row[name] or 0.0 for row in own]) for name in ("head_fraction", "bytes_fraction")]
+        lines.append(
+            f"| {length:,} | `{method}` | {len(own)} | {sum(row['samples'] for row in own)} | "
+            f"{_mean([row['score'] for row in own]):.1f} | "
+            f"{loss} | {100 * read[0]:.1f} % | {100 * read[1]:.1f} % |"
+        )
+    return lines
+
+
 def render_recovery(rows: Sequence[Row]) -> list[str]:
     """A line a method, a column a cell of (length, task, budget); then means, and who is best of those that share."""
     cells = list(dict.fromkeys((row["length"], row["task"], row["budget"]) for row in rows))

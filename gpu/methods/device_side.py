@@ -72,7 +72,8 @@ class LayerReads:
 class FetchCounts:
     """What was fetched since the start, by KV head of rows that ask, summed over layers. hole_tokens: of their contexts
     that are in host memory alone; read_tokens: of these, in blocks that were fetched; dropped_tokens: read by nobody;
-    fetched_blocks: that came over the link; looked_blocks: whose keys alone did.
+    fetched_blocks: that came over the link; looked_blocks: whose keys alone did; late_blocks: that did not come since
+    the step was over.
     """
 
     hole_tokens: int
@@ -80,6 +81,7 @@ class FetchCounts:
     dropped_tokens: int
     fetched_blocks: int
     looked_blocks: int
+    late_blocks: int
 
 
 class Lent(Protocol):

@@ -65,7 +65,8 @@ class Method:
     changes the KV that it writes, of its settings and of the `host` section, each under its short name in `kv_key`;
     both empty: it writes what the model itself would. slot_bytes: device memory for one running sequence, by settings
     and model. rings: which of them have that, or None: all. refuses: methods that it cannot be composed with, by how
-    their names begin, and why. reading: how the CPU reads what is in host memory, or None: nothing goes down
+    their names begin, and why. why_impossible: these settings beside a `host` section, or None where they are not.
+    reading: how the CPU reads what is in host memory, or None: nothing goes down
     there. keeps: what of a context that goes down it needs on the device, by settings, `host` section and model, or
     None: it asks for nothing.
     device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
@@ -89,6 +90,7 @@ class Method:
     slot_bytes: Callable[[Any, Architecture], int]
     rings: RingUse | None
     refuses: Mapping[str, str]
+    why_impossible: Callable[[Any, HostConfig], str | None]
     reading: HostReading | None
     keeps: Callable[[Any, HostConfig, Architecture], Kept] | None
     device_side: str | None
@@ -100,6 +102,10 @@ class Method:
 def any_token(settings: Settings) -> int:
     """Of a method whose KV does not depend on blocks of tokens."""
     return 1
+
+
+def possible(settings: Settings, host: HostConfig) -> None:
+    """Of a method whose settings go with every `host` section."""
 
 
 def no_bytes(settings: Settings, architecture: Architecture) -> int:

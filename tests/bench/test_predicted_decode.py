@@ -1,6 +1,8 @@
 """What a benchmark of predicted blocks forces or replays: no block is wanted twice; tables say what was measured."""
 
 import io
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench.predicted_decode import REPLAYED, Measured, compare_ways, tabulate
-from bench.predicted_ways import Replayed, force, read_selections
+from bench.predicted_decode import REPLAYED, Cell, Measured, parse_cells
+from bench.predicted_run import Asked, run_cells
+from bench.predicted_tables import tabulate, tabulate_aims
+from bench.predicted_ways import WAYS, Forced, Replayed, SelectionsError, force, read_selections
 from gpu.methods.predicted.blocks import Blocks, new_blocks
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import named_shape
@@ -43,7 +47,8 @@ def test_what_was_recorded_comes_again_to_and_fro_for_each_layer_and_head() -> N
     recorded = np.stack([draw.permutation(blocks)[:slots] for _ in range(3 * 2 * kv_heads)])
     recorded = recorded.reshape(3, 2, kv_heads, slots).astype(np.int32)
     recorded[1, 1, 0, 5:] = -1  # fewer than there is room for
-    replayed = Replayed(recorded, 3, kv_heads, slots, blocks, CPU)
+    more = np.concatenate([recorded, np.full_like(recorded, blocks - 1)], 3)  # worse ones, of a larger budget
+    replayed = Replayed(more, 3, kv_heads, slots, blocks, CPU)
     for number, step in enumerate([1, 2, 1, 0, 1]):
         for place in range(3):
             scores = replayed(layer, place)
@@ -51,9 +56,9 @@ def test_what_was_recorded_comes_again_to_and_fro_for_each_layer_and_head() -> N
                 wanted = set(recorded[step, place % 2, head].tolist()) - {-1}
                 assert set(scores[head].nonzero().flatten().tolist()) == wanted, (number, place, head)
     assert not torch.equal(scores[:kv_heads], scores[kv_heads:]), "another context is at another step"
-    with pytest.raises(ValueError, match="3 steps of 64 blocks; wanted 2 or more of 32"):
-        Replayed(recorded, 3, kv_heads, 32, blocks, CPU)
-    with pytest.raises(ValueError, match="the run has 10; use a longer --context"):
+    with pytest.raises(SelectionsError, match="3 steps of 64 blocks; wanted 2 or more of 128"):
+        Replayed(recorded, 3, kv_heads, 128, blocks, CPU)
+    with pytest.raises(SelectionsError, match="the run has 10; use a longer --context"):
         Replayed(recorded, 3, kv_heads, slots, 10, CPU)
 
 
@@ -62,7 +67,7 @@ def test_a_file_without_selections_is_refused(tmp_path: Path) -> None:
     np.savez(path, blocks=np.zeros((2, 1, 1, 4), np.int32))
     assert read_selections(path).shape == (2, 1, 1, 4)
     np.savez(path, others=np.zeros(3))
-    with pytest.raises(ValueError, match="holds none; make it with `tandem eval selections`"):
+    with pytest.raises(SelectionsError, match="holds none; make it with `tandem eval selections`"):
         read_selections(path)
 
 
@@ -82,7 +87,52 @@ def test_a_table_has_floors_of_compute_and_link_prediction_apart_and_what_is_gai
         "across", "20%", "20.0%", "11.00", "10.00", "1.10", "0.4", "20%", "4.00", "88%",
     ]  # fmt: skip
     assert [cell.strip() for cell in refetch.split("│")[1:-1]][4:6] == ["30.00", "0.73"], "the link's, not compute's"
-    assert compare_ways(found) == [
-        "prediction: 0.50 ms", "across at 0.2: 1.10 of reading alone; 2.00 of refetch over it",
-        "across at replayed: 1.06 of reading alone; 2.00 of refetch over it",
-    ]  # fmt: skip
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(tabulate_aims({Cell(32768, 4096, 4): found}, 1e9))
+    assert [line.split() for line in printed.getvalue().splitlines()[1:]] == [
+        ["32768:4096x4", "20%", "11.00", "10.00", "compute", "0.50", "1.10", "2.00", "88%", "0.4", "20.0%"],
+        ["32768:4096x4", "replayed", "10.60", "10.00", "compute", "0.50", "1.06", "2.00", "90%", "0.1", "5.0%"],
+    ]
+
+
+def test_what_was_cut_before_its_aims_is_no_line_of_them() -> None:
+    found = [Measured("read", 0.2, 10.0, 0, 2_000_000, 0.0, None, None)]
+    assert tabulate_aims({Cell(8192, 512, 1): found}, 1e9).row_count == 0
+
+
+def test_cells_are_parsed_in_their_order() -> None:
+    assert parse_cells("32768:4096x4,8192:512x1") == [Cell(32768, 4096, 4), Cell(8192, 512, 1)]
+    for wrong in ("32768", "32768:4096", "32768:x4", "a:1x1", "4096:4096x1", "8192:512x0"):
+        with pytest.raises(ValueError, match=f"cells: '{wrong}'; wanted"):
+            parse_cells(f"8192:512x1,{wrong}")
+
+
+def test_one_share_serves_steps_that_are_captured_once() -> None:
+    torch.manual_seed(3)
+    layer = layer_of(4)
+    wanted, forced = Forced(CPU), []
+    layer.ids.copy_(force(layer, 0.0).topk(SETTINGS.num_slots, 1).indices)
+    for share in (0.0, 1.0):
+        wanted.share.fill_(share)
+        forced.append(wanted(layer, 0).topk(SETTINGS.num_slots, 1).indices)
+    held = layer.ids[0].tolist()
+    assert set(forced[0][0].tolist()) == set(held)
+    assert not set(forced[1][0].tolist()) & set(held)
+
+
+def test_steps_run_in_every_way_and_rows_are_left_one_by_one(tmp_path: Path, capsys) -> None:
+    out, printed = tmp_path / "steps.json", io.StringIO()
+    asked = Asked("tiny", parse_cells("2048:256x2,2048:128x1"), WEIGHTS, [0.5], 8, None, None, None)
+    run_cells(asked, "cpu", out, Console(file=printed, width=140))
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["budget"], row["way"]) for row in rows] == [(budget, way) for budget in (256, 128) for way in WAYS]
+    changed = {row["way"]: row["changed"] for row in rows if row["budget"] == 256}
+    assert changed["read"] == changed["predict"] == 0
+    assert changed["across"] == pytest.approx(0.5, abs=0.15)
+    assert changed["demand"] == pytest.approx(0.5, abs=0.15)
+    assert changed["layer"] == pytest.approx(0.25, abs=0.1), "of two layers the first is nobody's next"
+    assert "2048:256x2" in printed.getvalue()
+    assert not capsys.readouterr().out
+    run_cells(replace(asked, seconds=1e-9), "cpu", out, Console(file=printed, width=140))
+    assert json.loads(out.read_text())["rows"] == []
+    assert "time is over before 2048:256x2" in printed.getvalue()

@@ -254,6 +254,13 @@ def test_the_command_prints_a_table_and_writes_rows(tmp_path, weights):
     assert done.exit_code == 0, done.output
     assert "top-k" in done.output
     assert '"recovery"' in out.read_text()
+    before = out.read_text()
+    done = CliRunner().invoke(app, [*command, "--tasks", "text,needle", "--seconds", "0"])
+    assert done.exit_code == 3, done.output
+    assert "recovery: cut before text at 200: --seconds 0 are over" in done.output
+    assert out.read_text() == before, "what was finished is left, and nothing was"
+    done = CliRunner().invoke(app, [*command, "--tasks", "texts"])
+    assert done.exit_code == 1
     done = CliRunner().invoke(app, [*command[:4], str(tmp_path / "none.safetensors"), *command[5:]])
     assert done.exit_code == 1
 

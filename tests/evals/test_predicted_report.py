@@ -7,7 +7,14 @@ from typing import Any
 from typer.testing import CliRunner
 
 from evals.cli import app
-from evals.report.predicted import render_ablations, render_errors, render_fidelity, render_recovery
+from evals.report.predicted import (
+    render_ablations,
+    render_errors,
+    render_fidelity,
+    render_recovery,
+    summarise,
+    summarise_tasks,
+)
 from evals.results import render_run
 
 RIVALS = ("H2O, last 64, shared", "Quest, shared", "SnapKV, shared", "StreamingLLM")
@@ -48,6 +55,22 @@ def test_other_tables_have_a_line_a_setting_a_method_and_a_kind_of_heads() -> No
     assert render_errors([error, {**error, "answers": 0}])[2:] == [wanted]
 
 
+def test_a_terminal_has_a_line_a_method_of_tasks_with_the_one_that_loses_most() -> None:
+    row = {"method": "quest", "task": "needle", "length": 4096, "samples": 8, "score": 100.0, "difference": 0.0,
+           "head_fraction": 0.1, "bytes_fraction": 0.2}  # fmt: skip
+    rows = [
+        row,
+        {**row, "task": "list", "score": 50.0, "difference": -25.0},
+        {**row, "method": "full", "difference": None},
+    ]
+    assert summarise_tasks(rows)[2:] == [
+        "| 4,096 | `quest` | 2 | 16 | 75.0 | -25.0 list | 10.0 % | 20.0 % |",
+        "| 4,096 | `full` | 1 | 8 | 100.0 |  | 10.0 % | 20.0 % |",
+    ]
+    document = {"recovery": [], "fidelity": [], "errors": [], "rows": rows}
+    assert summarise(document) == "\n".join(summarise_tasks(rows)), "no headings of what is not there"
+
+
 def test_the_command_puts_runs_together_and_results_renders_them(tmp_path: Path) -> None:
     made: dict[str, Any] = {"configuration": {"samples": 2, "steps": 8}, "rows": ROWS}
     files = {name: tmp_path / f"{name}.json" for name in ("recovery", "fidelity", "out")}
@@ -65,6 +88,7 @@ def test_the_command_puts_runs_together_and_results_renders_them(tmp_path: Path)
     command += ["--errors", str(files["errors"])]
     done = CliRunner().invoke(app, [*command, "--ablation", f"M={files['recovery']}"])
     assert done.exit_code == 0, done.output
+    assert "`predicted before` is best in 2 of 4 cells" in done.output
     document = json.loads(files["out"].read_text())
     assert document["recovery"] == ROWS
     assert document["errors"] == [{**errors, "prompts": 2, "steps": 8, "task": "needle"}]

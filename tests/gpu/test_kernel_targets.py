@@ -48,7 +48,8 @@ from gpu.methods.momo.block_sparse import CONFIGS, block_sparse_attention
 from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.momo.union import unite
-from gpu.methods.predicted.fetching import fetch_blocks, look_at_blocks
+from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
+from gpu.methods.predicted.listing import NUM_COUNTS as NUM_FETCH_COUNTS
 from gpu.methods.predicted.listing import list_blocks
 from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.replacing import replace_blocks
@@ -337,7 +338,7 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
         torch.empty(rows, dtype=torch.int64, device="cuda"),
     )
     holes = torch.empty(3, rows, dtype=torch.int32, device="cuda")
-    counts = torch.empty(4, dtype=torch.int64, device="cuda")
+    counts = torch.empty(NUM_FETCH_COUNTS, dtype=torch.int64, device="cuda")
     lies = torch.empty(3, 11, 256, dtype=torch.int64, device="cuda")
     history = torch.empty(places, 65, 8192, dtype=torch.uint8, device="cuda")
     maxima, lse = (
@@ -350,10 +351,12 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
         note_step(history, maxima, lse, *lists, rings, cells, 4, kv_heads)
     fresh = replace_blocks(numbers, bits, numbers, torch.empty(places, dtype=torch.bool, device="cuda"), counts)
     query = torch.empty(rows, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
+    open_parts = torch.empty(1, dtype=torch.int32, device="cuda")
     for is_int8 in (False, True):
         for stored in _stored(dtype):
             keys = torch.empty(places * slots, 1, 16, width_of(stored, shape.dim), dtype=stored, device="cuda")
-            fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8)
+            for late in (None, Lateness(open_parts, bits, counts)):
+                fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8, late)
         look_at_blocks(history, query, lse, bits, lies, rings, cells, holes, 64, 0.1, is_int8, counts)
 
 

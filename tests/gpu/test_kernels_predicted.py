@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.methods.predicted.fetching import fetch_blocks, look_at_blocks
-from gpu.methods.predicted.listing import FETCHED, HOLE, LOOKED, NUM_COUNTS, READ, list_blocks
+from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
+from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
 from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.replacing import replace_blocks
 from tests.gpu.kernel_oracles import DEVICES
@@ -200,7 +200,7 @@ def test_a_fetched_block_is_its_run_restored_and_other_slots_stay(device: str, k
     keys, values = (torch.full((ids.size, 1, 16, DIM), torch.nan, device=device) for _ in range(2))
     fetch_blocks(
         torch.tensor(ids, device=device), torch.tensor(fresh, device=device), rows.lies, keys, values, KV_HEADS,
-        rows.is_int8,
+        rows.is_int8, None,
     )  # fmt: skip
     assert fresh.any()
     for place, slot in np.ndindex(*ids.shape):
@@ -212,6 +212,27 @@ def test_a_fetched_block_is_its_run_restored_and_other_slots_stay(device: str, k
         for one, run in zip(got, rows.runs[ring], strict=True):
             wanted = run[kv_head, 16 * ids[place, slot] :][:16].float()
             torch.testing.assert_close(one, wanted, rtol=2.0**-22, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("open_parts", [0, 1])
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_that_are_late_stand_in_no_slot_and_in_no_bit(device: str, open_parts: int) -> None:
+    rows, draw = Rows("bfloat16", device), np.random.default_rng(8)
+    ids = draw_ids(draw, 14)
+    fresh = ((draw.random(ids.shape) < 0.5) & (ids >= 0)).astype(np.uint8)
+    keys, values = (torch.full((ids.size, 1, 16, DIM), torch.nan, device=device) for _ in range(2))
+    own, bits, counts = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device), numbers(device)
+    counts[FETCHED] = 100
+    late = Lateness(torch.tensor([open_parts], dtype=torch.int32, device=device), bits, counts)
+    fetch_blocks(own, torch.tensor(fresh, device=device), rows.lies, keys, values, KV_HEADS, rows.is_int8, late)
+    there = ids if open_parts else np.where(fresh == 1, -1, ids)
+    assert 0 < fresh.sum() < (ids >= 0).sum()
+    np.testing.assert_array_equal(own.cpu().numpy(), there)
+    np.testing.assert_array_equal(bits.cpu().numpy(), bits_of(there))
+    left = 0 if open_parts else int(fresh.sum())
+    assert (int(counts[LATE]), int(counts[FETCHED])) == (left, 100 - left)
+    came = ~keys.isnan().all((1, 2, 3)).cpu().numpy().reshape(ids.shape)
+    np.testing.assert_array_equal(came, (fresh == 1) & bool(open_parts))
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])

@@ -9,6 +9,7 @@ import torch
 
 from bench.step_trace import trace_steps
 from bench.trace_lanes import COMPUTE, EXCHANGE, FETCH, PREDICTION
+from gpu.methods.predicted.blocks import Blocks
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_predicted_serving import NARROW, WIDE, PredictedTwins
 from tests.gpu.twin_runners import check_steps
@@ -40,6 +41,31 @@ def test_on_cuda_every_cell_is_covered_once_or_counted_as_dropped(method: str) -
         assert not twins.step([0, 1, 2]).failures
     torch.cuda.synchronize()
     twins.check_slots(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(), (1, 3)])
+def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, ...]) -> None:
+    """Others are wished for at every step, and each layer's wish takes longer than the step."""
+    settings = NARROW | {"late": "sample"}
+    twins = PredictedTwins(settings, "predicted+sampled", ringed=(0, 2), device="cuda")
+    side, steps = twins.side, twins.deposits.decode_steps
+
+    def wish(layer: Blocks, choice: object) -> torch.Tensor:
+        torch.cuda._sleep(4_000_000)
+        return torch.rand(layer.interior.shape, device="cuda")
+
+    side._score = wish  # type: ignore[method-assign, assignment]
+    with torch.inference_mode():
+        steps.capture(sizes, lambda done: None)
+    twins.prefill(PROMPTS)
+    check_steps(twins, [0, 1, 2], 20)
+    torch.cuda.synchronize()
+    twins.check_slots(0)
+    counts = side.fetch_counts()
+    assert counts.late_blocks > 0
+    assert counts.dropped_tokens == 0
+    assert int(side._open_parts) == 0
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 them, and too low where it was chosen by what a sample read, which is why histories hold exact attention alone.
 """
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,10 @@ TOKENS, DIM, BLOCK, CHOSEN = 512, 32, 16, 12
 BITS, TABLES, DRAWS = 4, 12, 200
 
 
-def masses(history_is_sampled: bool) -> np.ndarray:
-    """Of each draw: the mass that the sample says of all blocks but the chosen ones, over what it is."""
+def masses(history_is_sampled: bool, late: Literal["none", "by time", "by hits"] = "none") -> np.ndarray:
+    """Of each draw: the mass that the sample says of all blocks but the chosen ones, over what it is. late: a third of
+    these are not there, whichever, or those of which the tables of the step before found most.
+    """
     draw = np.random.default_rng(17)
     keys = draw.normal(size=(TOKENS, DIM))
     first = draw.normal(size=DIM)
@@ -34,6 +38,9 @@ def masses(history_is_sampled: bool) -> np.ndarray:
         near = Partial(torch.zeros(1, 1, DIM), told.logsumexp(0).view(1, 1).float())
         noted = attended_maxima(block_maxima(told[None].float(), BLOCK, -torch.inf), exact_lse(near, None)[0])
         blocks = noted[0].topk(CHOSEN).indices.numpy()
+        if late != "none":
+            found = hits[0].reshape(-1, BLOCK).sum(1)[blocks] if late == "by hits" else draw.random(CHOSEN)
+            blocks = blocks[np.argsort(found)[: 2 * CHOSEN // 3]]
         is_left = ~np.isin(np.arange(TOKENS) // BLOCK, blocks)
         estimate = (np.exp(logits[1]) / chance(cosines[1], BITS, TABLES))[is_left & hits[1]].sum()
         ratios.append(estimate / np.exp(logits[1])[is_left].sum())
@@ -50,3 +57,14 @@ def test_the_mass_of_the_rest_is_unbiased_unless_a_sample_chose_what_is_left_out
     else:
         assert abs(sigmas) < UNBIASED_SIGMAS
         assert ratios.std() < 0.5
+
+
+def test_the_mass_is_unbiased_where_blocks_are_late_by_time_alone() -> None:
+    ratios = masses(False, "by time")
+    assert abs((ratios.mean() - 1) / (ratios.std(ddof=1) / DRAWS**0.5)) < UNBIASED_SIGMAS
+    assert ratios.std() < 0.5
+
+
+def test_the_mass_is_biased_where_tables_say_which_blocks_are_late() -> None:
+    ratios = masses(False, "by hits")
+    assert (ratios.mean() - 1) / (ratios.std(ddof=1) / DRAWS**0.5) > UNBIASED_SIGMAS

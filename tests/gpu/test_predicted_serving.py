@@ -15,6 +15,7 @@ import torch
 from gpu.config import Composition
 from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.device import Predicted
+from gpu.methods.predicted.fetching import fetch_blocks
 from gpu.methods.predicted.replacing import pack_bits
 from gpu.profiles import Part, resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
@@ -128,6 +129,66 @@ def test_what_is_not_fetched_is_left_to_the_host_where_it_samples() -> None:
     assert counts.read_tokens < counts.hole_tokens
     assert counts.dropped_tokens == 0
     twins.check_slots(0)
+
+
+def leave_some_late(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Of calls that may: as if the step had been over when their layer's blocks were to be fetched."""
+    draw = np.random.default_rng(11)
+
+    def fetch(*given: Any) -> None:
+        *others, late = given
+        if late is not None:
+            assert int(late.open_parts) == 1, "the step is computed now"
+            if draw.random() < share:
+                late = replace(late, open_parts=torch.zeros_like(late.open_parts))
+        fetch_blocks(*others, late)
+
+    monkeypatch.setattr("gpu.methods.predicted.device.fetch_blocks", fetch)
+
+
+def wish_for_others(twins: PredictedTwins) -> None:
+    """Other blocks at every step, whatever is predicted."""
+    twins.side._score = lambda layer, choice: torch.rand(layer.interior.shape)  # type: ignore[method-assign]
+
+
+def test_late_blocks_are_left_to_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above; a block that came after all, or stands in a slot that it does not fill, shows as well."""
+    leave_some_late(monkeypatch, 0.5)
+    twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled", check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    wish_for_others(twins)
+    for _ in range(30):
+        check_steps(twins, [0], 1)
+        twins.check_slots(0)
+    counts = twins.side.fetch_counts()
+    assert counts.late_blocks > 0
+    assert 0 < counts.read_tokens < counts.hole_tokens
+    assert counts.dropped_tokens == 0
+    assert int(twins.side._open_parts) == 0
+    reads = counts.read_tokens
+    monkeypatch.undo()
+    twins.step([0])
+    twins.step([0])
+    assert twins.side.fetch_counts().late_blocks == counts.late_blocks, "nothing is late where steps are in order"
+    slots, layers = NARROW["budget_tokens"], len(twins.tier.shape.layers)
+    assert reads < 30 * slots * NUM_KV_HEADS * layers, "some slots stood empty"
+
+
+def test_late_blocks_are_waited_for_where_nobody_asks_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_some_late(monkeypatch, 1.0)
+    twins = PredictedTwins(NARROW, "predicted+sampled", check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    wish_for_others(twins)
+    check_steps(twins, [0], 6)
+    assert twins.side.fetch_counts().late_blocks == 0
+
+
+def test_a_step_that_failed_leaves_none_open() -> None:
+    twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled")
+    twins.prefill_down(0, PROMPT)
+    twins.side._open_parts.fill_(3)
+    twins.step([0])
+    assert int(twins.side._open_parts) == 0
 
 
 @pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])

@@ -330,3 +330,20 @@ def test_methods_that_cannot_be_together_are_refused_with_the_reason(
     assert str(refused.value) == (
         "profiles.x: 'toy' is not served with 'offloaded': it was not measured; leave out `prefill` or `host`"
     )
+
+
+# --- late blocks ------------------------------------------------------------------------------------------------------
+
+
+def test_late_blocks_are_left_to_a_sample_where_text_may_depend_on_load_alone() -> None:
+    blocks = {"method": "predicted+sampled", "weights": "predictor.safetensors"}
+    waits, leaves = (resolve({"both": {"host": {**blocks, "late": late}}})["both"] for late in ("wait", "sample"))
+    assert resolve({"both": {"host": blocks}})["both"] == waits
+    assert waits.kv_key != leaves.kv_key
+    fixed = HOST.model_copy(update={"residency": "fixed"})
+    assert resolve({"both": {"host": blocks}}, fixed)
+    wanted = r"profiles\.both\.host\.late: got 'sample' beside host\.residency 'fixed'.*wanted 'wait', or .* 'adaptive'"
+    with pytest.raises(ProfileError, match=wanted):
+        resolve({"both": {"host": {**blocks, "late": "sample"}}}, fixed)
+    with pytest.raises(ProfileError, match="unknown setting 'late' of 'predicted'"):
+        resolve({"blocks": {"host": {**blocks, "method": "predicted", "late": "sample"}}})

@@ -11,7 +11,7 @@ TOY = '''"""A toy."""
 
 from pydantic import Field
 
-from gpu.methods.method import Method
+from gpu.methods.method import Method, possible
 from gpu.methods.kept import Kept
 from transfer.settings import Settings
 
@@ -25,7 +25,7 @@ METHOD = Method(
     name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
     kv_settings={{"size": "size"}}, kv_host={{}},
     slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers,
-    rings=None, refuses={refuses}, reading={reading},
+    rings=None, refuses={refuses}, why_impossible=possible, reading={reading},
     keeps=lambda settings, host, architecture: Kept(host.sink_tokens // 2, settings.size + 90, (1,)),
     device_side=None, prefill_side={side}, align_tokens=lambda settings: 1, scored=(ToySettings(),),
 )

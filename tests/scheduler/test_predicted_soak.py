@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from gpu.config import Composition, GpuConfig, ModelConfig
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.load import load_engine
 from tests.gpu.reference_model import shallow_model
-from tests.gpu.test_predicted_serving import WEIGHTS
+from tests.gpu.test_predicted_serving import WEIGHTS, leave_some_late
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
 from transfer.config import ErrorsConfig, HostConfig, SampledConfig
 
@@ -126,6 +127,33 @@ def test_where_samples_find_every_key_texts_are_those_of_reading_all_with_epsilo
         assert errors.estimated > 0
         assert errors.in_full > 0
         (counts,) = engine._runner.fetch_counts().values()
+        assert 0 < counts.read_tokens < counts.hole_tokens
+        assert counts.dropped_tokens == 0
+    finally:
+        engine.shutdown()
+
+
+def test_where_blocks_are_late_and_samples_find_every_key_texts_are_those_of_reading_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leave_some_late(monkeypatch, 0.5)
+    config = EngineConfig(
+        model=ModelConfig(path=Path(shallow_model(3).name)),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.02, threads=1, check_coverage=True),
+        host=HostConfig(memory_limit_gib=0.05, threads=1, resident_tokens=128, sampled=EVERY_KEY),
+        profiles={"both": Composition.model_validate({"host": {**PROFILES["both"]["host"], "late": "sample"}})},
+        scheduler=SchedulerConfig(max_running=2, max_context_tokens=LONG_TOKENS + 64),
+    )
+    engine, _ = load_engine(config, plan_here(config), lambda *_: None)
+    try:
+        (side,) = engine._runner._reusing.values()
+        side._score = lambda layer, choice: torch.rand(layer.interior.shape)
+        engine.scheduler.residence.is_adaptive = False  # what goes down leaves the device at once
+        prompt = prompt_of(LONG_TOKENS, 7)
+        texts = [text(run(engine, [ask(name, prompt, 20, name)])[name]) for name in ("both", "offloaded")]
+        assert texts[0] == texts[1]
+        (counts,) = engine._runner.fetch_counts().values()
+        assert counts.late_blocks > 0
         assert 0 < counts.read_tokens < counts.hole_tokens
         assert counts.dropped_tokens == 0
     finally:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.methods.method import Method, NoSettings, no_bytes
+from gpu.methods.method import Method, NoSettings, no_bytes, possible
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.profiles import Part, Profile, resolve_profiles
 from gpu.sampling.params import SamplingParams
@@ -42,6 +42,7 @@ def make_profile(name: str, align_tokens: int) -> Profile:
         slot_bytes=no_bytes,
         rings=None,
         refuses={},
+        why_impossible=possible,
         reading=None,
         keeps=None,
         device_side=None,

@@ -21,7 +21,9 @@ STATS = Stats(
     num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6,
     prefix_queries_tokens=7, prefix_hits_tokens=8, preemptions=9, steps=10, step_seconds=11.5, rings_free=36, host=HOST,
     reuse=REUSE,
-    fetch=FetchStats(hole_tokens=37, read_tokens=38, dropped_tokens=39, fetched_blocks=40, looked_blocks=41),
+    fetch=FetchStats(
+        hole_tokens=37, read_tokens=38, dropped_tokens=39, fetched_blocks=40, looked_blocks=41, late_blocks=42
+    ),
 )  # fmt: skip
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
@@ -35,6 +37,7 @@ COUNTERS = {
     "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_restored": 35,
     "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5, "fetch_hole_tokens": 37,
     "fetch_read_tokens": 38, "fetch_dropped_tokens": 39, "fetch_fetched_blocks": 40, "fetch_looked_blocks": 41,
+    "fetch_late_blocks": 42,
     "host_answers_estimated": 60, "host_answers_heavy": 61, "host_answers_beyond_bound": 62,
     "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64, "host_answers_in_full": 65,
 }  # fmt: skip

@@ -7,12 +7,14 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpu.predictor.network import PredictorNetwork
 from training.predictor.capture import Cut, Track
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,7 @@ def draw_pairs(
 
 
 @torch.inference_mode()
-def recover(
-    network: PredictorNetwork, tracks: Sequence[Track], cut: Cut, budget_blocks: int, device: torch.device
-) -> float:
+def recover(network: nn.Module, tracks: Sequence[Track], cut: Cut, budget_blocks: int, device: torch.device) -> float:
     """Mean share of the candidates' attention that the best `budget_blocks` by prediction hold (equation 4)."""
     shares = []
     for track in tracks:
@@ -75,13 +75,13 @@ def behind(rows: Tensor, widths: Tensor) -> Tensor:
 
 
 def fit(
-    tracks: Sequence[Track], held_out: Sequence[Track], cut: Cut, recipe: Recipe, device: torch.device,
-    show: Callable[[Epoch], None], advance: Callable[[], None],
-) -> tuple[PredictorNetwork, list[Epoch]]:  # fmt: skip
-    """The network of the epoch that recovered most of the held-out attention, and all epochs. Starts from the seed."""
+    make: Callable[[], Network], tracks: Sequence[Track], held_out: Sequence[Track], cut: Cut, recipe: Recipe,
+    device: torch.device, show: Callable[[Epoch], None], advance: Callable[[], None],
+) -> tuple[Network, list[Epoch]]:  # fmt: skip
+    """A network of the epoch that recovered most of the held-out attention, and all epochs. Starts from the seed."""
     torch.manual_seed(recipe.seed)
     draw = random.Random(recipe.seed)
-    network = PredictorNetwork().to(device)
+    network = make().to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     total = recipe.epochs * recipe.per_epoch
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=total)

@@ -7,7 +7,7 @@ network of the epoch that the report names.
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from rich.console import Console
 from evals.fidelity import text_prompts
 from evals.forward import load_decoder
 from evals.tasks.haystack import TextSource
-from gpu.predictor.network import save_network
+from gpu.predictor.network import PredictorNetwork, save_network
 from training.predictor.capture import Cut, Track, capture
-from training.predictor.fit import Epoch, Recipe, fit
+from training.predictor.fit import Epoch, Network, Recipe, fit
+from training.predictor.kinds import kinds, num_parameters
 from training.progress import progress_bar
 from training.reference.narrative import Narrator
 
@@ -71,6 +72,65 @@ def split(tracks: dict[int, list[list[Track]]]) -> tuple[list[Track], list[Track
 def train(model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device: str) -> None:
     """Write the predictor and, beside it, a report of what made it. Progress goes to stderr."""
     begun = time.monotonic()
+    texts = capture_texts(model, plan, cut, recipe, device)
+    network, epochs = fit_to(texts, PredictorNetwork, cut, recipe)
+    best = best_of(epochs)
+    report = {
+        **texts.report(plan, cut, recipe), "best": asdict(best), "epochs": [asdict(epoch) for epoch in epochs],
+        "seconds": round(time.monotonic() - begun, 1),
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"block": str(cut.block), "history": str(cut.steps), "recovery": f"{best.recovery:.4f}"}
+    save_network(network, out, facts)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({"out": str(out), "best_epoch": best.number + 1, "recovery": round(best.recovery, 4)}))
+
+
+def compare(
+    model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device: str, names: Sequence[str]
+) -> None:
+    """Fit networks of other kinds alike (`training.predictor.kinds`) and write what each recovers; no predictor.
+
+    Raises ValueError for an unknown kind.
+    """
+    known = kinds(cut.steps)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--compare: unknown {name!r}; known: {', '.join(known)}")
+    texts = capture_texts(model, plan, cut, recipe, device)
+    rows: list[dict[str, Any]] = []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        begun = time.monotonic()
+        network, epochs = fit_to(texts, known[name], cut, recipe)
+        best = best_of(epochs)
+        rows.append({"kind": name, "parameters": num_parameters(network), "recovery": best.recovery,
+                     "best_epoch": best.number + 1, "seconds": round(time.monotonic() - begun, 1)})  # fmt: skip
+        print(json.dumps(rows[-1]), flush=True)
+        report = {**texts.report(plan, cut, recipe), "kinds": rows}
+        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a model attended to: tracks to fit to, those held out, and some of these, which epochs are chosen by."""
+
+    model: str
+    device: torch.device
+    fitted: list[Track]
+    held: list[Track]
+    some: list[Track]
+
+    def report(self, plan: TextPlan, cut: Cut, recipe: Recipe) -> dict[str, Any]:
+        """What was fitted to, and how."""
+        return {
+            "model": self.model, "texts": [path.name for path in plan.files] or "generated prose",
+            "lengths": plan.lengths, "texts_a_length": plan.texts, "targets": plan.targets, "cut": asdict(cut),
+            "recipe": asdict(recipe), "tracks": len(self.fitted), "held_out_tracks": len(self.held),
+        }  # fmt: skip
+
+
+def capture_texts(model: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device: str) -> Texts:
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     decoder = load_decoder(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
     prompts = read_prompts(model, plan)
@@ -81,25 +141,20 @@ def train(model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, devi
             tracks[length] = [capture(decoder, prompt, cut, plan.targets, advance) for prompt in texts]
     fitted, held = split(tracks)
     some = random.Random(recipe.seed).sample(held, min(len(held), 160))
+    return Texts(decoder.architecture.name, on, fitted, held, some)
+
+
+def fit_to(
+    texts: Texts, make: Callable[[], Network], cut: Cut, recipe: Recipe
+) -> tuple[Network, list[Epoch]]:  # fmt: skip
+    """`fit`, with progress on stderr."""
     console = Console(stderr=True)
 
     def show(epoch: Epoch) -> None:
         console.print(f"epoch {epoch.number + 1}/{recipe.epochs}: loss={epoch.loss:.3e} recovery={epoch.recovery:.4f}")
 
     with progress_bar(recipe.epochs * recipe.per_epoch, "fitting: steps") as advance:
-        network, epochs = fit(fitted, some, cut, recipe, on, show, advance)
-    best = best_of(epochs)
-    report = {
-        "model": decoder.architecture.name, "texts": [path.name for path in plan.files] or "generated prose",
-        "lengths": plan.lengths, "texts_a_length": plan.texts, "targets": plan.targets, "cut": asdict(cut),
-        "recipe": asdict(recipe), "tracks": len(fitted), "held_out_tracks": len(held), "best": asdict(best),
-        "epochs": [asdict(epoch) for epoch in epochs], "seconds": round(time.monotonic() - begun, 1),
-    }  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"block": str(cut.block), "history": str(cut.steps), "recovery": f"{best.recovery:.4f}"}
-    save_network(network, out, facts)
-    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({"out": str(out), "best_epoch": best.number + 1, "recovery": round(best.recovery, 4)}))
+        return fit(make, texts.fitted, texts.some, cut, recipe, texts.device, show, advance)
 
 
 def best_of(epochs: Sequence[Epoch]) -> Epoch:

@@ -1,6 +1,6 @@
 """Full attention over a context that stays on the device: what an empty slot `host` means."""
 
-from gpu.methods.method import Method, NoSettings, any_token, no_bytes
+from gpu.methods.method import Method, NoSettings, any_token, no_bytes, possible
 
 METHOD = Method(
     name="exact",
@@ -13,6 +13,7 @@ METHOD = Method(
     slot_bytes=no_bytes,
     rings=None,
     refuses={},
+    why_impossible=possible,
     reading=None,
     keeps=None,
     device_side=None,

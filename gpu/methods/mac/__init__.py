@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu.methods.kept import Kept
 from gpu.methods.mac.settings import MacSettings
-from gpu.methods.method import Method, RingUse, any_token, no_bytes, no_work_bytes
+from gpu.methods.method import Method, RingUse, any_token, no_bytes, no_work_bytes, possible
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 
@@ -65,6 +65,7 @@ METHOD = Method(
     slot_bytes=ring_bytes,
     rings=RingUse(count_rings, least_tokens, no_bytes, no_work_bytes),
     refuses={"predicted": "a head that reuses reads no blocks, so what predicts them would see too few"},
+    why_impossible=possible,
     reading=None,
     keeps=keep_what_is_matched,
     device_side="gpu.methods.mac.device",

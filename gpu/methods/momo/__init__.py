@@ -4,7 +4,7 @@ MOMO ("Measure Once, Mask Once: Delta Refined Block Sparse Attention"). Its outp
 (eq. 2), so it is no softmax over a set of tokens, and is merged with nothing.
 """
 
-from gpu.methods.method import Method, no_bytes
+from gpu.methods.method import Method, no_bytes, possible
 from gpu.methods.momo.settings import MomoSettings
 
 
@@ -33,6 +33,7 @@ METHOD = Method(
     slot_bytes=no_bytes,
     rings=None,
     refuses={},
+    why_impossible=possible,
     reading=None,
     keeps=None,
     device_side=None,

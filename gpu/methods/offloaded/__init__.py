@@ -2,7 +2,7 @@
 
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
 from gpu.methods.kept import keep_as_set
-from gpu.methods.method import Method, NoSettings, any_token, no_bytes
+from gpu.methods.method import Method, NoSettings, any_token, no_bytes, possible
 
 METHOD = Method(
     name="offloaded",
@@ -15,6 +15,7 @@ METHOD = Method(
     slot_bytes=no_bytes,
     rings=None,
     refuses={},
+    why_impossible=possible,
     reading="whole",
     keeps=keep_as_set,
     device_side=None,

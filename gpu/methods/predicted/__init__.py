@@ -10,7 +10,7 @@ from typing import Any
 
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
 from gpu.methods.kept import Kept, join_kept, keep_as_set
-from gpu.methods.method import Method, RingUse, any_token
+from gpu.methods.method import Method, RingUse, any_token, possible
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
@@ -103,6 +103,7 @@ METHOD = Method(
     slot_bytes=ring_bytes,
     rings=RINGS,
     refuses={},
+    why_impossible=possible,
     reading="whole",
     keeps=keep_what_is_exempt,
     device_side=DEVICE_SIDE,

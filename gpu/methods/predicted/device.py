@@ -4,7 +4,9 @@ It refuses to know requests and placements. A layer's next blocks are chosen beh
 stream of their own beside the layers that follow; the step ends behind the last of them, so that a block that is read
 is there, and a step is one graph. Invariants: what is chosen follows from histories, and these from what was read
 exactly, never from a sample; slots change only behind their layer's attention; a step that reads more of a context in
-host memory than was chosen from, or the first of a ring, has its blocks chosen and fetched before it begins.
+host memory than was chosen from, or the first of a ring, has its blocks chosen and fetched before it begins. Where the
+settings leave late blocks to the host's sample, a step that is computed ends without those whose fetch has not begun,
+and they stand in no slot: which these are follows from time, never from what a table holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +24,8 @@ from gpu.kernels.arguments import runs_on_triton
 from gpu.kernels.paged_decode_attention import Reading, paged_decode_attention, workspace_for
 from gpu.methods.device_side import FetchCounts, LayerReads, Lent, RingSide, Site
 from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
-from gpu.methods.predicted.fetching import fetch_blocks, look_at_blocks
-from gpu.methods.predicted.listing import FETCHED, HOLE, LOOKED, NUM_COUNTS, READ, Listed, list_blocks
+from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
+from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, Listed, list_blocks
 from gpu.methods.predicted.noting import exact_lse, note_step
 from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.replacing import replace_blocks
@@ -118,6 +120,7 @@ class Predicted(RingSide):
         self._known_places: dict[int, np.ndarray] = {}
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._streams = Streams(device)
+        self._open_parts = torch.zeros(1, dtype=torch.int32, device=device)  # of the step that is computed
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
         self._told = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
@@ -159,6 +162,7 @@ class Predicted(RingSide):
     # --- decode -------------------------------------------------------------------------------------------------------
 
     def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None], lent: Lent) -> None:
+        self._open_parts.zero_()  # a step that failed has left some
         behind: dict[int, tuple[int, int]] = {}
         for row, (slot, cell, ask) in enumerate(zip(slots, cells, asks, strict=True)):
             ring = self._held.get(slot)
@@ -179,6 +183,8 @@ class Predicted(RingSide):
             return
         if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
             self._of_rows[rows] = self._look_up(rows, reads.asks)
+            if reads.asks:
+                self._open_parts.add_(1)
         own, layer = self._of_rows[rows], self._layers[place]
         if reads.maxima is None:
             size = (rows.num_rows, self._kv_heads * self._group, layer.history.shape[2])
@@ -229,9 +235,12 @@ class Predicted(RingSide):
                     layer.history, reads.query, lse, layer.bits, layer.lies, own.rings, rows.cells, rows.holes, every,
                     self._dim**-0.5, self._is_int8, counts,
                 )  # fmt: skip
-            self._choose(layer, own.choice, counts)
+            late = Lateness(self._open_parts, layer.bits, counts) if self.settings.leaves_late else None
+            self._choose(layer, own.choice, counts, late)
 
     def finish(self, rows: StepRows) -> None:
+        if self._of_rows[rows].choice is not None:
+            self._open_parts.sub_(1)
         if self._streams.up is not None and self._of_rows[rows].used:
             torch.cuda.current_stream(self._streams.up.device).wait_stream(self._streams.up)
 
@@ -250,7 +259,7 @@ class Predicted(RingSide):
     def fetch_counts(self) -> FetchCounts:
         sums = self._told.sum(0).tolist()
         dropped = 0 if self._is_sampled else sums[HOLE] - sums[READ]
-        return FetchCounts(sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED])
+        return FetchCounts(sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE])
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -285,7 +294,7 @@ class Predicted(RingSide):
             spread(is_in), spread(is_whole), spread(widths.int()), spread(((cells + 2) % rows).int()), spread(is_out)
         )
 
-    def _choose(self, layer: Blocks, choice: _Choice, counts: Tensor) -> None:
+    def _choose(self, layer: Blocks, choice: _Choice, counts: Tensor, late: Lateness | None) -> None:
         scores = self._score(layer, choice).masked_fill_(choice.is_out, -torch.inf)
         slots = layer.ids.shape[1]
         best = scores.topk(min(slots, scores.shape[1]), 1, sorted=False)
@@ -293,7 +302,7 @@ class Predicted(RingSide):
         if wanted.shape[1] < slots:
             wanted = functional.pad(wanted, (0, slots - wanted.shape[1]), value=EMPTY)
         fresh = replace_blocks(layer.ids, layer.bits, wanted, choice.is_in, counts)
-        fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8)
+        fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8, late)
 
     def _score(self, layer: Blocks, choice: _Choice) -> Tensor:
         """Float32 `[places, blocks]`."""
@@ -320,7 +329,7 @@ class Predicted(RingSide):
         cells, limits = upload(numbers, self._last_cells.device)
         choice = self._choice(cells, limits)
         for layer, counts in zip(self._layers, self._counts, strict=True):
-            self._choose(layer, choice, counts)
+            self._choose(layer, choice, counts, None)
 
     def _place(self, ring: int, places: np.ndarray) -> None:
         """Where a ring's run lies, in stream order, if it has moved or grown."""

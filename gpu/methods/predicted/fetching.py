@@ -2,11 +2,12 @@
 
 It refuses to know which blocks are wanted. The device reads pinned memory by address, so a block is a few kilobytes
 over the link and no copy is ordered for it. Invariants: centre and scale are given back, so a slot holds what the pages
-would, stored as there; whoever calls holds a loan of the rows until the device has passed. Bytes over the link: of the
-blocks, once.
+would, stored as there; whoever calls holds a loan of the rows until the device has passed; a block that is left out
+stands in no slot and in no bit. Bytes over the link: of the blocks, once.
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,17 +29,31 @@ from gpu.kernels.kv_rows import (
     scale_of,
     scales_of,
 )
-from gpu.methods.predicted.listing import LOOKED, NUM_COUNTS
+from gpu.methods.predicted.blocks import EMPTY
+from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS
 from gpu.methods.predicted.noting import code_of
 from gpu.predictor.history import attended_maxima, compress
 from transfer import places
 from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
+_FETCHED, _LATE = tl.constexpr(FETCHED), tl.constexpr(LATE)
 _BLOCK, _WORD, _PLAIN = tl.constexpr(BLOCK_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(PLAIN)
 _END, _KEYS, _VALUES = tl.constexpr(places.RUN_END), tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 _CENTRE, _KEY_SCALE = tl.constexpr(places.CENTRE), tl.constexpr(places.KEY_SCALE)
 _VALUE_SCALE, _COLUMNS = tl.constexpr(places.VALUE_SCALE), tl.constexpr(COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """Blocks that are not begun when no step is open any more are left out. open_parts: int32 `[1]`, of a step, that
+    are computed now; bits: int32 `[places, words]` of the layer, see `Blocks`; counts: int64 `[NUM_COUNTS]`, LATE is
+    added to, and FETCHED taken from.
+    """
+
+    open_parts: Tensor
+    bits: Tensor
+    counts: Tensor
 
 
 def read_block(lies: Tensor, block: int, kv_head: int, dim: int, is_int8: bool) -> tuple[Tensor, Tensor]:
@@ -69,10 +84,19 @@ def _at(address: int, num_bytes: int) -> Tensor:
 
 
 def fetch_blocks_reference(
-    ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool
-) -> None:
+    ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool,
+    late: Lateness | None,
+) -> None:  # fmt: skip
     """Plain torch on the CPU; see `fetch_blocks`."""
     slots = ids.shape[1]
+    if late is not None and int(late.open_parts) <= 0:
+        for place, slot in fresh.nonzero().tolist():
+            block = int(ids[place, slot])
+            late.bits[place, block // WORD_BITS] ^= torch.tensor(1 << block % WORD_BITS).int()
+            ids[place, slot] = EMPTY
+            late.counts[LATE] += 1
+            late.counts[FETCHED] -= 1
+        return
     for place, slot in fresh.nonzero().tolist():
         ring, kv_head = divmod(place, kv_heads)
         own = read_block(lies[ring], int(ids[place, slot]), kv_head, dim_of(keys), is_int8)
@@ -148,13 +172,21 @@ def _keys_at(
 
 @triton.jit
 def _fetch_kernel(
-    ids, fresh, lies, keys, values, slots,
+    ids, fresh, lies, keys, values, open_parts, bits, counts, slots, words,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     place, slot = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if tl.load(fresh + place * slots + slot) == 0:
         return
+    if LEAVES:  # noqa: SIM102 - known when it is compiled
+        if tl.load(open_parts, volatile=True) <= 0:  # as it is now, not as some program found it
+            block = tl.load(ids + place * slots + slot)
+            tl.atomic_xor(bits + place * words + block // _WORD, tl.full([], 1, tl.int32) << (block % _WORD))
+            tl.store(ids + place * slots + slot, -1)
+            tl.atomic_add(counts + _LATE, tl.full([], 1, tl.int64))
+            tl.atomic_add(counts + _FETCHED, tl.full([], -1, tl.int64))
+            return
     kv_head = place % KV_HEADS
     lies += place // KV_HEADS * (_COLUMNS * PIECES)
     token = tl.load(ids + place * slots + slot).to(tl.int64) * _BLOCK
@@ -225,12 +257,13 @@ def _look_kernel(
 
 
 def fetch_blocks(
-    ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool
-) -> None:
+    ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool,
+    late: Lateness | None,
+) -> None:  # fmt: skip
     """Bring the blocks of one layer's slots that are `fresh`, uint8 `[places, slots]`; see `Blocks` for the others.
 
-    is_int8: how rows are stored, else bf16. Raises ValueError for another shape, dtype or device; addresses are
-    trusted, and blocks must be of the runs that they lie in.
+    is_int8: how rows are stored, else bf16; late: which may be left out, or None: all are waited for. Raises ValueError
+    for another shape, dtype or device; addresses are trusted, and blocks must be of the runs that they lie in.
     """
     op, (num_places, slots), device, dim = "fetch_blocks", ids.shape, ids.device, dim_of(keys)
     rings, _, pieces = lies.shape
@@ -239,15 +272,20 @@ def fetch_blocks(
     check(op, "lies", lies, (rings, COLUMNS, pieces), torch.int64, device)
     check_pages(op, "keys", keys, (num_places * slots, 1, BLOCK_TOKENS, dim), keys.dtype, device)
     check(op, "values", values, tuple(keys.shape), keys.dtype, device)
+    if late is not None:
+        check(op, "open parts", late.open_parts, (1,), torch.int32, device)
+        check(op, "bits", late.bits, (num_places, late.bits.shape[1]), torch.int32, device)
+        check(op, "counts", late.counts, (NUM_COUNTS,), torch.int64, device)
     if not runs_on_triton(keys):
-        fetch_blocks_reference(ids, fresh, lies, keys, values, kv_heads, is_int8)
+        fetch_blocks_reference(ids, fresh, lies, keys, values, kv_heads, is_int8, late)
         return
     if not has_codes(keys):
         check_dtype(op, keys)
+    lateness = (ids, ids, ids) if late is None else (late.open_parts, late.bits, late.counts)
     _fetch_kernel[(slots, num_places)](
-        ids, fresh, lies, keys, values, slots,
+        ids, fresh, lies, keys, values, *lateness, slots, 1 if late is None else late.bits.shape[1],
         KV_HEADS=kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
-        INT8=is_int8, KIND=kind_of(keys), num_warps=1,
+        INT8=is_int8, KIND=kind_of(keys), LEAVES=late is not None, num_warps=1,
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from gpu.methods.predicted.blocks import EMPTY
 from transfer.tier_shape import BLOCK_TOKENS
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)
-HOLE, READ, FETCHED, LOOKED = range(4)  # of counts: tokens by KV head, and blocks
-NUM_COUNTS = 4
+HOLE, READ, FETCHED, LOOKED, LATE = range(5)  # of counts: tokens by KV head, and blocks
+NUM_COUNTS = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ class PredictedSettings(Settings):
                               "eighth of the memory beside the weights holds, at least one")  # fmt: skip
 
     @property
+    def leaves_late(self) -> bool:
+        """Whether a step does not wait for blocks that have not come when it is computed."""
+        return False
+
+    @property
     def num_slots(self) -> int:
         """Blocks that a KV head reads."""
         return self.budget_tokens // BLOCK_TOKENS

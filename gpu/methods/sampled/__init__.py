@@ -5,7 +5,7 @@ The host tier builds one kind of hash table, whoever asks: so the settings stand
 
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
 from gpu.methods.kept import keep_as_set
-from gpu.methods.method import Method, any_token, no_bytes
+from gpu.methods.method import Method, any_token, no_bytes, possible
 from transfer.config import SampledConfig
 
 METHOD = Method(
@@ -19,6 +19,7 @@ METHOD = Method(
     slot_bytes=no_bytes,
     rings=None,
     refuses={},
+    why_impossible=possible,
     reading="sample",
     keeps=keep_as_set,
     device_side="gpu.methods.sampled.codes",
