@@ -8,12 +8,36 @@ BLOCK_DIM, a power of two, on chip alone.
 import triton
 import triton.language as tl
 
-from gpu.kernels.kv_rows import PLAIN, floats_of, widen
+from gpu.kernels.attended_codes import (
+    MIN_GROUP_COLUMNS,
+    RUN_CELLS,
+    attend_runs,
+    cells_of,
+    merge_warps,
+    new_states,
+    order_query,
+    runs_of,
+)
+from gpu.kernels.kv_rows import PLAIN
 
-MAXIMA_CELLS = 16  # of a block whose largest logit is asked for
-MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take
+MAXIMA_CELLS = RUN_CELLS  # of a block whose largest logit is asked for
+MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take as a first operand
 
 _MAXIMA_CELLS, _PLAIN = tl.constexpr(MAXIMA_CELLS), tl.constexpr(PLAIN)
+
+
+def group_rows(group: int, kind: int) -> int:
+    """Query heads of a KV head, with the padding that they are attended with."""
+    return max(MIN_GROUP_ROWS if kind == PLAIN else MIN_GROUP_COLUMNS, triton.next_power_of_2(group))
+
+
+@triton.jit
+def _new_state(BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Of no cells: the highest logit, mass, output and cells that were read."""
+    top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_GROUP], tl.float32)
+    out = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    return top, mass, out, tl.zeros([BLOCK_GROUP], tl.int32)
 
 
 @triton.jit
@@ -22,43 +46,31 @@ def _attend_block(
     scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr,
-    COUNTED: tl.constexpr, KIND: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Add the cells `[tokens]` that each head `reads` `[group, tokens]`. With BOUNDED a head may read none of them, and
     `loaded` `[tokens]` are cells that may be loaded in their place; otherwise it says which of them may be.
     """
     PADDED: tl.constexpr = BLOCK_DIM != DIM
-    WIDTH: tl.constexpr = DIM if KIND == _PLAIN else DIM + 4  # of a row in its page, with its scale
     column = tl.arange(0, BLOCK_DIM)
     is_column = (column < DIM)[None, :]
     if BOUNDED:
         page = tl.load(pages + loaded // PAGE_TOKENS).to(tl.int64)
-        begin, offset = (page * KV_HEADS + kv_head) * PAGE_TOKENS, loaded % PAGE_TOKENS
-        address = begin[:, None] * WIDTH + offset[:, None] * DIM + column[None, :]
+        row = (page * KV_HEADS + kv_head) * PAGE_TOKENS + loaded % PAGE_TOKENS
+        address = row[:, None] * DIM + column[None, :]
         if PADDED:  # noqa: SIM108
             key = tl.load(key_pages + address, mask=is_column, other=0.0)
         else:
             key = tl.load(key_pages + address)
     else:
         page = tl.load(pages + cell // PAGE_TOKENS, mask=loaded, other=0).to(tl.int64)
-        begin, offset = (page * KV_HEADS + kv_head) * PAGE_TOKENS, cell % PAGE_TOKENS
-        address = begin[:, None] * WIDTH + offset[:, None] * DIM + column[None, :]
+        row = (page * KV_HEADS + kv_head) * PAGE_TOKENS + cell % PAGE_TOKENS
+        address = row[:, None] * DIM + column[None, :]
         is_there = loaded[:, None]
         if PADDED:
             is_there = is_there & is_column
         key = tl.load(key_pages + address, mask=is_there, other=0.0)
-    if KIND == _PLAIN:
-        logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
-    else:
-        word = begin // 4 * WIDTH + PAGE_TOKENS * DIM // 4 + offset  # where a row's scale is, in words
-        if BOUNDED:
-            key_scale = tl.load(floats_of(key_pages) + word)
-            value_scale = tl.load(floats_of(value_pages) + word)
-        else:
-            key_scale = tl.load(floats_of(key_pages) + word, mask=loaded, other=0.0)
-            value_scale = tl.load(floats_of(value_pages) + word, mask=loaded, other=0.0)
-        logits = tl.dot(rows, tl.trans(widen(key, rows.dtype, KIND)), input_precision="ieee")
-        logits *= (key_scale * scale_log2)[None, :]
+    logits = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale_log2
     logits = tl.where(reads, logits, float("-inf"))
     if MAXIMA:
         LN2: tl.constexpr = 0.6931471805599453
@@ -82,9 +94,6 @@ def _attend_block(
         value = tl.load(value_pages + address, mask=is_column, other=0.0)
     else:
         value = tl.load(value_pages + address)
-    if KIND != _PLAIN:
-        weights *= value_scale[None, :]
-        value = widen(value, rows.dtype, KIND)
     out = out * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return higher, mass, out, covered
 
@@ -93,22 +102,35 @@ def _attend_block(
 def attend_blocks(
     rows, key_pages, value_pages, pages, maxima, kv_head, first, last, context, is_head, scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
-    KIND: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
+    COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Blocks `[first, last)` of a context, of which every head reads all."""
-    top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_GROUP], tl.float32)
-    out = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
-    covered = tl.zeros([BLOCK_GROUP], tl.int32)
+    if KIND == _PLAIN:
+        query = rows
+        top, mass, out, covered = _new_state(BLOCK_GROUP, BLOCK_DIM)
+    else:
+        query = order_query(rows, WARPS)
+        top, mass, out, covered = new_states(WARPS, BLOCK_GROUP, BLOCK_DIM)
     for block in range(first, last):
-        cell = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        inside = cell < context
-        top, mass, out, covered = _attend_block(
-            rows, key_pages, value_pages, pages, maxima, kv_head, cell, inside, inside[None, :], is_head, top, mass,
-            out, covered, scale_log2,
-            KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED, KIND,
-        )  # fmt: skip
+        if KIND == _PLAIN:
+            cell = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+            inside = cell < context
+            top, mass, out, covered = _attend_block(
+                query, key_pages, value_pages, pages, maxima, kv_head, cell, inside, inside[None, :], is_head, top,
+                mass, out, covered, scale_log2,
+                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, False, MAXIMA, COUNTED,
+            )  # fmt: skip
+        else:
+            run = runs_of(block, BLOCK_TOKENS, WARPS)
+            cells = cells_of(run)
+            top, mass, out, covered = attend_runs(
+                query, key_pages, value_pages, pages, maxima, kv_head, run, tl.minimum(run, context - 1), cells,
+                (cells < context)[:, :, None], is_head, top, mass, out, covered, scale_log2,
+                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, MAXIMA, COUNTED, KIND,
+            )  # fmt: skip
+    if KIND != _PLAIN:
+        top, mass, out, covered = merge_warps(top, mass, out, covered)
     return top, mass, out, covered
 
 
@@ -117,19 +139,22 @@ def attend_spans(
     rows, key_pages, value_pages, pages, maxima, kv_head, first, last, front, back, below, begin, end, is_head,
     scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
-    KIND: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
+    COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on. A head reads of these those below its
     `below` and in `[its begin, its end)`; all three are 0 where `is_head` is not.
 
-    No load has a mask: in place of a cell that no head reads, one that a head does read is loaded, and not looked at.
-    Heads whose spans do not meet take turns, so that what lies between is not touched; that some read twice is rare.
+    No load has a mask: in place of a cell that no head reads, one that a head does read is loaded, and not looked at
+    (of codes, in place of a run of cells). Heads whose spans do not meet take turns, so that what lies between is not
+    touched; that some read twice is rare.
     """
-    top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_GROUP], tl.float32)
-    out = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
-    covered = tl.zeros([BLOCK_GROUP], tl.int32)
+    if KIND == _PLAIN:
+        query = rows
+        top, mass, out, covered = _new_state(BLOCK_GROUP, BLOCK_DIM)
+    else:
+        query = order_query(rows, WARPS)
+        top, mass, out, covered = new_states(WARPS, BLOCK_GROUP, BLOCK_DIM)
     NEVER: tl.constexpr = 1 << 30
     skipped = back - front
     meet = tl.max(tl.where(begin < end, begin, 0), 0) <= tl.min(tl.where(begin < end, end, NEVER), 0)
@@ -143,16 +168,33 @@ def attend_spans(
         start = tl.where(low_end > 0, 0, tl.maximum(tl.maximum(known, back) - skipped, 0) // BLOCK_TOKENS)
         stop = tl.cdiv(tl.where(span_end > back, span_end - skipped, tl.minimum(low_end, front)), BLOCK_TOKENS)
         for block in range(tl.maximum(first, start), tl.minimum(last, stop)):
-            place = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-            cell = tl.where(place < front, place, place + skipped)
-            one = cell[None, :]
-            reads = (one < own_below[:, None]) | ((one >= begin[:, None]) & (one < own_end[:, None]))
-            inside = (cell < low_end) | ((cell >= span_begin) & (cell < span_end))
-            top, mass, out, covered = _attend_block(
-                rows, key_pages, value_pages, pages, maxima, kv_head, cell, tl.where(inside, cell, known), reads,
-                is_head, top, mass, out, covered, scale_log2,
-                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, MAXIMA, COUNTED, KIND,
-            )  # fmt: skip
+            if KIND == _PLAIN:
+                place = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+                cell = tl.where(place < front, place, place + skipped)
+                one = cell[None, :]
+                reads = (one < own_below[:, None]) | ((one >= begin[:, None]) & (one < own_end[:, None]))
+                inside = (cell < low_end) | ((cell >= span_begin) & (cell < span_end))
+                top, mass, out, covered = _attend_block(
+                    query, key_pages, value_pages, pages, maxima, kv_head, cell, tl.where(inside, cell, known), reads,
+                    is_head, top, mass, out, covered, scale_log2,
+                    KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, True, MAXIMA, COUNTED,
+                )  # fmt: skip
+            else:
+                place = runs_of(block, BLOCK_TOKENS, WARPS)
+                run = tl.where(place < front, place, place + skipped)
+                cells = cells_of(run)
+                one = cells[:, :, None]
+                reads = (one < own_below[None, None, :]) | (
+                    (one >= begin[None, None, :]) & (one < own_end[None, None, :])
+                )
+                inside = (run < low_end) | ((run + _MAXIMA_CELLS > span_begin) & (run < span_end))
+                top, mass, out, covered = attend_runs(
+                    query, key_pages, value_pages, pages, maxima, kv_head, run, tl.where(inside, run, known), cells,
+                    reads, is_head, top, mass, out, covered, scale_log2,
+                    KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, MAXIMA, COUNTED, KIND,
+                )  # fmt: skip
+    if KIND != _PLAIN:
+        top, mass, out, covered = merge_warps(top, mass, out, covered)
     return top, mass, out, covered
 
 

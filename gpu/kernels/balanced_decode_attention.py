@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attended_blocks import MAXIMA_CELLS, MIN_GROUP_ROWS, attend_spans, store_partial
+from gpu.kernels.attended_blocks import MAXIMA_CELLS, attend_spans, group_rows, store_partial
 from gpu.kernels.kv_rows import kind_of
 
 PIECES_PER_SM = 4
@@ -28,7 +28,7 @@ CONFIGS = {
     (1, 64): (64, 4, 3, 128),
     (1, 96): (64, 4, 3, 128),
     (1, 128): (64, 4, 3, 128),
-    (1, 256): (32, 4, 3, 128),
+    (1, 256): (64, 4, 3, 168),
     (2, 64): (64, 4, 2, 128),
     (2, 96): (64, 4, 2, 128),
     (2, 128): (64, 4, 2, 128),
@@ -105,8 +105,8 @@ def _balanced_kernel(
     piece_out, piece_lse, piece_covered, ends, scale_log2, query_stride, max_pages, pairs,
     plane_stride, row_stride, head_stride, maxima_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAIRS: tl.constexpr, NARROW: tl.constexpr,
-    FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
+    NARROW: tl.constexpr, FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if FAR else 1
     program = tl.program_id(0)
@@ -176,7 +176,7 @@ def _balanced_kernel(
             top, mass, out, covered = attend_spans(
                 rows, key_pages, value_pages, pages, highest, kv_head, first - start, stop - start, front, back,
                 below, from_cell, to_cell, is_head, scale_log2,
-                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED, KIND,
+                KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, WARPS, MAXIMA, COUNTED, KIND,
             )  # fmt: skip
             row = (program + segment).to(tl.int64) * GROUP + member
             store_partial(
@@ -252,7 +252,7 @@ def launch_balanced(
     kv_heads, page_tokens = key_pages.shape[1:3]
     group, pairs, pieces = heads // kv_heads, requests * kv_heads, num_pieces(num_sms)
     block_tokens, num_warps, num_stages, registers = CONFIGS[key_pages.element_size(), dim]
-    block_dim = triton.next_power_of_2(dim)
+    block_dim, kind = triton.next_power_of_2(dim), kind_of(key_pages)
     is_counted = covered is not None
     ends = torch.empty(pairs * parts, dtype=torch.int32, device=query.device)
     counts = ends  # not looked at
@@ -264,9 +264,9 @@ def launch_balanced(
         piece_out, piece_lse, counts, ends, scale * 1.4426950408889634, query.stride(0), page_table.stride(0), pairs,
         *bounds.stride(), 0 if maxima is None else maxima.shape[-1],
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=block_dim, PAGE_TOKENS=page_tokens,
-        BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
+        BLOCK_GROUP=group_rows(group, kind), BLOCK_TOKENS=block_tokens, WARPS=num_warps,
         PAIRS=PAIRS_AT_ONCE, NARROW=triton.next_power_of_2(group),
-        FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind_of(key_pages),
+        FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind,
         num_warps=num_warps, num_stages=num_stages, maxnreg=registers,
     )  # fmt: skip
     at_once = merged_at_once(pieces, pairs)

@@ -6,30 +6,64 @@ tensor has the shape `[pages, kv_heads, page_tokens, dim + 4]` and a dtype that 
 bytes of FP8 (e4m3). Invariants: a row is read as code * scale, the largest element of a row is the largest code, and a
 row with an element that is not finite is read as NaN. Bytes moved: rows read once and written once.
 
-No card needs to know FP8: its byte, moved to the bits of a float, is the number times 2**-120. Those that do
-(compute capability 8.9) convert by themselves.
+No card needs to know FP8: its byte, moved to the bits of a float, is the number times 2**-120. No code, whatever its
+bits, is read as NaN: that is the scale's to say. In bf16 four codes are widened in 8 (int8) or 10 instructions, since
+conversions between integers and floats are the slowest that a card has: as many bytes as memory gives they can't turn
+around.
 """
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, check_contiguous, check_dtype, runs_on_triton
+from gpu.kernels.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
 from gpu.kv.layout import SCALE_BYTES, KvFormat
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 LARGEST_CODE = {torch.int8: 127.0, torch.uint8: 448.0}
 SMALLEST_SCALE = 1e-30  # of rows that are all zero
-NATIVE_FP8 = (8, 9)  # the first compute capability that converts e4m3
 BLOCK_ROWS = 32
 
-PLAIN, INT8, FP8_BITS, FP8 = range(4)  # how a kernel meets rows: the compute dtype, int8, e4m3 by bits or by itself
-_INT8, _FP8_BITS, _FP8 = tl.constexpr(INT8), tl.constexpr(FP8_BITS), tl.constexpr(FP8)
+PLAIN, INT8, FP8 = range(3)  # how a kernel meets rows: the compute dtype, int8 or e4m3
+_INT8, _FP8, _INTERPRETED = tl.constexpr(INT8), tl.constexpr(FP8), tl.constexpr(INTERPRETED)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
+# Of four codes in a register, two pairs of bf16. A code of int8 is its lower 7 bits, which behind 128's exponent make
+# 128 and themselves, less 128, or less 256 where the sign is set, which makes 256 of 128.
+_INT8_TO_BF16 = tl.constexpr(
+    """{
+        .reg .b32 pair<2>, more<2>, less<2>, one;
+        mov.b32 one, 0x3F803F80;
+        prmt.b32 pair0, $2, 0, 0x4140;
+        prmt.b32 pair1, $2, 0, 0x4342;
+        lop3.b32 more0, pair0, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 more1, pair1, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 less0, pair0, 0x00800080, 0xC300C300, 0xEA;
+        lop3.b32 less1, pair1, 0x00800080, 0xC300C300, 0xEA;
+        fma.rn.bf16x2 $0, more0, one, less0;
+        fma.rn.bf16x2 $1, more1, one, less1;
+    }"""
+)
+# A code of e4m3 is a sign and 7 bits, which behind a bf16's sign are the number times 2**-120; to which -0 is added.
+_FP8_TO_BF16 = tl.constexpr(
+    """{
+        .reg .b32 pair<2>, size<2>, power, zero;
+        mov.b32 power, 0x7B807B80;
+        mov.b32 zero, 0x80008000;
+        prmt.b32 pair0, $2, 0, 0x1404;
+        prmt.b32 pair1, $2, 0, 0x3424;
+        shr.u32 size0, pair0, 4;
+        shr.u32 size1, pair1, 4;
+        and.b32 size0, size0, 0x07F007F0;
+        and.b32 size1, size1, 0x07F007F0;
+        lop3.b32 size0, pair0, 0x80008000, size0, 0xEA;
+        lop3.b32 size1, pair1, 0x80008000, size1, 0xEA;
+        fma.rn.bf16x2 $0, size0, power, zero;
+        fma.rn.bf16x2 $1, size1, power, zero;
+    }"""
+)
 
 
 def stored_dtype(kv: KvFormat, dtype: torch.dtype) -> torch.dtype:
@@ -58,17 +92,10 @@ def dim_of(pages: Tensor) -> int:
 
 
 def kind_of(pages: Tensor) -> int:
-    """How a kernel on this device meets these rows: PLAIN, INT8, FP8_BITS or FP8."""
+    """How a kernel meets these rows: PLAIN, INT8 or FP8."""
     if not has_codes(pages):
         return PLAIN
-    if pages.dtype == torch.int8:
-        return INT8
-    return FP8 if pages.is_cuda and _capability(pages.device.index) >= NATIVE_FP8 else FP8_BITS
-
-
-@cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return INT8 if pages.dtype == torch.int8 else FP8
 
 
 def check_pages(op: str, name: str, pages: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
@@ -126,12 +153,15 @@ def read_cells(pages: Tensor, page_ids: Tensor, heads: Tensor | int, offsets: Te
 @triton.jit
 def widen(codes, DTYPE: tl.constexpr, KIND: tl.constexpr):
     """Codes as numbers of DTYPE, which holds all of them."""
-    if KIND == _FP8_BITS:
+    if tl.bfloat16 == DTYPE and not _INTERPRETED:
+        if KIND == _INT8:
+            numbers = tl.inline_asm_elementwise(_INT8_TO_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+        else:
+            numbers = tl.inline_asm_elementwise(_FP8_TO_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+    elif KIND == _FP8:
         bits = codes.to(tl.int32)
         moved = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
         numbers = (moved.to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
-    elif KIND == _FP8:
-        numbers = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:
         numbers = codes.to(DTYPE)
     return numbers
@@ -153,8 +183,6 @@ def encode_rows(x, scale, KIND: tl.constexpr):
     if KIND == _INT8:
         steps = tl.floor(steps + 0.5)
         codes = tl.where(steps == steps, steps, 0.0).to(tl.int8)
-    elif KIND == _FP8:
-        codes = steps.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = steps.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF

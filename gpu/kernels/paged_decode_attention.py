@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
-from gpu.kernels.attended_blocks import MAXIMA_CELLS, MIN_GROUP_ROWS, attend_blocks, store_partial
+from gpu.kernels.attended_blocks import MAXIMA_CELLS, attend_blocks, group_rows, store_partial
 from gpu.kernels.balanced_decode_attention import launch_balanced, num_places
 from gpu.kernels.kv_rows import check_pages, kind_of
 from gpu.kernels.paged_decode_reference import attend_cells, attend_whole
@@ -34,7 +34,7 @@ CONFIGS = {
     (1, 64): (64, 4, 3),
     (1, 96): (64, 4, 3),
     (1, 128): (64, 4, 3),
-    (1, 256): (32, 4, 3),
+    (1, 256): (64, 4, 3),
     (2, 64): (64, 4, 3),
     (2, 96): (64, 4, 2),
     (2, 128): (64, 4, 2),
@@ -144,8 +144,8 @@ def _split_kernel(
     query, key_pages, value_pages, page_table, slots, context_lens, maxima,
     split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits, maxima_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr,
-    KIND: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
+    COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member = tl.arange(0, BLOCK_GROUP)
@@ -166,7 +166,7 @@ def _split_kernel(
     last = tl.minimum(first + split_blocks, num_blocks)
     top, mass, out, covered = attend_blocks(
         rows, key_pages, value_pages, pages, highest, kv_head, first, last, context, is_head, scale_log2,
-        KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, MAXIMA, COUNTED, KIND,
+        KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, WARPS, MAXIMA, COUNTED, KIND,
     )  # fmt: skip
     row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
     store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED)
@@ -293,7 +293,7 @@ def _launch_splits(
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
     block_tokens, num_warps, num_stages = CONFIGS[key_pages.element_size(), dim]
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
-    group = heads // kv_heads
+    group, kind = heads // kv_heads, kind_of(key_pages)
     is_counted = covered is not None
     split_covered = slots  # not looked at
     if is_counted:
@@ -303,8 +303,8 @@ def _launch_splits(
         workspace.out, workspace.lse, split_covered, scale * 1.4426950408889634, query.stride(0), page_table.stride(0),
         splits, 0 if maxima is None else maxima.shape[-1],
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_TOKENS=page_tokens,
-        BLOCK_GROUP=max(MIN_GROUP_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS=block_tokens,
-        MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind_of(key_pages),
+        BLOCK_GROUP=group_rows(group, kind), BLOCK_TOKENS=block_tokens, WARPS=num_warps,
+        MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     _reduce_kernel[(requests, heads)](

@@ -28,7 +28,7 @@ from gpu.kernels.exchange_pack import exchange_pack, new_counters
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.head_norm import head_norm
-from gpu.kernels.kv_rows import FP8, FP8_BITS, read_rows, width_of, write_rows
+from gpu.kernels.kv_rows import read_rows, width_of, write_rows
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.merge_attended import merge_attended
 from gpu.kernels.packed import Packed
@@ -467,7 +467,6 @@ def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes
     recorded: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
         patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128))
-        patch.setattr(gpu.kernels.kv_rows, "_capability", lambda index: (8, 0))
         for module, name, kernel in list(_kernels()):
             patch.setattr(module, name, Recorder(kernel, recorded))
         for call in dict.fromkeys(calls):
@@ -511,19 +510,9 @@ def test_every_launch_of_other_families_compiles_likewise(name, family_launches)
     _compile_all(name, 89, family_launches)
 
 
-KV_KERNELS = ("_rope_kv_write_kernel", "_split_kernel", "_balanced_kernel", "_gather_pages_kernel", "_read_rows_kernel",
-              "_write_rows_kernel", "_fetch_kernel")  # fmt: skip
-
-
 def _compile_all(name: str, capability: int, launches: list[Launch]) -> None:
     seen = set()
     own = [launch for launch in launches if launch[0].__name__ == name]
-    if capability >= 89:  # which converts FP8 by itself
-        is_fp8 = [name in KV_KERNELS and options["KIND"] == FP8_BITS for *_, options in own]
-        own = [
-            (*launch, {**options, "KIND": FP8} if is_one else options)
-            for (*launch, options), is_one in zip(own, is_fp8, strict=True)
-        ]
     for kernel, args, options in own:
         source, compile_options = _source(kernel, args, options)
         key = (str(source.signature), str(source.constants), str(source.attrs), str(compile_options))
