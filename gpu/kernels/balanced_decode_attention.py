@@ -25,9 +25,9 @@ PIECES_A_WARP = 8
 # (itemsize of a stored element, dim): block_tokens, num_warps, num_stages, registers of a thread (for as many programs
 # at once as an SM is given). Every row fits 99 KiB of shared memory.
 CONFIGS = {
-    (1, 64): (64, 4, 3, 128),
-    (1, 96): (64, 4, 3, 128),
-    (1, 128): (64, 4, 3, 128),
+    (1, 64): (64, 2, 3, 168),
+    (1, 96): (64, 2, 3, 168),
+    (1, 128): (64, 2, 3, 168),
     (1, 256): (64, 4, 3, 168),
     (2, 64): (64, 4, 2, 128),
     (2, 96): (64, 4, 2, 128),

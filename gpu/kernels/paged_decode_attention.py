@@ -31,9 +31,9 @@ PROGRAMS_PER_SM = 4
 
 # (itemsize of a stored element, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
 CONFIGS = {
-    (1, 64): (64, 4, 3),
-    (1, 96): (64, 4, 3),
-    (1, 128): (64, 4, 3),
+    (1, 64): (64, 2, 3),
+    (1, 96): (64, 2, 3),
+    (1, 128): (64, 2, 3),
     (1, 256): (64, 4, 3),
     (2, 64): (64, 4, 3),
     (2, 96): (64, 4, 2),
