@@ -120,7 +120,7 @@ def test_bytes_are_those_that_are_held(name: str, files) -> None:
         tensor for layer in got.layers for part in layer.__slots__ if (tensor := getattr(layer, part)) is not None
     ]
     held = sum(tensor.nbytes for tensor in [*tensors, got.final_norm, got.logits])
-    assert step_weight_bytes(shape, 2, is_packed=True) == held
+    assert step_weight_bytes(shape, 2, True, 1) == held
     assert weight_bytes(shape, 2, is_packed=True) == held + got.embedding.nbytes
 
 

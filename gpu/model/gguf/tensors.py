@@ -14,7 +14,7 @@ from gpu.model.gguf.config import MODEL_TYPES, ROPE_TENSORS
 from gpu.model.gguf.file import GgufFile, GgufTensor
 from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
 from gpu.model.matrix_format import MatrixFormat, Quantisation
-from gpu.model.matrix_formats import PARTS, matrix_shapes, module_names
+from gpu.model.matrix_formats import matrix_shapes, module_names
 from gpu.model.spec import Architecture, ModelError
 
 SCHEME = "gguf"
@@ -39,7 +39,7 @@ def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisatio
     matrices: dict[tuple[int, str], MatrixFormat | None] = {}
     repacked: Counter[str] = Counter()
     for layer in range(architecture.num_layers):
-        for matrix in PARTS:
+        for matrix in matrix_shapes(architecture, architecture.layers[layer]):
             names = [f"{module}.weight" for module in module_names(architecture, layer, matrix).values()]
             kinds = [tensors[name].kind for name in names if name in tensors]
             stored = format_of(kinds)
@@ -65,7 +65,8 @@ def stored_as(architecture: Architecture, kind: str) -> Architecture:
     output = None if architecture.tied_embeddings else format_of(["Q6_K"])
     stored = format_of([kind])
     assert stored is not None, "a kind of few bits"
-    for inner in {columns for _, columns in matrix_shapes(architecture).values()}:
+    shapes = (matrix_shapes(architecture, spec) for spec in set(architecture.layer_pattern))
+    for inner in {columns for shape in shapes for _, columns in shape.values()}:
         if inner % BLOCK_KINDS[kind].block:
             block = BLOCK_KINDS[kind].block
             raise ModelError(f"model: {architecture.name} has rows of {inner}; {kind} has blocks of {block}")
