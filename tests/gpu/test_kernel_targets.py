@@ -199,11 +199,11 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         return
     device, rows = torch.device("cuda"), experts.num_experts * experts.intermediate
     is_wide = experts.num_experts > 8 and dtype == torch.bfloat16
-    formats = (MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
-               MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256)) if is_wide else ()  # fmt: skip
+    formats = [MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
+               MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256)]  # fmt: skip
     norm, router = (torch.empty(*size, dtype=dtype, device=device) for size in ((shape.hidden,), (
         experts.num_experts, shape.hidden)))  # fmt: skip
-    for stored in (None, *formats):
+    for stored in (None, *(formats if is_wide else ())):
         sizes = (2 * rows, shape.hidden), (experts.num_experts * shape.hidden, experts.intermediate)
         gate_up, down = (
             torch.empty(*size, dtype=dtype, device=device) if stored is None

@@ -200,7 +200,7 @@ def test_all_tokens_may_take_one_expert(dtype, device, kind, path):
 @pytest.mark.parametrize(("path", "tokens"), [("rows", 4), ("tiles", 24)])
 @everywhere
 def test_a_tokens_result_hangs_on_no_other_token(dtype, device, path, tokens):
-    """To the last bit, wherever it stands among as many; but for the interpreter's matrix products, which are numpy's."""
+    """To the last bit, wherever it stands among as many; but the interpreter's matrix products are numpy's."""
     mixture = draw_mixture(*MIXTURES["many"], "plain", dtype, device)
     normed, _ = draw_tokens(tokens, mixture.router.shape[1], dtype, device)
     logits = random(np.random.default_rng(3), (tokens, 16), torch.float32, device)
