@@ -18,7 +18,7 @@ from gpu.kernels.arguments import check
 from gpu.kernels.expert_rows import Stored, check_stored
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_linear import _layout, _scales, _tensors, _widened
-from gpu.kernels.routing import sort_pairs
+from gpu.kernels.routing import SORTED_BLOCKS, sort_pairs
 from gpu.kernels.swiglu import gated
 from gpu.model.spec import Activation, Experts
 
@@ -172,6 +172,12 @@ def _sum_pairs_kernel(
         sums += tl.load(made + (token * PER_TOKEN + place) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
     sums += tl.load(residual + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + column, sums.to(out.dtype.element_ty), mask=inside)
+
+
+def sizes_of_tiles(experts: Experts, most_tokens: int) -> list[int]:
+    """Numbers of tokens, one for each size of tiles and of blocks that pairs are sorted in."""
+    pairs = [size * experts.num_experts for size in (16, 32, 64, 128)] + list(SORTED_BLOCKS)
+    return sorted({min(most_tokens, max(1, one // experts.per_token)) for one in pairs} | {most_tokens})
 
 
 def pair_up(ids: Tensor, shares: Tensor, experts: Experts, is_packed: bool) -> SortedPairs:

@@ -18,7 +18,7 @@ from gpu.model.spec import Experts
 
 MOST_ROUTED = 64  # tokens whose logits are products of vectors; of more, the vendor's product is one of matrices
 ROUTED_EXPERTS = 2  # of a program
-MOST_SORTED = 4096  # pairs that a program looks at together
+SORTED_BLOCKS = (128, 1024, 4096)  # pairs that a program looks at together: few sizes, each is compiled
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _choose_kernel(
     tl.store(weights + token * PER_TOKEN + slot, shares, mask=slot < PER_TOKEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _sort_pairs_kernel(ids, order, begins, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
@@ -173,9 +173,9 @@ def sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         return order, torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     begins = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
-    block = min(MOST_SORTED, triton.next_power_of_2(num_pairs))
+    block = next((size for size in SORTED_BLOCKS if size >= num_pairs), SORTED_BLOCKS[-1])
     _sort_pairs_kernel[(num_experts,)](
         ids.contiguous(), order, begins, num_pairs, NUM_EXPERTS=num_experts, BLOCK=block,
-        num_warps=max(1, min(8, block // 128)),
+        num_warps=min(8, block // 128),
     )  # fmt: skip
     return order, begins

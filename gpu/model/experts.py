@@ -8,11 +8,11 @@ from torch import Tensor
 
 from gpu.kernels.arguments import runs_on_triton
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
+from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up, sizes_of_tiles
 from gpu.kernels.experts_reference import experts_reference, route_reference
 from gpu.kernels.packed import Packed
 from gpu.kernels.rms_norm import rms_norm
-from gpu.kernels.routing import choose, router_logits
+from gpu.kernels.routing import MOST_ROUTED, choose, router_logits
 from gpu.model.spec import Activation, Experts
 from gpu.model.weights import ExpertWeights
 
@@ -42,3 +42,9 @@ class ExpertMlp:
         pairs = pair_up(*choose(logits, experts), experts, isinstance(weights.gate_up, Packed))
         product = gate_up_tiles(normed, pairs, weights.gate_up, experts, self.activation)
         return down_tiles(product, pairs, weights.down, hidden, experts)
+
+    def warm_up(self, most_tokens: int, norm: Tensor) -> None:
+        """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
+        counts = [1, MOST_ALONE + 1, MOST_ROUTED + 1, *sizes_of_tiles(self.experts, most_tokens)]
+        for tokens in sorted({min(most_tokens, count) for count in counts}):
+            self(norm.new_zeros(tokens, len(norm), dtype=self.weights.router.dtype), norm, 1e-6)

@@ -41,6 +41,17 @@ class Projections:
         ]  # fmt: skip
         self._logits = as_matrix(weights.logits)
 
+    def warm_up(self, most_tokens: int) -> None:
+        """Compile what depends on how many tokens there are, up to so many: products of experts, of each kind."""
+        kinds = {}
+        for experts, layer in zip(self._experts, self.weights.layers, strict=True):
+            if experts is not None:
+                formats = [(type(one), getattr(one, "kind", None), getattr(one, "group", None))
+                           for one in (experts.weights.gate_up, experts.weights.down)]  # fmt: skip
+                kinds.setdefault(tuple(formats), (experts, layer.mlp_norm))
+        for experts, norm in kinds.values():
+            experts.warm_up(most_tokens, norm)
+
     def qkv(self, layer: int, hidden: Tensor) -> Tensor:
         """Norm, QKV, and the norms of query and key heads: `[tokens, (heads + 2 * kv_heads) * dim]`."""
         weights = self.weights.layers[layer]

@@ -604,6 +604,34 @@ def _momo_unit(begin: int, tokens: int) -> None:
     block_sparse_attention(query, keys, keys, begin, 128, 64, lists, 1.0)
 
 
+def test_experts_of_any_number_of_tokens_are_run_by_what_was_compiled_at_start():
+    """Sizes of tiles and of sorted blocks hang on that number; a deployment's first requests have any."""
+
+    def sources(run: Callable[[ExpertMlp, torch.Tensor], None]) -> set[str]:
+        def call(shape: Architecture, dtype: torch.dtype) -> None:
+            experts = shape.layer_pattern[0].experts
+            assert experts is not None
+            gate_up, down = (
+                torch.empty(experts.num_experts * rows, inner, dtype=dtype, device="cuda")
+                for rows, inner in ((2 * experts.intermediate, shape.hidden), (shape.hidden, experts.intermediate))
+            )
+            router, norm = (torch.empty(*size, shape.hidden, dtype=dtype, device="cuda") for size in (
+                (experts.num_experts,), ()))  # fmt: skip
+            run(ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu"), norm)
+
+        found = set()
+        for kernel, args, options in _record([call], ("tiny-qwen3-moe", "mixtral-8x7b")):
+            source, compile_options = _source(kernel, args, options)
+            found.add(f"{kernel.__name__} {source.signature} {source.constants} {source.attrs} {compile_options}")
+        return found
+
+    def all_sizes(mlp: ExpertMlp, norm: torch.Tensor) -> None:
+        for tokens in (*range(1, 140), *range(140, 8192, 111), 8192):
+            mlp(torch.empty(tokens, len(norm), dtype=norm.dtype, device="cuda"), norm, 1e-5)
+
+    assert sources(all_sizes) == sources(lambda mlp, norm: mlp.warm_up(8192, norm))
+
+
 def test_every_kernel_is_listed():
     assert {name for _, name, _ in _kernels()} == set(LAUNCHES)
 
