@@ -20,6 +20,7 @@ def parse_experts(keys: ConfigKeys, count_key: str, size_key: str, is_normalised
     per_token = keys.positive("num_experts_per_tok", int)
     if per_token > num_experts:
         raise ModelError(
-            f"model: {keys.source}: num_experts_per_tok is {per_token}; wanted at most the {num_experts} that there are"
+            f"model: {keys.source}: num_experts_per_tok is {per_token}; wanted at most {num_experts}, which is how "
+            "many experts there are"
         )
     return Experts(num_experts, per_token, keys.positive(size_key, int), is_normalised)

@@ -52,7 +52,7 @@ MEANING = [
     ("qwen3_moe", {"attention_bias": True}, "attention_bias is True; served: False"),
     ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers is .3.; wanted numbers of layers from 0 to 2"),
     ("qwen3_moe", {"mlp_only_layers": "none"}, "mlp_only_layers is 'none'; wanted numbers of layers"),
-    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; wanted at most the 8 that there are"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; wanted at most 8, which is how many experts"),
     ("qwen3_moe", {"num_local_experts": 16}, "num_experts is 8, num_local_experts is 16; wanted one number"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; wanted a positive int"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64, and nothing here"),

@@ -13,15 +13,20 @@ from gpu.kernels.packed import Packed
 from gpu.model.architecture import ModelError, named_shape, read_architecture
 from gpu.model.checkpoint import load_packed, load_weights
 from gpu.model.matrix import as_matrix
-from gpu.model.matrix_formats import layer_formats, rounded, step_weight_bytes, weight_bytes
+from gpu.model.matrix_formats import describe_formats, layer_formats, rounded, step_weight_bytes, weight_bytes
 from gpu.model.projections import Projections
 from gpu.model.spec import Experts
 from gpu.model.weights import Weights, random_weights
 from tests.gpu import kernel_oracles
 from tests.gpu.family_checkpoints import checkpoint, generate, load
+from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.quantised_files import FORMATS, write
 
 CPU = torch.device("cpu")
+WIDE = {"qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 256, "mlp_only_layers": None, "num_experts": 3,
+                      "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "mixtral": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_local_experts": 2,
+                    "num_hidden_layers": 2}}  # fmt: skip
 SERVED = [name for name, (_, draw) in FORMATS.items() if not name.endswith("order")]
 NAMES = {"qwen3_moe": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj", "mlp.gate"),
          "mixtral": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3",
@@ -101,6 +106,53 @@ def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, tmp_path
     (tokens, logits), (others, wanted) = (generate(load(folder), prompt, 4) for folder in (tmp_path / "model", plain))
     assert tokens == others
     assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "BF16"])
+@pytest.mark.parametrize("family", NAMES)
+def test_a_gguf_file_has_all_experts_of_a_layer_in_one_tensor(family: str, kind: str, tmp_path: Path) -> None:
+    """The last one's down is finer, as files have it."""
+    plain = checkpoint(family, **WIDE[family])
+    kinds = {"blk.1.ffn_down_exps.weight": "Q6_K" if kind.endswith("_K") else kind, "token_embd.weight": "F16"}
+    file = write_gguf(plain.folder, tmp_path / "model.gguf", lambda name: kinds.get(name, kind))
+    got, wanted = packed(file), whole(tmp_path / "model-plain")
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        assert "experts_down" in ours.matrices
+        for matrix, stored in ours.matrices.items():
+            assert isinstance(stored, Packed) == (kind != "BF16")
+            assert torch.equal(as_matrix(stored).unpack(), theirs.matrices[matrix]), matrix
+        assert torch.equal(ours.experts.router, theirs.experts.router)
+    assert_bytes(file, got)
+    if kind == "Q6_K":
+        assert "of Q6_K" in describe_formats(read_architecture(file))
+        assert "15 of Q6_K" in describe_formats(read_architecture(file)), "an expert is no tensor of the file"
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_the_text_of_a_gguf_file_is_that_of_its_numbers(family: str, tmp_path: Path) -> None:
+    plain = checkpoint(family, **WIDE[family])
+    file = write_gguf(plain.folder, tmp_path / "model.gguf", lambda name: "Q4_K")
+    prompt = np.random.default_rng(1).integers(0, 320, 60).astype(np.int32)
+    (tokens, logits), (others, wanted) = (generate(load(one), prompt, 4) for one in (file, tmp_path / "model-plain"))
+    assert tokens == others
+    assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"qwen3moe.expert_count": 0}, "qwen3moe.expert_count is 0; wanted a positive number"),
+        ({"qwen3moe.expert_count": 4}, "mlp.experts.4.down_proj.weight is not one of a qwen3_moe"),
+        ({"qwen3moe.expert_used_count": None}, "qwen3moe.expert_used_count is None; wanted a positive number"),
+        ({"qwen3moe.expert_shared_count": 1}, "qwen3moe.expert_shared_count is 1, and nothing here knows"),
+    ],
+)  # fmt: skip
+def test_a_gguf_file_whose_experts_disagree_is_refused(change: dict, words: str, tmp_path: Path) -> None:
+    plain = checkpoint("qwen3_moe", mlp_only_layers=None)
+    file = write_gguf(plain.folder, tmp_path / "model.gguf", lambda name: "F16", change, is_alone=True)
+    with pytest.raises(ModelError, match=words) as caught:
+        packed(file)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("asked", ["int4", "int8", "fp8"])
