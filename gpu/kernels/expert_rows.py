@@ -30,21 +30,52 @@ MIXED_PLACES = 8  # that the configurations are for
 
 
 @triton.jit
+def _lay_rows(token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """A program's rows, so many of each of its token's experts: the place of the expert among these, the row in the
+    expert, the pair, and whether there is one.
+    """
+    lane = tl.arange(0, SLOTS * BLOCK_ROWS)
+    slot = lane % SLOTS
+    return slot, tl.program_id(0) * BLOCK_ROWS + lane // SLOTS, token * PER_TOKEN + slot, slot < PER_TOKEN
+
+
+@triton.jit
+def _take_rows(
+    logits, ids, shares, token, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of each row of a program its row in the expert, pair, expert (int64), and whether it is one. The program of row 0
+    writes who is taken.
+    """
+    slot, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    expert, share = take_experts(
+        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
+    )  # fmt: skip
+    tl.store(ids + place, expert, mask=is_ours & (row == 0))
+    tl.store(shares + place, share, mask=is_ours & (row == 0))
+    return row, place, expert.to(tl.int64), is_ours
+
+
+@triton.jit
+def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """As `_take_rows`, with the expert's weight, of what was written."""
+    _, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    expert = tl.load(ids + place, mask=is_ours, other=0).to(tl.int64)
+    return row, place, expert, tl.load(shares + place, mask=is_ours, other=0.0), is_ours
+
+
+@triton.jit
 def _gate_up_kernel(
     x, weight, logits, ids, shares, out, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
     GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = HIDDEN % BLOCK_INNER == 0
-    token, lane = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS * BLOCK_ROWS)
-    slot, row = lane % SLOTS, tl.program_id(0) * BLOCK_ROWS + lane // SLOTS
-    logits += token * NUM_EXPERTS
-    expert, share = take_experts(logits, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED)
-    is_ours = slot < PER_TOKEN
-    place = token * PER_TOKEN + slot
-    tl.store(ids + place, expert, mask=is_ours & (row == 0))
-    tl.store(shares + place, share, mask=is_ours & (row == 0))
-    source = expert.to(tl.int64) * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, is_ours = _take_rows(
+        logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
+    )  # fmt: skip
+    source = expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
     gate = weight + source[:, None] * HIDDEN
     column = tl.arange(0, BLOCK_INNER)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
@@ -67,12 +98,8 @@ def _down_kernel(
     PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INTERMEDIATE % BLOCK_INNER == 0
-    token, lane = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS * BLOCK_ROWS)
-    slot, row = lane % SLOTS, tl.program_id(0) * BLOCK_ROWS + lane // SLOTS
-    is_ours = slot < PER_TOKEN
-    place = token * PER_TOKEN + slot
-    expert = tl.load(ids + place, mask=is_ours, other=0).to(tl.int64)
-    share = tl.load(shares + place, mask=is_ours, other=0.0)
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
     source = weight + (expert * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None] * INTERMEDIATE
     column = tl.arange(0, BLOCK_INNER)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
@@ -109,15 +136,11 @@ def _packed_gate_up_kernel(
     NUM_WORDS: tl.constexpr = INNER // PLANES
     UNIT_WORDS: tl.constexpr = UNIT // PLANES
     HALF: tl.constexpr = 2.0**60 if KIND == 0 else 1.0  # of FP8's 2**120: both halves keep sums within float32
-    token, lane = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS * BLOCK_ROWS)
-    slot, row = lane % SLOTS, tl.program_id(0) * BLOCK_ROWS + lane // SLOTS
-    logits += token * NUM_EXPERTS
-    expert, share = take_experts(logits, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED)
-    is_ours = slot < PER_TOKEN
-    place = token * PER_TOKEN + slot
-    tl.store(ids + place, expert, mask=is_ours & (row == 0))
-    tl.store(shares + place, share, mask=is_ours & (row == 0))
-    source = (expert.to(tl.int64) * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1))[:, None]
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, is_ours = _take_rows(
+        logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
+    )  # fmt: skip
+    source = (expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1))[:, None]
     up = source + INTERMEDIATE
     word = tl.arange(0, BLOCK_WORDS)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
@@ -166,12 +189,8 @@ def _packed_down_kernel(
     NUM_WORDS: tl.constexpr = INNER // PLANES
     UNIT_WORDS: tl.constexpr = UNIT // PLANES
     HALF: tl.constexpr = 2.0**60 if KIND == 0 else 1.0
-    token, lane = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS * BLOCK_ROWS)
-    slot, row = lane % SLOTS, tl.program_id(0) * BLOCK_ROWS + lane // SLOTS
-    is_ours = slot < PER_TOKEN
-    place = token * PER_TOKEN + slot
-    expert = tl.load(ids + place, mask=is_ours, other=0).to(tl.int64)
-    share = tl.load(shares + place, mask=is_ours, other=0.0)
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
     source = (expert * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None]
     word = tl.arange(0, BLOCK_WORDS)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
