@@ -620,7 +620,7 @@ def test_experts_of_any_number_of_tokens_are_run_by_what_was_compiled_at_start()
             run(ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu"), norm)
 
         found = set()
-        for kernel, args, options in _record([call], ("tiny-qwen3-moe", "mixtral-8x7b")):
+        for kernel, args, options in _record([call], ("tiny-qwen3-moe", *MIXTURES)):
             source, compile_options = _source(kernel, args, options)
             found.add(f"{kernel.__name__} {source.signature} {source.constants} {source.attrs} {compile_options}")
         return found
