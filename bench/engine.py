@@ -66,16 +66,18 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
     device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
     torch.set_num_threads(benchmark.threads)
     architecture, weights = _load(benchmark, dtype, device)
-    weight_bytes = step_weight_bytes(architecture, dtype.itemsize, device.type == "cuda")
-    rates, rate = measure_floor_rates(weight_bytes, benchmark.threads, device)
-    floor = f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s, measured"
-    floor_ms = weight_bytes / rate / 1e6
+    is_packed = device.type == "cuda"
+    one_bytes = step_weight_bytes(architecture, dtype.itemsize, is_packed, 1)
+    rates, rate = measure_floor_rates(one_bytes, benchmark.threads, device)
     runner = build_runner(architecture, weights, max(benchmark.batches), benchmark.context, dtype, device)
     runner.capture(benchmark.batches, lambda fraction: None)
     plain = unpacked(Weights(weights.embedding, list(weights.layers), weights.final_norm, weights.logits))
     checkpoint = load_hugging_face(benchmark.model, dtype, device) if benchmark.model is not None else None
     rows, what = [], f"{architecture.name} {benchmark.weights or benchmark.dtype}"
     for batch in benchmark.batches:
+        weight_bytes = step_weight_bytes(architecture, dtype.itemsize, is_packed, batch)
+        floor = f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s, measured"
+        floor_ms = weight_bytes / rate / 1e6
         announce(
             console,
             f"decode step, {what}, batch {batch}",

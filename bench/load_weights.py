@@ -167,9 +167,9 @@ def _load(folder: Path, device_name: str, rounded_to: str | None, results: Conne
         weights = load(folder, shape, torch.bfloat16, device, lambda fraction: None)
         seconds = time.perf_counter() - began
     index = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
-    name = f"model.layers.{shape.num_layers - 1}.mlp.down_proj.weight"
+    name = f"model.layers.{shape.num_layers - 1}.self_attn.o_proj.weight"
     with safe_open(folder / index[name], framework="pt") as shard:
-        stored, held = shard.get_tensor(name), as_matrix(weights.layers[-1].down).unpack().cpu()
+        stored, held = shard.get_tensor(name), as_matrix(weights.layers[-1].output).unpack().cpu()
     error = float((held.float() - stored.float()).norm() / stored.float().norm())
     is_right = error < ROUNDING[rounded_to] if rounded_to else torch.equal(stored, held)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

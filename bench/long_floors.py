@@ -51,7 +51,10 @@ class LongFloors:
         and the floor is the device's part alone. kept_tokens: of all rows, those that the host has and the device
         reads.
         """
-        weight_bytes, kept_bytes = self.step.weights, kept_tokens * len(self.shape.layers) * self.step.layer_token
+        weight_bytes, kept_bytes = (
+            self.step.weights(batch),
+            kept_tokens * len(self.shape.layers) * self.step.layer_token,
+        )
         kv_bytes = batch * self.step.device_kv(context, self._deposited(profile, context)) + kept_bytes
         ms = (weight_bytes + kv_bytes) / self.stream_gb_s / 1e6
         text = f"{weight_bytes / 1e9:.3f} GB of weights, {kv_bytes / 1e9:.3f} of KV over {self.stream_gb_s:.0f} GB/s"
@@ -103,7 +106,7 @@ def measure_floors(config: EngineConfig) -> LongFloors:
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture, probe_machine())
     shape = find_tier_shape(config, architecture, plan)
-    weight_bytes = step_weight_bytes(architecture, plan.dtype_bytes, plan.device == "cuda")
+    weight_bytes = step_weight_bytes(architecture, plan.dtype_bytes, plan.device == "cuda", 1)
     rates = measure_host_rates(count_physical_cores())
     if plan.device == "cuda":
         rates |= measure_device_rates(torch.device("cuda"))

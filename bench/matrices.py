@@ -74,7 +74,7 @@ def _draw(shape_name: str, kind: str, device: torch.device) -> tuple[Architectur
 
 
 def _matrices(layer: LayerWeights) -> tuple:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
+    return layer.qkv, layer.output, *layer.mlp
 
 
 def _check(shape: Architecture, weights: Weights) -> None:

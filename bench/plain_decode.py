@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gpu.model.architecture import Architecture
 from gpu.model.rope import layer_rope_tables
-from gpu.model.weights import LayerWeights, Weights
+from gpu.model.spec import Experts
+from gpu.model.weights import ExpertWeights, LayerWeights, Weights
 
 _WARMUPS = 3
 
@@ -81,9 +82,14 @@ class PlainDecode:
             spec = self._specs[index]
             attended = F.linear(self._attend(index, layer, self._norm(hidden, layer.attention_norm)), layer.output)
             hidden = hidden + self._norm(attended, layer.attention_post_norm)
-            gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, 1)
+            normed = self._norm(hidden, layer.mlp_norm)
+            if layer.experts is not None and spec.experts is not None:
+                hidden = hidden + _mix(normed, layer.experts, spec.experts)
+                continue
+            gate_up, down = layer.mlp
+            gate, up = F.linear(normed, gate_up).chunk(2, 1)
             gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-            hidden = hidden + self._norm(F.linear(gate * up, layer.down), layer.mlp_post_norm)
+            hidden = hidden + self._norm(F.linear(gate * up, down), layer.mlp_post_norm)
         normed = self._norm(hidden, self.weights.final_norm)
         self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))
         self.position.add_(1)
@@ -111,6 +117,18 @@ class PlainDecode:
             grouped, self._keys[index], self._values[index], attn_mask=mask[None, None, None]
         )
         return attended.reshape(batch, -1)
+
+
+def _mix(normed: Tensor, weights: ExpertWeights, experts: Experts) -> Tensor:
+    """The matrices that each token takes are gathered, as a graph needs it."""
+    shares, ids = torch.softmax(normed.float() @ weights.router.float().t(), 1).topk(experts.per_token, 1)
+    if experts.is_normalised:
+        shares = shares / shares.sum(1, keepdim=True)
+    gate_up = weights.gate_up.view(experts.num_experts, -1, normed.shape[1])[ids]  # [tokens, taken, rows, hidden]
+    gate, up = torch.einsum("th,tkrh->tkr", normed, gate_up).chunk(2, 2)
+    down = weights.down.view(experts.num_experts, normed.shape[1], -1)[ids]
+    made = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, down)
+    return (made.float() * shares[:, :, None]).sum(1).to(normed.dtype)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

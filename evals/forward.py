@@ -17,7 +17,8 @@ from evals.methods.method import PrefillResult, PromptLayer, Step
 from gpu.model.architecture import Architecture, read_architecture
 from gpu.model.checkpoint import load_weights
 from gpu.model.rope import layer_rope_tables
-from gpu.model.weights import LayerWeights, Weights, unpacked
+from gpu.model.spec import Experts
+from gpu.model.weights import ExpertWeights, LayerWeights, Weights, unpacked
 
 CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""
@@ -135,13 +136,33 @@ class ReferenceDecoder:
         if weights.attention_post_norm is not None:
             output = rms_norm(output, weights.attention_post_norm, eps)
         hidden = hidden + output
-        gate, up = functional.linear(rms_norm(hidden, weights.mlp_norm, eps), weights.gate_up).chunk(2, dim=-1)
-        is_silu = self.architecture.layers[layer].activation == "silu"
+        normed, spec = rms_norm(hidden, weights.mlp_norm, eps), self.architecture.layers[layer]
+        if weights.experts is not None and spec.experts is not None:
+            return hidden + _mix(normed.flatten(0, 1), weights.experts, spec.experts).view_as(hidden)
+        gate_up, down = weights.mlp
+        gate, up = functional.linear(normed, gate_up).chunk(2, dim=-1)
+        is_silu = spec.activation == "silu"
         gate = functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")
-        product = functional.linear(gate * up, weights.down)
+        product = functional.linear(gate * up, down)
         if weights.mlp_post_norm is not None:
             product = rms_norm(product, weights.mlp_post_norm, eps)
         return hidden + product
+
+
+def _mix(tokens: torch.Tensor, weights: ExpertWeights, experts: Experts) -> torch.Tensor:
+    """Of `[tokens, hidden]`, expert by expert."""
+    shares, ids = torch.softmax(tokens.float() @ weights.router.float().t(), 1).topk(experts.per_token, 1)
+    if experts.is_normalised:
+        shares = shares / shares.sum(1, keepdim=True)
+    gate_ups = weights.gate_up.view(experts.num_experts, -1, tokens.shape[1])
+    downs = weights.down.view(experts.num_experts, tokens.shape[1], -1)
+    mixed = torch.zeros_like(tokens, dtype=torch.float32)
+    for expert in range(experts.num_experts):
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(tokens[token], gate_ups[expert]).chunk(2, dim=-1)
+        made = functional.linear(functional.silu(gate) * up, downs[expert])
+        mixed.index_add_(0, token, made.float() * shares[token, place, None])
+    return mixed.to(tokens.dtype)
 
 
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> ReferenceDecoder:

@@ -53,9 +53,7 @@ class CostModel:
         self._logits = _Fit([])
         self._largest_tokens: dict[str, int] = {}
         self._largest_rows = 0
-        weights = architecture.num_layers * self._weights + architecture.hidden * architecture.vocab_size
-        cell = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.dim
-        self._weight_cells = weights / cell  # whose keys and values are as many numbers as all weights
+        self._architecture = architecture
         self.decode_seconds = dict.fromkeys(Lane, 0.0)  # of a decode step in a lane; 0: none has run
         self._known_seconds = dict.fromkeys(Lane, 0.0)  # that a row of a known token adds to it
 
@@ -123,7 +121,7 @@ class CostModel:
         if num_rows == 1:
             share = max(share, target_seconds / seconds - 1.0) if seconds else 1.0
         most_rows = share * seconds / row_seconds if row_seconds else _MANY
-        return int(min(most_rows, _MANY)), int(share * (self._weight_cells + cells))
+        return int(min(most_rows, _MANY)), int(share * (self._weight_cells(num_rows) + cells))
 
     def observe_decode(self, lane: Lane, seconds: float, num_known: int) -> None:
         """num_known: of its rows, those of known tokens. What such a row adds is learnt beside what steps take without
@@ -138,6 +136,11 @@ class CostModel:
             row_seconds = max(row_seconds + _SMOOTHING * error * num_known, 0.0)
         self.decode_seconds[lane] = max(known + _SMOOTHING * error, 0.0)
         self._known_seconds[lane] = row_seconds if num_known else _KEPT_OF_UNSEEN * row_seconds
+
+    def _weight_cells(self, num_rows: int) -> float:
+        """Whose keys and values are as many numbers as the weights that a step of so many rows reads."""
+        a = self._architecture
+        return a.num_weights_read(num_rows) / (2 * a.num_layers * a.num_kv_heads * a.dim)
 
     def _terms(self, num_tokens: int, context: int) -> tuple[float, float, float]:
         """1, projection FLOPs, attention FLOPs over what the chunk's mean token sees in the mean layer."""

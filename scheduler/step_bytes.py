@@ -22,10 +22,9 @@ class StepBytes:
     plan: MemoryPlan
     tier: TierShape | None
 
-    @property
-    def weights(self) -> int:
-        """All that a step reads of them, however many rows it has."""
-        return step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda")
+    def weights(self, num_rows: int) -> int:
+        """What a step of so many rows reads of them: without experts all, however many rows it has."""
+        return step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda", num_rows)
 
     @property
     def layer_token(self) -> int:

@@ -212,7 +212,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
     is_cuda = memory.device == "cuda"
     device_gb_s = rates.of["device_stream_gb_s" if is_cuda else "host_stream_gb_s"]
     tflop_s = rates.of["bf16_matmul_tflop_s" if is_cuda else "host_matmul_tflop_s"]
-    products_ms = 2 * batch * architecture.num_weights_read_per_token / tflop_s / 1e9
+    products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
     link_ms = host_ms = 0.0
     if tier is not None and demand is not None and down:
         if is_cuda:
@@ -226,7 +226,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
     return Step(
         batch,
         down,
-        max(moved.weights / device_gb_s / 1e6, products_ms),
+        max(moved.weights(batch) / device_gb_s / 1e6, products_ms),
         batch * moved.device_kv(context, down) / device_gb_s / 1e6,
         link_ms,
         host_ms,

@@ -88,7 +88,7 @@ def _address(tensor: Tensor) -> int:
 def _model(decoder: Decoder) -> Model:
     a, weights, pool = decoder.architecture, decoder.weights, decoder.pool
     matrices = [
-        [_address(m) for m in (layer.qkv, layer.output, layer.gate_up, layer.down, keys, values)]
+        [_address(m) for m in (layer.qkv, layer.output, *layer.mlp, keys, values)]
         for layer, keys, values in zip(weights.layers, pool.key_pages, pool.value_pages, strict=True)
     ]
     norms = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]

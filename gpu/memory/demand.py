@@ -11,7 +11,7 @@ from gpu.decode.ladder import steps_to_capture
 from gpu.kv.layout import CODE_FORMATS, KvFormat, row_bytes
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
-from gpu.model.architecture import Architecture
+from gpu.model.architecture import Architecture, LayerSpec
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
 from transfer.chunks.format import ChunkShape
 from transfer.config import DocumentsConfig
@@ -210,8 +210,18 @@ class Demand:
         num_pieces = (shape.max_context_tokens // PIECE_TOKENS).bit_length() if self.device == "cuda" else 0
         num_queries = 6 + num_pieces + RING_OUTPUTS * self.reuses
         num_hidden = 4 + any(spec.post_norms for spec in shape.layer_pattern)
-        width = num_hidden * shape.hidden + qkv + num_queries * query + 3 * shape.intermediate
+        mlp = max(self._mlp_columns(spec) for spec in shape.layer_pattern)
+        width = num_hidden * shape.hidden + qkv + num_queries * query + mlp
         return num_tokens * width * self.dtype_bytes
+
+    def _mlp_columns(self, spec: LayerSpec) -> int:
+        """Of a token's gate and up and their product; of experts, of each one's product and what it makes of it, and
+        of routing: logits, twice as long as other numbers, and who takes whom.
+        """
+        experts = spec.experts
+        if experts is None:
+            return 3 * self.shape.intermediate
+        return experts.per_token * (experts.intermediate + self.shape.hidden + 16) + 2 * experts.num_experts
 
     def _weights(self) -> tuple[MemoryItem, ...]:
         shape, is_packed = self.shape, self.device == "cuda"

@@ -126,11 +126,7 @@ def _settled(weights: Weights) -> Weights:
         is_same = torch.equal(stored.order, torch.arange(stored.inner, device=stored.order.device))
         return replace(stored, order=None) if is_same else stored
 
-    layers = [
-        replace(layer, qkv=settle(layer.qkv), output=settle(layer.output), gate_up=settle(layer.gate_up),
-                down=settle(layer.down))
-        for layer in weights.layers
-    ]  # fmt: skip
+    layers = [layer.changed(settle) for layer in weights.layers]
     return Weights(weights.embedding, layers, weights.final_norm, settle(weights.logits))
 
 

@@ -29,6 +29,10 @@ class ConfigKeys:
         self._config, self._defaults, self.source = config, defaults, source
         self._read: set[str] = set()
 
+    def __contains__(self, key: str) -> bool:
+        """Whether it stands there, and not as null."""
+        return self._config.get(key) is not None
+
     def get(self, key: str) -> Any:
         """Its value, the family's default where it is absent, or None."""
         self._read.add(key)

@@ -33,6 +33,14 @@ QKV_BIASES = {
     "self_attn.k_proj.bias": "key_bias",
     "self_attn.v_proj.bias": "value_bias",
 }
+# As LAYER_TENSORS, of a layer with experts, each of which has a gate, an up and a down of its own.
+EACH = "*"
+EXPERT_TENSORS = {
+    "mlp.gate.weight": "router",
+    "mlp.experts.*.gate_proj.weight": "gate",
+    "mlp.experts.*.up_proj.weight": "up",
+    "mlp.experts.*.down_proj.weight": "down",
+}
 QK_NORMS = {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"}
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

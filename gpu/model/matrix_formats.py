@@ -5,46 +5,74 @@ checkpoint in which they are not is refused by name.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
-from gpu.model.family import families
+from gpu.model.family import EACH, families
 from gpu.model.matrix_format import ROUNDED, MatrixFormat, Quantisation
-from gpu.model.spec import Architecture, ModelError
+from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError
 
 WIDENED_BYTES = 512 * 2**20
 
-# A layer's matrices, and what of `gpu.model.family.LAYER_TENSORS` they are made of, in the order of their rows.
-PARTS = {"qkv": ("query", "key", "value"), "output": ("output",), "gate_up": ("gate", "up"), "down": ("down",)}
+# Of a layer's matrices: those of all its experts, below each other.
+OF_EXPERTS = ("experts_gate_up", "experts_down")
 
 
-def matrix_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
-    """Rows and columns of a layer's matrices."""
-    query = a.num_heads * a.dim
-    return {
-        "qkv": (query + 2 * a.num_kv_heads * a.dim, a.hidden),
-        "output": (a.hidden, query),
-        "gate_up": (2 * a.intermediate, a.hidden),
-        "down": (a.hidden, a.intermediate),
+def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]]:
+    """Rows and columns of a layer's matrices, by name of `gpu.model.weights.LayerWeights.matrices`."""
+    query, experts = a.num_heads * a.dim, spec.experts
+    attention = {"qkv": (query + 2 * a.num_kv_heads * a.dim, a.hidden), "output": (a.hidden, query)}
+    if experts is None:
+        return attention | {"gate_up": (2 * a.intermediate, a.hidden), "down": (a.hidden, a.intermediate)}
+    return attention | {
+        "experts_gate_up": (experts.num_experts * 2 * experts.intermediate, a.hidden),
+        "experts_down": (experts.num_experts * a.hidden, experts.intermediate),
     }
 
 
-def part_rows(a: Architecture, matrix: str) -> list[int]:
-    """Of a matrix's parts."""
+def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
+    """What of `layer_tensors` a matrix is made of, and the rows of each, in their order."""
     if matrix == "qkv":
-        return [a.num_heads * a.dim, a.num_kv_heads * a.dim, a.num_kv_heads * a.dim]
-    return [a.intermediate] * 2 if matrix == "gate_up" else [a.hidden]
+        key_rows = a.num_kv_heads * a.dim
+        return [("query", a.num_heads * a.dim), ("key", key_rows), ("value", key_rows)]
+    if matrix in OF_EXPERTS:
+        assert spec.experts is not None, "a matrix of experts is of a layer that has some"
+        parts = [("gate", spec.experts.intermediate), ("up", spec.experts.intermediate)]
+        one = parts if matrix == "experts_gate_up" else [("down", a.hidden)]
+        return [(of_expert(what, n), rows) for n in range(spec.experts.num_experts) for what, rows in one]
+    return [("gate", a.intermediate), ("up", a.intermediate)] if matrix == "gate_up" else [(matrix, a.hidden)]
 
 
-def layer_formats(architecture: Architecture, layer: int) -> dict[str, MatrixFormat | None]:
-    """By name of `gpu.model.weights.LayerWeights`. Raises ModelError for parts that differ, and for rows that are no
-    whole words.
+def of_expert(what: str, expert: int) -> str:
+    return f"{what} of {expert}"
+
+
+@lru_cache(maxsize=512)
+def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]:
+    """A family's table for such a layer: `gpu.model.family.EACH` in a name stands for each of its experts."""
+    table, experts = families()[architecture.family].tensors(architecture), spec.experts
+    if experts is None:
+        return {name: what for name, what in table.items() if EACH not in name}
+    plain = {name: what for name, what in table.items() if EACH not in name and what not in ("gate", "up", "down")}
+    return plain | {
+        name.replace(EACH, str(n)): of_expert(what, n)
+        for n in range(experts.num_experts)
+        for name, what in table.items()
+        if EACH in name
+    }
+
+
+@lru_cache(maxsize=512)
+def layer_formats(architecture: Architecture, layer: int) -> Mapping[str, MatrixFormat | None]:
+    """By name of `gpu.model.weights.LayerWeights.matrices`. Raises ModelError for parts that differ, and for rows that
+    are no whole words.
     """
-    quantisation = architecture.quantisation
+    quantisation, names = architecture.quantisation, matrix_shapes(architecture, architecture.layers[layer])
     if quantisation is None:
-        return dict.fromkeys(PARTS)
-    return {name: _layer_format(architecture, quantisation, layer, name) for name in PARTS}
+        return dict.fromkeys(names)
+    return {name: _layer_format(architecture, quantisation, layer, name) for name in names}
 
 
 def output_format(architecture: Architecture) -> MatrixFormat | None:
@@ -57,23 +85,31 @@ def output_format(architecture: Architecture) -> MatrixFormat | None:
 
 def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[str, str]:
     """What a matrix is made of in a checkpoint: a part, or the matrix whole, and the canonical name of its module."""
-    found = {}
-    for name, what in families()[architecture.family].tensors(architecture).items():
-        if what == matrix or what in PARTS[matrix]:
+    spec, found = architecture.layers[layer], {}
+    wanted = {matrix, *(what for what, _ in matrix_parts(architecture, spec, matrix))}
+    for name, what in layer_tensors(architecture, spec).items():
+        if what in wanted:
             found[what] = f"model.layers.{layer}.{name.removesuffix('.weight')}"
     return found
 
 
 def weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool) -> int:
     """Of all weights. is_packed: whether matrices stay as they are stored, as they do on a GPU."""
-    saved = sum(_saved(architecture, dtype_bytes)) if is_packed else 0
-    return architecture.num_weights * dtype_bytes - saved
+    saved = sum(_saved(architecture, dtype_bytes, lambda experts: 1.0)) if is_packed else 0
+    return architecture.num_weights * dtype_bytes - round(saved)
 
 
-def step_weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool) -> int:
-    """What a decode step reads of them: everything but the input embedding, of which it takes a row a token."""
-    saved = sum(_saved(architecture, dtype_bytes)) if is_packed else 0
-    return architecture.num_weights_read_per_token * dtype_bytes - saved
+def step_weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool, num_tokens: int) -> int:
+    """What a decode step of so many tokens reads of them: everything but the input embedding, of which it takes a row a
+    token, and but those experts that no token takes.
+    """
+    shares = partial(_share_read, num_tokens)
+    saved = sum(_saved(architecture, dtype_bytes, shares)) if is_packed else 0
+    return architecture.num_weights_read(num_tokens) * dtype_bytes - round(saved)
+
+
+def _share_read(num_tokens: int, experts: Experts) -> float:
+    return experts.taken(num_tokens) / experts.num_experts
 
 
 def describe_formats(architecture: Architecture) -> str:
@@ -88,12 +124,16 @@ def describe_formats(architecture: Architecture) -> str:
 
 def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
     """Of the matrices of few bits that prefill keeps widened: a layer's, or as many as WIDENED_BYTES hold, but the
-    largest in any case; 0 where all are plain.
+    largest in any case; 0 where all are plain. Those of experts are widened where they are multiplied.
     """
     if architecture.quantisation is None:
         return 0
-    sizes = [rows * inner * dtype_bytes for rows, inner in matrix_shapes(architecture).values()]
-    return max(max(sizes), min(sum(sizes), WIDENED_BYTES))
+    layers = [
+        [rows * inner * dtype_bytes for name, (rows, inner) in matrix_shapes(architecture, spec).items()
+         if name not in OF_EXPERTS]
+        for spec in set(architecture.layer_pattern)
+    ]  # fmt: skip
+    return max(max(max(sizes), min(sum(sizes), WIDENED_BYTES)) for sizes in layers)
 
 
 def rounded(architecture: Architecture, asked: str | None, key: str) -> Architecture:
@@ -118,27 +158,30 @@ def _is_quantised(architecture: Architecture, asked: str, key: str) -> ModelErro
     return ModelError(f"{key}: asked {asked}, {architecture.name} is quantised already ({scheme}); leave it out")
 
 
-def _saved(architecture: Architecture, dtype_bytes: int) -> Iterator[int]:
-    """Bytes that each matrix takes less than a plain one."""
+def _saved(architecture: Architecture, dtype_bytes: int, share: Callable[[Experts], float]) -> Iterator[float]:
+    """Bytes that each matrix takes less than a plain one; of experts', of this share of them."""
     if architecture.quantisation is None:
         return
-    shapes = matrix_shapes(architecture)
-    for layer in range(architecture.num_layers):
+    for layer, spec in enumerate(architecture.layers):
+        shapes = matrix_shapes(architecture, spec)
         for name, stored in layer_formats(architecture, layer).items():
             rows, inner = shapes[name]
-            if stored is not None:
-                yield rows * inner * dtype_bytes - stored.num_bytes(rows, inner)
+            if stored is None:
+                continue
+            counted = share(spec.experts) if name in OF_EXPERTS and spec.experts is not None else 1.0
+            yield counted * (rows * inner * dtype_bytes - stored.num_bytes(rows, inner))
     output, vocab = output_format(architecture), architecture.vocab_size
     if output is not None:
         yield vocab * architecture.hidden * dtype_bytes - output.num_bytes(vocab, architecture.hidden)
 
 
 def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matrix: str) -> MatrixFormat | None:
-    modules = list(module_names(a, layer, matrix).values())
+    spec = a.layers[layer]
+    modules, inner = list(module_names(a, layer, matrix).values()), matrix_shapes(a, spec)[matrix][1]
     if quantisation.matrices is not None:
         stored = quantisation.matrices[layer, matrix]
-        return None if stored is None else _fitting(stored, matrix_shapes(a)[matrix][1], modules[0])
-    left = [quantisation.leaves(_names(module, a)) for module in modules]
+        return None if stored is None else _fitting(stored, inner, modules[0])
+    left = [bool(quantisation.plain) and quantisation.leaves(_names(module, a)) for module in modules]
     if any(left) and not all(left):
         plain, other = modules[left.index(True)], modules[left.index(False)]
         raise ModelError(f"model: {a.name}: {plain} is left plain and {other} is not; one product wants them alike")
@@ -147,8 +190,14 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
     stored = quantisation.layers
     if stored.row_block > 1:
         is_moved = matrix == "qkv" and (a.is_interleaved or a.rotary_dim not in (None, a.dim))
-        stored = replace(stored, row_block=1 if is_moved else math.gcd(stored.row_block, *part_rows(a, matrix)))
-    return _fitting(stored, matrix_shapes(a)[matrix][1], modules[0])
+        rows = {rows for _, rows in matrix_parts(a, spec, matrix)}
+        stored = replace(stored, row_block=1 if is_moved else math.gcd(stored.row_block, *rows))
+    if stored.has_order and matrix in OF_EXPERTS:
+        raise ModelError(
+            f"model: {modules[0]} has columns in an order of its own (act-order), as each expert's are; of experts "
+            "served: groups of neighbours"
+        )
+    return _fitting(stored, inner, modules[0])
 
 
 def _fitting(stored: MatrixFormat, inner: int, name: str) -> MatrixFormat:

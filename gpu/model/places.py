@@ -15,8 +15,8 @@ from gpu.model.family import Family, families
 from gpu.model.gguf.blocks import Blocks, widen_blocks
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import MatrixFormat
-from gpu.model.matrix_formats import PARTS, layer_formats, module_names, output_format, part_rows
-from gpu.model.spec import Architecture
+from gpu.model.matrix_formats import layer_formats, layer_tensors, matrix_parts, module_names, output_format
+from gpu.model.spec import Architecture, LayerSpec
 from gpu.model.stored import PLAIN, Part, StoredTensor, stored_tensors
 from gpu.model.weights import LayerWeights, Weights, allocate_weights
 
@@ -87,10 +87,9 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
         found |= _stored("lm_head", output_format(architecture), whole, architecture)
     elif not architecture.tied_embeddings:
         found["lm_head.weight"] = Place(weights.logits).wanted
-    names = family_of(architecture).tensors(architecture)
-    for index, layer in enumerate(weights.layers):
+    for index, (layer, spec) in enumerate(zip(weights.layers, architecture.layers, strict=True)):
         found |= _packed_places(layer, architecture, index)
-        known = _layer_places(layer, architecture)
+        known, names = _layer_places(layer, architecture, spec), layer_tensors(architecture, spec)
         plain = {f"model.layers.{index}.{name}": known[what] for name, what in names.items() if what in known}
         found |= {name: place.wanted for name, place in plain.items()}
     return found
@@ -124,13 +123,13 @@ def _heads(a: Architecture) -> Tensor | None:
 def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
     """Of the matrices of few bits: their modules' tensors."""
     found: dict[str, StoredTensor] = {}
-    formats, heads = layer_formats(a, index), _heads(a)
+    formats, heads, matrices = layer_formats(a, index), _heads(a), layer.matrices
     for matrix, stored in formats.items():
-        packed = getattr(layer, matrix)
-        if stored is None:
+        packed = matrices[matrix]
+        if stored is None or isinstance(packed, Tensor):
             continue
         begin, parts = 0, {}
-        for what, rows in zip(PARTS[matrix], part_rows(a, matrix), strict=True):
+        for what, rows in matrix_parts(a, a.layers[index], matrix):
             order = None
             if heads is not None and what in ("query", "key"):
                 order = heads[begin : begin + rows] - begin
@@ -149,7 +148,7 @@ def _stored(module: str, stored: MatrixFormat | None, part: Part, a: Architectur
     return {module + end: tensor for end, tensor in tensors.items()}
 
 
-def _layer_places(layer: LayerWeights, a: Architecture) -> dict[str, Place]:
+def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place]:
     """Plain ones of one layer, by what a family's table calls them (`gpu.model.family`)."""
     query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_offset
     order, heads = head_order(a), _heads(a)
@@ -157,14 +156,14 @@ def _layer_places(layer: LayerWeights, a: Architecture) -> dict[str, Place]:
         "attention_norm": Place(layer.attention_norm, offset=offset),
         "mlp_norm": Place(layer.mlp_norm, offset=offset),
     }
-    if isinstance(layer.output, Tensor):
-        places["output"] = Place(layer.output)
-    if isinstance(layer.gate_up, Tensor):
-        places["gate_up"] = Place(layer.gate_up)
-        places["gate"] = Place(layer.gate_up[: a.intermediate])
-        places["up"] = Place(layer.gate_up[a.intermediate :])
-    if isinstance(layer.down, Tensor):
-        places["down"] = Place(layer.down)
+    for name, matrix in layer.matrices.items():
+        if name == "qkv" or not isinstance(matrix, Tensor):
+            continue
+        parts = matrix_parts(a, spec, name)
+        cut = matrix.split([rows for _, rows in parts])
+        places |= {name: Place(matrix)} | {what: Place(rows) for (what, _), rows in zip(parts, cut, strict=True)}
+    if layer.experts is not None:
+        places["router"] = Place(layer.experts.router)
     for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
         if isinstance(rows, Tensor):
             places["qkv" + suffix] = Place(rows, heads)

@@ -9,20 +9,19 @@ from torch import Tensor
 
 from gpu.kernels.head_norm import head_norm
 from gpu.kernels.rms_norm import rms_norm, rms_norm_add
+from gpu.model.experts import ExpertMlp
 from gpu.model.matrix import Matrix, as_matrix
-from gpu.model.matrix_formats import widened_bytes
+from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
 from gpu.model.spec import Architecture
 from gpu.model.weights import Weights
 from gpu.model.widened import Widened
-
-_QKV, _OUTPUT, _GATE_UP, _DOWN = range(4)  # of a layer's matrices
 
 
 class Projections:
     """Hidden states `[tokens, hidden]` in and out; results are new tensors.
 
-    One kernel launch for each method but `mlp` (two) and `logits` (two), and one more for norms of heads and for each
-    norm behind a product.
+    One kernel launch for each method but `mlp` (two; of experts see `gpu.model.experts`) and `logits` (two), and one
+    more for norms of heads and for each norm behind a product.
     """
 
     def __init__(self, weights: Weights, architecture: Architecture) -> None:
@@ -32,15 +31,31 @@ class Projections:
         self._activations = [spec.activation for spec in architecture.layers]
         widened = Widened(widened_bytes(architecture, weights.embedding.element_size()))
         self._matrices = [
-            tuple(as_matrix(stored, widened) for stored in (layer.qkv, layer.output, layer.gate_up, layer.down))
+            {name: as_matrix(stored, widened) for name, stored in layer.matrices.items() if name not in OF_EXPERTS}
             for layer in weights.layers
         ]
+        self._experts = [
+            None if layer.experts is None or spec.experts is None
+            else ExpertMlp(layer.experts, spec.experts, spec.activation)
+            for layer, spec in zip(weights.layers, architecture.layers, strict=True)
+        ]  # fmt: skip
         self._logits = as_matrix(weights.logits)
+
+    def warm_up(self, most_tokens: int) -> None:
+        """Compile what depends on how many tokens there are, up to so many: products of experts, of each kind."""
+        kinds = {}
+        for experts, layer in zip(self._experts, self.weights.layers, strict=True):
+            if experts is not None:
+                formats = [(type(one), getattr(one, "kind", None), getattr(one, "group", None))
+                           for one in (experts.weights.gate_up, experts.weights.down)]  # fmt: skip
+                kinds.setdefault(tuple(formats), (experts, layer.mlp_norm))
+        for experts, norm in kinds.values():
+            experts.warm_up(most_tokens, norm)
 
     def qkv(self, layer: int, hidden: Tensor) -> Tensor:
         """Norm, QKV, and the norms of query and key heads: `[tokens, (heads + 2 * kv_heads) * dim]`."""
         weights = self.weights.layers[layer]
-        matrix = self._matrices[layer][_QKV]
+        matrix = self._matrices[layer]["qkv"]
         qkv = matrix.norm_linear(hidden, weights.attention_norm, self.eps, weights.qkv_bias)
         if weights.query_norm is not None and weights.key_norm is not None:
             head_norm(qkv, weights.query_norm, weights.key_norm, self.eps, *self._heads)
@@ -49,12 +64,14 @@ class Projections:
     def output(self, layer: int, attended: Tensor, hidden: Tensor) -> Tensor:
         """Attention's output, `[tokens, heads * dim]` of any float type, projected and added to `hidden`."""
         post_norm = self.weights.layers[layer].attention_post_norm
-        return self._add(attended, self._matrices[layer][_OUTPUT], post_norm, hidden)
+        return self._add(attended, self._matrices[layer]["output"], post_norm, hidden)
 
     def mlp(self, layer: int, hidden: Tensor) -> Tensor:
         """Norm and MLP, added to `hidden`."""
-        weights = self.weights.layers[layer]
-        gate_up, down = self._matrices[layer][_GATE_UP], self._matrices[layer][_DOWN]
+        weights, experts = self.weights.layers[layer], self._experts[layer]
+        if experts is not None:
+            return experts(hidden, weights.mlp_norm, self.eps)
+        gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, self._activations[layer])
         return self._add(product, down, weights.mlp_post_norm, hidden)
 

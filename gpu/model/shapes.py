@@ -39,6 +39,14 @@ def _qwen3(*sizes: Any, **more: Any) -> dict[str, Any]:
     return {"model_type": "qwen3", "head_dim": 128} | _sizes(*sizes, **more)
 
 
+def _qwen3_moe(*sizes: Any, **more: Any) -> dict[str, Any]:
+    return {"model_type": "qwen3_moe", "head_dim": 128, "norm_topk_prob": True} | _sizes(*sizes, **more)
+
+
+def _mixtral(*sizes: Any, **more: Any) -> dict[str, Any]:
+    return {"model_type": "mixtral", "sliding_window": None} | _sizes(*sizes, **more)
+
+
 def _phi3(*sizes: Any, **more: Any) -> dict[str, Any]:
     return {"model_type": "phi3"} | _sizes(*sizes, **more)
 
@@ -95,6 +103,13 @@ _CONFIGS = {
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, 8, 151_936, 40_960, 1_000_000.0),
     "qwen3-14b": _qwen3(5120, 17_408, 40, 40, 8, 151_936, 40_960, 1_000_000.0),
     "qwen3-32b": _qwen3(5120, 25_600, 64, 64, 8, 151_936, 40_960, 1_000_000.0),
+    "tiny-qwen3-moe": _qwen3_moe(
+        256, 512, 4, 4, 2, 1024, 262_144, 1_000_000.0, head_dim=64, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=128, mlp_only_layers=[1],
+    ),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 48, 32, 4, 151_936, 40_960, 1_000_000.0),
+    "tiny-mixtral": _mixtral(256, 256, 4, 4, 2, 1024, 262_144, 1_000_000.0, num_local_experts=4),
+    "mixtral-8x7b": _mixtral(4096, 14_336, 32, 32, 8, 32_000, 32_768, 1_000_000.0),
     "tiny-phi3": _phi3(
         384, 512, 4, 4, 2, 1024, 262_144, 10_000.0, partial_rotary_factor=0.75, rope_scaling=_longrope(36)
     ),

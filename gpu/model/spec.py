@@ -5,6 +5,7 @@ of the one and says where the tensors of the other go. Invariant: what a spec do
 formulas stand here, so that plans, floors and the cost model follow it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,12 +29,29 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer's gated MLPs, of which a token takes those few that its router likes best. intermediate: of one;
+    is_normalised: whether the weights of those that are taken, a softmax over all, are made to sum to 1.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate: int
+    is_normalised: bool
+
+    def taken(self, num_tokens: int) -> float:
+        """How many of them a step of so many tokens reads, in expectation, if each token draws its own at random."""
+        return self.num_experts * (1 - (1 - self.per_token / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What a layer computes beside two norms, projections, rotary attention and a gated MLP.
 
     qkv_bias: added to queries, keys and values; qk_norm: RMSNorm of each query and key head before the rotation;
     post_norms: of attention's and the MLP's outputs, before they are added. activation: of the gate. window_tokens: a
     token sees itself and those before it, so many together; None: all. rope: its own frequencies, None: the model's.
+    experts: in place of the one MLP, None: that.
     """
 
     qkv_bias: bool = False
@@ -42,6 +60,7 @@ class LayerSpec:
     activation: Activation = "silu"
     window_tokens: int | None = None
     rope: RopeScaling | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +126,8 @@ class Architecture:
 
     @property
     def num_layer_weights(self) -> int:
-        """Of one layer; of the mean one, where they differ."""
-        qkv = self.dim * (self.num_heads + 2 * self.num_kv_heads)
-        matrices = self.hidden * (qkv + self.dim * self.num_heads) + 3 * self.hidden * self.intermediate
-        vectors = sum(
-            spec.qkv_bias * qkv + spec.qk_norm * 2 * self.dim + (2 + 2 * spec.post_norms) * self.hidden
-            for spec in self.layers
-        )
-        return matrices + vectors // self.num_layers
+        """Of one layer those that a token is multiplied with; of the mean one, where they differ."""
+        return round(self._sum_layers(lambda experts: experts.per_token) / self.num_layers)
 
     @property
     def num_embedding_weights(self) -> int:
@@ -122,13 +135,28 @@ class Architecture:
 
     @property
     def num_weights(self) -> int:
+        """All of them, whether a token takes them or not."""
         embeddings = self.num_embedding_weights * (1 if self.tied_embeddings else 2)
-        return self.num_layers * self.num_layer_weights + embeddings + self.hidden
+        return round(self._sum_layers(lambda experts: experts.num_experts)) + embeddings + self.hidden
 
-    @property
-    def num_weights_read_per_token(self) -> int:
-        """All layers, the final norm and the output projection; of the input embedding a step reads one row a token."""
-        return self.num_layers * self.num_layer_weights + self.num_embedding_weights + self.hidden
+    def num_weights_read(self, num_tokens: int) -> int:
+        """By a step of so many tokens: all layers, of experts those that are taken in expectation, the final norm and
+        the output projection; of the input embedding it reads one row a token.
+        """
+        layers = self._sum_layers(lambda experts: experts.taken(num_tokens))
+        return round(layers) + self.num_embedding_weights + self.hidden
+
+    def _sum_layers(self, count: Callable[[Experts], float]) -> float:
+        """Weights of all layers, with `count` of each layer's experts."""
+        return sum(self._weights_of(spec, count) for spec in self.layers)
+
+    def _weights_of(self, spec: LayerSpec, count: Callable[[Experts], float]) -> float:
+        qkv, mlp = self.dim * (self.num_heads + 2 * self.num_kv_heads), 3.0 * self.hidden * self.intermediate
+        if spec.experts is not None:
+            router = self.hidden * spec.experts.num_experts
+            mlp = router + 3 * self.hidden * spec.experts.intermediate * count(spec.experts)
+        vectors = spec.qkv_bias * qkv + spec.qk_norm * 2 * self.dim + (2 + 2 * spec.post_norms) * self.hidden
+        return self.hidden * (qkv + self.dim * self.num_heads) + mlp + vectors
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Keys and values of one token in all layers."""

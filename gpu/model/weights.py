@@ -20,6 +20,8 @@ from transfer.host_pages import ask_huge_pages
 
 RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot
 
+RANDOM_ROUTER_SPREAD = 3.0  # of random routers' logits: an expert that is taken by a hair counts for little
+
 RANDOM_BIAS_SPREAD = 0.1  # of random weights' biases: seen in every result, and no larger than what they are added to
 
 # Of random numbers of few bits: the standard deviation of what a scale multiplies.
@@ -32,24 +34,60 @@ Stored = Tensor | Packed
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts * 2 * intermediate, hidden]`, one after
+    another, of each its gate first; down `[experts * hidden, intermediate]`.
+    """
+
+    router: Tensor
+    gate_up: Stored
+    down: Stored
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`; output `[hidden, heads * dim]`;
-    gate_up `[2 * intermediate, hidden]`, gate first; down `[hidden, intermediate]`. Where the layer's spec has them:
-    qkv_bias, of qkv's rows; query_norm, key_norm `[dim]`; attention_post_norm, mlp_post_norm `[hidden]`. Norms that a
-    checkpoint stores less one are float32: what they lack of one would be rounded away.
+    gate_up `[2 * intermediate, hidden]`, gate first; down `[hidden, intermediate]`; or, in place of these two, experts.
+    Where the layer's spec has them: qkv_bias, of qkv's rows; query_norm, key_norm `[dim]`; attention_post_norm,
+    mlp_post_norm `[hidden]`. Norms that a checkpoint stores less one are float32: what they lack of one would be
+    rounded away.
     """
 
     attention_norm: Tensor
     qkv: Stored
     output: Stored
     mlp_norm: Tensor
-    gate_up: Stored
-    down: Stored
+    gate_up: Stored | None = None
+    down: Stored | None = None
+    experts: ExpertWeights | None = None
     qkv_bias: Tensor | None = None
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     attention_post_norm: Tensor | None = None
     mlp_post_norm: Tensor | None = None
+
+    @property
+    def matrices(self) -> dict[str, Stored]:
+        """By name, as in `gpu.model.matrix_formats.matrix_shapes`."""
+        experts = self.experts
+        held = {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down,
+                "experts_gate_up": experts and experts.gate_up, "experts_down": experts and experts.down}  # fmt: skip
+        return {name: matrix for name, matrix in held.items() if matrix is not None}
+
+    @property
+    def mlp(self) -> tuple[Stored, Stored]:
+        """gate_up and down of a layer without experts."""
+        assert self.gate_up is not None, "a layer without experts has an MLP"
+        assert self.down is not None, "a layer without experts has an MLP"
+        return self.gate_up, self.down
+
+    def changed(self, change: Callable[[Stored], Stored]) -> "LayerWeights":
+        """With every matrix as `change` makes it."""
+        made = {name: change(matrix) for name, matrix in self.matrices.items()}
+        gate_up, down = made.pop("experts_gate_up", None), made.pop("experts_down", None)
+        if self.experts is None or gate_up is None or down is None:
+            return replace(self, **made)
+        return replace(self, **made, experts=replace(self.experts, gate_up=gate_up, down=down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +102,14 @@ class Weights:
     @property
     def is_packed(self) -> bool:
         """Whether any matrix is."""
-        matrices = (matrix for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        matrices = (matrix for layer in self.layers for matrix in layer.matrices.values())
         return isinstance(self.logits, Packed) or any(isinstance(matrix, Packed) for matrix in matrices)
 
 
 def unpacked(weights: Weights) -> Weights:
     """All matrices as tensors. Takes the layers out of `weights` as it goes: two copies are of one layer alone."""
-    layers = [_unpacked_layer(weights.layers.pop(0)) for _ in range(len(weights.layers))]
+    layers = [weights.layers.pop(0).changed(_unpacked) for _ in range(len(weights.layers))]
     return Weights(weights.embedding, layers, weights.final_norm, _unpacked(weights.logits))
-
-
-def _unpacked_layer(layer: LayerWeights) -> LayerWeights:
-    return replace(
-        layer, qkv=_unpacked(layer.qkv), output=_unpacked(layer.output), gate_up=_unpacked(layer.gate_up),
-        down=_unpacked(layer.down),
-    )  # fmt: skip
 
 
 def _unpacked(stored: Stored) -> Tensor:
@@ -114,8 +145,11 @@ def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, de
             layer.qkv_bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
         draw(layer.qkv, 1.0)
         draw(layer.output, residual_scale)
-        draw(layer.gate_up, 1.0)
-        draw(layer.down, residual_scale)
+        gate_up, down = layer.mlp if layer.experts is None else (layer.experts.gate_up, layer.experts.down)
+        draw(gate_up, 1.0)
+        draw(down, residual_scale)
+        if layer.experts is not None:
+            draw(layer.experts.router, RANDOM_ROUTER_SPREAD)
         on_progress((index + 1) / (architecture.num_layers + 1))
     scale = architecture.embedding_scale
     gain = 1.0 if scale == 1 else RANDOM_LOGIT_SPREAD * scale  # or a token's own embedding would be what comes next
@@ -160,7 +194,6 @@ def allocate_weights(
 ) -> Weights:
     """Not yet filled. scales: of integers, 16 bits. On the CPU in huge pages, which are there four times as soon."""
     a = architecture
-    shapes = matrix_shapes(a)
 
     def empty(*shape: int) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -176,14 +209,17 @@ def allocate_weights(
 
     def layer(index: int, spec: LayerSpec) -> LayerWeights:
         width = (a.num_heads + 2 * a.num_kv_heads) * a.dim
-        formats = layer_formats(a, index)
+        formats, held = layer_formats(a, index), spec.experts
+        made = {name: matrix(*shape, formats[name]) for name, shape in matrix_shapes(a, spec).items()}
+        router = None if held is None else empty(held.num_experts, a.hidden)
         return LayerWeights(
             attention_norm=norm(a.hidden),
-            qkv=matrix(*shapes["qkv"], formats["qkv"]),
-            output=matrix(*shapes["output"], formats["output"]),
+            qkv=made["qkv"],
+            output=made["output"],
             mlp_norm=norm(a.hidden),
-            gate_up=matrix(*shapes["gate_up"], formats["gate_up"]),
-            down=matrix(*shapes["down"], formats["down"]),
+            gate_up=made.get("gate_up"),
+            down=made.get("down"),
+            experts=router if router is None else ExpertWeights(router, made["experts_gate_up"], made["experts_down"]),
             qkv_bias=empty(width) if spec.qkv_bias else None,
             query_norm=norm(a.dim) if spec.qk_norm else None,
             key_norm=norm(a.dim) if spec.qk_norm else None,

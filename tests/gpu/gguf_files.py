@@ -29,8 +29,12 @@ NAMES = {
 GEMMA_NAMES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3",
-                 "glm4": "glm4", "gemma3_text": "gemma3"}  # fmt: skip
+EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+                "mlp.experts.down_proj": "ffn_down_exps", "mlp.gate": "ffn_gate_inp",
+                "block_sparse_moe.experts.w1": "ffn_gate_exps", "block_sparse_moe.experts.w3": "ffn_up_exps",
+                "block_sparse_moe.experts.w2": "ffn_down_exps", "block_sparse_moe.gate": "ffn_gate_inp"}  # fmt: skip
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+                 "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3"}  # fmt: skip
 Kinds = Callable[[str], str]
 
 
@@ -116,12 +120,18 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         _add(writer, key, value)
     for name, array in _rope_factors(config).items():
         writer.add_tensor(name, array)
-    for name, array in sorted(tensors.items()):
+    for name, array in sorted(_stacked(tensors).items()):
         module, end = name.rsplit(".", 1)
         theirs = _name(module, architecture) + "." + end
-        kind = kinds(theirs) if array.ndim == 2 else "F32"
-        stored = _store(generator, kind, array)
-        if not is_alone:
+        kind = kinds(theirs) if array.ndim > 1 and "ffn_gate_inp" not in theirs else "F32"
+        if array.ndim == 3:
+            stored = np.stack([_store(generator, kind, one) for one in array])
+            for expert, (one, whole) in enumerate(zip(stored, array, strict=True)):
+                numbers = _meant(kind, one, whole.shape).astype(np.float32)
+                meant[name.replace(".experts.", f".experts.{expert}.")] = from_numpy(numbers)
+        else:
+            stored = _store(generator, kind, array)
+        if not is_alone and array.ndim < 3:
             meant[name] = from_numpy(_meant(kind, stored, array.shape).astype(np.float32))
         if array.ndim == 1 and architecture == "gemma3" and name.endswith("norm.weight"):
             stored = stored + 1
@@ -144,6 +154,19 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         shutil.copy(file, folder)
     save_file(meant, folder / "model.safetensors")
     return path
+
+
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With one tensor, `[experts, rows, columns]`, for those of all experts of a layer."""
+    found, experts = {}, {}
+    for name, array in tensors.items():
+        if ".experts." not in name:
+            found[name] = array
+            continue
+        before, after = name.split(".experts.")
+        number, part = after.split(".", 1)
+        experts.setdefault(f"{before}.experts.{part}", {})[int(number)] = array
+    return found | {name: np.stack([one[n] for n in range(len(one))]) for name, one in experts.items()}
 
 
 def _store(generator: np.random.Generator, kind: str, array: np.ndarray) -> np.ndarray:
@@ -169,7 +192,7 @@ def _name(module: str, architecture: str) -> str:
     if module in WHOLE:
         return WHOLE[module]
     _, _, layer, part = module.split(".", 3)
-    names = NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
+    names = NAMES | EXPERT_NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
     return f"blk.{layer}.{names[part]}"
 
 
@@ -192,6 +215,11 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architectu
         found |= {"attention.key_length": dim, "attention.value_length": dim}
     if config.get("sliding_window") and config.get("use_sliding_window") is not False:
         found["attention.sliding_window"] = config["sliding_window"]
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if experts:
+        found |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
+    if config["model_type"] == "qwen3_moe":
+        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if config["model_type"] == "gemma3_text":
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
     scaling = config.get("rope_scaling") or {}

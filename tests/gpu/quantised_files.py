@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from tests.gpu.packed_oracle import draw_codes, e4m3
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight neighbours, whose nibbles a word has from the lowest up
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
+               "w1", "w2", "w3")  # fmt: skip
 
 
 @dataclass(frozen=True)

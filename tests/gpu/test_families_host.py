@@ -29,7 +29,7 @@ from transfer.config import HostConfig
 from transfer.tier import HostTier
 
 # heads of 128, 64, 256, 8 and 96; 8, 16, 2, 7 and 2 to a KV head
-LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3,
+LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3, "qwen3_moe": 3,
           "phi3": 3}  # fmt: skip
 SOME = [("qwen3", "bfloat16"), ("glm4", "int8")]  # in the ordinary suite
 ALL = (1, 64)  # bits and tables with which nearly every key is sampled
@@ -93,7 +93,7 @@ def test_that_comparison_sees_one_token_of_one_layer(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.long  # each head dimension and group is compiled, half a minute
 @pytest.mark.parametrize("is_sampled", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "glm4", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "gemma3", "phi3", "qwen3_moe"])
 def test_the_tier_that_serves_reads_them_all_likewise(
     name: str, is_sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,12 @@ from bench.decode_loop import build_runner, decode
 from bench.engine import MIN_AGREEMENT, draw_prompts
 from bench.plain_decode import PlainDecode
 from gpu.model.architecture import named_shape
-from gpu.model.weights import LayerWeights, Weights, random_weights
+from gpu.model.weights import ExpertWeights, LayerWeights, Weights, random_weights
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NAMES = ("tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-phi3", "tiny-glm4", "tiny-gemma3")
+NAMES = ("tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-phi3", "tiny-glm4", "tiny-gemma3", "tiny-qwen3-moe",
+         "tiny-mixtral")  # fmt: skip
 PROMPT_TOKENS, STEPS = 200, 12  # beyond the windows
 
 
@@ -25,7 +26,14 @@ def moved(weights: Weights, dtype: torch.dtype, wide_norms: bool) -> Weights:
             return None
         return tensor.to(CUDA, torch.float32 if wide_norms and tensor.ndim == 1 else dtype)
 
-    layers = [LayerWeights(*(move(getattr(layer, part.name)) for part in fields(layer))) for layer in weights.layers]
+    def move_all(layer: LayerWeights) -> LayerWeights:
+        held = {part.name: getattr(layer, part.name) for part in fields(layer) if part.name != "experts"}
+        own = layer.experts and ExpertWeights(
+            *(move(getattr(layer.experts, part.name)) for part in fields(layer.experts))
+        )
+        return LayerWeights(experts=own, **{name: move(tensor) for name, tensor in held.items()})
+
+    layers = [move_all(layer) for layer in weights.layers]
     embedding = move(weights.embedding)
     logits = embedding if weights.logits is weights.embedding else move(weights.logits)
     return Weights(embedding, layers, move(weights.final_norm), logits)
@@ -33,8 +41,9 @@ def moved(weights: Weights, dtype: torch.dtype, wide_norms: bool) -> Weights:
 
 def parts_of(weights: Weights) -> list[torch.Tensor]:
     """All tensors of all layers that there are."""
-    found = (getattr(layer, part.name) for layer in weights.layers for part in fields(layer))
-    return [tensor for tensor in found if tensor is not None]
+    holders = [*weights.layers, *(layer.experts for layer in weights.layers if layer.experts is not None)]
+    found = (getattr(holder, part.name) for holder in holders for part in fields(holder))
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 @pytest.mark.parametrize("name", NAMES)

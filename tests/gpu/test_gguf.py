@@ -120,7 +120,7 @@ def test_bytes_are_those_that_are_held(name: str, files) -> None:
         tensor for layer in got.layers for part in layer.__slots__ if (tensor := getattr(layer, part)) is not None
     ]
     held = sum(tensor.nbytes for tensor in [*tensors, got.final_norm, got.logits])
-    assert step_weight_bytes(shape, 2, is_packed=True) == held
+    assert step_weight_bytes(shape, 2, True, 1) == held
     assert weight_bytes(shape, 2, is_packed=True) == held + got.embedding.nbytes
 
 
@@ -319,7 +319,7 @@ def test_a_file_whose_header_is_damaged_anywhere_is_refused_or_read(seed: int, t
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; served: 'llama', 'qwen2'"),
     "unknown key": ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, and nothing here knows what that means"),
-    "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8; wanted 0: mixtures of experts are not served"),
+    "experts": ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok is 9; wanted at most 8"),
     "value heads": ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; wanted as many as keys"),
     "no layers": ({"llama.block_count": None}, "num_hidden_layers is None; wanted a positive int"),
     "too many layers": ({"llama.block_count": 4}, "tensor blk.3.attn_norm.weight is missing"),

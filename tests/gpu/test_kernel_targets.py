@@ -25,6 +25,7 @@ import transfer.merge
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import centre_of, deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.head_norm import head_norm
@@ -38,6 +39,7 @@ from gpu.kernels.race import race
 from gpu.kernels.restore_rows import restore_rows
 from gpu.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from gpu.kernels.rope_kv_write import rope_kv_write
+from gpu.kernels.routing import choose
 from gpu.kernels.scatter_runs import launch as scatter
 from gpu.kernels.scattered_attention import scattered_attention_kernel
 from gpu.kernels.swiglu import swiglu
@@ -55,8 +57,9 @@ from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.replacing import replace_blocks
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
+from gpu.model.experts import MOST_ALONE, ExpertMlp
 from gpu.model.matrix_format import MatrixFormat
-from gpu.model.weights import allocate_packed
+from gpu.model.weights import ExpertWeights, allocate_packed
 from gpu.predictor.predict import PackedNetwork, predict_blocks
 from transfer.exchange import new_slot
 from transfer.partial import Partial
@@ -75,6 +78,7 @@ TRITON_TYPES = {
 COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 SERVED = ("tiny", "llama-3.1-8b")
+MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b")
 FAMILIES = ("phi-3-mini", "gemma-3-4b", "glm-4-9b")  # heads of 96 and of 256, and 16 to a KV head
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -187,6 +191,33 @@ def _packed(shape: Architecture, dtype: torch.dtype) -> None:
             packed_linear(middle, matrix(shape.hidden, shape.intermediate), x)
             packed_logits(x, matrix(shape.vocab_size, shape.hidden))
         unpack(matrix(shape.hidden, shape.intermediate))
+
+
+def _experts(shape: Architecture, dtype: torch.dtype) -> None:
+    """Of the largest mixtures that are served: few tokens, and tiles of every size; matrices as files have them."""
+    experts = shape.layer_pattern[0].experts
+    if experts is None:
+        return
+    device, rows = torch.device("cuda"), experts.num_experts * experts.intermediate
+    is_wide = experts.num_experts > 8 and dtype == torch.bfloat16
+    formats = [MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
+               MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256)]  # fmt: skip
+    norm, router = (torch.empty(*size, dtype=dtype, device=device) for size in ((shape.hidden,), (
+        experts.num_experts, shape.hidden)))  # fmt: skip
+    for stored in (None, *(formats if is_wide else ())):
+        sizes = (2 * rows, shape.hidden), (experts.num_experts * shape.hidden, experts.intermediate)
+        gate_up, down = (
+            torch.empty(*size, dtype=dtype, device=device) if stored is None
+            else allocate_packed(*size, stored, dtype, device, torch.bfloat16) for size in sizes
+        )  # fmt: skip
+        mlp = ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu")
+        mlp(torch.empty(1, shape.hidden, dtype=dtype, device=device), norm, 1e-5)
+        for mean in (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64):
+            tokens = max(MOST_ALONE + 1, mean * experts.num_experts // experts.per_token)
+            x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
+            pairs = pair_up(*choose(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts), experts,
+                            stored is not None)  # fmt: skip
+            down_tiles(gate_up_tiles(x, pairs, gate_up, experts, "silu"), pairs, down, x, experts)
 
 
 def _race(shape: Architecture, dtype: torch.dtype) -> None:
@@ -377,6 +408,16 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_packed_gemv_kernel": _packed,
     "_packed_dot_kernel": _packed,
     "_unpack_kernel": _packed,
+    "_router_logits_kernel": _experts,
+    "_choose_kernel": _experts,
+    "_sort_pairs_kernel": _experts,
+    "_gate_up_kernel": _experts,
+    "_down_kernel": _experts,
+    "_packed_gate_up_kernel": _experts,
+    "_packed_down_kernel": _experts,
+    "_tiles_kernel": _experts,
+    "_packed_tiles_kernel": _experts,
+    "_sum_pairs_kernel": _experts,
     "_race_kernel": _race,
     "_merge_kernel": _merge,
     "_deposit_kernel": _rows,
@@ -434,6 +475,8 @@ def _source(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any])
     """
     options = dict(options)
     compile_options = {name: options.pop(name) for name in COMPILE_OPTIONS if name in options}
+    assert set(options) <= set(kernel.arg_names), "what the kernel knows"
+    options = {name: options[name] for name in kernel.arg_names if name in options}
     signature, constants, attributes = {}, {}, {}
     for index, (name, value) in enumerate({**dict(zip(kernel.arg_names, args, strict=False)), **options}.items()):
         is_looked_at = not kernel.params[index].do_not_specialize
@@ -454,7 +497,7 @@ def _source(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any])
 @pytest.fixture(scope="module")
 def launches() -> list[Launch]:
     """Each distinct launch of the shapes that are served."""
-    return _record(LAUNCHES.values(), SERVED)
+    return _record(LAUNCHES.values(), SERVED) + _record([_experts], MIXTURES)
 
 
 @pytest.fixture(scope="module")
@@ -477,7 +520,7 @@ def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes
 
 
 # Three selections, each with a loop without masks and one with: half a minute; and three kinds of numbers.
-SLOW = ("_query_sparse_kernel", "_packed_gemv_kernel", "_packed_dot_kernel")
+SLOW = ("_query_sparse_kernel", "_packed_gemv_kernel", "_packed_dot_kernel", "_tiles_kernel", "_packed_tiles_kernel")
 QUICK = ("_swiglu_kernel", "_reduce_kernel", "_merge_kernel")  # of the card with more shared memory, a sample
 TARGETS = [
     pytest.param(
@@ -551,6 +594,34 @@ def _momo_unit(begin: int, tokens: int) -> None:
     rows = query_sparse_attention(query, keys, keys, begin, 16, 64, MomoSettings().how, 1.0)
     lists = unite(rows, begin // 64, 8, 2, 64)
     block_sparse_attention(query, keys, keys, begin, 128, 64, lists, 1.0)
+
+
+def test_experts_of_any_number_of_tokens_are_run_by_what_was_compiled_at_start():
+    """Sizes of tiles and of sorted blocks hang on that number; a deployment's first requests have any."""
+
+    def sources(run: Callable[[ExpertMlp, torch.Tensor], None]) -> set[str]:
+        def call(shape: Architecture, dtype: torch.dtype) -> None:
+            experts = shape.layer_pattern[0].experts
+            assert experts is not None
+            gate_up, down = (
+                torch.empty(experts.num_experts * rows, inner, dtype=dtype, device="cuda")
+                for rows, inner in ((2 * experts.intermediate, shape.hidden), (shape.hidden, experts.intermediate))
+            )
+            router, norm = (torch.empty(*size, shape.hidden, dtype=dtype, device="cuda") for size in (
+                (experts.num_experts,), ()))  # fmt: skip
+            run(ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu"), norm)
+
+        found = set()
+        for kernel, args, options in _record([call], ("tiny-qwen3-moe", *MIXTURES)):
+            source, compile_options = _source(kernel, args, options)
+            found.add(f"{kernel.__name__} {source.signature} {source.constants} {source.attrs} {compile_options}")
+        return found
+
+    def all_sizes(mlp: ExpertMlp, norm: torch.Tensor) -> None:
+        for tokens in (*range(1, 140), *range(140, 8192, 111), 8192):
+            mlp(torch.empty(tokens, len(norm), dtype=norm.dtype, device="cuda"), norm, 1e-5)
+
+    assert sources(all_sizes) == sources(lambda mlp, norm: mlp.warm_up(8192, norm))
 
 
 def test_every_kernel_is_listed():

@@ -15,7 +15,7 @@ from gpu.kernels.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",
-           "fused", "packed", "predictor", "predicted", "scattered", "kv_rows")  # fmt: skip
+           "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -46,6 +46,19 @@ SELECTED = " or ".join(
     )
 )
 
+EXPERTS = " or ".join(
+    (
+        "(test_kernels_experts and cpu-float32 and weighed and (odd-rows-3 or odd-tiles-40 or many-tiles-2))",
+        "(test_kernels_experts and cpu-float32 and weighed and all-rows-1)",
+        "(test_kernels_experts and cpu-float32 and few_bits and (int4-rows-1 or int4-tiles-2 or fp8-tiles-2))",
+        "(test_kernels_experts and cpu-float32 and few_bits and runs-rows-1)",
+        "(test_kernels_experts and cpu-float32 and (nobody or (one_expert and plain) or (no_other and tiles)))",
+        "(test_kernels_experts and (lower_expert or who_takes or not_finite or (sorted_block and 700)) and not cuda)",
+        "(test_kernels_experts and cpu-float32 and (its_routing or never_rounded) and (odd-5 or odd-1 or 7-3))",
+        "(test_kernels_experts and cpu-float32 and never_rounded and 16-64)",
+    )
+)
+
 
 LARGER = " or ".join(
     (
@@ -57,13 +70,15 @@ LARGER = " or ".join(
         "(test_kernels_scattered and cpu and float32)",
         "(test_kernels_mac and cpu and float32 and (wraps or one_of or holes or released or noticed or youngest))",
         "(test_kernels_packed and (cpu-float32 or cpu-bfloat16-1-))",
+        "(test_kernels_experts and cpu-float32 and not thousands)",
         "(test_kernels_predictor and cpu and float32 and (few or ragged or step_by_step))",
     )
 )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs the suite under the interpreter, and this is the interpreter")
-@pytest.mark.parametrize("names", [SELECTED, pytest.param(LARGER, marks=pytest.mark.long)], ids=["small", "larger"])
+@pytest.mark.parametrize("names", [SELECTED, EXPERTS, pytest.param(LARGER, marks=pytest.mark.long)],
+                         ids=["small", "experts", "larger"])  # fmt: skip
 def test_kernels_pass_their_tests_under_the_interpreter(names: str) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *FILES, "-k", names]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

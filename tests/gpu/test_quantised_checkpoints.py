@@ -102,7 +102,7 @@ def assert_bytes(folder: Path, got: Weights, asked: str | None = None) -> None:
     shape = rounded(read_architecture(folder), asked, "weights")
     layers = [getattr(layer, name) for layer in got.layers for name in layer.__dataclass_fields__]
     read = sum(held.nbytes for held in (*layers, got.final_norm, got.logits) if held is not None)
-    assert step_weight_bytes(shape, 4, is_packed=True) == read
+    assert step_weight_bytes(shape, 4, True, 1) == read
     assert weight_bytes(shape, 4, is_packed=True) == read + (0 if got.logits is got.embedding else got.embedding.nbytes)
     assert weight_bytes(shape, 4, is_packed=False) == 4 * shape.num_weights
 

@@ -128,7 +128,7 @@ def test_streams_beside_wait_for_a_share_of_their_step_at_most(monkeypatch: pyte
     """What a run reads beside a step is bounded by what the step reads; one that runs alone keeps to the token gap."""
     engine, runner = make_engine(max_running=32, num_pages=200)
     costs = engine.scheduler._costs
-    monkeypatch.setattr(costs, "_weight_cells", 0.0)
+    monkeypatch.setattr(costs, "_weight_cells", lambda num_rows: 0.0)
     serve(engine, [make_request("free", prompt_of(400, 1), 60), *texts(5)])
     runner_cells = [
         (len(group.slots), sum(group.positions) + len(group.slots), sum(

@@ -33,7 +33,7 @@ def test_matrices_of_few_bits_are_read_as_they_are_stored_and_the_input_embeddin
     groups = layer // 128 * 3  # a scale of two bytes and a zero point
     output = 128_256 * 4096 + 128_256 * 4096 // 128 * 2
     norms = 2 * (32 * 2 * 4096 + 4096)
-    assert step_of("llama-3.1-8b", weights="int4").weights == 32 * (layer // 2 + groups) + output + norms
+    assert step_of("llama-3.1-8b", weights="int4").weights(1) == 32 * (layer // 2 + groups) + output + norms
 
 
 def test_layers_that_are_down_read_nothing_of_it_on_the_device() -> None:
@@ -46,3 +46,20 @@ def test_layers_that_are_down_read_nothing_of_it_on_the_device() -> None:
 def test_layers_with_a_window_read_it_alone() -> None:
     full = sum(layer % 6 == 5 for layer in range(34))
     assert step_of("gemma-3-4b").device_kv(50_000, 0) == (full * 50_000 + (34 - full) * 1024) * 2 * 4 * 512
+
+
+def test_of_experts_a_step_reads_those_that_its_rows_take() -> None:
+    """By hand: 8 of 128 of 3 * 2048 * 768 weights each; rows that draw by themselves seldom take the same ones."""
+    attention = 2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048 + 2 * 2048 + 2 * 128
+    layer, expert, rest = attention + 128 * 2048, 3 * 2048 * 768, 151_936 * 2048 + 2048
+    step = step_of("qwen3-30b-a3b")
+    assert step.weights(1) == 2 * (48 * (layer + 8 * expert) + rest)
+    assert step.weights(4) == pytest.approx(2 * (48 * (layer + 128 * (1 - (15 / 16) ** 4) * expert) + rest), rel=1e-9)
+    assert step.weights(10_000) == 2 * (step.architecture.num_weights - 151_936 * 2048)
+    per_token = 48 * (layer + 8 * expert)
+    assert step.flops(0, 1) == 2 * (per_token + 151_936 * 2048) + 4 * 32 * 128 * 48
+    packed = step_of("qwen3-30b-a3b", weights="int4")
+    group_bytes = 64 + 3  # of 128 numbers
+    few_bits = 48 * (attention - 2 * 2048 - 2 * 128 + 8 * expert) // 128 * group_bytes
+    plain = 2 * (48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048)
+    assert packed.weights(1) == few_bits + plain + 151_936 * 2048 // 128 * (128 + 2)

@@ -16,10 +16,13 @@ MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "phi3": "phi3",
     "gemma3": "gemma3_text",
     "glm4": "glm4",
 }
+# With experts; of the former, what would have the same name without.
+_MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
 # Tensors that say how tokens are rotated, read here and by no layer.
@@ -89,13 +92,9 @@ def as_config(file: GgufFile) -> dict[str, Any]:
     if EMBEDDING not in file.tensors:
         raise ModelError(f"model: {file.path}: tensor {EMBEDDING} is missing; wanted a whole language model")
     keys = _Keys(file, name)
-    if keys.number("expert_count", 0):
-        raise keys.refused(
-            "expert_count", file.metadata[name + ".expert_count"], "0: mixtures of experts are not served"
-        )
     config: dict[str, Any] = {ours: keys.number(theirs) for theirs, ours in _SIZES.items()}
+    config |= {"model_type": MODEL_TYPES[name]} | _experts(keys, name)
     config |= {
-        "model_type": MODEL_TYPES[name],
         "vocab_size": _vocab_size(file, keys),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", 10_000.0),
@@ -113,6 +112,28 @@ def as_config(file: GgufFile) -> dict[str, Any]:
     if MODEL_TYPES[name] == "glm4":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     return config | keys.left()
+
+
+def _experts(keys: _Keys, name: str) -> dict[str, Any]:
+    """Of a mixture, with its model type; llama.cpp makes the weights of Qwen3's that are taken sum to 1."""
+    count = keys.number("expert_count", 0)
+    if bool(count) != (name in _MIXTURES) and name != "llama":
+        wanted = "a positive number" if name in _MIXTURES else "0: of its mixtures of experts none is served"
+        raise keys.refused("expert_count", count, wanted)
+    if not count:
+        return {}
+    found = {"model_type": _MIXTURES[name], "num_experts_per_tok": _positive(keys, "expert_used_count")}
+    if name == "llama":
+        return found | {"num_local_experts": count}
+    size = _positive(keys, "expert_feed_forward_length")
+    return found | {"num_experts": count, "moe_intermediate_size": size, "norm_topk_prob": True}
+
+
+def _positive(keys: _Keys, key: str) -> Any:
+    value = keys.number(key)
+    if not value:
+        raise keys.refused(key, value, "a positive number")
+    return value
 
 
 def _vocab_size(file: GgufFile, keys: _Keys) -> int:

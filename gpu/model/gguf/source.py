@@ -5,6 +5,7 @@ rows in another order, and it adds to Gemma's norms what Gemma adds when it runs
 tensor is what the checkpoint that the file was made of has, rounded as the file says.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gpu.model.family import EACH
 from gpu.model.file_tensor import FileTensor
 from gpu.model.gguf.blocks import Blocks
 from gpu.model.gguf.file import read_gguf
@@ -40,7 +42,9 @@ class GgufSource:
             self.files[tensor.path].append(name)
 
     def stored_name(self, name: str) -> str:
-        return self._names.get(name, name)
+        if name in self._tensors:
+            return self._tensors[name].name
+        return self._names.get(re.sub(r"\.experts\.\d+\.", f".experts.{EACH}.", name), name)
 
     def tensors(self, path: Path) -> list[FileTensor]:
         return [self._file_tensor(name) for name in self.files[path]]

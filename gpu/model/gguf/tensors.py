@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from gpu.model.family import families
+from gpu.model.family import EACH, families
 from gpu.model.gguf.config import MODEL_TYPES, ROPE_TENSORS
 from gpu.model.gguf.file import GgufFile, GgufTensor
 from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
 from gpu.model.matrix_format import MatrixFormat, Quantisation
-from gpu.model.matrix_formats import PARTS, matrix_shapes, module_names
+from gpu.model.matrix_formats import OF_EXPERTS, matrix_shapes, module_names
 from gpu.model.spec import Architecture, ModelError
 
 SCHEME = "gguf"
@@ -24,12 +24,33 @@ _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
     """By canonical names of `gpu.model.family`, in the file's order; without what says how tokens are rotated."""
     names = {theirs: ours for ours, theirs in stored_names(file, architecture).items()}
-    return {names.get(name, name): tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
+    found: dict[str, GgufTensor] = {}
+    for name, tensor in file.tensors.items():
+        if name not in ROPE_TENSORS:
+            found |= _each_expert(names.get(name, name), tensor)
+    return found
+
+
+def _each_expert(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+    """A tensor of all experts as one of each: they lie one after another."""
+    if EACH not in name or len(tensor.shape) != 3:
+        return {name: tensor}
+    return {
+        name.replace(EACH, str(expert)): replace(
+            tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * data.nbytes, data=data
+        )
+        for expert, data in enumerate(tensor.data)
+    }
 
 
 def stored_names(file: GgufFile, architecture: Architecture) -> dict[str, str]:
-    """What the file calls each tensor that a checkpoint of this architecture may have."""
-    layer_names = tuple(families()[architecture.family].tensors(architecture))
+    """What the file calls each tensor that a checkpoint of this architecture may have; those of all experts of a layer
+    are one, EACH in a name.
+    """
+    table = families()[architecture.family].tensors(architecture)
+    is_mixture = any(EACH in name for name in table)  # of which llama.cpp knows no layers without experts
+    dense = ("gate", "up", "down") if is_mixture else ()
+    layer_names = tuple(name for name, what in table.items() if EACH in name or what not in dense)
     return _names(file.metadata["general.architecture"], architecture.num_layers, layer_names)
 
 
@@ -39,12 +60,16 @@ def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisatio
     matrices: dict[tuple[int, str], MatrixFormat | None] = {}
     repacked: Counter[str] = Counter()
     for layer in range(architecture.num_layers):
-        for matrix in PARTS:
+        for matrix in matrix_shapes(architecture, architecture.layers[layer]):
             names = [f"{module}.weight" for module in module_names(architecture, layer, matrix).values()]
             kinds = [tensors[name].kind for name in names if name in tensors]
             stored = format_of(kinds)
             matrices[layer, matrix] = stored
-            repacked.update(kind for kind in kinds if _is_repacked(kind, stored))
+            experts = architecture.layers[layer].experts
+            tensors_alike = (
+                experts.num_experts if experts is not None and matrix in OF_EXPERTS else 1
+            )  # one in the file
+            repacked.update(kind for kind in kinds[: len(kinds) // tensors_alike] if _is_repacked(kind, stored))
     output = tensors.get("lm_head.weight")
     output_stored = None if output is None or architecture.tied_embeddings else format_of([output.kind])
     counts = Counter(stored for stored in matrices.values() if stored is not None)
@@ -65,7 +90,8 @@ def stored_as(architecture: Architecture, kind: str) -> Architecture:
     output = None if architecture.tied_embeddings else format_of(["Q6_K"])
     stored = format_of([kind])
     assert stored is not None, "a kind of few bits"
-    for inner in {columns for _, columns in matrix_shapes(architecture).values()}:
+    shapes = (matrix_shapes(architecture, spec) for spec in set(architecture.layer_pattern))
+    for inner in {columns for shape in shapes for _, columns in shape.values()}:
         if inner % BLOCK_KINDS[kind].block:
             block = BLOCK_KINDS[kind].block
             raise ModelError(f"model: {architecture.name} has rows of {inner}; {kind} has blocks of {block}")
@@ -98,6 +124,6 @@ def _names(architecture: str, num_layers: int, layer_names: tuple[str, ...]) -> 
     (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     table: Any = gguf.get_tensor_name_map(known, num_layers)
     ours = [*_WHOLE, *(f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in layer_names)]
-    found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in ours}
+    found = {name: table.get_name(name.replace(f".{EACH}", ""), try_suffixes=(".weight", ".bias")) for name in ours}
     assert len(set(found.values())) == len(ours), "no two tensors have one name"
     return found

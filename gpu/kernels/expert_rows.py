@@ -1,0 +1,299 @@
+"""A mixture of experts for a few tokens: each row of an expert that a token takes is a product of vectors.
+
+For so few, hardly an expert is taken twice, and bytes of experts are the whole cost. It refuses to know how experts are
+chosen. Invariant: a program owns whole output rows of one token and sums over its experts in the order of their places,
+so a result depends neither on scheduling nor on other tokens. Bytes moved: rows of those that are taken, once for each
+token that takes them, words, scales and zero points of packed ones; a token's own row again for each program, from L2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import check
+from gpu.kernels.packed import Packed
+from gpu.kernels.packed_linear import _factor, _layout, _scales, _tensors
+from gpu.kernels.routing import take_experts, taking
+from gpu.kernels.swiglu import gated
+from gpu.model.spec import Activation, Experts
+
+Stored = Tensor | Packed
+
+# Rows of each expert in a program, columns (or words) at once, num_warps: of gate and up, and of down. A program has
+# so many rows of all the experts that a token takes; where it takes few, more of each: ROWS_AT_ONCE together.
+GATE_UP_CONFIG = (1, 512, 4)
+DOWN_CONFIG = (2, 256, 4)
+PACKED_GATE_UP_CONFIG = (1, 128, 4)
+PACKED_DOWN_CONFIG = (2, 64, 4)
+MIXED_PLACES = 8  # that the configurations are for
+
+
+@triton.jit
+def _lay_rows(token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """A program's rows, so many of each of its token's experts: the place of the expert among these, the row in the
+    expert, the pair, and whether there is one.
+    """
+    lane = tl.arange(0, SLOTS * BLOCK_ROWS)
+    slot = lane % SLOTS
+    return slot, tl.program_id(0) * BLOCK_ROWS + lane // SLOTS, token * PER_TOKEN + slot, slot < PER_TOKEN
+
+
+@triton.jit
+def _take_rows(
+    logits, ids, shares, token, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of each row of a program its row in the expert, pair, expert (int64), and whether it is one. The program of row 0
+    writes who is taken.
+    """
+    slot, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    expert, share = take_experts(
+        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
+    )  # fmt: skip
+    tl.store(ids + place, expert, mask=is_ours & (row == 0))
+    tl.store(shares + place, share, mask=is_ours & (row == 0))
+    return row, place, expert.to(tl.int64), is_ours
+
+
+@triton.jit
+def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """As `_take_rows`, with the expert's weight, of what was written."""
+    _, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    expert = tl.load(ids + place, mask=is_ours, other=0).to(tl.int64)
+    return row, place, expert, tl.load(shares + place, mask=is_ours, other=0.0), is_ours
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, weight, logits, ids, shares, out, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = HIDDEN % BLOCK_INNER == 0
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, is_ours = _take_rows(
+        logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
+    )  # fmt: skip
+    source = expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
+    gate = weight + source[:, None] * HIDDEN
+    column = tl.arange(0, BLOCK_INNER)[None, :]
+    sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
+    up_sums = sums
+    for begin in tl.range(0, HIDDEN, BLOCK_INNER):
+        inner = begin + column
+        inside = is_ours[:, None] if EVEN else is_ours[:, None] & (inner < HIDDEN)
+        rows = tl.load(gate + inner, mask=inside, other=0.0).to(tl.float32)
+        ups = tl.load(gate + INTERMEDIATE * HIDDEN + inner, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(x + token * HIDDEN + inner, mask=inner < HIDDEN, other=0.0).to(tl.float32)
+        sums += rows * values
+        up_sums += ups * values
+    result = gated(tl.sum(sums, 1), tl.sum(up_sums, 1), GELU)
+    tl.store(out + place * INTERMEDIATE + row, result.to(out.dtype.element_ty), mask=is_ours & (row < INTERMEDIATE))
+
+
+@triton.jit
+def _down_kernel(
+    product, weight, ids, shares, residual, out, residual_stride, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = INTERMEDIATE % BLOCK_INNER == 0
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    source = weight + (expert * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None] * INTERMEDIATE
+    column = tl.arange(0, BLOCK_INNER)[None, :]
+    sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
+    for begin in tl.range(0, INTERMEDIATE, BLOCK_INNER):
+        inner = begin + column
+        inside = is_ours[:, None] if EVEN else is_ours[:, None] & (inner < INTERMEDIATE)
+        rows = tl.load(source + inner, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(product + place[:, None] * INTERMEDIATE + inner, mask=inside, other=0.0).to(tl.float32)
+        sums += rows * values
+    _store_sum(tl.sum(sums, 1) * share, residual, out, token, residual_stride, HIDDEN, SLOTS, BLOCK_ROWS)
+
+
+@triton.jit
+def _store_sum(
+    weighed, residual, out, token, residual_stride, HIDDEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """Of a row what its experts make of it, `[rows * SLOTS]`, and the residual."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = row < HIDDEN
+    result = tl.sum(tl.reshape(weighed, [BLOCK_ROWS, SLOTS]), 1)
+    result += tl.load(residual + token * residual_stride + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + row, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _packed_gate_up_kernel(
+    x, words, scales, zeros, logits, ids, shares, out, INTERMEDIATE: tl.constexpr,
+    INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
+    IS_NORMALISED: tl.constexpr, GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    PLANES: tl.constexpr = 8 if KIND == 4 else 4
+    NUM_WORDS: tl.constexpr = INNER // PLANES
+    UNIT_WORDS: tl.constexpr = UNIT // PLANES
+    HALF: tl.constexpr = 2.0**60 if KIND == 0 else 1.0  # of FP8's 2**120: both halves keep sums within float32
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, is_ours = _take_rows(
+        logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
+    )  # fmt: skip
+    source = (expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1))[:, None]
+    up = source + INTERMEDIATE
+    word = tl.arange(0, BLOCK_WORDS)[None, :]
+    sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
+    up_sums = sums
+    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
+        at = begin + word
+        column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS  # of plane 0
+        inside = is_ours[:, None] & (at < NUM_WORDS)
+        packed = tl.load(words + source * NUM_WORDS + at, mask=inside, other=0)
+        ups = tl.load(words + up * NUM_WORDS + at, mask=inside, other=0)
+        less, gain = _scales(
+            scales, zeros, source, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+        )  # fmt: skip
+        up_less, up_gain = _scales(
+            scales, zeros, up, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+        )  # fmt: skip
+        if NUM_RUNS > 0:
+            less += gain
+            up_less += up_gain
+        part = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
+        up_part = part
+        total = tl.zeros([1, BLOCK_WORDS], tl.float32)
+        for PLANE in tl.static_range(PLANES):
+            values = tl.load(x + token * INNER + column + PLANE * UNIT_WORDS, mask=at < NUM_WORDS, other=0.0)
+            values = values.to(tl.float32)
+            if KIND == 0:
+                values *= HALF
+            else:
+                total += values
+            part += _factor(packed, PLANE, KIND) * values
+            up_part += _factor(ups, PLANE, KIND) * values
+        sums += (part * gain - less * total) * HALF
+        up_sums += (up_part * up_gain - up_less * total) * HALF
+    result = gated(tl.sum(sums, 1), tl.sum(up_sums, 1), GELU)
+    tl.store(out + place * INTERMEDIATE + row, result.to(out.dtype.element_ty), mask=is_ours & (row < INTERMEDIATE))
+
+
+@triton.jit
+def _packed_down_kernel(
+    product, words, scales, zeros, ids, shares, residual, out, residual_stride, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    PLANES: tl.constexpr = 8 if KIND == 4 else 4
+    NUM_WORDS: tl.constexpr = INNER // PLANES
+    UNIT_WORDS: tl.constexpr = UNIT // PLANES
+    HALF: tl.constexpr = 2.0**60 if KIND == 0 else 1.0
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    source = (expert * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None]
+    word = tl.arange(0, BLOCK_WORDS)[None, :]
+    sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
+    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
+        at = begin + word
+        column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS
+        inside = is_ours[:, None] & (at < NUM_WORDS)
+        packed = tl.load(words + source * NUM_WORDS + at, mask=inside, other=0)
+        less, gain = _scales(
+            scales, zeros, source, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+        )  # fmt: skip
+        if NUM_RUNS > 0:
+            less += gain
+        part = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
+        total = part
+        for PLANE in tl.static_range(PLANES):
+            values = tl.load(product + place[:, None] * INNER + column + PLANE * UNIT_WORDS, mask=inside, other=0.0)
+            values = values.to(tl.float32)
+            if KIND == 0:
+                values *= HALF
+            else:
+                total += values
+            part += _factor(packed, PLANE, KIND) * values
+        sums += (part * gain - less * total) * HALF
+    _store_sum(tl.sum(sums, 1) * share, residual, out, token, residual_stride, HIDDEN, SLOTS, BLOCK_ROWS)
+
+
+def gate_up_rows(
+    normed: Tensor, logits: Tensor, gate_up: Stored, experts: Experts, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype, and who
+    they are: ids int32 and weights float32, as `routing.choose` gives them.
+
+    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`. Raises
+    ValueError for another shape, dtype or device.
+    """
+    tokens, hidden = normed.shape
+    check_stored("gate_up_rows", "gate_up", gate_up, experts.num_experts * 2 * experts.intermediate, normed)
+    check("gate_up_rows", "logits", logits, (tokens, experts.num_experts), torch.float32, normed.device)
+    taken = (tokens, experts.per_token)
+    ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
+    shares = torch.empty(taken, dtype=torch.float32, device=normed.device)
+    out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
+    slots = triton.next_power_of_2(experts.per_token)
+    common = {**taking(experts), "SLOTS": slots, "INTERMEDIATE": experts.intermediate, "GELU": activation != "silu"}
+    rows, block, num_warps = _sized(gate_up, GATE_UP_CONFIG, PACKED_GATE_UP_CONFIG, slots)
+    grid = triton.cdiv(experts.intermediate, rows), tokens
+    if isinstance(gate_up, Packed):
+        _packed_gate_up_kernel[grid](
+            normed, *_tensors(gate_up), logits, ids, shares, out, **_layout(gate_up), **common, BLOCK_ROWS=rows,
+            BLOCK_WORDS=block, num_warps=num_warps,
+        )  # fmt: skip
+    else:
+        _gate_up_kernel[grid](
+            normed, gate_up, logits, ids, shares, out, **common, HIDDEN=hidden, BLOCK_ROWS=rows, BLOCK_INNER=block,
+            num_warps=num_warps,
+        )  # fmt: skip
+    return out, ids, shares
+
+
+def down_rows(product: Tensor, ids: Tensor, shares: Tensor, down: Stored, residual: Tensor, experts: Experts) -> Tensor:
+    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new.
+
+    product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
+    `gpu.model.weights.ExpertWeights`. Raises ValueError for another shape, dtype or device.
+    """
+    tokens, hidden = residual.shape
+    check_stored("down_rows", "down", down, experts.num_experts * hidden, product)
+    check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
+    out = torch.empty(tokens, hidden, dtype=product.dtype, device=product.device)
+    slots = triton.next_power_of_2(experts.per_token)
+    rows, block, num_warps = _sized(down, DOWN_CONFIG, PACKED_DOWN_CONFIG, slots)
+    common = {"PER_TOKEN": experts.per_token, "SLOTS": slots, "HIDDEN": hidden, "BLOCK_ROWS": rows}
+    grid = triton.cdiv(hidden, rows), tokens
+    if isinstance(down, Packed):
+        _packed_down_kernel[grid](
+            product, *_tensors(down), ids, shares, residual, out, residual.stride(0), **_layout(down), **common,
+            BLOCK_WORDS=block, num_warps=num_warps,
+        )  # fmt: skip
+    else:
+        _down_kernel[grid](
+            product, down, ids, shares, residual, out, residual.stride(0), **common,
+            INTERMEDIATE=experts.intermediate, BLOCK_INNER=block, num_warps=num_warps,
+        )  # fmt: skip
+    return out
+
+
+def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> None:
+    """Raise ValueError unless a matrix of experts has so many rows, of x's columns, and stands where x is."""
+    inner, device = x.shape[-1], x.device
+    if isinstance(stored, Tensor):
+        return check(op, name, stored, (rows, inner), x.dtype, device)
+    if (stored.rows, stored.inner) != (rows, inner) or stored.device != device or stored.order is not None:
+        got = f"{(stored.rows, stored.inner)} on {stored.device}" + (
+            ", columns in another order" * (stored.order is not None)
+        )
+        raise ValueError(f"{op}: {name} is {got}; wanted {(rows, inner)} on {device}, columns in order")
+    return None
+
+
+def _sized(
+    stored: Stored, plain: tuple[int, int, int], packed: tuple[int, int, int], slots: int
+) -> tuple[int, int, int]:
+    """A configuration, with as many rows together where fewer experts are taken than it is for, or more."""
+    rows, block, num_warps = packed if isinstance(stored, Packed) else plain
+    return max(1, rows * MIXED_PLACES // slots), block, num_warps

@@ -1,0 +1,245 @@
+"""A mixture of experts for more tokens: tiles of one expert's tokens by its rows, on tensor cores.
+
+Pairs come sorted by expert (`gpu.kernels.routing`). A launch has as many tiles as there can be, whoever takes whom, so
+that a graph holds it; those without pairs end at once. Packed experts are widened in registers. It refuses to know how
+experts are chosen. Invariant: a program owns whole outputs of its pairs, and a token's are summed in the order of their
+places, so results do not depend on scheduling. Bytes moved: rows of the experts that are taken, once for each tile of
+tokens; what each expert makes of a token is written and read once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.arguments import check
+from gpu.kernels.expert_rows import Stored, check_stored
+from gpu.kernels.packed import Packed
+from gpu.kernels.packed_linear import _layout, _scales, _tensors, _widened
+from gpu.kernels.routing import SORTED_BLOCKS, sort_pairs
+from gpu.kernels.swiglu import gated
+from gpu.model.spec import Activation, Experts
+
+LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
+MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
+# By pairs of a tile, of gated products and of others: rows, columns (or words) at once, num_warps, num_stages.
+CONFIGS = {
+    (16, True): (32, 128, 4, 4), (16, False): (64, 128, 4, 4),
+    (32, True): (64, 64, 4, 4), (32, False): (64, 64, 4, 4),
+    (64, True): (64, 64, 4, 3), (64, False): (128, 64, 4, 3),
+    (128, True): (64, 64, 8, 3), (128, False): (128, 64, 8, 3),
+}  # fmt: skip
+PACKED_CONFIGS = {
+    (16, True): (32, 32, 4, 3), (16, False): (32, 64, 4, 3),
+    (32, True): (32, 16, 4, 2), (32, False): (32, 32, 4, 2),
+    (64, True): (32, 16, 4, 1), (64, False): (32, 32, 4, 1),
+}  # fmt: skip
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """order, begins: of `routing.sort_pairs`; shares: weights, float32 `[tokens, per_token]`; per_tile: pairs of it."""
+
+    order: Tensor
+    begins: Tensor
+    shares: Tensor
+    per_tile: int
+
+    @property
+    def most_tiles(self) -> int:
+        """As many as there can be: each expert's last one may be short."""
+        num_pairs = len(self.order)
+        return min(num_pairs, len(self.begins) - 1) + num_pairs // self.per_tile
+
+
+@triton.jit
+def _find_tile(begins, tile, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Its expert, NUM_EXPERTS or more if there is none; the first of its places, and where its expert's end."""
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    inside = expert < NUM_EXPERTS
+    begin = tl.load(begins + expert, mask=inside, other=0)
+    end = tl.load(begins + expert + 1, mask=inside, other=0)
+    last = tl.cumsum((end - begin + BLOCK_PAIRS - 1) // BLOCK_PAIRS, 0)  # tiles up to here
+    is_before = last <= tile
+    ours = tl.sum(is_before.to(tl.int32), 0)
+    first = tl.max(tl.where(is_before, last, 0), 0)
+    own = expert == ours
+    place = tl.sum(tl.where(own, begin, 0), 0) + (tile - first) * BLOCK_PAIRS
+    return ours, place, tl.sum(tl.where(own, end, 0), 0)
+
+
+@triton.jit
+def _tiles_kernel(
+    x, weight, order, begins, shares, out, INNER: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
+    expert, first, end = _find_tile(begins, tl.program_id(1), NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_PAIRS)
+    if expert < NUM_EXPERTS:
+        place = first + tl.arange(0, BLOCK_PAIRS)
+        pair = tl.load(order + place, mask=place < end, other=0)
+        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        source = expert.to(tl.int64) * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1)
+        column = tl.arange(0, BLOCK_INNER)
+        values_at = x + (pair // PAIRS_OF_ROW).to(tl.int64)[:, None] * INNER + column[None, :]
+        rows_at = weight + source[None, :] * INNER + column[:, None]
+        sums = tl.zeros([BLOCK_PAIRS, BLOCK_ROWS], tl.float32)
+        up_sums = sums
+        for begin in tl.range(0, INNER, BLOCK_INNER):
+            inside = None if EVEN else begin + column < INNER
+            values = tl.load(values_at + begin, mask=None if EVEN else inside[None, :], other=None if EVEN else 0.0)
+            rows = tl.load(rows_at + begin, mask=None if EVEN else inside[:, None], other=None if EVEN else 0.0)
+            sums = tl.dot(values, rows, sums, input_precision="ieee")
+            if GATES:
+                ups_at = rows_at + begin + NUM_ROWS * INNER
+                ups = tl.load(ups_at, mask=None if EVEN else inside[:, None], other=None if EVEN else 0.0)
+                up_sums = tl.dot(values, ups, up_sums, input_precision="ieee")
+        _store_tile(sums, up_sums, shares, out, pair, row, place < end, NUM_ROWS, GATES, GELU)
+
+
+@triton.jit
+def _store_tile(
+    sums, up_sums, shares, out, pair, row, is_pair, NUM_ROWS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr
+):
+    """Gated, or weighed."""
+    if GATES:
+        sums = gated(sums, up_sums, GELU)
+    else:
+        sums *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
+    place = out + pair.to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & (row < NUM_ROWS)[None, :])
+
+
+@triton.jit
+def _packed_tiles_kernel(
+    x, words, scales, zeros, order, begins, shares, out, INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, KIND: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    PLANES: tl.constexpr = 8 if KIND == 4 else 4
+    NUM_WORDS: tl.constexpr = INNER // PLANES
+    UNIT_WORDS: tl.constexpr = UNIT // PLANES
+    expert, first, end = _find_tile(begins, tl.program_id(1), NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_PAIRS)
+    if expert < NUM_EXPERTS:
+        place = first + tl.arange(0, BLOCK_PAIRS)
+        pair = tl.load(order + place, mask=place < end, other=0)
+        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        source = expert.to(tl.int64) * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1)
+        source = source[:, None]
+        values_at = x + (pair // PAIRS_OF_ROW).to(tl.int64)[:, None] * INNER
+        word = tl.arange(0, BLOCK_WORDS)[None, :]
+        sums = tl.zeros([BLOCK_PAIRS, BLOCK_ROWS], tl.float32)
+        up_sums = sums
+        for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
+            at = begin + word
+            inside = at < NUM_WORDS
+            column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS
+            packed = tl.load(words + source * NUM_WORDS + at, mask=inside, other=0)
+            less, gain = _scales(
+                scales, zeros, source, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+            )  # fmt: skip
+            if GATES:
+                up = source + NUM_ROWS
+                ups = tl.load(words + up * NUM_WORDS + at, mask=inside, other=0)
+                up_less, up_gain = _scales(
+                    scales, zeros, up, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+                )  # fmt: skip
+            for PLANE in tl.static_range(PLANES):
+                values = tl.load(values_at + column + PLANE * UNIT_WORDS, mask=inside, other=0.0).to(DTYPE)
+                wide = _widened(packed, less, gain, PLANE, KIND, NUM_RUNS).to(DTYPE)
+                sums = tl.dot(values, tl.trans(wide), sums, input_precision="ieee")
+                if GATES:
+                    wide = _widened(ups, up_less, up_gain, PLANE, KIND, NUM_RUNS).to(DTYPE)
+                    up_sums = tl.dot(values, tl.trans(wide), up_sums, input_precision="ieee")
+        _store_tile(sums, up_sums, shares, out, pair, row, place < end, NUM_ROWS, GATES, GELU)
+
+
+@triton.jit
+def _sum_pairs_kernel(
+    made, residual, out, residual_stride, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    sums = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(PER_TOKEN):
+        sums += tl.load(made + (token * PER_TOKEN + place) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    sums += tl.load(residual + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + column, sums.to(out.dtype.element_ty), mask=inside)
+
+
+def sizes_of_tiles(experts: Experts, most_tokens: int) -> list[int]:
+    """Numbers of tokens, one for each size of tiles and of blocks that pairs are sorted in."""
+    pairs = [size * experts.num_experts for size in (16, 32, 64, 128)] + list(SORTED_BLOCKS)
+    return sorted({min(most_tokens, max(1, one // experts.per_token)) for one in pairs} | {most_tokens})
+
+
+def pair_up(ids: Tensor, shares: Tensor, experts: Experts, is_packed: bool) -> SortedPairs:
+    """Pairs of `routing.choose`'s ids and weights, in tiles of about as many as an expert has."""
+    order, begins = sort_pairs(ids, experts.num_experts)
+    mean = -(-len(order) // experts.num_experts)
+    most = MOST_PACKED_PAIRS if is_packed else MOST_PAIRS
+    return SortedPairs(order, begins, shares, max(LEAST_PAIRS, min(most, triton.next_power_of_2(mean))))
+
+
+def gate_up_tiles(
+    normed: Tensor, pairs: SortedPairs, gate_up: Stored, experts: Experts, activation: Activation
+) -> Tensor:
+    """`activation(gate) * up` of each pair, `[pairs, intermediate]` of normed's dtype, pairs by token and place.
+
+    normed `[tokens, hidden]`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`. Raises ValueError for
+    another shape, dtype or device.
+    """
+    check_stored("gate_up_tiles", "gate_up", gate_up, experts.num_experts * 2 * experts.intermediate, normed)
+    return _launch(normed, gate_up, pairs, experts, experts.intermediate, experts.per_token, activation)
+
+
+def down_tiles(product: Tensor, pairs: SortedPairs, down: Stored, residual: Tensor, experts: Experts) -> Tensor:
+    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new.
+
+    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in
+    `gpu.model.weights.ExpertWeights`. Raises ValueError for another shape, dtype or device.
+    """
+    tokens, hidden = residual.shape
+    check_stored("down_tiles", "down", down, experts.num_experts * hidden, product)
+    check("down_tiles", "residual", residual, (tokens, hidden), product.dtype, product.device)
+    made = _launch(product, down, pairs, experts, hidden, 1, None)
+    out = torch.empty(tokens, hidden, dtype=product.dtype, device=product.device)
+    block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
+    _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
+        made, residual, out, residual.stride(0), HIDDEN=hidden, PER_TOKEN=experts.per_token, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def _launch(
+    x: Tensor, stored: Stored, pairs: SortedPairs, experts: Experts, num_rows: int, pairs_of_row: int,
+    activation: Activation | None,
+) -> Tensor:  # fmt: skip
+    is_packed, gates = isinstance(stored, Packed), activation is not None
+    rows, block, num_warps, num_stages = (PACKED_CONFIGS if is_packed else CONFIGS)[pairs.per_tile, gates]
+    if x.dtype == torch.float32:
+        block, num_stages = max(16, block // 2), 1 if is_packed else 2
+    out = torch.empty(len(pairs.order), num_rows, dtype=x.dtype, device=x.device)
+    common = {
+        "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, "NUM_EXPERTS": experts.num_experts,
+        "BLOCK_EXPERTS": triton.next_power_of_2(experts.num_experts), "GATES": gates, "GELU": activation == "gelu_tanh",
+        "BLOCK_PAIRS": pairs.per_tile, "BLOCK_ROWS": rows, "num_warps": num_warps, "num_stages": num_stages,
+    }  # fmt: skip
+    grid = triton.cdiv(num_rows, rows), pairs.most_tiles
+    if isinstance(stored, Packed):
+        _packed_tiles_kernel[grid](
+            x, *_tensors(stored), pairs.order, pairs.begins, pairs.shares, out, **_layout(stored), **common,
+            DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32, BLOCK_WORDS=block,
+        )  # fmt: skip
+    else:
+        _tiles_kernel[grid](
+            x, stored, pairs.order, pairs.begins, pairs.shares, out, **common, INNER=x.shape[1], BLOCK_INNER=block
+        )
+    return out

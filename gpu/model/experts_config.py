@@ -1,0 +1,26 @@
+"""Keys of a mixture of experts in a `config.json`. No torch.
+
+It refuses to know which layers have one. Invariant: a token takes at least one expert, and no more than there are.
+"""
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.spec import Experts, ModelError
+
+
+def parse_experts(keys: ConfigKeys, count_key: str, size_key: str, is_normalised: bool) -> Experts:
+    """count_key: of how many there are, by either of its names; size_key: of one's intermediate size."""
+    names = (count_key, *(name for name in ("num_experts", "num_local_experts") if name != count_key))
+    given = [name for name in names if name in keys]
+    for name in given:
+        keys.get(name)
+    if len({keys.get(name) for name in given}) > 1:
+        found = ", ".join(f"{name} is {keys.get(name)!r}" for name in given)
+        raise ModelError(f"model: {keys.source}: {found}; wanted one number of experts")
+    num_experts = keys.positive(given[0] if given else count_key, int)
+    per_token = keys.positive("num_experts_per_tok", int)
+    if per_token > num_experts:
+        raise ModelError(
+            f"model: {keys.source}: num_experts_per_tok is {per_token}; wanted at most {num_experts}, which is how "
+            "many experts there are"
+        )
+    return Experts(num_experts, per_token, keys.positive(size_key, int), is_normalised)

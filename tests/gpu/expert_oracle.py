@@ -1,0 +1,80 @@
+"""Mixtures of experts, drawn, and what they compute in float64 numpy, expert by expert, from the formula."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu.kernels.packed import Packed
+from gpu.model.spec import Experts
+from gpu.model.weights import ExpertWeights
+from tests.gpu.kernel_oracles import random, rms_norm, swiglu, wide
+from tests.gpu.packed_oracle import draw_packed, poisoned
+
+# kind of matrices, group, row_block, has_zeros, columns of a run
+KINDS = {
+    "plain": None,
+    "int4": ("int4", 32, 1, True, None),
+    "int8": ("int8", 64, 1, False, None),
+    "fp8": ("fp8", 32, 8, False, None),
+    "int4-runs": ("int4", 32, 1, False, 64),
+}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """gate_up `[experts, 2 * intermediate, hidden]`, down `[experts, hidden, intermediate]`, router: float64."""
+
+    experts: Experts
+    weights: ExpertWeights
+    router: np.ndarray
+    gate_up: np.ndarray
+    down: np.ndarray
+
+
+def draw_mixture(experts: Experts, hidden: int, kind: str, dtype: torch.dtype, device: str) -> Mixture:
+    """Matrices stand in buffers of NaN."""
+    generator = np.random.default_rng(experts.num_experts * hidden + experts.intermediate)
+    count, width = experts.num_experts, experts.intermediate
+    router = random(generator, (count, hidden), dtype, device) * (2 * hidden**-0.5)
+    shapes = {"gate_up": (count * 2 * width, hidden), "down": (count * hidden, width)}
+    stored: dict[str, torch.Tensor | Packed] = {}
+    numbers = {}
+    for name, (rows, inner) in shapes.items():
+        asked = KINDS[kind]
+        if asked is None:
+            plain = poisoned(random(generator, (rows, inner), dtype, device) * inner**-0.5, float("nan"))
+            stored[name], numbers[name] = plain, wide(plain)
+        else:
+            name_of, group, block, has_zeros, run = asked
+            drawn = draw_packed(name_of, rows, inner, group, block, has_zeros, False, dtype, device, run)
+            stored[name], numbers[name] = drawn.packed, drawn.wanted
+    weights = ExpertWeights(router, stored["gate_up"], stored["down"])
+    return Mixture(
+        experts, weights, wide(router), numbers["gate_up"].reshape(count, 2 * width, hidden),
+        numbers["down"].reshape(count, hidden, width),
+    )  # fmt: skip
+
+
+def choose(logits: np.ndarray, experts: Experts) -> tuple[np.ndarray, np.ndarray]:
+    """ids and weights `[tokens, per_token]`: of equal logits the lower expert first."""
+    ids = np.array([sorted(range(len(row)), key=lambda expert: (-row[expert], expert)) for row in logits])
+    ids = ids[:, : experts.per_token]
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    shares /= shares.sum(1, keepdims=True)
+    taken = np.take_along_axis(shares, ids, 1)
+    return ids, taken / taken.sum(1, keepdims=True) if experts.is_normalised else taken
+
+
+def mix(normed: np.ndarray, ids: np.ndarray, weights: np.ndarray, mixture: Mixture) -> np.ndarray:
+    """What the experts make of tokens behind the norm."""
+    out = np.zeros_like(normed)
+    for token, (taken, shares) in enumerate(zip(ids, weights, strict=True)):
+        for expert, share in zip(taken, shares, strict=True):
+            out[token] += share * (mixture.down[expert] @ swiglu(mixture.gate_up[expert] @ normed[token]))
+    return out
+
+
+def layer(x: np.ndarray, norm: np.ndarray, eps: float, mixture: Mixture) -> np.ndarray:
+    normed = rms_norm(x, norm, eps)
+    return x + mix(normed, *choose(normed @ mixture.router.T, mixture.experts), mixture)

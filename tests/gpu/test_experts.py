@@ -1,0 +1,255 @@
+"""Models with experts: what is loaded is what the file means, and what is counted of it is what is held and read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu.kernels.packed import Packed
+from gpu.model.architecture import ModelError, named_shape, read_architecture
+from gpu.model.checkpoint import load_packed, load_weights
+from gpu.model.matrix import as_matrix
+from gpu.model.matrix_formats import describe_formats, layer_formats, rounded, step_weight_bytes, weight_bytes
+from gpu.model.projections import Projections
+from gpu.model.spec import Experts
+from gpu.model.weights import Weights, random_weights
+from tests.gpu import kernel_oracles
+from tests.gpu.family_checkpoints import checkpoint, generate, load
+from tests.gpu.gguf_files import write as write_gguf
+from tests.gpu.quantised_files import FORMATS, write
+
+CPU = torch.device("cpu")
+WIDE = {"qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 256, "mlp_only_layers": None, "num_experts": 3,
+                      "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "mixtral": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_local_experts": 2,
+                    "num_hidden_layers": 2}}  # fmt: skip
+SERVED = [name for name, (_, draw) in FORMATS.items() if not name.endswith("order")]
+NAMES = {"qwen3_moe": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj", "mlp.gate"),
+         "mixtral": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3",
+                     "block_sparse_moe.experts.{}.w2", "block_sparse_moe.gate")}  # fmt: skip
+
+
+def packed(folder: Path, asked: str | None = None) -> Weights:
+    shape = rounded(read_architecture(folder), asked, "weights")
+    return load_packed(folder, shape, torch.float32, CPU, lambda _: None)
+
+
+def whole(folder: Path) -> Weights:
+    return load_weights(folder, read_architecture(folder), torch.float32, CPU, lambda _: None)
+
+
+def assert_bytes(folder: Path, got: Weights, asked: str | None = None) -> None:
+    """All that is held; and of a step, all but the input embedding and those experts that its tokens leave out."""
+    shape = rounded(read_architecture(folder), asked, "weights")
+    held, of_experts = 0, 0.0
+    for layer, spec in zip(got.layers, shape.layers, strict=True):
+        parts = [getattr(layer, name) for name in layer.__dataclass_fields__ if name != "experts"]
+        held += sum(part.nbytes for part in parts if part is not None)
+        if layer.experts is not None and spec.experts is not None:
+            stacked = layer.experts.gate_up.nbytes + layer.experts.down.nbytes
+            held += stacked + layer.experts.router.nbytes
+            of_experts += stacked * (1 - spec.experts.per_token / spec.experts.num_experts) ** 3
+    held += got.final_norm.nbytes + got.logits.nbytes
+    assert weight_bytes(shape, 4, is_packed=True) == held + got.embedding.nbytes
+    assert step_weight_bytes(shape, 4, True, 3) == pytest.approx(held - of_experts, abs=2)
+    assert weight_bytes(shape, 4, is_packed=False) == 4 * shape.num_weights
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_experts_stand_below_each_other_gate_before_up(family: str) -> None:
+    folder = checkpoint(family).folder
+    stored, weights = load_file(folder / "model.safetensors"), whole(folder)
+    experts = weights.layers[2].experts
+    assert experts is not None
+    gate, up, down, router = (f"model.layers.2.{name}.weight" for name in NAMES[family])
+    count = len(experts.router)
+    gate_up = [stored[name.format(expert)] for expert in range(count) for name in (gate, up)]
+    assert torch.equal(experts.gate_up, torch.cat(gate_up))
+    assert torch.equal(experts.down, torch.cat([stored[down.format(expert)] for expert in range(count)]))
+    assert torch.equal(experts.router, stored[router])
+    assert_bytes(folder, weights)
+
+
+def test_layers_without_experts_are_those_that_the_configuration_leaves_out(tmp_path: Path) -> None:
+    weights = whole(checkpoint("qwen3_moe").folder)
+    assert [layer.experts is None for layer in weights.layers] == [False, True, False]
+    assert [layer.gate_up is None for layer in weights.layers] == [True, False, True]
+    config = json.loads((checkpoint("qwen3_moe").folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"decoder_sparse_step": 3, "mlp_only_layers": []}))
+    assert [spec.experts is None for spec in read_architecture(tmp_path).layers] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("family", NAMES)
+def test_experts_of_few_bits_hold_the_numbers_of_the_file(family: str, name: str, tmp_path: Path) -> None:
+    config, draw = FORMATS[name]
+    plain = write(checkpoint(family).folder, tmp_path / "model", config, draw)
+    got, wanted = packed(tmp_path / "model"), whole(plain)
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix, stored in ours.matrices.items():
+            assert isinstance(stored, Packed)
+            assert torch.equal(as_matrix(stored).unpack(), theirs.matrices[matrix]), matrix
+        assert (ours.experts is None) == (theirs.experts is None)
+        assert ours.experts is None or torch.equal(ours.experts.router, theirs.experts.router)
+    assert_bytes(tmp_path / "model", got)
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-blocks"])
+def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, tmp_path: Path) -> None:
+    config, draw = FORMATS[name]
+    plain = write(checkpoint("qwen3_moe").folder, tmp_path / "model", config, draw)
+    prompt = np.random.default_rng(1).integers(0, 320, 150).astype(np.int32)
+    (tokens, logits), (others, wanted) = (generate(load(folder), prompt, 4) for folder in (tmp_path / "model", plain))
+    assert tokens == others
+    assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "BF16"])
+@pytest.mark.parametrize("family", NAMES)
+def test_a_gguf_file_has_all_experts_of_a_layer_in_one_tensor(family: str, kind: str, tmp_path: Path) -> None:
+    """The last one's down is finer, as files have it."""
+    plain = checkpoint(family, **WIDE[family])
+    kinds = {"blk.1.ffn_down_exps.weight": "Q6_K" if kind.endswith("_K") else kind, "token_embd.weight": "F16"}
+    file = write_gguf(plain.folder, tmp_path / "model.gguf", lambda name: kinds.get(name, kind))
+    got, wanted = packed(file), whole(tmp_path / "model-plain")
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        assert "experts_down" in ours.matrices
+        for matrix, stored in ours.matrices.items():
+            assert isinstance(stored, Packed) == (kind != "BF16")
+            assert torch.equal(as_matrix(stored).unpack(), theirs.matrices[matrix]), matrix
+        assert torch.equal(ours.experts.router, theirs.experts.router)
+    assert_bytes(file, got)
+    if kind == "Q6_K":
+        assert "of Q6_K" in describe_formats(read_architecture(file))
+        assert "15 of Q6_K" in describe_formats(read_architecture(file)), "an expert is no tensor of the file"
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_the_text_of_a_gguf_file_is_that_of_its_numbers(family: str, tmp_path: Path) -> None:
+    plain = checkpoint(family, **WIDE[family])
+    file = write_gguf(plain.folder, tmp_path / "model.gguf", lambda name: "Q4_K")
+    prompt = np.random.default_rng(1).integers(0, 320, 60).astype(np.int32)
+    (tokens, logits), (others, wanted) = (generate(load(one), prompt, 4) for one in (file, tmp_path / "model-plain"))
+    assert tokens == others
+    assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"qwen3moe.expert_count": 0}, "qwen3moe.expert_count is 0; wanted a positive number"),
+        ({"qwen3moe.expert_count": 4}, "mlp.experts.4.down_proj.weight is not one of a qwen3_moe"),
+        ({"qwen3moe.expert_used_count": None}, "qwen3moe.expert_used_count is None; wanted a positive number"),
+        ({"qwen3moe.expert_shared_count": 1}, "qwen3moe.expert_shared_count is 1, and nothing here knows"),
+    ],
+)  # fmt: skip
+def test_a_gguf_file_whose_experts_disagree_is_refused(change: dict, words: str, tmp_path: Path) -> None:
+    plain = checkpoint("qwen3_moe", mlp_only_layers=None)
+    file = write_gguf(plain.folder, tmp_path / "model.gguf", lambda name: "F16", change, is_alone=True)
+    with pytest.raises(ModelError, match=words) as caught:
+        packed(file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", ["int4", "int8", "fp8"])
+def test_experts_are_rounded_as_they_are_loaded(asked: str) -> None:
+    folder = checkpoint("qwen3_moe").folder
+    got, wanted = packed(folder, asked), whole(folder)
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix, stored in ours.matrices.items():
+            right = theirs.matrices[matrix]
+            assert 0 < float((as_matrix(stored).unpack() - right).norm() / right.norm()) < 0.14
+    assert_bytes(folder, got, asked)
+
+
+def test_packed_experts_compute_what_their_numbers_do() -> None:
+    """Experts without kernels are widened one by one: neighbours' rows, scales and zero points are not theirs."""
+    folder = checkpoint("mixtral").folder
+    shape, got = rounded(read_architecture(folder), "int4", "weights"), packed(folder, "int4")
+    x = torch.randn(9, shape.hidden, generator=torch.Generator().manual_seed(1))
+    wide = Weights(got.embedding, [layer.changed(_widened) for layer in got.layers], got.final_norm, got.embedding)
+    for layer in range(shape.num_layers):
+        ours, theirs = (Projections(weights, shape).mlp(layer, x) for weights in (got, wide))
+        assert kernel_oracles.distance(ours, kernel_oracles.wide(theirs)) < 1e-5
+
+
+def _widened(stored: torch.Tensor | Packed) -> torch.Tensor:
+    return as_matrix(stored).unpack()
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "compressed-int4-order"])
+def test_experts_with_columns_out_of_order_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    config, draw = FORMATS[name]
+    write(checkpoint("qwen3_moe").folder, tmp_path / "model", config, draw)
+    words = r"^model: model\.layers\.0\.mlp\.experts\.0\.gate_proj has columns in an order of its own \(act-order\)"
+    with pytest.raises(ModelError, match=words) as caught:
+        packed(tmp_path / "model")
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_of_which_some_are_plain_are_refused(tmp_path: Path) -> None:
+    config, draw = FORMATS["awq"]
+    config = config | {"modules_to_not_convert": ["mlp.experts.3", "mlp.gate"]}
+    write(checkpoint("qwen3_moe").folder, tmp_path / "model", config, draw, ("mlp.experts.3",))
+    words = r"layers\.0\.mlp\.experts\.3\.gate_proj is left plain and .*experts\.0\.gate_proj is not"
+    with pytest.raises(ModelError, match=words):
+        packed(tmp_path / "model")
+
+
+def test_a_router_of_few_bits_is_refused(tmp_path: Path) -> None:
+    config, draw = FORMATS["awq"]
+    write(checkpoint("qwen3_moe").folder, tmp_path / "model", config, draw)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.gate.qweight"] = torch.zeros(64, 1, dtype=torch.int32)
+    del tensors["model.layers.0.mlp.gate.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.0\.mlp\.gate\.qweight is not one of a qwen3_moe"):
+        packed(tmp_path / "model")
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    folder = checkpoint("mixtral").folder
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"tensor .*layers\.1\.block_sparse_moe\.experts\.3\.w2\.weight is missing"):
+        whole(tmp_path)
+
+
+def test_a_tokens_mlp_is_the_same_in_every_batch() -> None:
+    """On the CPU, where a step takes as many tokens as there are: to a rounding of the library's products."""
+    shape = named_shape("tiny-qwen3-moe")
+    projections = Projections(random_weights(shape, 3, torch.float32, CPU, lambda _: None), shape)
+    x = torch.randn(40, shape.hidden, generator=torch.Generator().manual_seed(2))
+    together = projections.mlp(0, x)
+    for token in (0, 17, 39):
+        alone = projections.mlp(0, x[token : token + 1])
+        assert kernel_oracles.distance(alone, kernel_oracles.wide(together[token : token + 1])) < 1e-6
+
+
+def test_experts_that_a_step_reads_are_counted_as_draws_say() -> None:
+    """Against drawing them."""
+    experts, generator = Experts(32, 4, 8, True), np.random.default_rng(5)
+    for tokens in (1, 3, 16):
+        draws = [
+            len({one for _ in range(tokens) for one in generator.permutation(32)[:4].tolist()}) for _ in range(2000)
+        ]
+        assert experts.taken(tokens) == pytest.approx(np.mean(draws), rel=0.01)
+    assert experts.taken(1) == pytest.approx(4)
+
+
+def test_random_experts_of_few_bits_are_drawn_as_they_are_counted() -> None:
+    shape = rounded(named_shape("tiny-qwen3-moe"), "int4", "weights")
+    formats = [layer_formats(shape, layer) for layer in range(2)]
+    assert set(formats[0]) == {"qkv", "output", "experts_gate_up", "experts_down"}
+    assert set(formats[1]) == {"qkv", "output", "gate_up", "down"}
+    weights = random_weights(replace(shape, num_layers=2), 5, torch.float32, CPU, lambda _: None)
+    assert weights.layers[0].experts is not None
+    assert isinstance(weights.layers[0].experts.gate_up, torch.Tensor)
+    assert weights.layers[0].experts.gate_up.shape == (16 * 2 * 128, 256)

@@ -1,0 +1,246 @@
+"""Mixtures of experts: who takes whom, and what they make of it, against float64 oracles; of many tokens and of few."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpu.kernels.arguments import INTERPRETED, runs_on_triton
+from gpu.kernels.expert_rows import down_rows, gate_up_rows
+from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
+from gpu.kernels.experts_reference import experts_reference
+from gpu.kernels.packed import Packed
+from gpu.kernels.routing import choose, router_logits, sort_pairs
+from gpu.model.experts import MOST_ALONE, ExpertMlp
+from gpu.model.spec import Experts
+from tests.gpu import expert_oracle as oracle
+from tests.gpu import kernel_oracles
+from tests.gpu.expert_oracle import KINDS, Mixture, draw_mixture
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
+from tests.gpu.packed_oracle import poisoned
+from tests.tolerances import KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32
+
+CHAIN_TOLERANCE = {torch.float32: 2 * KERNEL_FLOAT32, torch.bfloat16: KERNEL_CHAIN_BFLOAT16}
+# experts, and hidden: sizes that no block divides; numbers that are no powers of two; one expert a token, and all
+MIXTURES = {
+    "many": (Experts(16, 4, 64, True), 128),
+    "odd": (Experts(5, 3, 40, False), 72),
+    "one": (Experts(6, 1, 32, True), 96),
+    "all": (Experts(2, 2, 64, True), 64),
+}
+SHARED = {"rows": 3, "tiles": 50}  # tokens of one expert
+SIZES = [("rows", 1), ("rows", 3), ("tiles", 2), ("tiles", 40)]
+of_devices = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]
+
+
+def everywhere(test):
+    for mark in of_devices:
+        test = mark(test)
+    return test
+
+
+def draw_tokens(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Hidden states, and a norm's weight, in the midst of NaN."""
+    generator = np.random.default_rng(tokens)
+    return tuple(
+        poisoned(random(generator, shape, dtype, device), float("nan")) for shape in ((tokens, hidden), (hidden,))
+    )
+
+
+def computed(path: str, normed: Tensor, logits: Tensor, mixture: Mixture, residual: Tensor) -> Tensor:
+    """By either kind of kernels, whatever the number of tokens; where none run, by the reference."""
+    experts, weights = mixture.experts, mixture.weights
+    if not runs_on_triton(normed):
+        made = experts_reference(normed, *choose(logits, experts), weights.gate_up, weights.down, experts, "silu")
+        return made + residual
+    if path == "rows":
+        product, ids, shares = gate_up_rows(normed, logits, weights.gate_up, experts, "silu")
+        return down_rows(product, ids, shares, weights.down, residual, experts)
+    pairs = pair_up(*choose(logits, experts), experts, isinstance(weights.gate_up, Packed))
+    product = gate_up_tiles(normed, pairs, weights.gate_up, experts, "silu")
+    return down_tiles(product, pairs, weights.down, residual, experts)
+
+
+def assert_is_mixture(path: str, tokens: int, mixture: Mixture, dtype: torch.dtype, device: str) -> None:
+    hidden = mixture.router.shape[1]
+    normed, _ = draw_tokens(tokens, hidden, dtype, device)
+    generator = np.random.default_rng(7)
+    residual = random(generator, (tokens, hidden), dtype, device)
+    logits = random(generator, (tokens, mixture.experts.num_experts), torch.float32, device) * 2
+    got = computed(path, normed, logits, mixture, residual)
+    made = oracle.mix(wide(normed), *oracle.choose(wide(logits), mixture.experts), mixture)
+    assert distance(got, wide(residual) + made) < CHAIN_TOLERANCE[dtype]
+    assert got.dtype == dtype
+
+
+@pytest.mark.parametrize(("path", "tokens"), SIZES)
+@pytest.mark.parametrize("name", MIXTURES)
+@everywhere
+def test_experts_are_weighed_and_added(dtype, device, name, path, tokens):
+    assert_is_mixture(path, tokens, draw_mixture(*MIXTURES[name], "plain", dtype, device), dtype, device)
+
+
+@pytest.mark.parametrize(("path", "tokens"), SIZES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
+@everywhere
+def test_experts_of_few_bits_are_those_of_their_numbers(dtype, device, kind, path, tokens):
+    assert_is_mixture(path, tokens, draw_mixture(*MIXTURES["many"], kind, dtype, device), dtype, device)
+
+
+@pytest.mark.parametrize("tokens", [1, MOST_ALONE, MOST_ALONE + 1, 33, 65])
+@pytest.mark.parametrize("name", ["many", "odd"])
+@everywhere
+def test_a_layer_is_its_norm_its_routing_and_its_experts(dtype, device, name, tokens):
+    """In bfloat16 a token whose experts are taken by a hair may take another: few do, so most tokens agree."""
+    mixture = draw_mixture(*MIXTURES[name], "plain", dtype, device)
+    x, norm = draw_tokens(tokens, mixture.router.shape[1], dtype, device)
+    got = ExpertMlp(mixture.weights, mixture.experts, "silu")(x, norm, NORM_EPS)
+    wanted = oracle.layer(wide(x), wide(norm), NORM_EPS, mixture)
+    off = np.linalg.norm(wide(got) - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert np.mean(off < 2 * CHAIN_TOLERANCE[dtype]) >= (1.0 if dtype == torch.float32 else 0.9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize("kind", ["plain", "int4"])
+@everywhere
+def test_thousands_of_tokens_are_tiles_of_any_size(dtype, device, kind, tokens):
+    assert_is_mixture("tiles", tokens, draw_mixture(*MIXTURES["many"], kind, dtype, device), dtype, device)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 65])
+@pytest.mark.parametrize("experts", [16, 7])
+@everywhere
+def test_logits_of_the_router_are_those_behind_the_norm_and_never_rounded(dtype, device, experts, tokens):
+    hidden, generator = 136, np.random.default_rng(experts)
+    x, norm = draw_tokens(tokens, hidden, dtype, device)
+    router = poisoned(random(generator, (experts, hidden), dtype, device), float("nan"))
+    normed, logits = router_logits(x, norm, NORM_EPS, router)
+    assert distance(normed, kernel_oracles.rms_norm(wide(x), wide(norm), NORM_EPS)) < KERNEL_TOLERANCE[dtype]
+    assert logits.dtype == torch.float32
+    if device == "cuda" or dtype == torch.float32:  # the CPU's products of bfloat16 are
+        assert distance(logits, wide(normed) @ wide(router).T) < KERNEL_FLOAT32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_of_equal_logits_the_lower_expert_is_taken(device, is_normalised):
+    experts = Experts(6, 3, 8, is_normalised)
+    logits = torch.tensor(
+        [[1, 1, 1, 1, 1, 1], [0, 2, 1, 2, 1, 1], [-0.0, 0, -1, 0, -0.0, -1], [9, -9, 9, -9, 9, 9],
+         [-3, -2, -1, -1, -2, -3]], dtype=torch.float32, device=device,
+    )  # fmt: skip
+    ids, weights = choose(logits, experts)
+    assert ids.tolist() == [[0, 1, 2], [1, 3, 2], [0, 1, 3], [0, 2, 4], [2, 3, 1]]
+    assert distance(weights, oracle.choose(wide(logits), experts)[1]) < KERNEL_FLOAT32
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_who_takes_whom_and_pairs_by_expert_are_as_sorting_says(data):
+    num_experts = data.draw(st.integers(1, 20))
+    experts = Experts(num_experts, data.draw(st.integers(1, num_experts)), 8, data.draw(st.booleans()))
+    tokens = data.draw(st.integers(1, 12))
+    row = st.lists(
+        st.sampled_from([-1e30, -2.5, -0.0, 0.0, 1.0, 1.5, 30.0]), min_size=num_experts, max_size=num_experts
+    )
+    logits = torch.tensor(data.draw(st.lists(row, min_size=tokens, max_size=tokens)), dtype=torch.float32)
+    ids, weights = choose(logits, experts)
+    wanted, shares = oracle.choose(wide(logits), experts)
+    assert np.array_equal(ids.numpy(), wanted)
+    assert np.allclose(weights.numpy(), shares, atol=1e-6)
+    order, begins = sort_pairs(ids, num_experts)
+    assert order.tolist() == np.argsort(wanted.reshape(-1), kind="stable").tolist()
+    assert begins.tolist() == [int((wanted < expert).sum()) for expert in range(num_experts + 1)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 700, pytest.param(4096, marks=pytest.mark.long)])
+def test_pairs_of_many_tokens_are_sorted_block_after_block(device, tokens):
+    ids = torch.from_numpy(np.random.default_rng(1).integers(0, 9, (tokens, 8))).to(device, torch.int32)
+    order, begins = sort_pairs(ids, 10)  # the last one is taken by nobody
+    flat = ids.cpu().numpy().reshape(-1)
+    assert order.tolist() == np.argsort(flat, kind="stable").tolist()
+    assert begins.tolist() == [int((flat < expert).sum()) for expert in range(11)]
+
+
+@pytest.mark.parametrize("path", ["rows", "tiles"])
+@everywhere
+def test_experts_that_nobody_takes_are_not_read(dtype, device, path):
+    mixture = draw_mixture(*MIXTURES["many"], "plain", dtype, device)
+    experts, hidden = mixture.experts, mixture.router.shape[1]
+    logits = random(np.random.default_rng(3), (5, 16), torch.float32, device)
+    logits[:, 6:] -= 100
+    for matrix, rows in ((mixture.weights.gate_up, 2 * experts.intermediate), (mixture.weights.down, hidden)):
+        matrix[6 * rows :] = float("nan")
+    normed, _ = draw_tokens(5, hidden, dtype, device)
+    got = computed(path, normed, logits, mixture, torch.zeros_like(normed))
+    wanted = oracle.mix(wide(normed), *oracle.choose(wide(logits), experts), mixture)
+    assert distance(got, wanted) < CHAIN_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("path", ["rows", "tiles"])
+@pytest.mark.parametrize("kind", ["plain", "int4"])
+@everywhere
+def test_all_tokens_may_take_one_expert(dtype, device, kind, path):
+    experts, hidden = MIXTURES["many"]
+    mixture, tokens = draw_mixture(replace(experts, per_token=1), hidden, kind, dtype, device), SHARED[path]
+    logits = torch.zeros(tokens, 16, device=device)
+    logits[:, 11] = 1.0
+    normed, _ = draw_tokens(tokens, hidden, dtype, device)
+    got = computed(path, normed, logits, mixture, torch.zeros_like(normed))
+    wanted = oracle.mix(wide(normed), np.full((tokens, 1), 11), np.ones((tokens, 1)), mixture)
+    assert distance(got, wanted) < CHAIN_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("path", "tokens"), [("rows", 4), ("tiles", 24)])
+@everywhere
+def test_a_tokens_result_hangs_on_no_other_token(dtype, device, path, tokens):
+    """To the last bit, wherever it stands among as many; but the interpreter's matrix products are numpy's."""
+    mixture = draw_mixture(*MIXTURES["many"], "plain", dtype, device)
+    normed, _ = draw_tokens(tokens, mixture.router.shape[1], dtype, device)
+    logits = random(np.random.default_rng(3), (tokens, 16), torch.float32, device)
+    moved = torch.arange(tokens, device=device).roll(3)
+    first = computed(path, normed, logits, mixture, normed)[moved]
+    again = computed(path, normed[moved], logits[moved], mixture, normed[moved])
+    assert torch.equal(first, again) or (INTERPRETED and path == "tiles" and distance(first, wide(again)) < 1e-6)
+
+
+def test_what_is_not_finite_takes_experts_that_there_are():
+    logits = torch.full((2, 6), float("nan"))
+    logits[1] = float("-inf")
+    ids, _ = choose(logits, Experts(6, 3, 8, True))
+    assert bool(((ids >= 0) & (ids < 6)).all())
+
+
+def _arguments():
+    """A mixture, and two tokens with their logits and pairs."""
+    mixture = draw_mixture(*MIXTURES["many"], "plain", torch.float32, "cpu")
+    normed, logits = torch.zeros(2, 128), torch.zeros(2, 16)
+    return mixture, normed, logits, pair_up(*choose(logits, mixture.experts), mixture.experts, False)
+
+
+def test_matrices_of_another_shape_are_refused():
+    mixture, normed, logits, pairs = _arguments()
+    experts, weights, product = mixture.experts, mixture.weights, torch.zeros(8, 64)
+    with pytest.raises(ValueError, match=r"gate_up_rows: gate_up is .*wanted \(2048, 128\)"):
+        gate_up_rows(normed, logits, weights.gate_up[:-1], experts, "silu")
+    with pytest.raises(ValueError, match=r"gate_up_tiles: gate_up is .*wanted \(2048, 128\)"):
+        gate_up_tiles(normed, pairs, weights.gate_up[:-1], experts, "silu")
+    with pytest.raises(ValueError, match=r"down_rows: down is .*float64.*wanted \(2048, 64\)"):
+        down_rows(product, pairs.order, pairs.shares, weights.down.double(), normed, experts)
+    with pytest.raises(ValueError, match=r"down_tiles: down is .*float64.*wanted \(2048, 64\)"):
+        down_tiles(product, pairs, weights.down.double(), normed, experts)
+
+
+def test_packed_experts_with_columns_out_of_order_are_refused():
+    mixture, normed, logits, _ = _arguments()
+    packed = draw_mixture(*MIXTURES["many"], "int4", torch.float32, "cpu").weights.gate_up
+    assert isinstance(packed, Packed)
+    moved = replace(packed, order=torch.arange(128))
+    with pytest.raises(ValueError, match=r"columns in another order; wanted .* columns in order"):
+        gate_up_rows(normed, logits, moved, mixture.experts, "silu")
