@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check
+from gpu.kernels.far_experts import FarExperts, base_of, find_place, places_of
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_linear import _factor, _layout, _scales, _tensors
 from gpu.kernels.routing import take_experts, taking
@@ -66,7 +67,8 @@ def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
 
 @triton.jit
 def _gate_up_kernel(
-    x, weight, logits, ids, shares, out, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    x, weight, far, places, logits, ids, shares, out,
+    HAS_FAR: tl.constexpr, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
     GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +77,9 @@ def _gate_up_kernel(
     row, place, expert, is_ours = _take_rows(
         logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
     )  # fmt: skip
-    source = expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
-    gate = weight + source[:, None] * HIDDEN
+    number, is_far = find_place(places, expert, HAS_FAR)
+    source = number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
+    gate = base_of(weight, far, is_far[:, None], HAS_FAR) + source[:, None] * HIDDEN
     column = tl.arange(0, BLOCK_INNER)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
     up_sums = sums
@@ -94,13 +97,16 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    product, weight, ids, shares, residual, out, residual_stride, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    product, weight, far, places, ids, shares, residual, out, residual_stride,
+    HAS_FAR: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
     PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INTERMEDIATE % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
-    source = weight + (expert * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None] * INTERMEDIATE
+    number, is_far = find_place(places, expert, HAS_FAR)
+    source = (number * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None] * INTERMEDIATE
+    source = base_of(weight, far, is_far[:, None], HAS_FAR) + source
     column = tl.arange(0, BLOCK_INNER)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
     for begin in tl.range(0, INTERMEDIATE, BLOCK_INNER):
@@ -126,7 +132,8 @@ def _store_sum(
 
 @triton.jit
 def _packed_gate_up_kernel(
-    x, words, scales, zeros, logits, ids, shares, out, INTERMEDIATE: tl.constexpr,
+    x, words, scales, zeros, far_words, far_scales, far_zeros, places, logits, ids, shares, out,
+    HAS_FAR: tl.constexpr, INTERMEDIATE: tl.constexpr,
     INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
     ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
@@ -140,7 +147,11 @@ def _packed_gate_up_kernel(
     row, place, expert, is_ours = _take_rows(
         logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
     )  # fmt: skip
-    source = (expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1))[:, None]
+    number, is_far = find_place(places, expert, HAS_FAR)
+    words = base_of(words, far_words, is_far[:, None], HAS_FAR)
+    scales = base_of(scales, far_scales, is_far[:, None], HAS_FAR)
+    zeros = base_of(zeros, far_zeros, is_far[:, None], HAS_FAR)
+    source = (number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1))[:, None]
     up = source + INTERMEDIATE
     word = tl.arange(0, BLOCK_WORDS)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
@@ -180,7 +191,8 @@ def _packed_gate_up_kernel(
 
 @triton.jit
 def _packed_down_kernel(
-    product, words, scales, zeros, ids, shares, residual, out, residual_stride, HIDDEN: tl.constexpr,
+    product, words, scales, zeros, far_words, far_scales, far_zeros, places, ids, shares, residual, out,
+    residual_stride, HAS_FAR: tl.constexpr, HIDDEN: tl.constexpr,
     INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
     ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
     PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -191,7 +203,11 @@ def _packed_down_kernel(
     HALF: tl.constexpr = 2.0**60 if KIND == 0 else 1.0
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
-    source = (expert * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None]
+    number, is_far = find_place(places, expert, HAS_FAR)
+    words = base_of(words, far_words, is_far[:, None], HAS_FAR)
+    scales = base_of(scales, far_scales, is_far[:, None], HAS_FAR)
+    zeros = base_of(zeros, far_zeros, is_far[:, None], HAS_FAR)
+    source = (number * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None]
     word = tl.arange(0, BLOCK_WORDS)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
     for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
@@ -219,16 +235,17 @@ def _packed_down_kernel(
 
 
 def gate_up_rows(
-    normed: Tensor, logits: Tensor, gate_up: Stored, experts: Experts, activation: Activation
-) -> tuple[Tensor, Tensor, Tensor]:
+    normed: Tensor, logits: Tensor, gate_up: Stored, experts: Experts, activation: Activation,
+    far: FarExperts | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype, and who
     they are: ids int32 and weights float32, as `routing.choose` gives them.
 
-    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`. Raises
-    ValueError for another shape, dtype or device.
+    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`; far: of
+    experts that lie elsewhere. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = normed.shape
-    check_stored("gate_up_rows", "gate_up", gate_up, experts.num_experts * 2 * experts.intermediate, normed)
+    check_experts("gate_up_rows", "gate_up", gate_up, far and far.gate_up, experts, 2 * experts.intermediate, normed)
     check("gate_up_rows", "logits", logits, (tokens, experts.num_experts), torch.float32, normed.device)
     taken = (tokens, experts.per_token)
     ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
@@ -236,46 +253,65 @@ def gate_up_rows(
     out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
     slots = triton.next_power_of_2(experts.per_token)
     common = {**taking(experts), "SLOTS": slots, "INTERMEDIATE": experts.intermediate, "GELU": activation != "silu"}
+    common |= {"HAS_FAR": far is not None}
+    there, places = gate_up if far is None else far.gate_up, places_of(far, ids)
     rows, block, num_warps = _sized(gate_up, GATE_UP_CONFIG, PACKED_GATE_UP_CONFIG, slots)
     grid = triton.cdiv(experts.intermediate, rows), tokens
     if isinstance(gate_up, Packed):
         _packed_gate_up_kernel[grid](
-            normed, *_tensors(gate_up), logits, ids, shares, out, **_layout(gate_up), **common, BLOCK_ROWS=rows,
-            BLOCK_WORDS=block, num_warps=num_warps,
+            normed, *_tensors(gate_up), *_tensors(there), places, logits, ids, shares, out, **_layout(gate_up),
+            **common, BLOCK_ROWS=rows, BLOCK_WORDS=block, num_warps=num_warps,
         )  # fmt: skip
     else:
         _gate_up_kernel[grid](
-            normed, gate_up, logits, ids, shares, out, **common, HIDDEN=hidden, BLOCK_ROWS=rows, BLOCK_INNER=block,
-            num_warps=num_warps,
+            normed, gate_up, there, places, logits, ids, shares, out, **common, HIDDEN=hidden, BLOCK_ROWS=rows,
+            BLOCK_INNER=block, num_warps=num_warps,
         )  # fmt: skip
     return out, ids, shares
 
 
-def down_rows(product: Tensor, ids: Tensor, shares: Tensor, down: Stored, residual: Tensor, experts: Experts) -> Tensor:
+def down_rows(
+    product: Tensor, ids: Tensor, shares: Tensor, down: Stored, residual: Tensor, experts: Experts,
+    far: FarExperts | None = None,
+) -> Tensor:  # fmt: skip
     """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new.
 
     product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
-    `gpu.model.weights.ExpertWeights`. Raises ValueError for another shape, dtype or device.
+    `gpu.model.weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = residual.shape
-    check_stored("down_rows", "down", down, experts.num_experts * hidden, product)
+    check_experts("down_rows", "down", down, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
     out = torch.empty(tokens, hidden, dtype=product.dtype, device=product.device)
     slots = triton.next_power_of_2(experts.per_token)
     rows, block, num_warps = _sized(down, DOWN_CONFIG, PACKED_DOWN_CONFIG, slots)
     common = {"PER_TOKEN": experts.per_token, "SLOTS": slots, "HIDDEN": hidden, "BLOCK_ROWS": rows}
+    common |= {"HAS_FAR": far is not None}
+    there, places = down if far is None else far.down, places_of(far, ids)
     grid = triton.cdiv(hidden, rows), tokens
     if isinstance(down, Packed):
         _packed_down_kernel[grid](
-            product, *_tensors(down), ids, shares, residual, out, residual.stride(0), **_layout(down), **common,
-            BLOCK_WORDS=block, num_warps=num_warps,
+            product, *_tensors(down), *_tensors(there), places, ids, shares, residual, out, residual.stride(0),
+            **_layout(down), **common, BLOCK_WORDS=block, num_warps=num_warps,
         )  # fmt: skip
     else:
         _down_kernel[grid](
-            product, down, ids, shares, residual, out, residual.stride(0), **common,
+            product, down, there, places, ids, shares, residual, out, residual.stride(0), **common,
             INTERMEDIATE=experts.intermediate, BLOCK_INNER=block, num_warps=num_warps,
         )  # fmt: skip
     return out
+
+
+def check_experts(
+    op: str, name: str, near: Stored, far: Stored | None, experts: Experts, num_rows: int, x: Tensor
+) -> None:
+    """Raise ValueError unless the matrices of experts, of so many rows each, are whole: all in one, or in two."""
+    if far is None:
+        return check_stored(op, name, near, experts.num_experts * num_rows, x)
+    for what, stored in ((name, near), (f"far {name}", far)):
+        rows = len(stored) if isinstance(stored, Tensor) else stored.rows
+        check_stored(op, what, stored, rows // num_rows * num_rows, x)
+    return None
 
 
 def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> None:
