@@ -268,6 +268,29 @@ def chunks(
     run_kernel("cpu", json_file, lambda _, console: chunk_read_rows(SHAPE, num_chunks, threads, folder, console))
 
 
+@app.command("host-experts")
+def host_experts(
+    shape: Annotated[str, typer.Option(help="a named shape of a mixture of experts")] = "qwen3-30b-a3b",
+    weights: Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="rounded to this")] = None,
+    memory_gib: Annotated[float, typer.Option(help="of the card, all included")] = 23.0,
+    on_card: Annotated[int | None, typer.Option(min=0, help="experts of a layer; default: what the plan says")] = None,
+    batch: Batch = "1,4",
+    prompts: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "4096,16384",
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="of a prefill unit")] = 2048,
+    steps: Annotated[int, typer.Option(min=8, help="decode steps of a round")] = 32,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time steps and prompts of a mixture whose experts do not fit the card, against the link's floor."""
+    from bench.host_experts import HostExpertsBenchmark, host_expert_rows
+
+    asked = HostExpertsBenchmark(
+        shape, weights, memory_gib, on_card, tuple(parse_batches(batch)), tuple(parse_batches(prompts)), chunk_tokens,
+        steps,
+    )  # fmt: skip
+    run_kernel(device, json_file, lambda resolved, console: host_expert_rows(asked, resolved, console))
+
+
 def run_kernel(
     device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
 ) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from transfer.settings import Settings
 
@@ -95,12 +95,26 @@ class GpuConfig(Settings):
         description="rows of keys and values on the device: in codes of 8 bits, with a scale a token and KV head, or "
         "as `dtype`, which is auto. Rows in host memory are as `host.rows` says",
     )
+    experts_gib: float | Literal["auto"] | None = Field(
+        None,
+        description="experts' matrices on the card; the others lie in pinned host memory, and those that a step takes "
+        "are fetched from there. auto: what weights, workspaces and `kv_cache_gib` leave, or, without that, all but a "
+        "quarter of what is left beside experts. Default: all lie on the card",
+    )
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")
     check_coverage: bool = Field(
         False, description="count in every decode step who covers which tokens, and stop where one is lost; slow"
     )
+
+    @field_validator("experts_gib", mode="before")
+    @classmethod
+    def _bytes_or_auto(cls, given: Any) -> Any:
+        is_number = isinstance(given, int | float) and not isinstance(given, bool) and given >= 0
+        if given not in (None, "auto") and not is_number:
+            raise ValueError("wanted GiB, 0 or more, or auto")
+        return given
 
 
 class MethodChoice(BaseModel):

@@ -41,13 +41,14 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
                 chunk_tokens: int, max_hidden_tokens: int, num_pages: int, tier: HostTier | None,
                 parts: Sequence[Part], on_progress: LoadProgress, num_rings: Mapping[str, int] = MappingProxyType({}),
                 sink_tokens: int = 0, library: ChunkLibrary | None = None,
-                num_windows: int = 0, window_pages: int = 1) -> Runner:  # fmt: skip
+                num_windows: int = 0, window_pages: int = 1, experts_on_card: int | None = None) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
     tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
     num_rings, sink_tokens, library: see `Runner`. num_windows: of `window_pages` pages (`gpu.kv.windows`); 0: all
-    layers have all of every context in pages.
+    layers have all of every context in pages. experts_on_card: of each layer's, the others lie in host memory; None:
+    all do.
     Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
@@ -70,9 +71,9 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
 
     with shortage_in_one_line():
         if model.path is not None:
-            weights = load_weights(model.path, architecture, dtype, device, weights_progress)
+            weights = load_weights(model.path, architecture, dtype, device, weights_progress, experts_on_card)
         else:
-            weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress)
+            weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress, experts_on_card)
         runner = Runner(
             architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,

@@ -204,7 +204,7 @@ class Runner:
         self.dense.choose(keys, values, heads, chunk_tokens)
         if self.device.type == "cuda":
             warm_up_sides(self._sides.values(), keys, values, heads, chunk_tokens)
-            self.decoder.projections.warm_up(chunk_tokens)
+            self._prefill.decoder.projections.warm_up(chunk_tokens)
         self._prefill.warm_up_chunks()
         decode = [DecodeGroup([0], [tokens - 1], [1])]
         self._rehearse([tokens - 1], DENSE, [], [], decode)

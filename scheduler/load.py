@@ -69,6 +69,7 @@ def load_engine(
         num_pages=plan.num_pages,
         num_windows=plan.num_windows,
         window_pages=plan.window_pages,
+        experts_on_card=plan.experts_on_card,
         tier=tier,
         parts=served_parts(profiles.values()),
         num_rings=plan.num_rings,
@@ -136,7 +137,8 @@ def open_library(
     if model.path is not None:
         digest = digest_rounded(digest_weights(model.path, kept_path()), model.weights)
     else:
-        drawn = digest_random(str(model.random_weights), RANDOM_SEED, plan.dtype, plan.device)
+        split = "" if plan.experts_on_card is None else f" with {plan.experts_on_card} experts drawn first"
+        drawn = digest_random(f"{model.random_weights}{split}", RANDOM_SEED, plan.dtype, plan.device)
         digest = digest_rounded(drawn, model.weights)
     shape = ChunkShape(architecture.num_layers, architecture.num_kv_heads, architecture.dim, documents.rows)
     return ChunkLibrary(open_chunks(documents, digest, shape, is_pinned=plan.device == "cuda"))

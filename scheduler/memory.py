@@ -6,6 +6,7 @@ configuration; nothing plans again. How memory is shared out is `gpu.memory`'s b
 
 from collections.abc import Iterable
 
+from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, plan_memory
@@ -57,3 +58,9 @@ def find_host_demand(config: EngineConfig, architecture: Architecture, plan: Mem
 def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:
     """What of the model goes down."""
     return find_host_demand(config, architecture, plan).tier_shape
+
+
+def find_expert_shares(architecture: Architecture, plan: MemoryPlan) -> ExpertShares:
+    """Where the planned deployment's experts lie."""
+    most = most_experts(architecture)
+    return ExpertShares(architecture, plan.dtype_bytes, most if plan.experts_on_card is None else plan.experts_on_card)

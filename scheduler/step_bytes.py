@@ -11,6 +11,7 @@ from gpu.memory.host_demand import ROW_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import step_weight_bytes
+from scheduler.memory import find_expert_shares
 from transfer.tier_shape import TierShape
 
 
@@ -25,6 +26,10 @@ class StepBytes:
     def weights(self, num_rows: int) -> int:
         """What a step of so many rows reads of them: without experts all, however many rows it has."""
         return step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda", num_rows)
+
+    def fetched(self, num_rows: int) -> float:
+        """Experts in host memory that a step of so many rows brings over the link before it reads them."""
+        return find_expert_shares(self.architecture, self.plan).fetched_bytes(num_rows)
 
     @property
     def layer_token(self) -> int:

@@ -11,13 +11,14 @@ from typing import Literal
 
 from gpu.config import Profiles
 from gpu.memory.demand import PlanError
+from gpu.memory.expert_shares import most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.plan import MemoryPlan
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError
 from scheduler.capacity import host_capacity
-from scheduler.memory import find_host_demand, find_tier_shape, plan_engine
+from scheduler.memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
 from scheduler.step_bytes import StepBytes
 from server.config import Deployment
 from server.plan import ResolvedPlan
@@ -42,12 +43,13 @@ BIT_AGREEMENT = 0.5257
 @dataclass(frozen=True, slots=True)
 class Step:
     """One of `batch` rows, each with a whole context. down_tokens: of each, read on the host. Milliseconds by what they
-    are for; `link_ms`: queries and partials.
+    are for; `experts_ms`: over the link, of those in host memory that the rows take; `link_ms`: queries and partials.
     """
 
     batch: int
     down_tokens: int
     weights_ms: float
+    experts_ms: float
     device_kv_ms: float
     link_ms: float
     host_ms: float
@@ -55,7 +57,7 @@ class Step:
     @property
     def ms(self) -> float:
         """What each of its rows waits for a token."""
-        return self.weights_ms + self.device_kv_ms + self.link_ms + self.host_ms
+        return self.weights_ms + self.experts_ms + self.device_kv_ms + self.link_ms + self.host_ms
 
     @property
     def tokens_s(self) -> float:
@@ -81,7 +83,7 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Of placements for contexts of `context_tokens`. `share_read`: of the keys on the host, for each query head, where
-    they are sampled. `taken`: what requests that name no profile get.
+    they are sampled. `taken`: what requests that name no profile get. `experts`: what is told of those in host memory.
     """
 
     context_tokens: int
@@ -92,6 +94,7 @@ class Comparison:
     taken: Name
     verdict: str
     sampling: str
+    experts: str | None
 
     def get(self, name: Name) -> Placement:
         return next(placement for placement in self.placements if placement.name == name)
@@ -117,7 +120,25 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     found = [replace(one, steps=tuple(one.steps[index] for index in fitting)) for one in found]
     best = _find_best(found)
     verdict = _explain(found, taken, best, context, is_asked=deployment.scheduler.default_profile)
-    return Comparison(context, batches, share, rates, tuple(found), taken, verdict, _judge_sampling(found))
+    return Comparison(context, batches, share, rates, tuple(found), taken, verdict, _judge_sampling(found),
+                      _tell_experts(plan, batches, rates))  # fmt: skip
+
+
+def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> str | None:
+    """What those in host memory cost: a step by its rows, if these take theirs at random, and a prompt."""
+    moved = StepBytes(plan.architecture, plan.memory, None)
+    if not moved.fetched(1):
+        return None
+    link, shares = rates.of["host_to_device_gb_s"], find_expert_shares(plan.architecture, plan.memory)
+    steps = ", ".join(
+        f"batch {batch}: {moved.fetched(batch) / 1e9:.2f} GB, {moved.fetched(batch) / link / 1e6:,.1f} ms"
+        for batch in batches
+    )
+    return (
+        f"experts: {shares.on_host} of each layer's {most_experts(plan.architecture)} lie in host memory; what a step "
+        f"fetches of them over {link:g} GB/s: {steps}; a prompt of more than a few tokens copies all, "
+        f"{shares.host_bytes / 1e9:.1f} GB, {shares.host_bytes / link / 1e9:.1f} s"
+    )
 
 
 def expected_share(bits_per_table: int, num_tables: int) -> float:
@@ -212,6 +233,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
     is_cuda = memory.device == "cuda"
     device_gb_s = rates.of["device_stream_gb_s" if is_cuda else "host_stream_gb_s"]
     tflop_s = rates.of["bf16_matmul_tflop_s" if is_cuda else "host_matmul_tflop_s"]
+    fetched = moved.fetched(batch)
     products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
     link_ms = host_ms = 0.0
     if tier is not None and demand is not None and down:
@@ -227,6 +249,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
         batch,
         down,
         max(moved.weights(batch) / device_gb_s / 1e6, products_ms),
+        fetched / rates.of["host_to_device_gb_s"] / 1e6 if fetched else 0.0,
         batch * moved.device_kv(context, down) / device_gb_s / 1e6,
         link_ms,
         host_ms,

@@ -13,7 +13,7 @@ from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture, shape_with_rope
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
-from scheduler.memory import plan_engine
+from scheduler.memory import find_expert_shares, plan_engine
 from server.config import Deployment
 from transfer.machine import GIB, MachineProfile
 
@@ -70,6 +70,9 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             "memory_limit_gib": memory.limit_bytes[place] / GIB,
             "kv_cache_gib": memory.kv_bytes / GIB,
             "kv_windows": memory.num_windows or None,
+            "experts_gib": None
+            if memory.experts_on_card is None
+            else find_expert_shares(architecture, memory).card_gib,
             "threads": memory.threads,
         }
     )

@@ -16,7 +16,7 @@ from server.metrics import Metrics
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"tandem_[a-z_]+")
-CONFIGS = ("laptop", "rtx4090", "rtx4090-32b", "a100")
+CONFIGS = ("laptop", "rtx4090", "rtx4090-32b", "rtx4090-30b-a3b", "a100")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

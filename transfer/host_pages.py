@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,17 @@ def pin_pages(pages: Pages) -> None:
 
 def unpin_pages(pages: Pages) -> None:
     """Undo `pin_pages`. Raises OSError with CUDA's reason."""
-    code = int(_cuda().cudaHostUnregister(pages.ctypes.data))
+    _unpin(pages.ctypes.data)
+
+
+def pin_for_life(pages: Pages) -> None:
+    """As `pin_pages`, until these pages are gone: this array itself, not what shares its memory."""
+    pin_pages(pages)
+    weakref.finalize(pages, _unpin, pages.ctypes.data).atexit = False
+
+
+def _unpin(address: int) -> None:
+    code = int(_cuda().cudaHostUnregister(address))
     if code:
         raise OSError(code, f"cudaHostUnregister failed with CUDA error {code}")
 

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check
+from gpu.kernels.far_experts import FarExperts, base_of, find_place, places_of
 from gpu.kernels.packed import Packed
-from gpu.kernels.packed_linear import _factor, _layout, _scales, _tensors
+from gpu.kernels.packed_tiles import row_tile, tensors_of, tile_layout
 from gpu.kernels.routing import take_experts, taking
 from gpu.kernels.swiglu import gated
 from gpu.model.spec import Activation, Experts
@@ -24,9 +25,10 @@ Stored = Tensor | Packed
 # so many rows of all the experts that a token takes; where it takes few, more of each: ROWS_AT_ONCE together.
 GATE_UP_CONFIG = (1, 512, 4)
 DOWN_CONFIG = (2, 256, 4)
-PACKED_GATE_UP_CONFIG = (1, 128, 4)
-PACKED_DOWN_CONFIG = (2, 64, 4)
 MIXED_PLACES = 8  # that the configurations are for
+# Of packed ones: rows of one expert, and warps that share their columns out.
+PACKED_ROWS, PACKED_SPLITS = 16, 4
+_SHARED_OUT = {"BLOCK_ROWS": PACKED_ROWS, "SPLITS": PACKED_SPLITS, "num_warps": PACKED_SPLITS, "num_stages": 3}
 
 
 @triton.jit
@@ -66,7 +68,8 @@ def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
 
 @triton.jit
 def _gate_up_kernel(
-    x, weight, logits, ids, shares, out, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    x, weight, far, places, logits, ids, shares, out,
+    HAS_FAR: tl.constexpr, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
     GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +78,9 @@ def _gate_up_kernel(
     row, place, expert, is_ours = _take_rows(
         logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
     )  # fmt: skip
-    source = expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
-    gate = weight + source[:, None] * HIDDEN
+    number, is_far = find_place(places, expert, HAS_FAR)
+    source = number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
+    gate = base_of(weight, far, is_far[:, None], HAS_FAR) + source[:, None] * HIDDEN
     column = tl.arange(0, BLOCK_INNER)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
     up_sums = sums
@@ -94,13 +98,16 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    product, weight, ids, shares, residual, out, residual_stride, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    product, weight, far, places, ids, shares, residual, out, residual_stride,
+    HAS_FAR: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
     PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INTERMEDIATE % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
-    source = weight + (expert * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None] * INTERMEDIATE
+    number, is_far = find_place(places, expert, HAS_FAR)
+    source = (number * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None] * INTERMEDIATE
+    source = base_of(weight, far, is_far[:, None], HAS_FAR) + source
     column = tl.arange(0, BLOCK_INNER)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
     for begin in tl.range(0, INTERMEDIATE, BLOCK_INNER):
@@ -125,157 +132,167 @@ def _store_sum(
 
 
 @triton.jit
-def _packed_gate_up_kernel(
-    x, words, scales, zeros, logits, ids, shares, out, INTERMEDIATE: tl.constexpr,
-    INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
-    IS_NORMALISED: tl.constexpr, GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+def _packed_rows(
+    x, words, scales, zeros, source,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr,
+    DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    PLANES: tl.constexpr = 8 if KIND == 4 else 4
-    NUM_WORDS: tl.constexpr = INNER // PLANES
-    UNIT_WORDS: tl.constexpr = UNIT // PLANES
-    HALF: tl.constexpr = 2.0**60 if KIND == 0 else 1.0  # of FP8's 2**120: both halves keep sums within float32
-    token = tl.program_id(1).to(tl.int64)
-    row, place, expert, is_ours = _take_rows(
-        logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
+    """Products of one row of x, `[inner]`, with rows `source` of a packed matrix, int64 `[1, rows, 1]`: float32
+    `[rows]`. A tile of tokens has no fewer than TOKENS: the others are zero.
+    """
+    TOKENS: tl.constexpr = 8
+    STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
+    split, token = tl.arange(0, SPLITS)[:, None, None], tl.arange(0, TOKENS)[None, :, None]
+    sums = tl.zeros([SPLITS, BLOCK_ROWS, TOKENS], tl.float32)
+    for begin in tl.range(0, STEPS, SPLITS):
+        sums = row_tile(
+            sums, x, words, scales, zeros, source, token, begin + split, token < 1, 0,
+            INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
+            RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS, TOKENS,
+        )  # fmt: skip
+    return tl.sum(tl.sum(sums, 0), 1)
+
+
+@triton.jit
+def _packed_gate_up_kernel(
+    x, words, scales, zeros, far_words, far_scales, far_zeros, places, logits, ids, shares, out,
+    HAS_FAR: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    IS_NORMALISED: tl.constexpr, GELU: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    token, slot = tl.program_id(2).to(tl.int64), tl.zeros([1], tl.int32) + tl.program_id(1)
+    taken, share = take_experts(
+        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
     )  # fmt: skip
-    source = (expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1))[:, None]
-    up = source + INTERMEDIATE
-    word = tl.arange(0, BLOCK_WORDS)[None, :]
-    sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
-    up_sums = sums
-    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
-        at = begin + word
-        column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS  # of plane 0
-        inside = is_ours[:, None] & (at < NUM_WORDS)
-        packed = tl.load(words + source * NUM_WORDS + at, mask=inside, other=0)
-        ups = tl.load(words + up * NUM_WORDS + at, mask=inside, other=0)
-        less, gain = _scales(
-            scales, zeros, source, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
-        )  # fmt: skip
-        up_less, up_gain = _scales(
-            scales, zeros, up, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
-        )  # fmt: skip
-        if NUM_RUNS > 0:
-            less += gain
-            up_less += up_gain
-        part = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
-        up_part = part
-        total = tl.zeros([1, BLOCK_WORDS], tl.float32)
-        for PLANE in tl.static_range(PLANES):
-            values = tl.load(x + token * INNER + column + PLANE * UNIT_WORDS, mask=at < NUM_WORDS, other=0.0)
-            values = values.to(tl.float32)
-            if KIND == 0:
-                values *= HALF
-            else:
-                total += values
-            part += _factor(packed, PLANE, KIND) * values
-            up_part += _factor(ups, PLANE, KIND) * values
-        sums += (part * gain - less * total) * HALF
-        up_sums += (up_part * up_gain - up_less * total) * HALF
-    result = gated(tl.sum(sums, 1), tl.sum(up_sums, 1), GELU)
-    tl.store(out + place * INTERMEDIATE + row, result.to(out.dtype.element_ty), mask=is_ours & (row < INTERMEDIATE))
+    place = token * PER_TOKEN + slot
+    is_first = tl.program_id(0) + slot * 0 == 0
+    tl.store(ids + place, taken, mask=is_first)
+    tl.store(shares + place, share, mask=is_first)
+    number, is_far = find_place(places, tl.sum(taken, 0), HAS_FAR)
+    words = base_of(words, far_words, is_far, HAS_FAR)
+    scales = base_of(scales, far_scales, is_far, HAS_FAR)
+    zeros = base_of(zeros, far_zeros, is_far, HAS_FAR)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    source = (number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1))[None, :, None]
+    x += token * INNER
+    gate = _packed_rows(
+        x, words, scales, zeros, source, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK,
+        KIND, HAS_ZEROS, IS_EXACT, RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS,
+    )  # fmt: skip
+    up = _packed_rows(
+        x, words, scales, zeros, source + INTERMEDIATE, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS,
+        ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT, RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS,
+    )  # fmt: skip
+    to = out + (token * PER_TOKEN + tl.program_id(1)) * INTERMEDIATE + row
+    tl.store(to, gated(gate, up, GELU).to(out.dtype.element_ty), mask=row < INTERMEDIATE)
 
 
 @triton.jit
 def _packed_down_kernel(
-    product, words, scales, zeros, ids, shares, residual, out, residual_stride, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    product, words, scales, zeros, far_words, far_scales, far_zeros, places, ids, shares, residual, out,
+    residual_stride, HAS_FAR: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
+    PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    PLANES: tl.constexpr = 8 if KIND == 4 else 4
-    NUM_WORDS: tl.constexpr = INNER // PLANES
-    UNIT_WORDS: tl.constexpr = UNIT // PLANES
-    HALF: tl.constexpr = 2.0**60 if KIND == 0 else 1.0
     token = tl.program_id(1).to(tl.int64)
-    row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
-    source = (expert * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None]
-    word = tl.arange(0, BLOCK_WORDS)[None, :]
-    sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
-    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
-        at = begin + word
-        column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS
-        inside = is_ours[:, None] & (at < NUM_WORDS)
-        packed = tl.load(words + source * NUM_WORDS + at, mask=inside, other=0)
-        less, gain = _scales(
-            scales, zeros, source, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = row < HIDDEN
+    result = tl.load(residual + token * residual_stride + row, mask=inside, other=0.0).to(tl.float32)
+    for slot in range(PER_TOKEN):
+        place = token * PER_TOKEN + slot
+        number, is_far = find_place(places, tl.load(ids + place), HAS_FAR)
+        source = (number * HIDDEN + tl.minimum(row, HIDDEN - 1))[None, :, None]
+        made = _packed_rows(
+            product + place * INNER, base_of(words, far_words, is_far, HAS_FAR),
+            base_of(scales, far_scales, is_far, HAS_FAR), base_of(zeros, far_zeros, is_far, HAS_FAR), source,
+            INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
+            RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS,
         )  # fmt: skip
-        if NUM_RUNS > 0:
-            less += gain
-        part = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_WORDS], tl.float32)
-        total = part
-        for PLANE in tl.static_range(PLANES):
-            values = tl.load(product + place[:, None] * INNER + column + PLANE * UNIT_WORDS, mask=inside, other=0.0)
-            values = values.to(tl.float32)
-            if KIND == 0:
-                values *= HALF
-            else:
-                total += values
-            part += _factor(packed, PLANE, KIND) * values
-        sums += (part * gain - less * total) * HALF
-    _store_sum(tl.sum(sums, 1) * share, residual, out, token, residual_stride, HIDDEN, SLOTS, BLOCK_ROWS)
+        result += made * tl.load(shares + place)
+    tl.store(out + token * HIDDEN + row, result.to(out.dtype.element_ty), mask=inside)
 
 
 def gate_up_rows(
-    normed: Tensor, logits: Tensor, gate_up: Stored, experts: Experts, activation: Activation
-) -> tuple[Tensor, Tensor, Tensor]:
+    normed: Tensor, logits: Tensor, gate_up: Stored, experts: Experts, activation: Activation,
+    far: FarExperts | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype, and who
     they are: ids int32 and weights float32, as `routing.choose` gives them.
 
-    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`. Raises
-    ValueError for another shape, dtype or device.
+    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`; far: of
+    experts that lie elsewhere. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = normed.shape
-    check_stored("gate_up_rows", "gate_up", gate_up, experts.num_experts * 2 * experts.intermediate, normed)
+    check_experts("gate_up_rows", "gate_up", gate_up, far and far.gate_up, experts, 2 * experts.intermediate, normed)
     check("gate_up_rows", "logits", logits, (tokens, experts.num_experts), torch.float32, normed.device)
     taken = (tokens, experts.per_token)
     ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
     shares = torch.empty(taken, dtype=torch.float32, device=normed.device)
     out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
-    slots = triton.next_power_of_2(experts.per_token)
-    common = {**taking(experts), "SLOTS": slots, "INTERMEDIATE": experts.intermediate, "GELU": activation != "silu"}
-    rows, block, num_warps = _sized(gate_up, GATE_UP_CONFIG, PACKED_GATE_UP_CONFIG, slots)
-    grid = triton.cdiv(experts.intermediate, rows), tokens
+    common = {**taking(experts), "INTERMEDIATE": experts.intermediate, "GELU": activation != "silu"}
+    common |= {"HAS_FAR": far is not None}
+    there, places = gate_up if far is None else far.gate_up, places_of(far, ids)
     if isinstance(gate_up, Packed):
+        grid = triton.cdiv(experts.intermediate, PACKED_ROWS), experts.per_token, tokens
         _packed_gate_up_kernel[grid](
-            normed, *_tensors(gate_up), logits, ids, shares, out, **_layout(gate_up), **common, BLOCK_ROWS=rows,
-            BLOCK_WORDS=block, num_warps=num_warps,
+            normed, *tensors_of(gate_up), *tensors_of(there), places, logits, ids, shares, out,
+            **tile_layout(gate_up), **common, **_SHARED_OUT,
         )  # fmt: skip
     else:
-        _gate_up_kernel[grid](
-            normed, gate_up, logits, ids, shares, out, **common, HIDDEN=hidden, BLOCK_ROWS=rows, BLOCK_INNER=block,
-            num_warps=num_warps,
+        rows, block, num_warps, slots = _sized(GATE_UP_CONFIG, experts)
+        _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
+            normed, gate_up, there, places, logits, ids, shares, out, **common, SLOTS=slots, HIDDEN=hidden,
+            BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps,
         )  # fmt: skip
     return out, ids, shares
 
 
-def down_rows(product: Tensor, ids: Tensor, shares: Tensor, down: Stored, residual: Tensor, experts: Experts) -> Tensor:
+def down_rows(
+    product: Tensor, ids: Tensor, shares: Tensor, down: Stored, residual: Tensor, experts: Experts,
+    far: FarExperts | None = None,
+) -> Tensor:  # fmt: skip
     """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new.
 
     product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
-    `gpu.model.weights.ExpertWeights`. Raises ValueError for another shape, dtype or device.
+    `gpu.model.weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = residual.shape
-    check_stored("down_rows", "down", down, experts.num_experts * hidden, product)
+    check_experts("down_rows", "down", down, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
     out = torch.empty(tokens, hidden, dtype=product.dtype, device=product.device)
-    slots = triton.next_power_of_2(experts.per_token)
-    rows, block, num_warps = _sized(down, DOWN_CONFIG, PACKED_DOWN_CONFIG, slots)
-    common = {"PER_TOKEN": experts.per_token, "SLOTS": slots, "HIDDEN": hidden, "BLOCK_ROWS": rows}
-    grid = triton.cdiv(hidden, rows), tokens
+    common = {"PER_TOKEN": experts.per_token, "HIDDEN": hidden, "HAS_FAR": far is not None}
+    there, places = down if far is None else far.down, places_of(far, ids)
     if isinstance(down, Packed):
-        _packed_down_kernel[grid](
-            product, *_tensors(down), ids, shares, residual, out, residual.stride(0), **_layout(down), **common,
-            BLOCK_WORDS=block, num_warps=num_warps,
+        _packed_down_kernel[triton.cdiv(hidden, PACKED_ROWS), tokens](
+            product, *tensors_of(down), *tensors_of(there), places, ids, shares, residual, out, residual.stride(0),
+            **tile_layout(down), **common, **_SHARED_OUT,
         )  # fmt: skip
     else:
-        _down_kernel[grid](
-            product, down, ids, shares, residual, out, residual.stride(0), **common,
-            INTERMEDIATE=experts.intermediate, BLOCK_INNER=block, num_warps=num_warps,
+        rows, block, num_warps, slots = _sized(DOWN_CONFIG, experts)
+        _down_kernel[triton.cdiv(hidden, rows), tokens](
+            product, down, there, places, ids, shares, residual, out, residual.stride(0), **common, SLOTS=slots,
+            BLOCK_ROWS=rows, INTERMEDIATE=experts.intermediate, BLOCK_INNER=block, num_warps=num_warps,
         )  # fmt: skip
     return out
+
+
+def check_experts(
+    op: str, name: str, near: Stored, far: Stored | None, experts: Experts, num_rows: int, x: Tensor
+) -> None:
+    """Raise ValueError unless the matrices of experts, of so many rows each, are whole: all in one, or in two."""
+    if far is None:
+        return check_stored(op, name, near, experts.num_experts * num_rows, x)
+    for what, stored in ((name, near), (f"far {name}", far)):
+        rows = len(stored) if isinstance(stored, Tensor) else stored.rows
+        check_stored(op, what, stored, rows // num_rows * num_rows, x)
+    return None
 
 
 def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> None:
@@ -291,9 +308,8 @@ def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> No
     return None
 
 
-def _sized(
-    stored: Stored, plain: tuple[int, int, int], packed: tuple[int, int, int], slots: int
-) -> tuple[int, int, int]:
-    """A configuration, with as many rows together where fewer experts are taken than it is for, or more."""
-    rows, block, num_warps = packed if isinstance(stored, Packed) else plain
-    return max(1, rows * MIXED_PLACES // slots), block, num_warps
+def _sized(config: tuple[int, int, int], experts: Experts) -> tuple[int, int, int, int]:
+    """A configuration, with as many rows together where fewer experts are taken than it is for, or more; and places."""
+    rows, block, num_warps = config
+    slots = triton.next_power_of_2(experts.per_token)
+    return max(1, rows * MIXED_PLACES // slots), block, num_warps, slots

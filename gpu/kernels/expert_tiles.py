@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check
-from gpu.kernels.expert_rows import Stored, check_stored
+from gpu.kernels.expert_rows import Stored, check_experts
+from gpu.kernels.far_experts import FarExperts, base_of, find_place, places_of
 from gpu.kernels.packed import Packed
-from gpu.kernels.packed_linear import _layout, _scales, _tensors, _widened
+from gpu.kernels.packed_tiles import row_tile, tensors_of, tile_layout
 from gpu.kernels.routing import SORTED_BLOCKS, sort_pairs
 from gpu.kernels.swiglu import gated
 from gpu.model.spec import Activation, Experts
@@ -31,10 +32,10 @@ CONFIGS = {
     (64, True): (64, 64, 4, 3), (64, False): (128, 64, 4, 3),
     (128, True): (64, 64, 8, 3), (128, False): (128, 64, 8, 3),
 }  # fmt: skip
-PACKED_CONFIGS = {
-    (16, True): (32, 32, 4, 3), (16, False): (32, 64, 4, 3),
-    (32, True): (32, 16, 4, 2), (32, False): (32, 32, 4, 2),
-    (64, True): (32, 16, 4, 1), (64, False): (32, 32, 4, 1),
+PACKED_CONFIGS = {  # without columns: a unit of words
+    (16, True): (64, 4, 3), (16, False): (64, 4, 4),
+    (32, True): (64, 4, 3), (32, False): (64, 4, 4),
+    (64, True): (64, 8, 3), (64, False): (64, 4, 3),
 }  # fmt: skip
 SUM_BLOCK = 1024
 
@@ -73,7 +74,8 @@ def _find_tile(begins, tile, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.conste
 
 @triton.jit
 def _tiles_kernel(
-    x, weight, order, begins, shares, out, INNER: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr,
+    x, weight, far, places, order, begins, shares, out,
+    HAS_FAR: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
@@ -83,10 +85,11 @@ def _tiles_kernel(
         place = first + tl.arange(0, BLOCK_PAIRS)
         pair = tl.load(order + place, mask=place < end, other=0)
         row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        source = expert.to(tl.int64) * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1)
+        number, is_far = find_place(places, expert, HAS_FAR)
+        source = number * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1)
         column = tl.arange(0, BLOCK_INNER)
         values_at = x + (pair // PAIRS_OF_ROW).to(tl.int64)[:, None] * INNER + column[None, :]
-        rows_at = weight + source[None, :] * INNER + column[:, None]
+        rows_at = base_of(weight, far, is_far, HAS_FAR) + source[None, :] * INNER + column[:, None]
         sums = tl.zeros([BLOCK_PAIRS, BLOCK_ROWS], tl.float32)
         up_sums = sums
         for begin in tl.range(0, INNER, BLOCK_INNER):
@@ -115,49 +118,46 @@ def _store_tile(
 
 
 @triton.jit
-def _packed_tiles_kernel(
-    x, words, scales, zeros, order, begins, shares, out, INNER: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, KIND: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, DTYPE: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+def _packed_expert_tiles_kernel(
+    x, words, scales, zeros, far_words, far_scales, far_zeros, places, order, begins, shares, out,
+    HAS_FAR: tl.constexpr,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
+    NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    PLANES: tl.constexpr = 8 if KIND == 4 else 4
-    NUM_WORDS: tl.constexpr = INNER // PLANES
-    UNIT_WORDS: tl.constexpr = UNIT // PLANES
+    STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     expert, first, end = _find_tile(begins, tl.program_id(1), NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_PAIRS)
     if expert < NUM_EXPERTS:
         place = first + tl.arange(0, BLOCK_PAIRS)
         pair = tl.load(order + place, mask=place < end, other=0)
         row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        source = expert.to(tl.int64) * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1)
-        source = source[:, None]
-        values_at = x + (pair // PAIRS_OF_ROW).to(tl.int64)[:, None] * INNER
-        word = tl.arange(0, BLOCK_WORDS)[None, :]
-        sums = tl.zeros([BLOCK_PAIRS, BLOCK_ROWS], tl.float32)
+        number, is_far = find_place(places, expert, HAS_FAR)
+        words = base_of(words, far_words, is_far, HAS_FAR)
+        scales = base_of(scales, far_scales, is_far, HAS_FAR)
+        zeros = base_of(zeros, far_zeros, is_far, HAS_FAR)
+        source = (number * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1))[:, None]
+        token, is_pair = (pair // PAIRS_OF_ROW).to(tl.int64)[:, None], (place < end)[:, None]
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_PAIRS], tl.float32)
         up_sums = sums
-        for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
-            at = begin + word
-            inside = at < NUM_WORDS
-            column = at // UNIT_WORDS * UNIT + at % UNIT_WORDS
-            packed = tl.load(words + source * NUM_WORDS + at, mask=inside, other=0)
-            less, gain = _scales(
-                scales, zeros, source, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+        for begin in tl.range(0, STEPS):
+            step = tl.zeros([1, 1], tl.int32) + begin
+            sums = row_tile(
+                sums, x, words, scales, zeros, source, token, step, is_pair, INNER,
+                INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
+                RUN_UNITS, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
             )  # fmt: skip
             if GATES:
-                up = source + NUM_ROWS
-                ups = tl.load(words + up * NUM_WORDS + at, mask=inside, other=0)
-                up_less, up_gain = _scales(
-                    scales, zeros, up, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+                up_sums = row_tile(
+                    up_sums, x, words, scales, zeros, source + NUM_ROWS, token, step, is_pair, INNER,
+                    INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
+                    IS_EXACT, RUN_UNITS, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
                 )  # fmt: skip
-            for PLANE in tl.static_range(PLANES):
-                values = tl.load(values_at + column + PLANE * UNIT_WORDS, mask=inside, other=0.0).to(DTYPE)
-                wide = _widened(packed, less, gain, PLANE, KIND, NUM_RUNS).to(DTYPE)
-                sums = tl.dot(values, tl.trans(wide), sums, input_precision="ieee")
-                if GATES:
-                    wide = _widened(ups, up_less, up_gain, PLANE, KIND, NUM_RUNS).to(DTYPE)
-                    up_sums = tl.dot(values, tl.trans(wide), up_sums, input_precision="ieee")
-        _store_tile(sums, up_sums, shares, out, pair, row, place < end, NUM_ROWS, GATES, GELU)
+        _store_tile(
+            tl.trans(sums), tl.trans(up_sums), shares, out, pair, row, place < end, NUM_ROWS, GATES, GELU
+        )  # fmt: skip
 
 
 @triton.jit
@@ -189,27 +189,33 @@ def pair_up(ids: Tensor, shares: Tensor, experts: Experts, is_packed: bool) -> S
 
 
 def gate_up_tiles(
-    normed: Tensor, pairs: SortedPairs, gate_up: Stored, experts: Experts, activation: Activation
-) -> Tensor:
+    normed: Tensor, pairs: SortedPairs, gate_up: Stored, experts: Experts, activation: Activation,
+    far: FarExperts | None = None,
+) -> Tensor:  # fmt: skip
     """`activation(gate) * up` of each pair, `[pairs, intermediate]` of normed's dtype, pairs by token and place.
 
-    normed `[tokens, hidden]`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`. Raises ValueError for
-    another shape, dtype or device.
+    normed `[tokens, hidden]`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`; far: of experts that lie
+    elsewhere. Raises ValueError for another shape, dtype or device.
     """
-    check_stored("gate_up_tiles", "gate_up", gate_up, experts.num_experts * 2 * experts.intermediate, normed)
-    return _launch(normed, gate_up, pairs, experts, experts.intermediate, experts.per_token, activation)
+    there = far and far.gate_up
+    check_experts("gate_up_tiles", "gate_up", gate_up, there, experts, 2 * experts.intermediate, normed)
+    places = places_of(far, pairs.order)
+    return _launch(normed, gate_up, there, places, pairs, experts, experts.intermediate, experts.per_token, activation)
 
 
-def down_tiles(product: Tensor, pairs: SortedPairs, down: Stored, residual: Tensor, experts: Experts) -> Tensor:
+def down_tiles(
+    product: Tensor, pairs: SortedPairs, down: Stored, residual: Tensor, experts: Experts,
+    far: FarExperts | None = None,
+) -> Tensor:  # fmt: skip
     """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new.
 
     product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in
-    `gpu.model.weights.ExpertWeights`. Raises ValueError for another shape, dtype or device.
+    `gpu.model.weights.ExpertWeights`; far: as in `gate_up_tiles`. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = residual.shape
-    check_stored("down_tiles", "down", down, experts.num_experts * hidden, product)
+    check_experts("down_tiles", "down", down, far and far.down, experts, hidden, product)
     check("down_tiles", "residual", residual, (tokens, hidden), product.dtype, product.device)
-    made = _launch(product, down, pairs, experts, hidden, 1, None)
+    made = _launch(product, down, far and far.down, places_of(far, pairs.order), pairs, experts, hidden, 1, None)
     out = torch.empty(tokens, hidden, dtype=product.dtype, device=product.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
@@ -219,27 +225,32 @@ def down_tiles(product: Tensor, pairs: SortedPairs, down: Stored, residual: Tens
 
 
 def _launch(
-    x: Tensor, stored: Stored, pairs: SortedPairs, experts: Experts, num_rows: int, pairs_of_row: int,
-    activation: Activation | None,
+    x: Tensor, stored: Stored, far: Stored | None, places: Tensor, pairs: SortedPairs, experts: Experts, num_rows: int,
+    pairs_of_row: int, activation: Activation | None,
 ) -> Tensor:  # fmt: skip
-    is_packed, gates = isinstance(stored, Packed), activation is not None
-    rows, block, num_warps, num_stages = (PACKED_CONFIGS if is_packed else CONFIGS)[pairs.per_tile, gates]
-    if x.dtype == torch.float32:
-        block, num_stages = max(16, block // 2), 1 if is_packed else 2
+    there = stored if far is None else far
+    gates = activation is not None
     out = torch.empty(len(pairs.order), num_rows, dtype=x.dtype, device=x.device)
     common = {
+        "HAS_FAR": far is not None,
         "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, "NUM_EXPERTS": experts.num_experts,
         "BLOCK_EXPERTS": triton.next_power_of_2(experts.num_experts), "GATES": gates, "GELU": activation == "gelu_tanh",
-        "BLOCK_PAIRS": pairs.per_tile, "BLOCK_ROWS": rows, "num_warps": num_warps, "num_stages": num_stages,
+        "BLOCK_PAIRS": pairs.per_tile,
     }  # fmt: skip
-    grid = triton.cdiv(num_rows, rows), pairs.most_tiles
-    if isinstance(stored, Packed):
-        _packed_tiles_kernel[grid](
-            x, *_tensors(stored), pairs.order, pairs.begins, pairs.shares, out, **_layout(stored), **common,
-            DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32, BLOCK_WORDS=block,
+    if isinstance(stored, Packed) and isinstance(there, Packed):
+        rows, num_warps, num_stages = PACKED_CONFIGS[pairs.per_tile, gates]
+        if x.dtype == torch.float32:
+            rows, num_warps, num_stages = 16, 4, 1
+        _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), pairs.most_tiles](
+            x, *tensors_of(stored), *tensors_of(there), places, pairs.order, pairs.begins, pairs.shares, out,
+            **tile_layout(stored), **common, BLOCK_ROWS=rows, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-    else:
-        _tiles_kernel[grid](
-            x, stored, pairs.order, pairs.begins, pairs.shares, out, **common, INNER=x.shape[1], BLOCK_INNER=block
-        )
+        return out
+    rows, block, num_warps, num_stages = CONFIGS[pairs.per_tile, gates]
+    if x.dtype == torch.float32:
+        block, num_stages = max(16, block // 2), 2
+    _tiles_kernel[triton.cdiv(num_rows, rows), pairs.most_tiles](
+        x, stored, there, places, pairs.order, pairs.begins, pairs.shares, out, **common, INNER=x.shape[1],
+        BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.packed import Packed, unpack_reference
 from gpu.kernels.swiglu import swiglu_reference
 from gpu.model.spec import Activation, Experts
@@ -35,17 +36,20 @@ def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Stored, down: Stored, experts: Experts,
-                      activation: Activation) -> Tensor:  # fmt: skip
+                      activation: Activation, far: FarExperts | None = None) -> Tensor:  # fmt: skip
     """What the experts make of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
-    `route_reference`; gate_up, down: as in `gpu.model.weights.ExpertWeights`.
+    `route_reference`; gate_up, down: as in `gpu.model.weights.ExpertWeights`; far: of those that lie elsewhere.
     """
     tokens, width = normed.shape[0], experts.intermediate
     made = normed.new_empty(tokens, experts.per_token, normed.shape[1])
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
-        product = F.linear(normed[token], rows_of(gate_up, 2 * width * expert, 2 * width, normed.dtype))
+        own, number = (gate_up, down), expert
+        if far is not None:
+            own, number = far.find(expert, own)
+        product = F.linear(normed[token], rows_of(own[0], 2 * width * number, 2 * width, normed.dtype))
         product = swiglu_reference(product, activation)
-        made[token, place] = F.linear(product, rows_of(down, normed.shape[1] * expert, normed.shape[1], normed.dtype))
+        made[token, place] = F.linear(product, rows_of(own[1], normed.shape[1] * number, normed.shape[1], normed.dtype))
     wide = torch.promote_types(weights.dtype, normed.dtype)
     return (made.to(wide) * weights[:, :, None]).sum(1).to(normed.dtype)
 

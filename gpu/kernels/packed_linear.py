@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu.kernels.arguments import check, runs_on_triton
 from gpu.kernels.packed import Packed, unpack_reference
 from gpu.kernels.packed_numbers import layout, scales_of, widened
-from gpu.kernels.packed_tiles import packed_tiles
+from gpu.kernels.packed_tiles import packed_tiles, tensors_of
 from gpu.kernels.rms_norm import check_norm, rms_norm
 from gpu.kernels.swiglu import swiglu
 from gpu.kernels.words import RUN_COLUMNS, UNIT_WORDS
@@ -140,10 +140,9 @@ def widen(packed: Packed) -> Tensor:
         return wide if packed.order is None else wide.index_select(1, packed.order)
     block_rows, block_words = UNPACK_BLOCK
     out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype, device=packed.words.device)
-    beside = packed.zeros if packed.runs is None else packed.runs
     grid = triton.cdiv(packed.rows, block_rows), triton.cdiv(packed.num_words, block_words)
     _unpack_kernel[grid](
-        packed.words, packed.scales, packed.scales if beside is None else beside, out, packed.rows, **layout(packed),
-        BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words, num_warps=4,
+        *tensors_of(packed), out, packed.rows, **layout(packed), BLOCK_ROWS=block_rows,
+        BLOCK_WORDS=block_words, num_warps=4,
     )  # fmt: skip
     return out

@@ -60,7 +60,7 @@ def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype) -> Tiles:
 
 
 @triton.jit
-def _row_tile(
+def row_tile(
     sums, x, words, scales, zeros, row, token, step, is_token, x_stride,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
@@ -143,13 +143,13 @@ def _packed_tiles_kernel(
         sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     up_sums = sums
     for begin in tl.range(0, STEPS, SPLITS):
-        sums = _row_tile(
+        sums = row_tile(
             sums, x, words, scales, zeros, source_row, source_token, begin + split, is_token, x_stride,
             INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
             RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
         )  # fmt: skip
         if GATES:
-            up_sums = _row_tile(
+            up_sums = row_tile(
                 up_sums, x, words, scales, zeros, source_row + num_rows, source_token, begin + split, is_token,
                 x_stride, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
                 IS_EXACT, RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
@@ -163,6 +163,22 @@ def _packed_tiles_kernel(
         result += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     place = token.to(tl.int64)[None, :] * num_rows + row[:, None]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+def tile_layout(packed: Packed) -> dict[str, object]:
+    """What `row_tile` must know of a matrix while it is compiled."""
+    unit = unit_columns(packed.bits)
+    is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
+    return {
+        **layout(packed), "IS_EXACT": packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0,
+        "RUN_UNITS": 0 if packed.run % unit else packed.run // unit, "DTYPE": tl.bfloat16 if is_narrow else tl.float32,
+    }  # fmt: skip
+
+
+def tensors_of(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """Words, scales, and zero points, or runs; anything, where there are none."""
+    beside = packed.zeros if packed.runs is None else packed.runs
+    return packed.words, packed.scales, packed.scales if beside is None else beside
 
 
 def packed_tiles(
@@ -181,15 +197,9 @@ def packed_tiles(
         x = x.to(packed.dtype)  # as wide rows would not fit beside one another
     out = torch.empty(tokens, num_rows, dtype=dtype, device=x.device)
     residual, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)
-    is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
-    is_exact = packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0
-    beside = packed.zeros if packed.runs is None else packed.runs
     _packed_tiles_kernel[(triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, tiles.tokens))](
-        x, packed.words, packed.scales, packed.scales if beside is None else beside, residual, out, tokens, num_rows,
-        x.stride(0), stride, **layout(packed), IS_EXACT=is_exact,
-        RUN_UNITS=0 if packed.run % unit_columns(packed.bits) else packed.run // unit_columns(packed.bits),
-        GATES=gates, GELU=activation == "gelu_tanh", ADDS_RESIDUAL=added is not None,
-        DTYPE=tl.bfloat16 if is_narrow else tl.float32, BLOCK_TOKENS=tiles.tokens, BLOCK_ROWS=tiles.rows,
-        SPLITS=tiles.splits, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        x, *tensors_of(packed), residual, out, tokens, num_rows, x.stride(0), stride, **tile_layout(packed),
+        GATES=gates, GELU=activation == "gelu_tanh", ADDS_RESIDUAL=added is not None, BLOCK_TOKENS=tiles.tokens,
+        BLOCK_ROWS=tiles.rows, SPLITS=tiles.splits, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ from typing import Literal
 
 from gpu.decode.ladder import steps_to_capture
 from gpu.kv.layout import CODE_FORMATS, KvFormat, row_bytes
+from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture, LayerSpec
@@ -76,6 +77,7 @@ class Demand:
     window_pages: int = 0
     num_windows: int = 0
     kv: KvFormat | None = None
+    experts_on_card: int | None = None
 
     @property
     def place(self) -> Place:
@@ -90,6 +92,12 @@ class Demand:
     def reuses(self) -> bool:
         """Whether a method leaves its summaries in rings: such steps read what is near and what is far apart."""
         return any(state.is_ring for state in self.states)
+
+    @property
+    def expert_shares(self) -> ExpertShares:
+        """Where the experts lie, of a model that has some."""
+        on_card = most_experts(self.shape) if self.experts_on_card is None else self.experts_on_card
+        return ExpertShares(self.shape, self.dtype_bytes, on_card)
 
     @property
     def window_layers(self) -> tuple[int, ...]:
@@ -180,7 +188,25 @@ class Demand:
     def fixed_items(self) -> tuple[MemoryItem, ...]:
         """What does not depend on the context; weights first."""
         items = (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
-        return (*items, *self._documents(), *self._windows())
+        return (*items, *self._documents(), *self._windows(), *self.fetching_items())
+
+    def fetching_items(self) -> tuple[MemoryItem, ...]:
+        """Of experts in host memory: they themselves, and what they are fetched to. A step that asks the host and has
+        no graph has slots of its own, since it runs beside prefill.
+        """
+        shares = self.expert_shares
+        if not shares.host_bytes:
+            return ()
+        most = max((min(size, self.max_running) for size in self.graph_batch_sizes), default=0)
+        slots = self.num_lanes * shares.slot_bytes(most)
+        if most < self.max_running and self.num_lanes > 1:
+            slots += shares.slot_bytes(self.max_running)
+        on_host, of_all = shares.on_host, most_experts(self.shape)
+        return (
+            self.item("staged experts", shares.staged_bytes, f"{on_host} of a layer and of the next, for prefill"),
+            self.item("fetched experts", slots, f"of a layer, those that a step of {most} sequences takes"),
+            MemoryItem("experts", "host", shares.host_bytes, f"{on_host} of {of_all} of each layer, pinned"),
+        )
 
     def context_items(self, context: int, hidden_tokens: int) -> tuple[MemoryItem, ...]:
         gathered = context * self.gathered_token_bytes
@@ -228,6 +254,9 @@ class Demand:
         num_bytes, note = weight_bytes(shape, self.dtype_bytes, is_packed), f"{shape.num_weights / 1e9:.2f} billion"
         if shape.quantisation is not None:
             note += f", {describe_formats(shape)}" + ("" if is_packed else ", unpacked")
+        if self.expert_shares.host_bytes:
+            num_bytes -= self.expert_shares.host_bytes
+            note += f", but for {self.expert_shares.on_host} experts of each layer"
         return (self.item("weights", num_bytes, note),)
 
     def _decode_partials(self) -> int:

@@ -12,6 +12,7 @@ from typing import Literal
 from gpu.config import GpuConfig
 from gpu.kv.layout import CODE_FORMATS, KvFormat
 from gpu.memory.demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanError
+from gpu.memory.expert_shares import KV_SHARE, PINNED_SHARE, most_experts
 from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
 from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
 from gpu.methods.kept import Kept
@@ -43,7 +44,8 @@ class MemoryPlan:
     and all of it up to `resident_tokens`; `lump_tokens` go down at once. Without one these are 0. `num_rings`: of the
     methods that keep some, by what profiles name them (`gpu.profiles.Part`). `num_windows` of `window_pages` pages and
     `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of each are
-    beyond what these see; 0: there are none.
+    beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and the
+    others lie in host memory; None: all, or the model has none.
     """
 
     device: Literal["cuda", "cpu"]
@@ -73,6 +75,7 @@ class MemoryPlan:
     window_bytes: int = 0
     window_pages: int = 0
     spare_window_tokens: int = 0
+    experts_on_card: int | None = None
 
     @property
     def dtype_bytes(self) -> int:
@@ -135,11 +138,13 @@ def plan_memory(
     )
     place = demand.place
     limits = _resolve_limits(gpu, device, machine)
+    demand = _count_experts(demand, limits[place], gpu, max_context_tokens, max_hidden_tokens)
     demand = _count_rings(demand, limits[place])
     demand = _count_windows(demand, limits[place], gpu)
     fixed = demand.fixed_items()
     left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
-    _check_fixed(fixed, place, limits, left, demand.reuses)
+    _check_fixed(fixed, place, limits, left, demand)
+    _check_pinned(fixed, demand, machine)
     _check_asked(demand, gpu, left, limits[place], max_context_tokens, max_hidden_tokens)
     if host is None:
         shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
@@ -183,6 +188,7 @@ def plan_memory(
         window_bytes=demand.window_bytes,
         window_pages=window_pages,
         spare_window_tokens=spare_tokens if window_pages else 0,
+        experts_on_card=demand.experts_on_card,
     )
 
 
@@ -340,6 +346,69 @@ def _resolve_limits(gpu: GpuConfig, device: str, machine: MachineProfile) -> dic
     return {"gpu": limit, "host": machine.memory_bytes} if device == "cuda" else {"host": limit}
 
 
+def _count_experts(
+    demand: Demand, limit: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None
+) -> Demand:
+    """With the number of each layer's experts on the card: as many as were asked for fit, or as many as leave contexts
+    what they want. Raises PlanError where there is nothing to ask for.
+    """
+    asked, shape, most = gpu.experts_gib, demand.shape, most_experts(demand.shape)
+    if asked is None:
+        return demand
+    if not most:
+        raise PlanError(f"gpu.experts_gib: asked {asked}, {shape.name} has no experts; leave it out")
+    if demand.device == "cpu":
+        raise PlanError(
+            f"gpu.experts_gib: asked {asked}, the CPU is the device and has all experts in its memory; leave it out"
+        )
+    counts = [replace(demand, experts_on_card=count) for count in range(most, -1, -1)]
+    if asked != "auto":
+        return next(one for one in counts if one.expert_shares.card_bytes <= asked * GIB)
+    left = {one.experts_on_card: limit - sum(item.bytes for item in one.fixed_items() if item.place == "gpu")
+            for one in counts}  # fmt: skip
+    least = counts[-1]
+    bare = left[0] + sum(item.bytes for item in least.fetching_items() if item.place == "gpu")
+    wanted = _bytes_of_contexts(demand, bare, gpu, context, hidden_tokens)
+    return next((one for one in counts if left[one.experts_on_card or 0] >= wanted), least)
+
+
+def _bytes_of_contexts(
+    demand: Demand, bare: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None
+) -> int:
+    """What experts leave contexts of `bare` bytes: what was asked for, or a share of it; and in any case what one of
+    the longest takes that was asked for. Of one that goes down that is what keeps it going.
+    """
+    longest, tier = context or min(SMALLEST_CONTEXT_TOKENS, demand.shape.max_context_tokens), demand.host
+    if tier is None:
+        pages = -(-longest // demand.page_tokens)
+    else:
+        down = tier.deposited_tokens(longest)
+        pages = -(-tier.floor_tokens(longest, 1) // demand.page_tokens) + tier.dense_blocks(down)
+    kv_bytes = pages * demand.page_bytes + demand.window_bytes * bool(demand.window_layers)
+    if gpu.kv_cache_gib is not None:
+        kv_bytes = max(kv_bytes, int(gpu.kv_cache_gib * GIB))
+        if context is None and tier is None and demand.kv_token_bytes:
+            longest = min(demand.shape.max_context_tokens, kv_bytes // demand.kv_token_bytes)
+    hidden_tokens = hidden_tokens or longest + 4 * demand.chunk_tokens  # as `Demand.default_hidden_tokens` may have
+    one = kv_bytes + sum(item.bytes for item in demand.context_items(longest, hidden_tokens))
+    return one if gpu.kv_cache_gib is not None else max(one, int(bare * KV_SHARE))
+
+
+def _check_pinned(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:
+    """Raises PlanError where the host has no room for the experts that lie there."""
+    shares = demand.expert_shares
+    if not shares.host_bytes:
+        return
+    beside = sum(item.bytes for item in fixed if item.place == "host") - shares.host_bytes
+    most = int(machine.memory_bytes * PINNED_SHARE) - beside
+    if shares.host_bytes > most:
+        raise PlanError(
+            f"gpu.experts_gib: {_gib(shares.card_bytes)} of experts would lie on the card, the other "
+            f"{_gib(shares.host_bytes)} in pinned host memory, where there is room for {_gib(max(most, 0))} of "
+            f"{_gib(machine.memory_bytes)}; raise it, or use fewer bits (model.weights)"
+        )
+
+
 def _count_rings(demand: Demand, limit: int) -> Demand:
     """With the number of each method's rings: as it is asked for, or an equal part of RING_SHARE; never more than there
     may be sequences.
@@ -386,21 +455,25 @@ def _count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
 
 
 def _check_fixed(
-    fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place, int], left: int, has_rings: bool
+    fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place, int], left: int, demand: Demand
 ) -> None:
     key = "gpu.memory_limit_gib" if place == "gpu" else "gpu.memory_limit_gib (host memory: the CPU is the device)"
     weights, limit = fixed[0].bytes, limits[place]
     if weights > limit:
+        can_split = place == "gpu" and demand.experts_on_card is None and most_experts(demand.shape)
         raise PlanError(
             f"{key}: the weights take {_gib(weights)}, the limit is {_gib(limit)}; raise the limit, or use a smaller "
             "model or, if it is float32, dtype bfloat16"
+            + (", or set gpu.experts_gib: auto, which leaves experts in host memory" if can_split else "")
+            + (", or lower gpu.experts_gib" if demand.experts_on_card else "")
         )
     if left <= 0:
         raise PlanError(
             f"{key}: weights and workspaces take {_gib(limit - left)}, the limit is {_gib(limit)}; raise it, or lower "
             "scheduler.prefill.chunk_tokens or scheduler.max_running"
             + (", or gpu.kv_windows" if any(item.name == "KV windows" for item in fixed) else "")
-            + (", or a profile's `capacity` or `rings`" if has_rings else "")
+            + (", or a profile's `capacity` or `rings`" if demand.reuses else "")
+            + (", or gpu.experts_gib" if demand.experts_on_card is not None else "")
             + (", or documents.memory_limit_gib" if any(item.name == "documents" for item in fixed) else "")
         )
 

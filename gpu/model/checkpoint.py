@@ -58,23 +58,25 @@ def open_source(path: Path, architecture: Architecture) -> Source:
 
 
 def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
-                 on_progress: Progress) -> Weights:  # fmt: skip
+                 on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
     """Read `folder`'s safetensors, or a GGUF file, in one part or several, into new device tensors of `dtype`.
+
+    experts_on_card: as in `allocate_weights`; experts that lie in host memory are read to there.
 
     Matrices of few bits, of the file or rounded as the architecture's quantisation says, stay packed on a GPU and are
     unpacked on the CPU, where a step of plain weights is compiled. Raises ModelError, one line, for a file that is
     missing or broken and for a tensor that is missing, extra or of another shape or type than the architecture's.
     """
-    weights = load_packed(folder, architecture, dtype, device, on_progress)
+    weights = load_packed(folder, architecture, dtype, device, on_progress, experts_on_card)
     return unpacked(weights) if device.type == "cpu" and architecture.quantisation is not None else weights
 
 
 def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
-                on_progress: Progress) -> Weights:  # fmt: skip
+                on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
     """As `load_weights`, and packed on the CPU, too."""
     source = open_source(folder, architecture)
     _check_tensors(source, wanted_tensors(architecture), architecture)
-    weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture))
+    weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture), experts_on_card)
     found = places(weights, architecture)
     tensors = [
         (path, tensor, place)

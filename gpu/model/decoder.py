@@ -73,7 +73,7 @@ class Decoder:
         query, pre_rope_query = self.enter(
             index, hidden, positions, positions if cells is None else cells, slots, pages, see
         )
-        return self.leave(index, hidden, attend(query, pre_rope_query))
+        return self.leave(index, hidden, attend(query, pre_rope_query), slots)
 
     def enter(self, index: int, hidden: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
               pages: Pages | None, see: See | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -105,12 +105,12 @@ class Decoder:
             qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages, num_heads
         )  # fmt: skip
 
-    def leave(self, index: int, hidden: Tensor, attended: Tensor) -> Tensor:
+    def leave(self, index: int, hidden: Tensor, attended: Tensor, slots: Tensor) -> Tensor:
         """The part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, projected and
-        added to `hidden`, and the MLP.
+        added to `hidden`, and the MLP. slots: see `layer`.
         """
         rows = attended.reshape(-1, self.query_columns)
-        return self.projections.mlp(index, self.projections.output(index, rows, hidden))
+        return self.projections.mlp(index, self.projections.output(index, rows, hidden), slots)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""

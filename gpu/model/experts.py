@@ -1,7 +1,8 @@
 """The MLP of a layer with experts: routing, the products of those that are taken, their sum and the residual.
 
-It refuses to know attention, and how matrices are stored. Invariant: experts that no token takes are not read. Which
-products depends on the number of tokens alone, so a graph holds them: three launches for up to MOST_ALONE, and six.
+It refuses to know attention, and how matrices are stored. Invariants: experts that no token takes are not read; where
+they lie changes no bit. Which products depends on the number of tokens alone, so a graph holds them: three launches for
+up to MOST_ALONE, and six; three more, and one for each tensor of a matrix, where some lie in host memory.
 """
 
 from torch import Tensor
@@ -10,41 +11,66 @@ from gpu.kernels.arguments import runs_on_triton
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
 from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up, sizes_of_tiles
 from gpu.kernels.experts_reference import experts_reference, route_reference
+from gpu.kernels.far_experts import FarExperts
+from gpu.kernels.fetch_experts import list_experts
 from gpu.kernels.packed import Packed
 from gpu.kernels.rms_norm import rms_norm
 from gpu.kernels.routing import MOST_ROUTED, choose, router_logits
 from gpu.model.spec import Activation, Experts
+from gpu.model.staged_experts import StagedExperts
 from gpu.model.weights import ExpertWeights
 
 MOST_ALONE = 4  # tokens whose products are of vectors: of more, experts that several take are read too often
 
 
 class ExpertMlp:
-    """Of one layer."""
+    """Of one layer. staged: brings those in host memory to the card, by the layer's number; None: none lie there."""
 
-    def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation) -> None:
+    def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation, layer: int = 0,
+                 staged: StagedExperts | None = None) -> None:  # fmt: skip
         self.weights = weights
         self.experts = experts
         self.activation = activation
+        self._layer = layer
+        self._staged = staged
 
-    def __call__(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Norm and experts, added to `hidden`, `[tokens, hidden]` -> the same, new."""
+    def __call__(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None = None) -> Tensor:
+        """Norm and experts, added to `hidden`, `[tokens, hidden]` -> the same, new. slots: int32 `[tokens]`, -1 in rows
+        that are not in use, for which nothing is fetched; None: all are.
+        """
         weights, experts = self.weights, self.experts
         if not runs_on_triton(hidden) or len(hidden) == 0:
             normed = rms_norm(hidden, norm, eps)
-            routed = route_reference(normed, weights.router, experts)
-            made = experts_reference(normed, *routed, weights.gate_up, weights.down, experts, self.activation)
+            ids, shares = route_reference(normed, weights.router, experts)
+            far = self._fetch(ids.int(), slots)
+            made = experts_reference(normed, ids, shares, weights.gate_up, weights.down, experts, self.activation, far)
             return made.add_(hidden)
         normed, logits = router_logits(hidden, norm, eps, weights.router)
         if len(hidden) <= MOST_ALONE:
-            product, ids, shares = gate_up_rows(normed, logits, weights.gate_up, experts, self.activation)
-            return down_rows(product, ids, shares, weights.down, hidden, experts)
-        pairs = pair_up(*choose(logits, experts), experts, isinstance(weights.gate_up, Packed))
-        product = gate_up_tiles(normed, pairs, weights.gate_up, experts, self.activation)
-        return down_tiles(product, pairs, weights.down, hidden, experts)
+            far = None if weights.host is None else self._fetch(choose(logits, experts)[0], slots)
+            product, ids, shares = gate_up_rows(normed, logits, weights.gate_up, experts, self.activation, far)
+            return down_rows(product, ids, shares, weights.down, hidden, experts, far)
+        ids, shares = choose(logits, experts)
+        far = self._fetch(ids, slots)
+        pairs = pair_up(ids, shares, experts, isinstance(weights.gate_up, Packed))
+        product = gate_up_tiles(normed, pairs, weights.gate_up, experts, self.activation, far)
+        return down_tiles(product, pairs, weights.down, hidden, experts, far)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
         counts = [1, MOST_ALONE + 1, MOST_ROUTED + 1, *sizes_of_tiles(self.experts, most_tokens)]
         for tokens in sorted({min(most_tokens, count) for count in counts}):
             self(norm.new_zeros(tokens, len(norm), dtype=self.weights.router.dtype), norm, 1e-6)
+
+    def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:
+        """Those in host memory that some token takes, if any lie there. Tokens that take as many as there are take
+        nearly all of them, which are then copied whole.
+        """
+        host, num_experts, num_pairs = self.weights.host, self.experts.num_experts, ids.numel()
+        if host is None or num_pairs == 0:
+            return None
+        assert self._staged is not None, "experts in host memory: something brings them to the card"
+        if num_pairs >= num_experts and self._staged.is_kept:
+            return self._staged.whole(self._layer)
+        listed = list_experts(ids, num_experts - host.count, num_experts, min(host.count, num_pairs), slots)
+        return self._staged.some(self._layer, listed)

@@ -83,7 +83,7 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
         "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
     }
     if isinstance(weights.logits, Packed):
-        whole = Part(weights.logits, 0, weights.logits.rows, None)
+        whole = Part(weights.logits, 0, weights.logits.rows, None, weights.logits.device)
         found |= _stored("lm_head", output_format(architecture), whole, architecture)
     elif not architecture.tied_embeddings:
         found["lm_head.weight"] = Place(weights.logits).wanted
@@ -123,19 +123,22 @@ def _heads(a: Architecture) -> Tensor | None:
 def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
     """Of the matrices of few bits: their modules' tensors."""
     found: dict[str, StoredTensor] = {}
-    formats, heads, matrices = layer_formats(a, index), _heads(a), layer.matrices
+    formats, heads, there = layer_formats(a, index), _heads(a), layer.mlp_norm.device
     for matrix, stored in formats.items():
-        packed = matrices[matrix]
-        if stored is None or isinstance(packed, Tensor):
+        stacks = [stack for stack in layer.stacks(matrix) if isinstance(stack, Packed)]
+        if stored is None or not stacks:
             continue
-        begin, parts = 0, {}
+        packed, begin, parts = stacks.pop(0), 0, {}
         for what, rows in matrix_parts(a, a.layers[index], matrix):
+            if begin == packed.rows:
+                packed, begin = stacks.pop(0), 0
             order = None
             if heads is not None and what in ("query", "key"):
                 order = heads[begin : begin + rows] - begin
-            parts[what] = Part(packed, begin, begin + rows, order)
+            parts[what] = Part(packed, begin, begin + rows, order, there)
             begin += rows
-        parts[matrix] = Part(packed, 0, begin, heads if matrix == "qkv" else None) if len(parts) > 1 else parts[matrix]
+        whole = Part(packed, 0, begin, heads if matrix == "qkv" else None, there)
+        parts[matrix] = whole if len(parts) > 1 else parts[matrix]
         for what, module in module_names(a, index, matrix).items():
             found |= _stored(module, stored, parts[what], a)
     return found
@@ -159,9 +162,13 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     for name, matrix in layer.matrices.items():
         if name == "qkv" or not isinstance(matrix, Tensor):
             continue
-        parts = matrix_parts(a, spec, name)
-        cut = matrix.split([rows for _, rows in parts])
-        places |= {name: Place(matrix)} | {what: Place(rows) for (what, _), rows in zip(parts, cut, strict=True)}
+        begin, stacks = 0, layer.stacks(name)
+        places[name] = Place(matrix)
+        for what, rows in matrix_parts(a, spec, name):
+            if begin == len(stacks[0]):
+                begin, stacks = 0, stacks[1:]
+            places[what] = Place(stacks[0][begin : begin + rows])
+            begin += rows
     if layer.experts is not None:
         places["router"] = Place(layer.experts.router)
     for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):

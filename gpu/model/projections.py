@@ -13,6 +13,7 @@ from gpu.model.experts import ExpertMlp
 from gpu.model.matrix import Matrix, as_matrix
 from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
 from gpu.model.spec import Architecture
+from gpu.model.staged_experts import StagedExperts
 from gpu.model.weights import Weights
 from gpu.model.widened import Widened
 
@@ -34,10 +35,11 @@ class Projections:
             {name: as_matrix(stored, widened) for name, stored in layer.matrices.items() if name not in OF_EXPERTS}
             for layer in weights.layers
         ]
+        self.staged = _stage(weights, architecture)
         self._experts = [
             None if layer.experts is None or spec.experts is None
-            else ExpertMlp(layer.experts, spec.experts, spec.activation)
-            for layer, spec in zip(weights.layers, architecture.layers, strict=True)
+            else ExpertMlp(layer.experts, spec.experts, spec.activation, index, self.staged)
+            for index, (layer, spec) in enumerate(zip(weights.layers, architecture.layers, strict=True))
         ]  # fmt: skip
         self._logits = as_matrix(weights.logits)
 
@@ -66,11 +68,11 @@ class Projections:
         post_norm = self.weights.layers[layer].attention_post_norm
         return self._add(attended, self._matrices[layer]["output"], post_norm, hidden)
 
-    def mlp(self, layer: int, hidden: Tensor) -> Tensor:
-        """Norm and MLP, added to `hidden`."""
+    def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        """Norm and MLP, added to `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use; None: all are."""
         weights, experts = self.weights.layers[layer], self._experts[layer]
         if experts is not None:
-            return experts(hidden, weights.mlp_norm, self.eps)
+            return experts(hidden, weights.mlp_norm, self.eps, slots)
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, self._activations[layer])
         return self._add(product, down, weights.mlp_post_norm, hidden)
@@ -86,3 +88,13 @@ class Projections:
         if post_norm is None:
             return matrix.linear(x, hidden)
         return rms_norm_add(matrix.linear(x), post_norm, self.eps, hidden)
+
+
+def _stage(weights: Weights, architecture: Architecture) -> StagedExperts | None:
+    """What brings experts in host memory to the card, if any lie there."""
+    hosts = [layer.experts and layer.experts.host for layer in weights.layers]
+    if not any(hosts):
+        return None
+    counts = [spec.experts.num_experts if spec.experts is not None else 0 for spec in architecture.layers]
+    on_card = [count - (host.count if host else 0) for count, host in zip(counts, hosts, strict=True)]
+    return StagedExperts(hosts, on_card, weights.embedding.device)

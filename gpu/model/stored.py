@@ -52,21 +52,19 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows `[begin, end)` of a packed matrix, which one module holds. order: of its rows, as in a `Place`."""
+    """Rows `[begin, end)` of a packed matrix, which one module holds. order: of its rows, as in a `Place`; device:
+    where tensors are unpacked, whole, before they are put into their places.
+    """
 
     packed: Packed
     begin: int
     end: int
     order: Tensor | None
+    device: torch.device
 
     @property
     def rows(self) -> int:
         return self.end - self.begin
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors are unpacked, whole, before they are put into their places."""
-        return self.packed.words.device
 
     @property
     def num_groups(self) -> int:
@@ -106,7 +104,7 @@ class Part:
         if self.order is not None:
             return [self]
         begins = range(self.begin, self.end, num_rows)
-        return [Part(self.packed, begin, min(begin + num_rows, self.end), None) for begin in begins]
+        return [Part(self.packed, begin, min(begin + num_rows, self.end), None, self.device) for begin in begins]
 
     def put_order(self, groups: Tensor, is_moved: bool) -> None:
         """int32 `[inner]`, each column's group. is_moved: whether groups need not be of neighbours."""

@@ -13,14 +13,17 @@ from torch import Tensor
 from gpu.kernels.packed import BITS, Packed
 from gpu.kernels.packed_linear import unpack
 from gpu.kernels.words import pack_words
+from gpu.model.host_experts import HostExperts, in_host_memory
 from gpu.model.matrix_format import MatrixFormat, num_words
-from gpu.model.matrix_formats import layer_formats, matrix_shapes, output_format
+from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format
 from gpu.model.spec import Architecture, LayerSpec
 from transfer.host_pages import ask_huge_pages
 
 RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot
 
 RANDOM_ROUTER_SPREAD = 3.0  # of random routers' logits: an expert that is taken by a hair counts for little
+
+DRAWN_ROWS = 65_536  # of a matrix in host memory, drawn on the device at once and copied down
 
 RANDOM_BIAS_SPREAD = 0.1  # of random weights' biases: seen in every result, and no larger than what they are added to
 
@@ -36,12 +39,14 @@ Stored = Tensor | Packed
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts * 2 * intermediate, hidden]`, one after
-    another, of each its gate first; down `[experts * hidden, intermediate]`.
+    another, of each its gate first; down `[experts * hidden, intermediate]`. host: the last ones, if they lie in host
+    memory; the two matrices then have the first ones alone.
     """
 
     router: Tensor
     gate_up: Stored
     down: Stored
+    host: HostExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,12 @@ class LayerWeights:
                 "experts_gate_up": experts and experts.gate_up, "experts_down": experts and experts.down}  # fmt: skip
         return {name: matrix for name, matrix in held.items() if matrix is not None}
 
+    def stacks(self, name: str) -> list[Stored]:
+        """A matrix, and behind it those of its rows that lie in host memory."""
+        host = None if self.experts is None else self.experts.host
+        far = {} if host is None else {"experts_gate_up": host.gate_up, "experts_down": host.down}
+        return [self.matrices[name], *([far[name]] if name in far else [])]
+
     @property
     def mlp(self) -> tuple[Stored, Stored]:
         """gate_up and down of a layer without experts."""
@@ -87,7 +98,10 @@ class LayerWeights:
         gate_up, down = made.pop("experts_gate_up", None), made.pop("experts_down", None)
         if self.experts is None or gate_up is None or down is None:
             return replace(self, **made)
-        return replace(self, **made, experts=replace(self.experts, gate_up=gate_up, down=down))
+        host = self.experts.host
+        if host is not None:
+            host = replace(host, gate_up=change(host.gate_up), down=change(host.down))
+        return replace(self, **made, experts=replace(self.experts, gate_up=gate_up, down=down, host=host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +131,23 @@ def _unpacked(stored: Stored) -> Tensor:
 
 
 def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
-                   on_progress: Progress) -> Weights:  # fmt: skip
+                   on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
     """Draw weights on the device: activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD.
 
     Matrices of few bits are drawn as such, all scales alike; on the CPU they are unpacked.
     """
-    weights = allocate_weights(architecture, dtype, device)
+    weights = allocate_weights(architecture, dtype, device, torch.bfloat16, experts_on_card)
     generator = torch.Generator(device=device).manual_seed(seed)
     residual_scale = (2 * architecture.num_layers) ** -0.5
 
     def draw(matrix: Stored, scale: float) -> None:
         if isinstance(matrix, Packed):
             return _draw_packed(matrix, scale * matrix.inner**-0.5, generator)
-        matrix.normal_(0.0, scale * matrix.shape[-1] ** -0.5, generator=generator)
+        for rows in matrix.split(len(matrix) if matrix.device == device else DRAWN_ROWS) if len(matrix) else ():
+            drawn = rows if rows.device == device else torch.empty_like(rows, device=device)
+            drawn.normal_(0.0, scale * matrix.shape[-1] ** -0.5, generator=generator)
+            if drawn is not rows:
+                rows.copy_(drawn)
         return None
 
     for index, layer in enumerate(weights.layers):
@@ -145,9 +163,11 @@ def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, de
             layer.qkv_bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
         draw(layer.qkv, 1.0)
         draw(layer.output, residual_scale)
-        gate_up, down = layer.mlp if layer.experts is None else (layer.experts.gate_up, layer.experts.down)
-        draw(gate_up, 1.0)
-        draw(down, residual_scale)
+        gate_up, down = ("gate_up", "down") if layer.experts is None else OF_EXPERTS
+        for stack in layer.stacks(gate_up):
+            draw(stack, 1.0)
+        for stack in layer.stacks(down):
+            draw(stack, residual_scale)
         if layer.experts is not None:
             draw(layer.experts.router, RANDOM_ROUTER_SPREAD)
         on_progress((index + 1) / (architecture.num_layers + 1))
@@ -165,7 +185,7 @@ def _draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> N
     """Numbers of this standard deviation, normal but for their rounding."""
     step = RANDOM_STEPS[matrix.kind]
     for words in matrix.words.split(4096):
-        drawn = torch.empty(len(words), matrix.inner, device=words.device).normal_(0.0, step, generator=generator)
+        drawn = torch.empty(len(words), matrix.inner, device=generator.device).normal_(0.0, step, generator=generator)
         if matrix.kind == "fp8":
             numbers = drawn.to(torch.float8_e4m3fn).view(torch.uint8)
         else:
@@ -190,9 +210,14 @@ def _fill_runs(matrix: Packed, step: float) -> None:
 
 
 def allocate_weights(
-    architecture: Architecture, dtype: torch.dtype, device: torch.device, scales: torch.dtype = torch.bfloat16
-) -> Weights:
-    """Not yet filled. scales: of integers, 16 bits. On the CPU in huge pages, which are there four times as soon."""
+    architecture: Architecture, dtype: torch.dtype, device: torch.device, scales: torch.dtype = torch.bfloat16,
+    experts_on_card: int | None = None,
+) -> Weights:  # fmt: skip
+    """Not yet filled. scales: of integers, 16 bits. On the CPU in huge pages, which are there four times as soon.
+
+    experts_on_card: of each layer's experts; the others lie in host memory, pinned for CUDA; None: all. Raises
+    ModelError where the host refuses that memory.
+    """
     a = architecture
 
     def empty(*shape: int) -> Tensor:
@@ -207,10 +232,30 @@ def allocate_weights(
     def matrix(rows: int, inner: int, stored: MatrixFormat | None) -> Stored:
         return empty(rows, inner) if stored is None else allocate_packed(rows, inner, stored, dtype, device, scales)
 
+    def on_host(index: int, spec: LayerSpec) -> HostExperts | None:
+        """Of the meta device."""
+        if spec.experts is None or experts_on_card is None or experts_on_card >= spec.experts.num_experts:
+            return None
+        count, made = spec.experts.num_experts - experts_on_card, []
+        for name in OF_EXPERTS:
+            (rows, inner), stored = matrix_shapes(a, spec)[name], layer_formats(a, index)[name]
+            rows, meta = rows // spec.experts.num_experts * count, torch.device("meta")
+            made.append(
+                torch.empty(rows, inner, dtype=dtype, device=meta) if stored is None
+                else allocate_packed(rows, inner, stored, dtype, meta, scales)
+            )  # fmt: skip
+        return HostExperts(count, *made)
+
+    hosts = in_host_memory([on_host(index, spec) for index, spec in enumerate(a.layers)], device)
+
     def layer(index: int, spec: LayerSpec) -> LayerWeights:
         width = (a.num_heads + 2 * a.num_kv_heads) * a.dim
-        formats, held = layer_formats(a, index), spec.experts
-        made = {name: matrix(*shape, formats[name]) for name, shape in matrix_shapes(a, spec).items()}
+        formats, held, host = layer_formats(a, index), spec.experts, hosts[index]
+        shapes = matrix_shapes(a, spec)
+        if host is not None and held is not None:
+            on_card = held.num_experts - host.count
+            shapes |= {name: (shapes[name][0] // held.num_experts * on_card, shapes[name][1]) for name in OF_EXPERTS}
+        made = {name: matrix(*shape, formats[name]) for name, shape in shapes.items()}
         router = None if held is None else empty(held.num_experts, a.hidden)
         return LayerWeights(
             attention_norm=norm(a.hidden),
@@ -219,7 +264,9 @@ def allocate_weights(
             mlp_norm=norm(a.hidden),
             gate_up=made.get("gate_up"),
             down=made.get("down"),
-            experts=router if router is None else ExpertWeights(router, made["experts_gate_up"], made["experts_down"]),
+            experts=router
+            if router is None
+            else ExpertWeights(router, made["experts_gate_up"], made["experts_down"], host),
             qkv_bias=empty(width) if spec.qkv_bias else None,
             query_norm=norm(a.dim) if spec.qk_norm else None,
             key_norm=norm(a.dim) if spec.qk_norm else None,

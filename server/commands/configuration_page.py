@@ -100,7 +100,8 @@ def describe_type(field: FieldInfo) -> str:
 def name_type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return "one of " + ", ".join(str(value) for value in arguments)
+        words = ", ".join(str(value) for value in arguments)
+        return f"one of {words}" if len(arguments) > 1 else words
     if origin in (Union, types.UnionType):
         return " or ".join(name_type(kind) for kind in arguments if kind is not type(None))
     if origin is tuple:

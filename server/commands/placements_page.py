@@ -10,8 +10,8 @@ from server.placements import WORDS, Comparison, Step
 
 
 def describe_comparison(comparison: Comparison) -> dict[str, Any]:
-    """`{context_tokens, batches, share_read, rates, rates_from, placements, taken, verdict, sampling}`; of a
-    placement's steps, one a batch, null is one that does not fit.
+    """`{context_tokens, batches, share_read, rates, rates_from, placements, taken, verdict, sampling,
+    experts}`; of a placement's steps, one a batch, null is one that does not fit.
     """
     return {
         "context_tokens": comparison.context_tokens,
@@ -33,6 +33,7 @@ def describe_comparison(comparison: Comparison) -> dict[str, Any]:
         "taken": comparison.taken,
         "verdict": comparison.verdict,
         "sampling": comparison.sampling,
+        "experts": comparison.experts,
     }
 
 
@@ -55,7 +56,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         why = placement.why_not or ("" if placement.first is None else _parts(placement.first))
         table.add_row(WORDS[placement.name] + mark, f"{placement.most_contexts:,}", *steps, why)
     console.print(table)
-    for line in (comparison.verdict, comparison.sampling):
+    for line in (comparison.verdict, comparison.sampling, comparison.experts):
+        if line is None:
+            continue
         console.print(line, highlight=False, markup=False)
     share = f"of the keys on the host a query head reads {100 * comparison.share_read:.1f} % where it samples"
     console.print(f"bytes over rates, nothing overlapped; {share}", highlight=False)
@@ -64,7 +67,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _parts(step: Step) -> str:
-    parts = f"weights {step.weights_ms:.1f}, KV on the device {step.device_kv_ms:.1f}"
+    experts = f"experts over the link {step.experts_ms:.1f}, " if step.experts_ms else ""
+    parts = f"weights {step.weights_ms:.1f}, {experts}KV on the device {step.device_kv_ms:.1f}"
     if not step.down_tokens:
         return parts
     return f"{parts}, link {step.link_ms:.2f}, host {step.host_ms:.1f} of {step.down_tokens:,} tokens"

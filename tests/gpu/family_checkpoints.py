@@ -122,9 +122,10 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
 
 
 def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True,
-         num_windows: int = 2, spare_pages: int = 0) -> Runner:  # fmt: skip
+         num_windows: int = 2, spare_pages: int = 0, experts_on_card: int | None = None) -> Runner:  # fmt: skip
     """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole.
     num_windows: kept by themselves, if the model has any, and `spare_pages` longer than need be; 0: pages hold all.
+    experts_on_card: of each layer, the others are fetched; None: all.
     """
     windows = [spec.window_tokens for spec in read_architecture(folder).layer_pattern if spec.window_tokens is not None]
     runner = load_runner(
@@ -140,6 +141,7 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
         on_progress=lambda stage, fraction: None,
         num_windows=num_windows if windows else 0,
         window_pages=-(-max(windows, default=1) // PAGE_TOKENS) + spare_pages,
+        experts_on_card=experts_on_card,
     )
     runner.pool.poison()
     if runner._prefill.windows is not None:

@@ -25,7 +25,10 @@ import transfer.merge
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import centre_of, deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.expert_rows import down_rows, gate_up_rows
 from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
+from gpu.kernels.far_experts import FarExperts
+from gpu.kernels.fetch_experts import fetch_experts, list_experts
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.head_norm import head_norm
@@ -212,12 +215,20 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         )  # fmt: skip
         mlp = ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu")
         mlp(torch.empty(1, shape.hidden, dtype=dtype, device=device), norm, 1e-5)
+        places = torch.empty(experts.num_experts, dtype=torch.int32, device=device)
+        far = FarExperts(gate_up, down, places) if stored is None or stored.kind == "int4" else None
+        x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
+        product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts, "silu",
+                               far)  # fmt: skip
+        down_rows(*product, down, x, experts, far)
         for mean in (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64):
             tokens = max(MOST_ALONE + 1, mean * experts.num_experts // experts.per_token)
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             pairs = pair_up(*choose(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts), experts,
                             stored is not None)  # fmt: skip
-            down_tiles(gate_up_tiles(x, pairs, gate_up, experts, "silu"), pairs, down, x, experts)
+            for there in (None, far) if far is not None and mean == 32 else (None,):
+                product = gate_up_tiles(x, pairs, gate_up, experts, "silu", there)
+                down_tiles(product, pairs, down, x, experts, there)
 
 
 def _race(shape: Architecture, dtype: torch.dtype) -> None:
@@ -391,8 +402,20 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
         look_at_blocks(history, query, lse, bits, lies, rings, cells, holes, 64, 0.1, is_int8, counts)
 
 
+def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
+    chosen = torch.empty(4, 8, dtype=torch.int32, device="cuda")
+    rows = torch.empty(4, dtype=torch.int32, device="cuda")
+    for of_rows in (rows, None):
+        listed = list_experts(chosen, 40, 128, 32, of_rows)
+    words = 2 * shape.hidden * shape.intermediate * dtype.itemsize // 4
+    source, slots = (torch.empty(count, words, dtype=torch.int32, device="cuda") for count in (88, 32))
+    fetch_experts(source, slots, listed)
+
+
 # Every kernel, and the launches of it that a step makes. A kernel that is not here fails the last test.
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
+    "_list_experts_kernel": _experts_in_host_memory,
+    "_fetch_experts_kernel": _experts_in_host_memory,
     "_rms_norm_kernel": _norms,
     "_swiglu_kernel": _swiglu,
     "_head_norm_kernel": _heads,
@@ -405,8 +428,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_bounds_kernel": _mac,
     "_complete_kernel": _mac,
     "_gemv_kernel": _projections,
-    "_packed_gemv_kernel": _packed,
-    "_packed_dot_kernel": _packed,
+    "_packed_tiles_kernel": _packed,
     "_unpack_kernel": _packed,
     "_router_logits_kernel": _experts,
     "_choose_kernel": _experts,
@@ -416,7 +438,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_packed_gate_up_kernel": _experts,
     "_packed_down_kernel": _experts,
     "_tiles_kernel": _experts,
-    "_packed_tiles_kernel": _experts,
+    "_packed_expert_tiles_kernel": _experts,
     "_sum_pairs_kernel": _experts,
     "_race_kernel": _race,
     "_merge_kernel": _merge,
@@ -520,7 +542,7 @@ def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes
 
 
 # Three selections, each with a loop without masks and one with: half a minute; and three kinds of numbers.
-SLOW = ("_query_sparse_kernel", "_packed_gemv_kernel", "_packed_dot_kernel", "_tiles_kernel", "_packed_tiles_kernel")
+SLOW = ("_query_sparse_kernel", "_packed_tiles_kernel", "_tiles_kernel", "_packed_expert_tiles_kernel")
 QUICK = ("_swiglu_kernel", "_reduce_kernel", "_merge_kernel")  # of the card with more shared memory, a sample
 TARGETS = [
     pytest.param(

@@ -219,6 +219,59 @@ def test_a_cpu_device_has_no_link() -> None:
     assert all(step.link_ms == 0 for step in steps)
 
 
+def test_experts_in_host_memory_come_over_the_link() -> None:
+    """A layer keeps 40 of 128, of 9.4 MB each, and a token takes 8 at random; a prompt takes all."""
+    tree = {
+        "model": {"random_weights": "qwen3-30b-a3b"},
+        "gpu": {"device": "cuda", "experts_gib": 40 * 48 * 3 * 2048 * 768 * 2 / 2**30},
+        "scheduler": {"max_running": 2, "max_context_tokens": 4096},
+    }
+    found = compare(tree)
+    one, two = found.get("device").steps
+    assert one is not None
+    assert two is not None
+    layer = 88 / 128 * 3 * 2048 * 768 * 2
+    assert one.experts_ms == pytest.approx(48 * 8 * layer / 10e6, rel=PLACEMENT_MS)
+    assert two.experts_ms == pytest.approx(48 * (8 + 8 * 120 / 128) * layer / 10e6, rel=PLACEMENT_MS)
+    assert one.ms == pytest.approx(one.weights_ms + one.experts_ms + one.device_kv_ms, rel=PLACEMENT_MS)
+    assert found.experts is not None
+    assert "88 of each layer's 128 lie in host memory" in found.experts
+    assert "batch 1: 2.49 GB, 249.1 ms, batch 2: 4.83 GB, 482.7 ms" in found.experts
+    assert "copies all, 39.9 GB, 4.0 s" in found.experts
+    page = io.StringIO()
+    print_comparison(found, Console(width=400, file=page))
+    assert found.experts in page.getvalue()
+    assert f"experts over the link {one.experts_ms:.1f}" in page.getvalue()
+    assert json.loads(json.dumps(describe_comparison(found)))["experts"] == found.experts
+    tree["gpu"] = {"device": "cuda"}
+    whole = compare(tree)
+    first = whole.get("device").first
+    assert first is not None
+    assert (first.experts_ms, whole.experts) == (0, None)
+
+
+def test_the_readme_and_the_file_have_the_plan_of_a_mixture() -> None:
+    machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
+    deployment = load_deployment(DEPLOY / "rtx4090-30b-a3b.yaml")
+    plan, rates = resolve_plan(deployment, machine), find_rates(machine, NOWHERE)
+    step = compare_placements(deployment, plan, rates).get("device").first
+    assert step is not None
+    model = deployment.model.model_copy(update={"weights": "int4"})
+    gpu = deployment.gpu.model_copy(update={"experts_gib": None})
+    small = deployment.model_copy(update={"model": model, "gpu": gpu})
+    fits = compare_placements(small, resolve_plan(small, machine), rates).get("device").first
+    assert fits is not None
+    readme = " ".join((DEPLOY.parent / "README.md").read_text().split())
+    assert plan.memory.experts_on_card is not None
+    assert f"keeps {plan.memory.experts_on_card} of each layer's 128 experts on the card" in readme
+    assert f"{step.ms:.0f} ms a token at 40K tokens, {step.experts_ms:.0f} of them the link's" in readme
+    assert f"In int4 all of it fits the card, {fits.ms:.1f} ms" in readme
+    said = " ".join((DEPLOY / "rtx4090-30b-a3b.yaml").read_text().replace("#", "").split())
+    assert f"keeps {plan.memory.experts_on_card} of its 128 experts" in said
+    assert f"{step.experts_ms:.0f} ms a token over PCIe 4" in said
+    assert f"weights {fits.weights_ms:.1f} ms a token" in said
+
+
 def test_the_page_and_the_json_say_the_same() -> None:
     deployment = load_deployment(DEPLOY / "rtx4090-32b.yaml")
     machine = load_machine(DEPLOY / "machines" / "rtx4090.json")

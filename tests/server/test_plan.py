@@ -17,7 +17,8 @@ from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-PAIRS = [("laptop", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"), ("a100", "a100-80g")]
+PAIRS = [("laptop", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"), ("rtx4090-30b-a3b", "rtx4090"),
+         ("a100", "a100-80g")]  # fmt: skip
 
 
 def plan_recorded(config: str, machine: str) -> ResolvedPlan:

@@ -1,0 +1,82 @@
+"""Which of a model's experts lie on the card and which in host memory, and what bringing these up takes. No torch.
+
+Knows a model's shape; refuses to know limits and rates. Experts of a layer are alike before anything is known of texts,
+so the first ones stay on the card, as many in each layer: then each layer of a step waits for the link about as long.
+Invariant: the parts add up to all experts, and these bytes are what `gpu.model.host_experts` allocates.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes
+from gpu.model.spec import Architecture, Experts
+
+STAGED_STACKS = 2  # of a layer's experts in host memory, whole, for prefill: those it reads, and the next layer's
+KV_SHARE = 1 / 4  # of what is left without experts, kept for contexts where experts take what they can get
+PINNED_SHARE = 0.8  # of the host's memory, at most, with all that is planned there: the system's own is beside it
+
+
+def experts_layer_bytes(shape: Architecture, layer: int, dtype_bytes: int) -> int:
+    """All experts of a layer, as a GPU has them."""
+    formats, shapes = layer_formats(shape, layer), matrix_shapes(shape, shape.layers[layer])
+    found = 0
+    for name in OF_EXPERTS:
+        (rows, inner), stored = shapes[name], formats[name]
+        found += rows * inner * dtype_bytes if stored is None else stored.num_bytes(rows, inner)
+    return found
+
+
+def most_experts(shape: Architecture) -> int:
+    """Of a layer; 0: the model has none."""
+    return max((spec.experts.num_experts for spec in shape.layer_pattern if spec.experts is not None), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShares:
+    """on_card: of each layer's experts, the first so many, or all if it has no more."""
+
+    shape: Architecture
+    dtype_bytes: int
+    on_card: int
+
+    @property
+    def on_host(self) -> int:
+        """Of the layer that has most."""
+        return max((count for count, _, _ in self._layers()), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all layers, pinned."""
+        return sum(count * each for count, each, _ in self._layers())
+
+    @property
+    def card_bytes(self) -> int:
+        """Of all layers, without what is fetched."""
+        return sum((experts.num_experts - count) * each for count, each, experts in self._layers())
+
+    @property
+    def card_gib(self) -> float:
+        return self.card_bytes / 2**30
+
+    @property
+    def staged_bytes(self) -> int:
+        """What prefill reads them from, and decode steps that are not captured."""
+        return STAGED_STACKS * max((count * each for count, each, _ in self._layers()), default=0)
+
+    def slot_bytes(self, num_tokens: int) -> int:
+        """What a captured step of so many tokens reads them from: a slot for each that it may take."""
+        return max((min(count, num_tokens * experts.per_token) * each for count, each, experts in self._layers()),
+                   default=0)  # fmt: skip
+
+    def fetched_bytes(self, num_tokens: int) -> float:
+        """Over the link, of a decode step of so many tokens that take their experts at random, in expectation."""
+        return sum(
+            experts.taken(num_tokens) / experts.num_experts * count * each for count, each, experts in self._layers()
+        )
+
+    def _layers(self) -> Iterator[tuple[int, int, Experts]]:
+        """Of each layer with experts: how many lie in host memory, bytes of one, and what they are."""
+        for layer, spec in enumerate(self.shape.layers):
+            if spec.experts is not None:
+                count, num_experts = max(0, spec.experts.num_experts - self.on_card), spec.experts.num_experts
+                yield count, experts_layer_bytes(self.shape, layer, self.dtype_bytes) // num_experts, spec.experts

@@ -1,0 +1,82 @@
+"""Products of experts whose matrices lie in two places, in any order, have the bits of those that lie in one."""
+
+import pytest
+import torch
+
+from gpu.kernels.arguments import runs_on_triton
+from gpu.kernels.expert_rows import down_rows, gate_up_rows
+from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
+from gpu.kernels.experts_reference import experts_reference
+from gpu.kernels.far_experts import FarExperts
+from gpu.kernels.packed import Packed
+from gpu.kernels.routing import choose
+from gpu.model.host_experts import Stored, tensors_of, with_tensors
+from gpu.model.spec import Experts
+from gpu.model.weights import ExpertWeights
+from tests.gpu.expert_oracle import KINDS, draw_mixture
+from tests.gpu.kernel_oracles import DEVICES
+
+EXPERTS, HIDDEN = Experts(6, 3, 64, True), 64
+SLOTS = (4, 1, 5)  # whose experts lie far, by slot
+
+
+def taken(stored: Stored, experts: tuple[int, ...]) -> Stored:
+    """Those experts' rows, in this order, in memory of their own."""
+    parts = (torch.cat([tensor.chunk(6)[one] for one in experts]) for tensor in tensors_of(stored))
+    return with_tensors(stored, parts)
+
+
+def split(weights: ExpertWeights, device: str) -> tuple[ExpertWeights, FarExperts]:
+    near = tuple(one for one in range(6) if one not in SLOTS)
+    places = [~SLOTS.index(one) if one in SLOTS else near.index(one) for one in range(6)]
+    own = ExpertWeights(weights.router, taken(weights.gate_up, near), taken(weights.down, near))
+    there = torch.tensor(places, dtype=torch.int32, device=device)
+    return own, FarExperts(taken(weights.gate_up, SLOTS), taken(weights.down, SLOTS), there)
+
+
+def computed(path: str, x: torch.Tensor, logits: torch.Tensor, weights: ExpertWeights, far: FarExperts | None):
+    ids, shares = choose(logits, EXPERTS)
+    if not runs_on_triton(x):
+        return experts_reference(x, ids, shares, weights.gate_up, weights.down, EXPERTS, "silu", far)
+    if path == "rows":
+        product, ids, shares = gate_up_rows(x, logits, weights.gate_up, EXPERTS, "silu", far)
+        return down_rows(product, ids, shares, weights.down, x, EXPERTS, far)
+    pairs = pair_up(ids, shares, EXPERTS, isinstance(weights.gate_up, Packed))
+    product = gate_up_tiles(x, pairs, weights.gate_up, EXPERTS, "silu", far)
+    return down_tiles(product, pairs, weights.down, x, EXPERTS, far)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("path", "tokens"), [("rows", 2), ("tiles", 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_where_experts_lie_changes_no_bit(device: str, dtype: torch.dtype, path: str, tokens: int, kind: str) -> None:
+    weights = draw_mixture(EXPERTS, HIDDEN, kind, dtype, device).weights
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype)
+    logits = torch.randn(tokens, 6, generator=generator).to(device)
+    own, far = split(weights, device)
+    wanted = computed(path, x, logits, weights, None)
+    assert torch.equal(computed(path, x, logits, own, far), wanted)
+    other = FarExperts(far.gate_up, far.down, far.places.roll(1))
+    assert not torch.equal(computed(path, x, logits, own, other), wanted), "power: others' places"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_may_lie_far(device: str) -> None:
+    weights = draw_mixture(EXPERTS, HIDDEN, "plain", torch.float32, device).weights
+    x, logits = torch.ones(2, HIDDEN, device=device), torch.arange(12.0, device=device).view(2, 6)
+    places = ~torch.arange(6, dtype=torch.int32, device=device)
+    none = ExpertWeights(weights.router, weights.gate_up[:0], weights.down[:0])
+    far = FarExperts(weights.gate_up, weights.down, places)
+    for path in ("rows", "tiles"):
+        assert torch.equal(computed(path, x, logits, none, far), computed(path, x, logits, weights, None))
+
+
+@pytest.mark.skipif(not runs_on_triton(torch.empty(0)), reason="of launchers, which the reference has none of")
+def test_a_far_matrix_of_other_columns_is_named() -> None:
+    weights = draw_mixture(EXPERTS, HIDDEN, "plain", torch.float32, "cpu").weights
+    own, far = split(weights, "cpu")
+    wrong = FarExperts(far.gate_up[:, :-1], far.down, far.places)
+    with pytest.raises(ValueError, match="far gate_up is"):
+        computed("rows", torch.ones(2, HIDDEN), torch.ones(2, 6), own, wrong)
