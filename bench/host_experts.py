@@ -71,7 +71,7 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
         share = (benchmark.memory_gib * GIB - CUDA_RUNTIME_BYTES) / torch.cuda.get_device_properties(
             device
         ).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), device)
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
     began = time.perf_counter()
     weights = random_weights(shape, RANDOM_SEED, dtype, device, lambda fraction: None, on_card)
     console.print(f"{shares.host_bytes / GIB:.1f} GiB of experts in host memory, all weights drawn in "
