@@ -202,7 +202,7 @@ class _Bench:
         for kept in (0, self._benchmark.keep_tokens) if self._benchmark.keep_tokens else ():
             kept_fusion = msgspec.structs.replace(fusion, keep_tokens=kept)
             timing, used = self._decode(length, kept_fusion, batch)
-            num_bytes = 2.0 * model.num_weights_read_per_token + batch * min(length, kept or length) * row_bytes
+            num_bytes = 2.0 * model.num_weights_read(batch) + batch * min(length, kept or length) * row_bytes
             extras = {"batch": batch, "used_gib": used * self._deployment.gpu.page_tokens * row_bytes / GIB}
             if whole is not None:
                 extras["freed_gib"] = whole.extras["used_gib"] - extras["used_gib"]
