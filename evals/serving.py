@@ -15,6 +15,7 @@ import torch
 
 from evals.meter import Fractions, reused_layers, served_fractions
 from gpu.config import GpuConfig, ModelConfig
+from gpu.load import load_architecture
 from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import SMALLEST_CONTEXT_TOKENS
@@ -67,8 +68,13 @@ class Answer:
 class ServingEngine:
     """A loaded engine and how many prompts it is given at once. Leaving it as a context ends its threads."""
 
-    def __init__(self, engine: Engine, shape: Architecture, profiles: Mapping[str, Profile], max_waiting: int) -> None:
+    def __init__(
+        self, engine: Engine, shape: Architecture, profiles: Mapping[str, Profile], max_waiting: int,
+        told: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        """told: settings of all profiles that change answers and are not those of a deployment that says nothing."""
         self._engine, self._shape, self._profiles, self._max_waiting = engine, shape, profiles, max_waiting
+        self._told = told
 
     def __enter__(self) -> Self:
         return self
@@ -81,11 +87,13 @@ class ServingEngine:
         torch.cuda.empty_cache()
 
     def settings_of(self, profile: str) -> dict[str, str]:
-        """What decides a profile's answers beside its name: empty for one that reads all of what is on the device."""
+        """What decides a profile's answers beside its name: of one that reads all of what is on the device, weights and
+        rows that are rounded.
+        """
         found = self._profiles[profile]
         if found.goes_down:
-            return {"host": found.kv_key}
-        return {} if found.ring_part is None else {"reuse": found.kv_key}
+            return {"host": found.kv_key, **self._told}
+        return {**self._told} if found.ring_part is None else {"reuse": found.kv_key, **self._told}
 
     def reads(self) -> DecodeReads:
         """What was read so far, of all profiles."""
@@ -156,24 +164,33 @@ def extend(answer: Answer, delta: Delta, stop_token_ids: list[int]) -> None:
 
 
 def load_serving_engine(model: Path, device: str, longest_tokens: int, deployment: Deployment | None) -> ServingEngine:
-    """The engine of a deployment, but of this model and on this device, and without a prefix cache: each prompt comes
-    once, and a context that stays would only make the next one wait for new memory.
+    """The engine of a deployment, but of this model's folder, on this device and without a prefix cache: each prompt
+    comes once, and a context that stays would only make the next one wait for new memory.
 
     None: one that is made for a run of prompts of `longest_tokens`, answers included. Raises ModelError, PlanError, or
     HostMemoryError.
     """
     settings = deployment or make_deployment(model, device, longest_tokens, None)
     config = EngineConfig(
-        model=ModelConfig(path=model),
+        model=settings.model.model_copy(update={"path": model, "random_weights": None, "shape": None}),
         gpu=settings.gpu.model_copy(update={"device": "cuda" if device.startswith("cuda") else "cpu"}),
         host=settings.host,
         profiles=settings.profiles,
         scheduler=settings.scheduler.model_copy(update={"prefix_cache": False}),
     )
-    architecture = read_architecture(model)
+    architecture = load_architecture(config.model)
     engine, _ = load_engine(config, plan_engine(config, architecture, probe_machine()), lambda *_: None)
     max_waiting = settings.scheduler.max_running + settings.scheduler.max_queue // 2
-    return ServingEngine(engine, architecture, resolve_profiles(settings.profiles, settings.host), max_waiting)
+    return ServingEngine(
+        engine, architecture, resolve_profiles(settings.profiles, settings.host), max_waiting, _told(config)
+    )
+
+
+def _told(config: EngineConfig) -> dict[str, str]:
+    """Whatever of the model and of its rows changes answers, where it is said."""
+    said = {"weights": config.model.weights, "kv": config.gpu.kv, "rope": config.model.rope}
+    plain = {"weights": (None, "bfloat16"), "kv": ("auto",), "rope": (None,)}
+    return {name: str(value) for name, value in said.items() if value not in plain[name]}
 
 
 def make_deployment(model: Path, device: str, longest_tokens: int, host: HostConfig | None) -> Deployment:

@@ -208,3 +208,16 @@ def test_a_profile_that_reuses_says_how_much_it_took_over() -> None:
     assert found.skipped is not None
     assert 0 < found.skipped < found.acceptance < 1
     assert found.head_all == pytest.approx(1 - found.skipped, abs=1e-9)
+
+
+def test_weights_and_rows_are_those_of_the_deployment_and_are_said() -> None:
+    plain = make_deployment(MODEL, "cpu", 64, None)
+    model, gpu = plain.model.model_copy(update={"weights": "int4"}), plain.gpu.model_copy(update={"kv": "int8"})
+    prompt, found, told = list(range(8, 40)), [], []
+    for settings in (plain, plain.model_copy(update={"model": model}), plain.model_copy(update={"gpu": gpu})):
+        with load_serving_engine(MODEL, "cpu", 64, settings) as engine:
+            (answer,) = engine.answer([Ask("one", prompt, 4, [], 0)], "exact")
+            found.append([logprob.logprob for logprob in answer.prompt_logprobs + answer.logprobs])
+            told.append(engine.settings_of("exact"))
+    assert told == [{}, {"weights": "int4"}, {"kv": "int8"}]
+    assert all(max(abs(a - b) for a, b in zip(found[0], other, strict=True)) > 1e-3 for other in found[1:])
