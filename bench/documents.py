@@ -29,6 +29,7 @@ from gpu.fusion.choice import choose, question_scores
 from gpu.fusion.plan import VANILLA
 from gpu.load import load_architecture
 from gpu.model.architecture import Architecture
+from gpu.model.matrix_formats import step_weight_bytes
 from gpu.profiles import get_profile, resolve_profiles
 from gpu.sampling.params import SamplingParams
 from scheduler.engine import Engine
@@ -196,13 +197,16 @@ class _Bench:
         """Decode steps of as many prompts as run at once, with all cells and with those that the question looks at."""
         label, fusion = self._first
         model, batch = self._architecture, self._deployment.scheduler.max_running
-        row_bytes = model.kv_bytes_per_token(2 if self._device.type == "cuda" else 4)
+        is_cuda = self._device.type == "cuda"
+        dtype_bytes = 2 if is_cuda else 4
+        row_bytes = model.kv_bytes_per_token(dtype_bytes)
         gb_s = self._rates.get("device_stream_gb_s")
         whole: Row | None = None
         for kept in (0, self._benchmark.keep_tokens) if self._benchmark.keep_tokens else ():
             kept_fusion = msgspec.structs.replace(fusion, keep_tokens=kept)
             timing, used = self._decode(length, kept_fusion, batch)
-            num_bytes = 2.0 * model.num_weights_read(batch) + batch * min(length, kept or length) * row_bytes
+            weights = step_weight_bytes(model, dtype_bytes, is_cuda, batch)
+            num_bytes = weights + batch * min(length, kept or length) * row_bytes
             extras = {"batch": batch, "used_gib": used * self._deployment.gpu.page_tokens * row_bytes / GIB}
             if whole is not None:
                 extras["freed_gib"] = whole.extras["used_gib"] - extras["used_gib"]
