@@ -1,9 +1,9 @@
 """Products of tokens with a matrix of 4 or 8 bits, which is widened in registers; and the matrix, widened.
 
-Up to MOST_TOKENS: `packed_tiles`, with bias, residual and for the fewest SwiGLU fused in. More (prefill): the matrix is
-widened once, to be multiplied by the vendor's product. It refuses to know checkpoints. Invariant: a program owns whole
-output rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero points once
-for each tile of tokens; a widened matrix is written, too.
+Up to MOST_PACKED_TOKENS: `packed_tiles`, with bias, residual and for the fewest SwiGLU fused in. More (prefill): the
+matrix is widened once, to be multiplied by the vendor's product. It refuses to know checkpoints. Invariant: a program
+owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero
+points once for each tile of tokens; a widened matrix is written, too.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from gpu.kernels.packed_tiles import packed_tiles, tensors_of
 from gpu.kernels.rms_norm import check_norm, rms_norm
 from gpu.kernels.swiglu import swiglu
 from gpu.kernels.words import RUN_COLUMNS, UNIT_WORDS
+from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.spec import Activation
 
-MOST_TOKENS = 128  # beyond, a matrix is widened first
 UNPACK_BLOCK = (16, 64)  # rows, words
 
 Widen = Callable[[Packed], Tensor]
@@ -58,8 +58,8 @@ def _unpack_kernel(
 def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None) -> Tensor:
     """`x @ packed.T (+ residual)`: x `[tokens, inner]` of any float type, residual `[tokens, rows]` of packed.dtype.
 
-    The result, `[tokens, rows]`, is new and of packed.dtype. widened: what widens the matrix for more than MOST_TOKENS,
-    None: `widen`. Raises ValueError for another shape, dtype or device.
+    The result, `[tokens, rows]`, is new and of packed.dtype. widened: what widens the matrix for more than
+    MOST_PACKED_TOKENS, None: `widen`. Raises ValueError for another shape, dtype or device.
     """
     x = _ordered("packed_linear", x, packed)
     if residual is not None:
@@ -68,11 +68,11 @@ def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, wid
 
 
 def packed_logits(x: Tensor, packed: Packed) -> Tensor:
-    """`x @ packed.T` in float32, never rounded to bf16. Raises ValueError for another shape or device."""
+    """`x @ packed.T` in float32, by kernels never rounded to bf16. Raises ValueError for another shape or device."""
     x = _ordered("packed_logits", x, packed)
-    if len(x) <= MOST_TOKENS or not runs_on_triton(x):
+    if len(x) <= MOST_PACKED_TOKENS or not runs_on_triton(x):
         return _product(x, packed, None, None, torch.float32, None)
-    return torch.cat([_product(part, packed, None, None, torch.float32, None) for part in x.split(MOST_TOKENS)])
+    return torch.cat([_product(part, packed, None, None, torch.float32, None) for part in x.split(MOST_PACKED_TOKENS)])
 
 
 def packed_norm_linear(
@@ -125,7 +125,7 @@ def _product(
     widened: Widen | None,
 ) -> Tensor:  # fmt: skip
     """x in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all."""
-    if runs_on_triton(x) and 0 < len(x) <= MOST_TOKENS:
+    if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
         return packed_tiles(x, packed, added, activation, dtype)
     product = x.to(packed.dtype) @ (widened or widen)(packed).t()
     if activation is not None:

@@ -13,6 +13,7 @@ from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture, LayerSpec
+from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
 from transfer.chunks.format import ChunkShape
 from transfer.config import DocumentsConfig
@@ -33,7 +34,6 @@ SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more t
 SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
 PIECE_TOKENS = 2048  # the shortest piece of a past that is attended to in pieces, each twice as long as the next
 RING_OUTPUTS = 8  # of a token, as wide as a query: summaries in two precisions, copies of queries, partials
-MOST_PACKED_TOKENS = 256  # that are multiplied by a matrix of few bits as it is stored; for more it is widened
 CHUNK_TOKEN_IDS_BYTES = 32  # of a token whose rows are placed: cell, position of its rotation, slot, score
 HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
 

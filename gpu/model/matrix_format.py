@@ -13,6 +13,7 @@ Kind = Literal["int4", "int8", "fp8"]
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8}
 WORD_BITS = 32
 UNIT_WORDS = 16  # a row holds whole units of them (`gpu.kernels.words`)
+MOST_PACKED_TOKENS = 128  # that are multiplied by a matrix as it is stored; for more it is widened first
 _ORDER_BYTES = 8  # of a column
 _RUN_BYTES = 4  # two float16
 

@@ -61,7 +61,7 @@ from gpu.methods.predicted.replacing import replace_blocks
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.model.experts import MOST_ALONE, ExpertMlp
-from gpu.model.matrix_format import MatrixFormat
+from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
 from gpu.model.weights import ExpertWeights, allocate_packed
 from gpu.predictor.predict import PackedNetwork, predict_blocks
 from transfer.exchange import new_slot
@@ -193,6 +193,14 @@ def _packed(shape: Architecture, dtype: torch.dtype) -> None:
             middle = torch.empty(tokens, shape.intermediate, dtype=dtype, device="cuda")
             packed_linear(middle, matrix(shape.hidden, shape.intermediate), x)
             packed_logits(x, matrix(shape.vocab_size, shape.hidden))
+        if stored.has_zeros or stored.kind == "fp8":  # tiles of 64 tokens, of few rows and of many
+            packed_linear(
+                torch.empty(MOST_PACKED_TOKENS, shape.intermediate, dtype=dtype, device="cuda"),
+                matrix(shape.hidden, shape.intermediate),
+            )
+            packed_logits(
+                torch.empty(64, shape.hidden, dtype=dtype, device="cuda"), matrix(shape.vocab_size, shape.hidden)
+            )
         unpack(matrix(shape.hidden, shape.intermediate))
 
 

@@ -141,7 +141,7 @@ def test_an_unpacked_matrix_is_its_numbers_each_rounded_once(name, dtype, device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_tokens_than_the_kernel_takes_are_multiplied_all_the_same(dtype, device, monkeypatch):
-    monkeypatch.setattr("gpu.kernels.packed_linear.MOST_TOKENS", 16)
+    monkeypatch.setattr("gpu.kernels.packed_linear.MOST_PACKED_TOKENS", 16)
     drawn, x, gain, residual = _arguments("int4-order", 17, dtype, device)
     product = wide(x) @ drawn.wanted.T
     assert distance(packed_linear(x, drawn.packed, residual), product + wide(residual)) < KERNEL_TOLERANCE[dtype]

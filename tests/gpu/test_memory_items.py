@@ -12,6 +12,7 @@ from gpu.kv.pool import KvPool
 from gpu.memory.demand import Demand
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import named_shape
+from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import rounded
 from gpu.model.rope import rope_tables
 from gpu.model.weights import allocate_weights
@@ -93,8 +94,9 @@ def test_matrices_of_few_bits_are_counted_as_they_are_held_and_one_of_them_widen
     assert on_gpu["weights"] == sum(tensor.nbytes for tensor in tensors if tensor is not None)
     widest = 4 * shape.hidden * (3 * shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.dim)
     assert on_gpu["widened matrices"] == widest
-    crowd = {item.name: item.bytes for item in replace(on_cpu, device="cuda", max_running=300).fixed_items()}
-    assert crowd["widened matrices"] == 2 * widest
+    for running, count in ((MOST_PACKED_TOKENS, 1), (MOST_PACKED_TOKENS + 1, 2), (300, 2)):
+        items = replace(on_cpu, device="cuda", max_running=running).fixed_items()
+        assert sum(item.bytes for item in items if item.name == "widened matrices") == count * widest
 
 
 def test_a_limit_of_gib_is_in_gib() -> None:
