@@ -1,4 +1,5 @@
-"""A mixture of experts for a few tokens: each row of an expert that a token takes is a product of vectors.
+"""A mixture of experts for a few tokens: each row of an expert that a token takes is a product of vectors. Of packed
+experts it is one of a tile with a single token, so that numbers go to tensor cores as those of other matrices do.
 
 For so few, hardly an expert is taken twice, and bytes of experts are the whole cost. It refuses to know how experts are
 chosen. Invariant: a program owns whole output rows of one token and sums over its experts in the order of their places,
@@ -21,7 +22,7 @@ from gpu.model.spec import Activation, Experts
 
 Stored = Tensor | Packed
 
-# Rows of each expert in a program, columns (or words) at once, num_warps: of gate and up, and of down. A program has
+# Rows of each expert in a program, columns at once, num_warps: of gate and up, and of down. A program has
 # so many rows of all the experts that a token takes; where it takes few, more of each: ROWS_AT_ONCE together.
 GATE_UP_CONFIG = (1, 512, 4)
 DOWN_CONFIG = (2, 256, 4)

@@ -25,7 +25,7 @@ from gpu.model.spec import Activation, Experts
 
 LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
 MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
-# By pairs of a tile, of gated products and of others: rows, columns (or words) at once, num_warps, num_stages.
+# By pairs of a tile, of gated products and of others: rows, columns at once, num_warps, num_stages.
 CONFIGS = {
     (16, True): (32, 128, 4, 4), (16, False): (64, 128, 4, 4),
     (32, True): (64, 64, 4, 4), (32, False): (64, 64, 4, 4),
@@ -180,11 +180,13 @@ def sizes_of_tiles(experts: Experts, most_tokens: int) -> list[int]:
     return sorted({min(most_tokens, max(1, one // experts.per_token)) for one in pairs} | {most_tokens})
 
 
-def pair_up(ids: Tensor, shares: Tensor, experts: Experts, is_packed: bool) -> SortedPairs:
-    """Pairs of `routing.choose`'s ids and weights, in tiles of about as many as an expert has."""
+def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool) -> SortedPairs:
+    """Pairs of `routing.choose`'s ids and weights, in tiles of about as many as an expert has. has_packed: whether
+    gate_up or down is: both are multiplied in these tiles.
+    """
     order, begins = sort_pairs(ids, experts.num_experts)
     mean = -(-len(order) // experts.num_experts)
-    most = MOST_PACKED_PAIRS if is_packed else MOST_PAIRS
+    most = MOST_PACKED_PAIRS if has_packed else MOST_PAIRS
     return SortedPairs(order, begins, shares, max(LEAST_PAIRS, min(most, triton.next_power_of_2(mean))))
 
 

@@ -2,7 +2,7 @@
 
 It refuses to know attention, and how matrices are stored. Invariants: experts that no token takes are not read; where
 they lie changes no bit. Which products depends on the number of tokens alone, so a graph holds them: three launches for
-up to MOST_ALONE, and six; three more, and one for each tensor of a matrix, where some lie in host memory.
+up to MOST_ALONE, and six; where some lie in host memory two more, or one, and one for each tensor that is fetched.
 """
 
 from torch import Tensor
@@ -52,7 +52,8 @@ class ExpertMlp:
             return down_rows(product, ids, shares, weights.down, hidden, experts, far)
         ids, shares = choose(logits, experts)
         far = self._fetch(ids, slots)
-        pairs = pair_up(ids, shares, experts, isinstance(weights.gate_up, Packed))
+        has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
+        pairs = pair_up(ids, shares, experts, has_packed)
         product = gate_up_tiles(normed, pairs, weights.gate_up, experts, self.activation, far)
         return down_tiles(product, pairs, weights.down, hidden, experts, far)
 

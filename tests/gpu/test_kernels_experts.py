@@ -104,6 +104,19 @@ def test_a_layer_is_its_norm_its_routing_and_its_experts(dtype, device, name, to
     assert np.mean(off < 2 * CHAIN_TOLERANCE[dtype]) >= (1.0 if dtype == torch.float32 else 0.9)
 
 
+@pytest.mark.parametrize("tokens", [3, 20, 65])
+@pytest.mark.parametrize("packed", ["gate_up", "down"])
+@everywhere
+def test_one_of_two_matrices_may_have_few_bits(dtype, device, packed, tokens):
+    """As files have them; of 65 tokens that take both experts tiles would be of 128 pairs, which are for plain ones."""
+    mixture, other = (draw_mixture(*MIXTURES["all"], kind, dtype, device) for kind in ("plain", "int4"))
+    weights = replace(mixture.weights, **{packed: getattr(other.weights, packed)})
+    mixture = replace(mixture, weights=weights, **{packed: getattr(other, packed)})
+    x, norm = draw_tokens(tokens, mixture.router.shape[1], dtype, device)
+    got = ExpertMlp(weights, mixture.experts, "silu")(x, norm, NORM_EPS)
+    assert distance(got, oracle.layer(wide(x), wide(norm), NORM_EPS, mixture)) < 2 * CHAIN_TOLERANCE[dtype]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("tokens", [1024, 4096])
 @pytest.mark.parametrize("kind", ["plain", "int4"])

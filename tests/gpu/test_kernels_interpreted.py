@@ -55,6 +55,7 @@ EXPERTS = " or ".join(
         "(test_kernels_experts and cpu-float32 and weighed and all-rows-1)",
         "(test_kernels_experts and cpu-float32 and few_bits and (int4-rows-1 or int4-tiles-2 or fp8-tiles-2))",
         "(test_kernels_experts and cpu-float32 and few_bits and runs-rows-1)",
+        "(test_kernels_experts and cpu-float32 and one_of_two and (down-65 or gate_up-3))",
         "(test_kernels_experts and cpu-float32 and (nobody or (one_expert and plain) or (no_other and tiles)))",
         "(test_kernels_experts and (lower_expert or who_takes or not_finite or (sorted_block and 700)) and not cuda)",
         "(test_kernels_experts and cpu-float32 and (its_routing or never_rounded) and (odd-5 or odd-1 or 7-3))",
