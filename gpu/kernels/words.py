@@ -20,7 +20,7 @@ def pack_words(numbers: Tensor, bits: int) -> Tensor:
     rows, inner = numbers.shape
     places = WORD_BITS // bits // 2
     padded = F.pad(numbers, (0, -inner % unit_columns(bits)))
-    cut = padded.view(rows, -1, places, UNIT_WORDS, 2)
+    cut = padded.view(rows, padded.shape[1] // unit_columns(bits), places, UNIT_WORDS, 2)
     words = torch.zeros(rows, cut.shape[1], UNIT_WORDS, dtype=torch.int32, device=numbers.device)
     for place in range(places):
         for half in range(2):
@@ -31,7 +31,7 @@ def pack_words(numbers: Tensor, bits: int) -> Tensor:
 def unpack_words(words: Tensor, bits: int, inner: int) -> Tensor:
     """The reverse of `pack_words`, of rows of `inner` columns."""
     rows, places = words.shape[0], WORD_BITS // bits // 2
-    cut = words.view(rows, -1, UNIT_WORDS)
+    cut = words.view(rows, words.shape[1] // UNIT_WORDS, UNIT_WORDS)
     shifts = [[bits * place + WORD_BITS // 2 * half for half in range(2)] for place in range(places)]
     taken = [torch.stack([((cut >> shift) & (2**bits - 1)).to(torch.uint8) for shift in pair], 3) for pair in shifts]
     return torch.stack(taken, 2).flatten(1)[:, :inner]
