@@ -150,7 +150,7 @@ def plan_memory(
         shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
     else:
         window_bytes = demand.num_windows * demand.window_bytes
-        budget = _host_budget(gpu, host, fixed, place, left, max_hidden_tokens, machine, window_bytes)
+        budget = _host_budget(gpu, host, fixed, demand, left, max_hidden_tokens, machine, window_bytes)
         shares, notes = _share_with_host(demand, budget, max_context_tokens)
     if demand.window_layers and demand.num_windows < max_running:
         notes = (
@@ -248,18 +248,20 @@ def _share_with_host(
 
 
 def _host_budget(
-    gpu: GpuConfig, host: HostConfig, fixed: tuple[MemoryItem, ...], place: Place, left: int, hidden: int | None,
+    gpu: GpuConfig, host: HostConfig, fixed: tuple[MemoryItem, ...], demand: Demand, left: int, hidden: int | None,
     machine: MachineProfile, window_bytes: int,
 ) -> Budget:  # fmt: skip
     """What host memory may be taken: of the machine's where a GPU is the device, else of what is left of its limit."""
-    beside = machine.memory_bytes - sum(item.bytes for item in fixed if item.place == "host")
-    have = left if place == "host" else beside
+    planned = sum(item.bytes for item in fixed if item.place == "host")
+    have = left if demand.place == "host" else machine.memory_bytes - planned
     asked = None if host.memory_limit_gib is None else int(host.memory_limit_gib * GIB)
     if asked is not None and asked > have:
         raise PlanError(
             f"host.memory_limit_gib: asked {_gib(asked)}, {_gib(max(have, 0))} of host memory left; lower it"
         )
     default = min(max(have, 0), int(machine.memory_bytes * HOST_SHARE))
+    if demand.expert_shares.host_bytes:  # which nobody can page out
+        default = min(default, max(0, int(machine.memory_bytes * PINNED_SHARE) - planned))
     kv = None if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB) - window_bytes
     return Budget(left, kv, asked, default, hidden)
 

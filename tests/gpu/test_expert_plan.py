@@ -134,7 +134,7 @@ def test_experts_and_contexts_share_host_memory() -> None:
     alone = make_plan(machine=machine, context=40_960, experts_gib="auto")
     assert plan.experts_on_card is not None
     assert alone.experts_on_card is not None
-    assert plan.used_bytes("host") <= machine.memory_bytes
+    assert plan.used_bytes("host") <= PINNED_SHARE * machine.memory_bytes, "contexts that nobody counted leave the rest"
     assert item(plan, "fetched experts") == 2 * item(alone, "fetched experts"), "steps that ask have slots of their own"
     few = make_plan(machine=machine, host=HostConfig(), context=40_960, experts_gib="auto", graph_batch_sizes=(1,))
     assert item(few, "fetched experts") == (2 * 8 + 32) * EXPERT_BYTES, "and those that have no graph have more"
