@@ -48,7 +48,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
     tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
     num_rings, sink_tokens, library: see `Runner`. num_windows: of `window_pages` pages (`gpu.kv.windows`); 0: all
     layers have all of every context in pages. experts_on_card: of each layer's, the others lie in host memory; None:
-    all do.
+    all are on the card.
     Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:

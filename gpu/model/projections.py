@@ -10,6 +10,7 @@ from torch import Tensor
 from gpu.kernels.head_norm import head_norm
 from gpu.kernels.rms_norm import rms_norm, rms_norm_add
 from gpu.model.experts import ExpertMlp
+from gpu.model.host_experts import Stored, tensors_of
 from gpu.model.matrix import Matrix, as_matrix
 from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
 from gpu.model.spec import Architecture
@@ -48,9 +49,8 @@ class Projections:
         kinds = {}
         for experts, layer in zip(self._experts, self.weights.layers, strict=True):
             if experts is not None:
-                formats = [(type(one), getattr(one, "kind", None), getattr(one, "group", None))
-                           for one in (experts.weights.gate_up, experts.weights.down)]  # fmt: skip
-                kinds.setdefault(tuple(formats), (experts, layer.mlp_norm))
+                formats = _format_of(experts.weights.gate_up), _format_of(experts.weights.down)
+                kinds.setdefault(formats, (experts, layer.mlp_norm))
         for experts, norm in kinds.values():
             experts.warm_up(most_tokens, norm)
 
@@ -88,6 +88,11 @@ class Projections:
         if post_norm is None:
             return matrix.linear(x, hidden)
         return rms_norm_add(matrix.linear(x), post_norm, self.eps, hidden)
+
+
+def _format_of(stored: Stored) -> tuple[object, ...]:
+    """What kernels are compiled for: runs and zero points show in the types of its tensors."""
+    return (getattr(stored, "kind", None), getattr(stored, "group", None), *(one.dtype for one in tensors_of(stored)))
 
 
 def _stage(weights: Weights, architecture: Architecture) -> StagedExperts | None:

@@ -12,11 +12,20 @@ from safetensors.torch import load_file, save_file
 from gpu.kernels.packed import Packed
 from gpu.model.architecture import ModelError, named_shape, read_architecture
 from gpu.model.checkpoint import load_packed, load_weights
+from gpu.model.experts import ExpertMlp
 from gpu.model.matrix import as_matrix
-from gpu.model.matrix_formats import describe_formats, layer_formats, rounded, step_weight_bytes, weight_bytes
+from gpu.model.matrix_format import MatrixFormat, Quantisation
+from gpu.model.matrix_formats import (
+    describe_formats,
+    layer_formats,
+    matrix_shapes,
+    rounded,
+    step_weight_bytes,
+    weight_bytes,
+)  # fmt: skip
 from gpu.model.projections import Projections
 from gpu.model.spec import Experts
-from gpu.model.weights import Weights, random_weights
+from gpu.model.weights import Weights, allocate_weights, random_weights
 from tests.gpu import kernel_oracles
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import write as write_gguf
@@ -242,6 +251,21 @@ def test_experts_that_a_step_reads_are_counted_as_draws_say() -> None:
         ]
         assert experts.taken(tokens) == pytest.approx(np.mean(draws), rel=0.01)
     assert experts.taken(1) == pytest.approx(4)
+
+
+def test_every_kind_of_experts_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a file may have groups with offsets in one layer, and without in another."""
+    shape, plain, offsets = named_shape("tiny-qwen3-moe"), MatrixFormat("int8", 32), MatrixFormat("int8", 32, run=64)
+    formats = {
+        (layer, name): offsets if (layer, name) == (2, "experts_down") else plain
+        for layer, spec in enumerate(shape.layers)
+        for name in matrix_shapes(shape, spec)
+    }
+    shape = replace(shape, quantisation=Quantisation("gguf", plain, None, matrices=formats))
+    warmed: list[ExpertMlp] = []
+    monkeypatch.setattr(ExpertMlp, "warm_up", lambda self, most_tokens, norm: warmed.append(self))
+    Projections(allocate_weights(shape, torch.bfloat16, torch.device("meta")), shape).warm_up(64)
+    assert [isinstance(one.weights.down, Packed) and one.weights.down.run for one in warmed] == [0, 64]
 
 
 def test_random_experts_of_few_bits_are_drawn_as_they_are_counted() -> None:
