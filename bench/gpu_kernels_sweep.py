@@ -130,7 +130,7 @@ def gemv_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
             wanted = wanted + residual.double()
 
         def run(weight: Tensor, x=x, gain=gain, norms=norms, residual=residual, gated=gated) -> Tensor:
-            return gemv._launch(x, weight, gain if norms else None, 1e-5, residual, gated)
+            return gemv._launch(x, weight, gain if norms else None, 1e-5, residual, gated, weight.dtype)
 
         def peer(weight: Tensor, x=x, gain=gain, norms=norms, residual=residual, gated=gated) -> Tensor:
             out = F.linear(rms_norm(x, gain, 1e-5) if norms else x, weight)
