@@ -113,6 +113,7 @@ def test_a_chunk_that_is_not_what_was_computed_gives_no_number(tmp_path: Path, m
     [
         (["--policies", "a4"], "unknown policy 'a4'"),
         (["--policies", "a3:layer=1"], "unknown setting 'layer'"),
+        (["--policies", "vanilla"], "got 'vanilla'; wanted one that reuses chunks, as 'a3'"),
         (["--places", "tape"], "wanted some of memory, page cache, disk"),
         (["--lengths", "64"], "got 64; wanted at least 608"),
         (["--profile", "fast"], "unknown profile 'fast'"),
