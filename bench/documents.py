@@ -29,14 +29,14 @@ from gpu.fusion.choice import choose, question_scores
 from gpu.fusion.plan import VANILLA
 from gpu.load import load_architecture
 from gpu.model.architecture import Architecture
-from gpu.model.matrix_formats import step_weight_bytes
 from gpu.profiles import get_profile, resolve_profiles
 from gpu.sampling.params import SamplingParams
 from scheduler.engine import Engine
-from scheduler.fusion_labels import parse_fusions
+from scheduler.fusion_labels import UnknownLabelError, parse_fusions
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, ChunksStored, EngineRequest, Fusion, StoreChunks, pack_tokens
+from scheduler.step_bytes import StepBytes
 from server.config import Deployment
 from transfer.chunks.store import ChunkStore
 from transfer.machine import GIB, probe_machine
@@ -73,13 +73,17 @@ def run_documents_benchmark(
     benchmark: DocumentsBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
     """The rows so far, after each kind and length. Raises GateError before anything is timed, UnknownLabelError for a
-    policy that there is not, ProfileError likewise, TooLargeError for what this deployment cannot do.
+    policy that there is not and for vanilla alone, ProfileError likewise, TooLargeError for what this deployment cannot
+    do.
     """
     began = time.monotonic()
     if benchmark.profile is not None:
         profiles = resolve_profiles(deployment.profiles, deployment.host)
         get_profile(benchmark.profile, profiles, "profile")
     fusions = {label: fusion for label in benchmark.policies for fusion in parse_fusions(label, [benchmark.ratio])}
+    if not fusions:
+        got = " ".join(benchmark.policies)
+        raise UnknownLabelError(f"policies: got {got!r}; wanted one that reuses chunks, as 'a3'")
     machine = probe_machine()
     device = torch.device("cpu" if machine.gpu is None or deployment.gpu.device == "cpu" else "cuda")
     if device.type == "cuda":
@@ -92,7 +96,8 @@ def run_documents_benchmark(
     plan = plan_engine(deployment, architecture, machine)
     engine, _ = load_engine(deployment, plan, lambda *_: None)
     console.print(f"loaded after {time.monotonic() - began:.0f} s", highlight=False)
-    bench = _Bench(benchmark, fusions, deployment, engine, architecture, rates, device, console)
+    step = StepBytes(architecture, plan, None)
+    bench = _Bench(benchmark, fusions, deployment, engine, step, rates, device, console)
     end = math.inf if benchmark.seconds is None else began + benchmark.seconds
     try:
         bench.check()
@@ -112,10 +117,11 @@ def run_documents_benchmark(
 class _Bench:
     def __init__(
         self, benchmark: DocumentsBenchmark, fusions: dict[str, Fusion], deployment: Deployment, engine: Engine,
-        architecture: Architecture, rates: dict[str, float], device: torch.device, console: Console,
+        step: StepBytes, rates: dict[str, float], device: torch.device, console: Console,
     ) -> None:  # fmt: skip
         self._benchmark, self._fusions, self._deployment, self._engine = benchmark, fusions, deployment, engine
-        self._architecture, self._rates, self._device, self._console = architecture, rates, device, console
+        self._architecture: Architecture = step.architecture
+        self._step, self._rates, self._device, self._console = step, rates, device, console
         self._draw = np.random.default_rng(1)
         assert engine.scheduler.documents is not None, "documents: a deployment with a section of that name"
         self._store: ChunkStore = engine.scheduler.documents.store_of_chunks
@@ -196,18 +202,15 @@ class _Bench:
     def eviction_rows(self, length: int) -> Iterator[Row]:
         """Decode steps of as many prompts as run at once, with all cells and with those that the question looks at."""
         label, fusion = self._first
-        model, batch = self._architecture, self._deployment.scheduler.max_running
-        is_cuda = self._device.type == "cuda"
-        dtype_bytes = 2 if is_cuda else 4
-        row_bytes = model.kv_bytes_per_token(dtype_bytes)
+        step, batch = self._step, self._deployment.scheduler.max_running
+        token_bytes = step.layer_token * step.architecture.num_layers
         gb_s = self._rates.get("device_stream_gb_s")
         whole: Row | None = None
         for kept in (0, self._benchmark.keep_tokens) if self._benchmark.keep_tokens else ():
             kept_fusion = msgspec.structs.replace(fusion, keep_tokens=kept)
             timing, used = self._decode(length, kept_fusion, batch)
-            weights = step_weight_bytes(model, dtype_bytes, is_cuda, batch)
-            num_bytes = weights + batch * min(length, kept or length) * row_bytes
-            extras = {"batch": batch, "used_gib": used * self._deployment.gpu.page_tokens * row_bytes / GIB}
+            num_bytes = step.weights(batch) + batch * step.device_kv(min(length, kept or length), 0)
+            extras = {"batch": batch, "used_gib": used * self._deployment.gpu.page_tokens * token_bytes / GIB}
             if whole is not None:
                 extras["freed_gib"] = whole.extras["used_gib"] - extras["used_gib"]
             row = self._row(

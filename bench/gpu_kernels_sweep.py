@@ -130,7 +130,7 @@ def gemv_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
             wanted = wanted + residual.double()
 
         def run(weight: Tensor, x=x, gain=gain, norms=norms, residual=residual, gated=gated) -> Tensor:
-            return gemv._launch(x, weight, gain if norms else None, 1e-5, residual, gated, weight.dtype)
+            return gemv._launch(x, weight, gain if norms else None, 1e-5, residual, gated, x.dtype)
 
         def peer(weight: Tensor, x=x, gain=gain, norms=norms, residual=residual, gated=gated) -> Tensor:
             out = F.linear(rms_norm(x, gain, 1e-5) if norms else x, weight)
@@ -171,7 +171,7 @@ def attention_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
         fixed = (slots, lens, dim**-0.5)
 
         def run(table: Tensor, query=query, pages=(key_pages, value_pages), fixed=fixed, workspace=workspace) -> Any:
-            return paged.paged_decode_attention(query, *pages, table, *fixed, workspace)
+            return paged.paged_decode_attention(query, *pages, table, *fixed, workspace).near
 
         order = tables[0, -1].long()
         key, value = (

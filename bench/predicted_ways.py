@@ -108,8 +108,7 @@ class Ways:
                 fetch(side, layer, torch.ones_like(fresh) if is_whole else fresh)
 
         def wait(reads: LayerReads) -> None:
-            own = side._of_rows.get(reads.rows)
-            if side._streams.up is not None and own is not None and own.used and side._places.get(reads.layer, 0):
+            if side._streams.up is not None and side._used and side._places.get(reads.layer, 0):
                 torch.cuda.current_stream().wait_stream(side._streams.up)
             before(reads)
 
@@ -167,7 +166,8 @@ class Replayed:
             raise SelectionsError(f"selections: {steps} steps of {recorded} blocks; wanted 2 or more of {slots}")
         chosen = chosen[..., :slots]
         if chosen.max() >= blocks:
-            raise SelectionsError(f"selections: block {chosen.max()}, the run has {blocks}; use a longer --context")
+            found = f"block {chosen.max()}, the run has {blocks}"
+            raise SelectionsError(f"selections: {found}; name longer contexts in --cells")
         to_and_fro = np.concatenate([chosen, chosen[-2:0:-1]])
         self._chosen = torch.from_numpy(to_and_fro.astype(np.int64)).to(device)
         self._steps = torch.zeros(layers, dtype=torch.int64, device=device)  # so far, by layer

@@ -100,8 +100,10 @@ def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> I
         )
         plan = plan_engine(config, read_architecture(model), probe_machine())
         engine, _ = load_engine(config, plan, lambda *_: None)
-        yield engine
-        engine.shutdown()
+        try:
+            yield engine
+        finally:  # its threads would outlive a run that fails
+            engine.shutdown()
         del engine
         gc.collect()
 

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evals.options import Device, Json, Lengths, ModelFolder, Seconds, Seed, one_line_errors, parse_lengths, parse_tasks
+from evals.options import (
+    Device,
+    Json,
+    Lengths,
+    ModelFolder,
+    Seconds,
+    Seed,
+    one_line_errors,
+    parse_lengths,
+    parse_shares,
+    parse_tasks,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,14 +61,14 @@ def fusion(
         on, sizes, begin = resolve_device(device), parse_lengths(lengths), time.monotonic()
         tasks = tuple(parse_tasks(names)) or DEFAULT_TASKS
         labels = policies.split()
-        runs = parse_policies(labels, [float(ratio) for ratio in ratios.split(",")])
+        runs = parse_policies(labels, parse_shares("--ratios", ratios))
         together = TOGETHER["cuda" if on.startswith("cuda") else "cpu"]
         asked = f"--lengths {lengths} --samples {samples} --ratios {ratios} --policies '{' '.join(labels)}'"
         told = {"model": str(model), "tasks": tasks, "chunk": chunk, "kept_as": rows}
 
         def leave(found: list, reason: str | None) -> None:
             if json_path is not None:
-                command = f"tandem eval fusion {asked}"
+                command = f"tandem eval fusion --model {model} {asked}"
                 document = describe_run("fusion", command, seed, time.monotonic() - begin, machine_name(on), found)
                 write_document(json_path, document | finite(told | {"cut": reason}))
 

@@ -42,10 +42,13 @@ def one_line_errors() -> Iterator[None]:
     from evals.methods.method import MethodError
     from gpu.memory.plan import PlanError
     from gpu.model.architecture import ModelError
+    from scheduler.capacity import TooLargeError
     from server.config import ConfigError
     from transfer.tier import HostMemoryError
 
-    world = (ConfigError, HostMemoryError, MethodError, ModelError, PlanError, OSError, ValueError, KeyError)
+    world = (
+        ConfigError, HostMemoryError, MethodError, ModelError, PlanError, TooLargeError, OSError, ValueError, KeyError,
+    )  # fmt: skip
     try:
         yield
     except world as error:
@@ -81,6 +84,17 @@ def parse_numbers(option: str, text: str) -> list[int]:
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"{option}: got {text!r}; wanted positive numbers with commas between")
     return sorted({int(part) for part in parts})
+
+
+def parse_shares(option: str, text: str) -> list[float]:
+    """`0.05,0.15` -> [0.05, 0.15]. Raises ValueError for what is no number from 0 to 1."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise ValueError(f"{option}: got {text!r}; wanted numbers from 0 to 1 with commas between")
+    return shares
 
 
 def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Path]:

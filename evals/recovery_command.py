@@ -32,7 +32,8 @@ def recovery(
     lengths: Lengths = "4096",
     budgets: Annotated[str, typer.Option("--budgets", help="tokens that a query head reads, with commas")] =
         "256,512,1024,2048",
-    names: Annotated[str, typer.Option("--tasks", help="names with commas; default: running text")] = "",
+    names: Annotated[str, typer.Option("--tasks", help="names with commas, `text` (running text) among "
+                                          "them; default: text")] = "",
     samples: Annotated[int, typer.Option("--samples", min=1, help="prompts a task and length")] = 1,
     steps: Annotated[int, typer.Option("--steps", min=1, help="last queries, which stand for decode steps")] = 64,
     group: Annotated[str, typer.Option("--group", help="before, after, apart, with commas")] =

@@ -22,7 +22,8 @@ class UnknownLabelError(ValueError):
 def parse_fusions(label: str, ratios: Sequence[float]) -> list[Fusion]:
     """One for each ratio; one alone of a policy without a ratio, or where the label says its own; none of vanilla.
 
-    Raises UnknownLabelError for a policy or a setting that there is not, and for what is no value of that setting.
+    Raises UnknownLabelError for a policy or a setting that there is not, for what is no value of that setting, and for
+    a setting that the policy has no use for: its numbers would stand under a name that says more than was done.
     """
     name, _, text = label.partition(":")
     try:
@@ -30,9 +31,13 @@ def parse_fusions(label: str, ratios: Sequence[float]) -> list[Fusion]:
     except UnknownPolicyError as error:
         raise UnknownLabelError(str(error)) from None
     given = dict(part.partition("=")[::2] for part in text.split(",") if part)
-    if name == VANILLA and not given:
-        return []
     settings = {key: _read(label, key, value) for key, value in given.items()}
+    used = {"keep_tokens": name != VANILLA, "ratio": policy.chooses}
+    for key in settings:
+        if not used.get(key, policy.looks):
+            raise UnknownLabelError(f"policy {label!r}: {name} has no use for {key}; leave it out")
+    if name == VANILLA:
+        return []
     own = settings.pop("ratio", None)
     chosen: Sequence[float] = (0.0,) if not policy.chooses else ratios if own is None else (own,)
     return [msgspec.convert(settings | {"policy": name, "ratio": ratio}, Fusion) for ratio in chosen]

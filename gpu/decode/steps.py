@@ -212,6 +212,8 @@ class DecodeSteps:
         except BaseException:
             for attention in attentions:
                 attention.give_up()
+            for method in borrowing:
+                method.give_up()
             raise
         finally:
             for loan in loans:

@@ -169,6 +169,9 @@ class RingSide(DeviceSide, ABC):
     def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None], lent: Lent) -> None:
         """Rows of a step that is about to be launched, and what is lent for them until the device has passed it."""
 
+    def give_up(self) -> None:
+        """A step that borrowed came to nothing: what it has set going aside is waited for, in stream order."""
+
     def fetch_counts(self) -> FetchCounts | None:
         """Of one that fetches, as the host knows them: those of steps that are over, at least. It waits for nothing."""
         return None

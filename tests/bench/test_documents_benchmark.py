@@ -26,11 +26,11 @@ BENCHMARK = DocumentsBenchmark(
 )
 
 
-def make_deployment(folder: Path) -> Deployment:
+def make_deployment(folder: Path, kv: str = "auto") -> Deployment:
     return Deployment.model_validate(
         {
             "model": {"random_weights": "tiny"},
-            "gpu": {"device": "cpu", "kv_cache_gib": 0.05, "threads": 1},
+            "gpu": {"device": "cpu", "kv_cache_gib": 0.05, "threads": 1, "kv": kv},
             "documents": {"folder": folder / "chunks", "disk_limit_gib": 0.1, "memory_limit_gib": 0.1},
             "profiles": {"momo": {"prefill": {"method": "momo", "dense_until_tokens": 256}}},
             "scheduler": {"max_running": 2, "max_context_tokens": 2048},
@@ -96,6 +96,14 @@ def test_peers_are_the_whole_prompt_and_steps_with_all_cells(reported: list[list
     assert kept.extras["freed_gib"] > 0.7 * every.extras["used_gib"]
 
 
+def test_steps_of_contexts_in_codes_are_told_with_the_bytes_of_codes(tmp_path: Path) -> None:
+    benchmark = replace(BENCHMARK, lengths=(1200,), policies=("pie",), places=("memory",), profile=None)
+    *_, rows = run_documents_benchmark(benchmark, make_deployment(tmp_path, "int8"), Console(file=io.StringIO()))
+    (every,) = [row for row in rows if row.shape == "2 x 1,200 tokens, all kept"]
+    token_gib = 2 * TINY.num_layers * TINY.num_kv_heads * (TINY.dim + 4) / 2**30
+    assert every.extras["used_gib"] == pytest.approx(2 * 1200 * token_gib, rel=0.1)
+
+
 def test_nothing_begins_when_the_time_is_over_and_what_was_measured_is_told(tmp_path: Path) -> None:
     printed, reported = run(replace(BENCHMARK, lengths=(700,), seconds=1e-3), tmp_path)
     assert [[row.name for row in rows] for rows in reported] == [["selection"]]
@@ -113,6 +121,7 @@ def test_a_chunk_that_is_not_what_was_computed_gives_no_number(tmp_path: Path, m
     [
         (["--policies", "a4"], "unknown policy 'a4'"),
         (["--policies", "a3:layer=1"], "unknown setting 'layer'"),
+        (["--policies", "vanilla"], "got 'vanilla'; wanted one that reuses chunks, as 'a3'"),
         (["--places", "tape"], "wanted some of memory, page cache, disk"),
         (["--lengths", "64"], "got 64; wanted at least 608"),
         (["--profile", "fast"], "unknown profile 'fast'"),

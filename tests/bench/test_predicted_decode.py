@@ -58,7 +58,7 @@ def test_what_was_recorded_comes_again_to_and_fro_for_each_layer_and_head() -> N
     assert not torch.equal(scores[:kv_heads], scores[kv_heads:]), "another context is at another step"
     with pytest.raises(SelectionsError, match="3 steps of 64 blocks; wanted 2 or more of 128"):
         Replayed(recorded, 3, kv_heads, 128, blocks, CPU)
-    with pytest.raises(SelectionsError, match="the run has 10; use a longer --context"):
+    with pytest.raises(SelectionsError, match="the run has 10; name longer contexts in --cells"):
         Replayed(recorded, 3, kv_heads, slots, 10, CPU)
 
 

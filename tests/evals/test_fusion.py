@@ -3,13 +3,16 @@
 import json
 import math
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from evals.cli import app
 from evals.fusion import (
     Answer,
     Judged,
@@ -28,6 +31,7 @@ from gpu.prefill.query import PrefillQuery
 from scheduler.fusion_labels import UnknownLabelError
 from scheduler.messages import Fusion, Logprob
 from server.tokenizer import Tokenizer
+from tests.bench.test_published import parse
 from tests.server.live_server import REFERENCE
 from tests.tolerances import METHOD_FLOAT32
 
@@ -83,6 +87,10 @@ def test_policies_come_once_where_they_have_no_ratio_or_one_of_their_own_behind_
         ("a3:keep_tokens=-1", "keep_tokens is '-1'; wanted a whole number"),
         ("a3:ratio=1.5", "ratio is '1.5'; wanted a number from 0 to 1"),
         ("vanilla:speed=1", "unknown setting 'speed'"),
+        ("vanilla:keep_tokens=64", "'vanilla:keep_tokens=64': vanilla has no use for keep_tokens; leave it out"),
+        ("pie:ratio=0.3", "pie has no use for ratio"),
+        ("legolink:select_layer=5", "legolink has no use for select_layer"),
+        ("full_reuse:seam_tokens=4", "full_reuse has no use for seam_tokens"),
     ],
 )
 def test_a_label_that_says_nothing_that_there_is_is_told_by_name(label: str, wanted: str) -> None:
@@ -178,6 +186,37 @@ def test_a_batch_that_would_outlast_the_time_is_not_begun(
         stop.check_room(95)
     stop = Stop(100)
     stop.check_room(85)
+
+
+def test_the_command_leaves_rows_and_how_to_make_them_again(tmp_path: Path) -> None:
+    out = tmp_path / "fusion.json"
+    asked = ["--model", str(REFERENCE), "--lengths", "200", "--samples", "1", "--maps", "0", "--policies", "pie"]
+    more = ["--tasks", "several_values", "--chunk", "64", "--device", "cpu", "--json", str(out)]
+    done = CliRunner().invoke(app, ["fusion", *asked, *more])
+    assert done.exit_code == 0, done.output
+    document = json.loads(out.read_text())
+    assert document["cut"] is None
+    assert [row["policy"] for row in document["rows"] if row["task"] == "all"] == ["vanilla", "pie"]
+    words = shlex.split(document["command"])
+    assert words[:3] == ["tandem", "eval", "fusion"]
+    parse(words[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--ratios", "0.1,1.5"], "--ratios: got '0.1,1.5'; wanted numbers from 0 to 1 with commas between"),
+        (["--ratios", "nan"], "--ratios: got 'nan'"),
+        (["--ratios", ""], "--ratios: got ''"),
+        (["--policies", "a4"], "unknown policy 'a4'"),
+        (["--lengths", "20000", "--samples", "1", "--tasks", "needle"], "16384"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(options: list[str], wanted: str) -> None:
+    done = CliRunner().invoke(app, ["fusion", "--model", str(REFERENCE), "--device", "cpu", *options])
+    assert done.exit_code == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert wanted in line
 
 
 def judged_of(labels: list[str], ratios: list[float], divergences: list[list[float]]) -> list[Judged]:

@@ -44,12 +44,15 @@ def test_on_cuda_every_cell_is_covered_once_or_counted_as_dropped(method: str) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("sizes", [(), (1, 3)])
-def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, ...]) -> None:
+def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, ...], parts: int) -> None:
     """Others are wished for at every step, and each layer's wish takes longer than the step."""
     settings = NARROW | {"late": "sample"}
     twins = PredictedTwins(settings, "predicted+sampled", ringed=(0, 2), device="cuda")
     side, steps = twins.side, twins.deposits.decode_steps
+    assert steps.asking is not None
+    steps.asking.halving.always = parts
 
     def wish(layer: Blocks, choice: object) -> torch.Tensor:
         torch.cuda._sleep(4_000_000)

@@ -24,6 +24,7 @@ from tests.gpu.twin_runners import DIM, NUM_KV_HEADS, Twins, check_steps, furthe
 from tests.reference_tier import stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.config import HostConfig
+from transfer.copies import Event
 
 WEIGHTS = Path(__file__).parents[2] / "deploy" / "predictors" / "reference.safetensors"
 WIDE = {"weights": str(WEIGHTS), "budget_tokens": 512, "min_context_tokens": 0, "local_tokens": 32, "history": 8}
@@ -189,6 +190,58 @@ def test_a_step_that_failed_leaves_none_open() -> None:
     twins.side._open_parts.fill_(3)
     twins.step([0])
     assert int(twins.side._open_parts) == 0
+
+
+def test_a_step_of_two_parts_ends_once_and_late_is_what_is_not_begun_behind_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the first part's end waited, all of its blocks would be there, and the second part's last layer behind it."""
+    twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled", ringed=(0, 1))
+    assert twins.deposits.decode_steps.asking is not None
+    twins.deposits.decode_steps.asking.halving.always = 2
+    for slot, prompt in enumerate((PROMPT, document_prompt(280, 3))):
+        twins.prefill_down(slot, prompt)
+    join, ends = Predicted._join, []
+
+    def note(side: Predicted) -> None:
+        if side._used:
+            ends.append((int(side._open_parts), len(side._used)))
+        join(side)
+
+    monkeypatch.setattr(Predicted, "_join", note)
+    check_steps(twins, [0, 1], 2)
+    num_layers = len(twins.tier.shape.layers)
+    assert ends == [(0, 2 * 2 * num_layers)] * 2, "a query and an lse of each part and layer, in each step"
+
+
+def test_rows_are_lent_until_a_step_that_failed_has_fetched_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = PredictedTwins(NARROW)
+    twins.prefill_down(0, PROMPT)
+    twins.step([0])
+    side, steps, events = twins.side, twins.deposits.decode_steps, list[str]()
+    choose, join, point = side._choose, Predicted._join, steps._point
+
+    def choose_once(*given: Any) -> None:
+        if "chosen" in events:
+            raise RuntimeError("out of memory")
+        events.append("chosen")
+        choose(*given)
+
+    def end() -> Event:
+        events.append("ended")
+        return point()
+
+    def note(one: Predicted) -> None:
+        events.extend(["waited"] if one._used else [])
+        join(one)
+
+    monkeypatch.setattr(side, "_choose", choose_once)
+    monkeypatch.setattr(Predicted, "_join", note)
+    monkeypatch.setattr(steps, "_point", end)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        twins.deposits.launch(twins.plan([0], []))
+    assert events == ["chosen", "waited", "ended"]
+    assert (side._num_open, int(side._open_parts), side._used) == (0, 0, [])
 
 
 @pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])

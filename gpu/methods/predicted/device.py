@@ -6,11 +6,12 @@ is there, and a step is one graph. Invariants: what is chosen follows from histo
 exactly, never from a sample; slots change only behind their layer's attention; a step that reads more of a context in
 host memory than was chosen from, or the first of a ring, has its blocks chosen and fetched before it begins. Where the
 settings leave late blocks to the host's sample, a step that is computed ends without those whose fetch has not begun,
-and they stand in no slot: which these are follows from time, never from what a table holds.
+and they stand in no slot: which these are follows from time, never from what a table holds. A step of two parts ends
+with the second: the first one's end waits for nothing, or all of its blocks would be there in time.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -60,13 +61,12 @@ class _Choice:
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Of the rows of a step. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]` of the host; choice: None
-    where nothing is asked; used: what the other stream reads, until it is waited for.
+    where nothing is asked.
     """
 
     rings: Tensor
     wanted: Tensor
     choice: _Choice | None
-    used: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,8 @@ class Predicted(RingSide):
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._streams = Streams(device)
         self._open_parts = torch.zeros(1, dtype=torch.int32, device=device)  # of the step that is computed
+        self._num_open = 0  # of the step that is launched
+        self._used: list[Tensor] = []  # what the other stream reads, until it is waited for
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
         self._told = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
@@ -162,7 +164,7 @@ class Predicted(RingSide):
     # --- decode -------------------------------------------------------------------------------------------------------
 
     def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None], lent: Lent) -> None:
-        self._open_parts.zero_()  # a step that failed has left some
+        self.give_up()  # a step that failed has left some open
         behind: dict[int, tuple[int, int]] = {}
         for row, (slot, cell, ask) in enumerate(zip(slots, cells, asks, strict=True)):
             ring = self._held.get(slot)
@@ -185,6 +187,7 @@ class Predicted(RingSide):
             self._of_rows[rows] = self._look_up(rows, reads.asks)
             if reads.asks:
                 self._open_parts.add_(1)
+                self._num_open += 1
         own, layer = self._of_rows[rows], self._layers[place]
         if reads.maxima is None:
             size = (rows.num_rows, self._kv_heads * self._group, layer.history.shape[2])
@@ -227,7 +230,7 @@ class Predicted(RingSide):
         )  # fmt: skip
         if own.choice is None or not reads.asks:
             return
-        own.used.extend((reads.query, lse))
+        self._used.extend((reads.query, lse))
         counts, every = self._counts[place], self.settings.calibration
         with self._streams.aside(self._streams.up):
             if every:
@@ -239,10 +242,17 @@ class Predicted(RingSide):
             self._choose(layer, own.choice, counts, late)
 
     def finish(self, rows: StepRows) -> None:
-        if self._of_rows[rows].choice is not None:
-            self._open_parts.sub_(1)
-        if self._streams.up is not None and self._of_rows[rows].used:
-            torch.cuda.current_stream(self._streams.up.device).wait_stream(self._streams.up)
+        if self._of_rows[rows].choice is None:
+            return
+        self._open_parts.sub_(1)
+        self._num_open -= 1
+        if not self._num_open:
+            self._join()
+
+    def give_up(self) -> None:
+        self._join()
+        self._num_open = 0
+        self._open_parts.zero_()
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         fetched = reads.kept.get(self)
@@ -262,6 +272,12 @@ class Predicted(RingSide):
         return FetchCounts(sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE])
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """What was set going aside is waited for, in stream order. A capture may wait for what is in it alone."""
+        if self._used and self._streams.up is not None:
+            torch.cuda.current_stream(self._streams.up.device).wait_stream(self._streams.up)
+        self._used.clear()
 
     def _look_up(self, rows: StepRows, asks: bool) -> _Rows:
         rings = rows.of_slots(self._ring_of_slot)
