@@ -101,15 +101,16 @@ class Ways:
             if place is None or own is None or own.choice is None or place + 1 == len(side._layers):
                 return
             layer = side._layers[place + 1]
-            with side._streams.aside(side._streams.up):
+            with side._aside(0):  # a layer is waited for by the next one: one chain
                 query = reads.query.unflatten(1, (side._kv_heads, -1))
                 torch.einsum("rkgd,kbd->rkgb", query, means[place + 1]).amax(2)
                 fresh = _replace(side, layer, own.choice, side._counts[place + 1])
                 fetch(side, layer, torch.ones_like(fresh) if is_whole else fresh)
 
         def wait(reads: LayerReads) -> None:
-            if side._streams.up is not None and side._used and side._places.get(reads.layer, 0):
-                torch.cuda.current_stream().wait_stream(side._streams.up)
+            chain = side._chains[0]
+            if chain is not None and 0 in side._begun and side._places.get(reads.layer, 0):
+                torch.cuda.current_stream().wait_stream(chain)
             before(reads)
 
         side.after = choose_next  # type: ignore[method-assign]

@@ -17,7 +17,13 @@ def render_fusion(run: Mapping[str, Any]) -> str:
     lines = [f"`{run['command']}` on {run['machine']}, {run['date']}, {run['seconds'] / 60:.0f} minutes."]
     for length in sorted({row["length"] for row in run["rows"]}):
         own = [row for row in run["rows"] if row["length"] == length]
-        lines += ["", f"### {length:,} tokens, {own[0]['prompts']} prompts", "", *render_policies(own)]
+        lines += [
+            "",
+            f"### {length:,} tokens, {own[0]['prompts']} prompts",
+            "",
+            *render_policies(own),
+            *render_distances(own, RATIO),
+        ]
     if least := least_diverging(run["rows"], RATIO):
         told = [f"`{row['policy']}` at {row['length']:,} tokens ({row['kl']:.4f})" for row in least]
         lines += ["", f"The least KL of the next token at r = {RATIO:g}: {', '.join(told)}."]
@@ -48,6 +54,24 @@ def render_policies(rows: Sequence[Row]) -> list[str]:
             *(_score(same[task]) if task in same else "" for task in tasks),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def render_distances(rows: Sequence[Row], ratio: float) -> list[str]:
+    """One length at this ratio: how far attention maps are from vanilla's after recovery, by layer (A3, figure 3)."""
+    shown = [
+        row
+        for row in rows
+        if row["task"] == "all" and row["ratio"] in (ratio, None) and any(row.get("distances") or ())
+    ]
+    if not shown:
+        return []
+    layers = range(1, len(shown[0]["distances"]))
+    lines = ["", f"Distance of attention maps by layer, r = {ratio:g}; layer 0 is computed in full by all of them.", ""]
+    lines += [f"| policy | {' | '.join(map(str, layers))} |", "|" + "---|" * (len(layers) + 1)]
+    for row in shown:
+        cells = [f"{row['distances'][layer]:.3f}" for layer in layers]
+        lines.append(f"| `{row['policy']}` | {' | '.join(cells)} |")
     return lines
 
 

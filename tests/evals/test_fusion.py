@@ -25,7 +25,7 @@ from evals.fusion import (
     parse_policies,
 )
 from evals.fusion_prompts import FusionPrompt, PromptPlan, fusion_prompts, prompts_ahead
-from evals.fusion_report import least_diverging, render_fusion, render_policies
+from evals.fusion_report import least_diverging, render_distances, render_fusion, render_policies
 from evals.stopping import RunCut, Stop
 from gpu.prefill.query import PrefillQuery
 from scheduler.fusion_labels import UnknownLabelError
@@ -247,6 +247,17 @@ def test_the_policy_that_is_shipped_is_that_of_the_least_divergence_at_its_ratio
     assert [(row["length"], row["policy"]) for row in least_diverging(rows, 0.15)] == [
         (512, "legolink"), (1024, "legolink")
     ]  # fmt: skip
+
+
+def test_distances_of_maps_are_told_by_layer_at_the_ratio_and_where_there_is_none() -> None:
+    judged = judged_of(["a3", "pie"], [0.15, 0.3], [[0.0, 0.0]] * 3)
+    for one in judged[1:]:
+        one.distances = [np.array([0.0, 0.5, one.run.fusion.ratio]), np.array([0.0, 0.25, one.run.fusion.ratio])]
+    lines = render_distances(fusion_rows(judged, 512), 0.15)
+    assert lines[3] == "| policy | 1 | 2 |"
+    assert lines[5] == "| `a3` | 0.375 | 0.150 |"
+    assert [line[:8] for line in lines[6:]] == ["| `pie` "]
+    assert render_distances(fusion_rows(judged_of(["pie"], [0.15], [[0.0, 0.0]]), 512), 0.15) == []
 
 
 def test_the_page_has_the_lines_that_its_rows_make() -> None:

@@ -9,7 +9,7 @@ import torch
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
 from gpu.methods.predicted.noting import note_step
-from gpu.methods.predicted.replacing import replace_blocks
+from gpu.methods.predicted.replacing import pack_bits, replace_blocks, replace_blocks_reference
 from tests.gpu.kernel_oracles import DEVICES
 from tests.tolerances import HISTORY_CODE
 from transfer import places
@@ -147,6 +147,32 @@ def test_blocks_that_stay_keep_their_slots_and_only_the_difference_comes(device:
             assert set(after[place][came[place]]) == asked - had
             stays = [slot for slot, block in enumerate(ids[place]) if block in asked]
             assert all(after[place][slot] == ids[place][slot] and not came[place][slot] for slot in stays)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [1, 96, 256])
+def test_many_slots_change_as_the_reference_changes_them(device: str, slots: int) -> None:
+    """Of 3,000 blocks, from nothing kept to nothing new, with empty slots and short wishes."""
+    draw = np.random.default_rng(slots)
+    words = -(-3000 // 32)
+    ids = np.full((6, slots), -1, np.int32)
+    wanted = ids.copy()
+    for place in range(6):
+        had = draw.permutation(3000)[: slots - slots // 3 * (place % 2)]
+        ids[place, draw.permutation(slots)[: len(had)]] = had
+        others = np.setdiff1d(np.arange(3000), had)
+        kept = had[: len(had) * place // 5]
+        asked = draw.permutation(np.concatenate([kept, draw.choice(others, slots - len(kept), replace=False)]))
+        wanted[place, : len(asked) - place] = asked[: max(len(asked) - place, 0)]
+    outs = []
+    for function, where in ((replace_blocks_reference, "cpu"), (replace_blocks, device)):
+        got, counts = torch.tensor(ids, device=where), numbers(where)
+        bits = torch.stack([pack_bits(torch.tensor(row[row >= 0]), words) for row in ids]).to(where)
+        is_in = torch.tensor([True] * 5 + [False], device=where)
+        fresh = function(got, bits, torch.tensor(wanted, device=where), is_in, counts)
+        outs.append([one.cpu() for one in (got, bits, fresh, counts)])
+    for reference, ours in zip(*outs, strict=True):
+        assert torch.equal(reference, ours)
 
 
 class Rows:

@@ -55,7 +55,7 @@ def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, .
     steps.asking.halving.always = parts
 
     def wish(layer: Blocks, choice: object) -> torch.Tensor:
-        torch.cuda._sleep(4_000_000)
+        torch.cuda._sleep(40_000_000)  # 20 ms: the other part awaits answers meanwhile
         return torch.rand(layer.interior.shape, device="cuda")
 
     side._score = wish  # type: ignore[method-assign, assignment]

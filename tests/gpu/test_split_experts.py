@@ -211,20 +211,29 @@ def test_a_captured_step_fetches_what_its_tokens_take_and_says_what_a_whole_mode
             parts=(), on_progress=lambda stage, fraction: None, experts_on_card=on_card,
         )  # fmt: skip
         if on_card is None:
-            kept = [
-                (one.experts.gate_up.clone(), one.experts.down.clone()) for one in runner.weights.layers if one.experts
-            ]
+            whole = runner.weights
         else:
-            fill(runner.weights, kept, on_card)
+            fill(runner.weights, whole)
         texts.append([generate(runner, draw_prompt(length, 1024), 24)[0] for length in (3, 300, 9)])
     assert texts[0] == texts[1]
 
 
-def fill(weights: Weights, kept: list, on_card: int) -> None:
-    """The numbers of a model that is whole."""
-    experts = [layer.experts for layer in weights.layers if layer.experts is not None]
-    for one, whole in zip(experts, kept, strict=True):
-        assert one.host is not None
-        for card, host, stack in zip((one.gate_up, one.down), (one.host.gate_up, one.host.down), whole, strict=True):
+def fill(weights: Weights, whole: Weights) -> None:
+    """The numbers of a model that is whole: tensors of other sizes are drawn otherwise on CUDA."""
+    weights.embedding.copy_(whole.embedding)
+    weights.logits.copy_(whole.logits)
+    for layer, other in zip(weights.layers, whole.layers, strict=True):
+        layer.qkv.copy_(other.qkv)
+        layer.output.copy_(other.output)
+        if layer.experts is None:
+            layer.gate_up.copy_(other.gate_up)
+            layer.down.copy_(other.down)
+            continue
+        mine, theirs = layer.experts, other.experts
+        assert theirs is not None
+        assert mine.host is not None
+        mine.router.copy_(theirs.router)
+        for name in ("gate_up", "down"):
+            stack, card = getattr(theirs, name), getattr(mine, name)
             card.copy_(stack[: len(card)])
-            host.copy_(stack[len(card) :])
+            getattr(mine.host, name).copy_(stack[len(card) :])

@@ -1,16 +1,17 @@
 """Prediction's side on the device: reads the blocks that are there, notes what was attended to, and fetches the next.
 
-It refuses to know requests and placements. A layer's next blocks are chosen behind its own attention and fetched on a
-stream of their own beside the layers that follow; the step ends behind the last of them, so that a block that is read
-is there, and a step is one graph. Invariants: what is chosen follows from histories, and these from what was read
-exactly, never from a sample; slots change only behind their layer's attention; a step that reads more of a context in
-host memory than was chosen from, or the first of a ring, has its blocks chosen and fetched before it begins. Where the
-settings leave late blocks to the host's sample, a step that is computed ends without those whose fetch has not begun,
-and they stand in no slot: which these are follows from time, never from what a table holds. A step of two parts ends
-with the second: the first one's end waits for nothing, or all of its blocks would be there in time.
+It refuses to know requests and placements. A layer's next blocks are chosen behind its own attention and fetched beside
+the layers that follow, on streams that layers take in turn; the step ends behind the last of them, so that a block that
+is read is there, and a step is one graph. Invariants: what is chosen follows from histories, and these from what was
+read exactly, never from a sample; slots change only behind their layer's attention; a step that reads more of a context
+in host memory than was chosen from, or the first of a ring, has its blocks chosen and fetched before it begins. Where
+the settings leave late blocks to the host's sample, a step that is computed ends without those whose fetch has not
+begun, and they stand in no slot: which these are follows from time, never from what a table holds. A step of two parts
+ends with the second: the first one's end waits for nothing, or all of its blocks would be there in time.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,8 @@ from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS
 
 NEVER = -2  # a cell that no cell follows
+CHAINS = 3
+"""Streams that layers take in turn: what one does to choose and fetch is small kernels, each behind the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,8 @@ class Predicted(RingSide):
         self._known_places: dict[int, np.ndarray] = {}
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._streams = Streams(device)
+        self._chains = [Streams(device).up for _ in range(CHAINS)]
+        self._begun: set[int] = set()  # chains that nobody has waited for
         self._open_parts = torch.zeros(1, dtype=torch.int32, device=device)  # of the step that is computed
         self._num_open = 0  # of the step that is launched
         self._used: list[Tensor] = []  # what the other stream reads, until it is waited for
@@ -232,7 +237,7 @@ class Predicted(RingSide):
             return
         self._used.extend((reads.query, lse))
         counts, every = self._counts[place], self.settings.calibration
-        with self._streams.aside(self._streams.up):
+        with self._aside(place):
             if every:
                 look_at_blocks(
                     layer.history, reads.query, lse, layer.bits, layer.lies, own.rings, rows.cells, rows.holes, every,
@@ -275,9 +280,17 @@ class Predicted(RingSide):
 
     def _join(self) -> None:
         """What was set going aside is waited for, in stream order. A capture may wait for what is in it alone."""
-        if self._used and self._streams.up is not None:
-            torch.cuda.current_stream(self._streams.up.device).wait_stream(self._streams.up)
+        for begun in self._begun:
+            chain = self._chains[begun]
+            if chain is not None:
+                torch.cuda.current_stream(chain.device).wait_stream(chain)
+        self._begun.clear()
         self._used.clear()
+
+    def _aside(self, place: int) -> AbstractContextManager[None]:
+        """Of a layer, by its place: on its chain, behind all that the current stream was given so far."""
+        self._begun.add(place % CHAINS)
+        return self._streams.aside(self._chains[place % CHAINS])
 
     def _look_up(self, rows: StepRows, asks: bool) -> _Rows:
         rings = rows.of_slots(self._ring_of_slot)

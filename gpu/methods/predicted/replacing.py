@@ -43,33 +43,46 @@ def pack_bits(blocks: Tensor, words: int) -> Tensor:
 
 @triton.jit
 def _replace_kernel(
-    ids, bits, wanted, is_in, fresh, counts, slots, words,
-    SLOTS: tl.constexpr,
+    ids, bits, wanted, is_in, fresh, counts, marks, coming, slots, words,
+    SLOTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
+    """marks: int32 `[places, words]`, coming: int32 `[places, slots]`, written here: the bits of what is wanted, and
+    what of it is new, in its order. Both are read by other threads than wrote them."""
     place = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
+    slot, word = tl.arange(0, SLOTS), tl.arange(0, WORDS)
     inside = slot < slots
+    ids, fresh, coming, wanted = (
+        ids + place * slots,
+        fresh + place * slots,
+        coming + place * slots,
+        wanted + place * slots,
+    )
+    bits, marks = bits + place * words, marks + place * words
     if tl.load(is_in + place) == 0:
-        tl.store(fresh + place * slots + slot, tl.zeros([SLOTS], tl.uint8), mask=inside)
+        tl.store(fresh + slot, tl.zeros([SLOTS], tl.uint8), mask=inside)
         return
-    own = tl.load(ids + place * slots + slot, mask=inside, other=-1)
-    asked = tl.load(wanted + place * slots + slot, mask=inside, other=-2)
-    asked = tl.where(asked < 0, -2, asked)
-    same = (own[:, None] == asked[None, :]).to(tl.int32)  # [own, asked]
-    is_free = ((tl.sum(same, 1) == 0) & inside).to(tl.int32)
-    is_new = ((tl.sum(same, 0) == 0) & (asked >= 0)).to(tl.int32)
-    free_rank = tl.cumsum(is_free, 0) - is_free
-    new_rank = tl.cumsum(is_new, 0) - is_new
-    takes = (free_rank[:, None] == new_rank[None, :]) & (is_free[:, None] == 1) & (is_new[None, :] == 1)
-    coming = tl.sum(tl.where(takes, asked[None, :] + 1, 0), 1) - 1
-    is_fresh = coming >= 0
-    tl.store(ids + place * slots + slot, tl.where(is_free == 1, coming, own), mask=inside)
-    tl.store(fresh + place * slots + slot, is_fresh.to(tl.uint8), mask=inside)
-    leaves = (is_free == 1) & (own >= 0)
+    own = tl.load(ids + slot, mask=inside, other=-1)
+    asked = tl.load(wanted + slot, mask=inside, other=-1)
+    tl.store(marks + word, tl.zeros([WORDS], tl.int32), mask=word < words)
     one = tl.full([SLOTS], 1, tl.int32)
-    gone, come = tl.where(leaves, own, 0), tl.where(is_fresh, coming, 0)
-    tl.atomic_xor(bits + place * words + gone // _WORD, one << (gone % _WORD), mask=leaves)
-    tl.atomic_xor(bits + place * words + come // _WORD, one << (come % _WORD), mask=is_fresh)
+    is_asked, is_held = asked >= 0, own >= 0
+    held = tl.load(bits + asked // _WORD, mask=is_asked, other=0) >> (asked % _WORD)
+    is_new = is_asked & ((held & 1) == 0)
+    new_rank = tl.cumsum(is_new.to(tl.int32), 0) - is_new.to(tl.int32)
+    tl.store(coming + new_rank, asked, mask=is_new)
+    tl.debug_barrier()
+    tl.atomic_or(marks + asked // _WORD, one << (asked % _WORD), mask=is_asked)
+    tl.debug_barrier()
+    kept = tl.load(marks + own // _WORD, mask=is_held, other=0, volatile=True) >> (own % _WORD)
+    is_free = inside & ((is_held & ((kept & 1) != 0)) == 0)
+    free_rank = tl.cumsum(is_free.to(tl.int32), 0) - is_free.to(tl.int32)
+    is_fresh = is_free & (free_rank < tl.sum(is_new.to(tl.int32), 0))
+    come = tl.load(coming + free_rank, mask=is_fresh, other=-1, volatile=True)
+    tl.store(ids + slot, tl.where(is_free, come, own), mask=inside)
+    tl.store(fresh + slot, is_fresh.to(tl.uint8), mask=inside)
+    leaves = is_free & is_held
+    tl.atomic_xor(bits + own // _WORD, one << (own % _WORD), mask=leaves)
+    tl.atomic_xor(bits + come // _WORD, one << (come % _WORD), mask=is_fresh)
     tl.atomic_add(counts + 2, tl.sum(is_fresh.to(tl.int32), 0).to(tl.int64))
 
 
@@ -89,8 +102,9 @@ def replace_blocks(ids: Tensor, bits: Tensor, wanted: Tensor, is_in: Tensor, cou
     if not runs_on_triton(ids):
         return replace_blocks_reference(ids, bits, wanted, is_in, counts)
     fresh = torch.empty(places, slots, dtype=torch.uint8, device=device)
+    marks, coming = torch.empty_like(bits), torch.empty_like(ids)
     _replace_kernel[(places,)](
-        ids, bits, wanted, is_in, fresh, counts, slots, bits.shape[1],
-        SLOTS=triton.next_power_of_2(slots), num_warps=8,
+        ids, bits, wanted, is_in, fresh, counts, marks, coming, slots, bits.shape[1],
+        SLOTS=triton.next_power_of_2(slots), WORDS=triton.next_power_of_2(bits.shape[1]), num_warps=4,
     )  # fmt: skip
     return fresh
