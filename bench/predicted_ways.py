@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gpu.methods.device_side import LayerReads
 from gpu.methods.predicted.blocks import Blocks
+from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.device import Predicted, _Choice
 from gpu.methods.predicted.fetching import fetch_blocks
-from gpu.methods.predicted.replacing import replace_blocks
 
 Way = Literal["read", "predict", "across", "refetch", "layer", "demand"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -130,9 +130,8 @@ def force(layer: Blocks, turnover: float | Tensor) -> Tensor:
 
 
 def _replace(side: Predicted, layer: Blocks, choice: _Choice, counts: Tensor) -> Tensor:
-    scores = side._score(layer, choice).masked_fill_(choice.is_out, -torch.inf)
-    wanted = scores.topk(layer.ids.shape[1], 1, sorted=False).indices.int()
-    return replace_blocks(layer.ids, layer.bits, wanted, choice.is_in, counts)
+    scores = side._score(layer, choice)
+    return choose_blocks(scores, choice.limits, layer.ids, layer.bits, choice.is_in, counts)
 
 
 def fetch(side: Predicted, layer: Blocks, fresh: Tensor) -> None:

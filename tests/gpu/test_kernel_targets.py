@@ -53,11 +53,11 @@ from gpu.methods.momo.block_sparse import CONFIGS, block_sparse_attention
 from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.momo.union import unite
+from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import NUM_COUNTS as NUM_FETCH_COUNTS
 from gpu.methods.predicted.listing import list_blocks
 from gpu.methods.predicted.noting import note_step
-from gpu.methods.predicted.replacing import replace_blocks
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.model.experts import MOST_ALONE, ExpertMlp
@@ -399,7 +399,9 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
     fetched = torch.empty(rows * kv_heads, shape.group, slots, device="cuda")
     for lists in ((None, None), (fetched, listed)):
         note_step(history, maxima, lse, *lists, rings, cells, 4, kv_heads)
-    fresh = replace_blocks(numbers, bits, numbers, torch.empty(places, dtype=torch.bool, device="cuda"), counts)
+    scores, is_in = torch.empty(places, 8192, device="cuda"), torch.empty(places, dtype=torch.bool, device="cuda")
+    limits = torch.empty(places, dtype=torch.int32, device="cuda")
+    fresh = choose_blocks(scores, limits, numbers, bits, is_in, counts)
     query = torch.empty(rows, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
     open_parts = torch.empty(1, dtype=torch.int32, device="cuda")
     for is_int8 in (False, True):
@@ -467,7 +469,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_predict_kernel": _predict,
     "_list_kernel": _blocks,
     "_note_kernel": _blocks,
-    "_replace_kernel": _blocks,
+    "_choose_blocks_kernel": _blocks,
     "_fetch_kernel": _blocks,
     "_look_kernel": _blocks,
     "_pack_kernel": _pack,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
 from gpu.methods.predicted.noting import note_step
-from gpu.methods.predicted.replacing import pack_bits, replace_blocks, replace_blocks_reference
 from tests.gpu.kernel_oracles import DEVICES
 from tests.tolerances import HISTORY_CODE
 from transfer import places
@@ -131,9 +131,8 @@ def test_blocks_that_stay_keep_their_slots_and_only_the_difference_comes(device:
         is_in = draw.random(len(ids)) < 0.7
         got, counts = torch.tensor(ids, device=device), numbers(device)
         bits = torch.tensor(bits_of(ids), device=device)
-        fresh = replace_blocks(
-            got, bits, torch.tensor(wanted, device=device), torch.tensor(is_in, device=device), counts
-        )  # fmt: skip
+        scores, limits = scores_of(wanted, 32 * bits.shape[1], device)
+        fresh = choose_blocks(scores, limits, got, bits, torch.tensor(is_in, device=device), counts)
         after, came = got.cpu().numpy(), fresh.cpu().numpy().astype(bool)
         assert np.array_equal(bits.cpu().numpy(), bits_of(after))
         assert int(counts[FETCHED]) == came.sum()
@@ -149,30 +148,60 @@ def test_blocks_that_stay_keep_their_slots_and_only_the_difference_comes(device:
             assert all(after[place][slot] == ids[place][slot] and not came[place][slot] for slot in stays)
 
 
+def scores_of(wanted: np.ndarray, blocks: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """By which exactly these are chosen, and no limits."""
+    scores = np.full((len(wanted), blocks), -np.inf, np.float32)
+    for place, asked in enumerate(wanted):
+        scores[place, asked[asked >= 0]] = 1.0
+    return torch.tensor(scores, device=device), torch.full((len(wanted),), blocks, dtype=torch.int32, device=device)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("slots", [1, 96, 256])
-def test_many_slots_change_as_the_reference_changes_them(device: str, slots: int) -> None:
-    """Of 3,000 blocks, from nothing kept to nothing new, with empty slots and short wishes."""
+@pytest.mark.parametrize(("slots", "blocks"), [(1, 40), (96, 3000), (256, 3000), (64, 50)])
+def test_the_best_are_chosen_as_the_reference_chooses_them(device: str, slots: int, blocks: int) -> None:
+    """Of scores with many alike, of both signs, with limits within, and some that are never chosen, in turn."""
     draw = np.random.default_rng(slots)
-    words = -(-3000 // 32)
-    ids = np.full((6, slots), -1, np.int32)
-    wanted = ids.copy()
-    for place in range(6):
-        had = draw.permutation(3000)[: slots - slots // 3 * (place % 2)]
-        ids[place, draw.permutation(slots)[: len(had)]] = had
-        others = np.setdiff1d(np.arange(3000), had)
-        kept = had[: len(had) * place // 5]
-        asked = draw.permutation(np.concatenate([kept, draw.choice(others, slots - len(kept), replace=False)]))
-        wanted[place, : len(asked) - place] = asked[: max(len(asked) - place, 0)]
-    outs = []
-    for function, where in ((replace_blocks_reference, "cpu"), (replace_blocks, device)):
-        got, counts = torch.tensor(ids, device=where), numbers(where)
-        bits = torch.stack([pack_bits(torch.tensor(row[row >= 0]), words) for row in ids]).to(where)
-        is_in = torch.tensor([True] * 5 + [False], device=where)
-        fresh = function(got, bits, torch.tensor(wanted, device=where), is_in, counts)
-        outs.append([one.cpu() for one in (got, bits, fresh, counts)])
-    for reference, ours in zip(*outs, strict=True):
-        assert torch.equal(reference, ours)
+    words = -(-blocks // 32) + 1
+    is_in, limits = np.array([True] * 5 + [False]), np.array([blocks, 0, blocks // 2, 1, blocks - 1, blocks], np.int32)
+    sides = []
+    for function, where in ((choose_blocks_reference, "cpu"), (choose_blocks, device)):
+        ids = torch.full((6, slots), -1, dtype=torch.int32, device=where)
+        bits = torch.zeros(6, words, dtype=torch.int32, device=where)
+        sides.append((function, where, ids, bits, numbers(where)))
+    for step in range(4):
+        scores = draw.normal(size=(6, blocks)).astype(np.float32)
+        if step % 2:
+            scores = np.round(scores)  # few values, and zeros of both signs
+        scores[:, draw.random(blocks) < 0.2 * step] = -np.inf
+        told = []
+        for function, where, ids, bits, counts in sides:
+            given = [torch.tensor(one, device=where) for one in (scores, limits)]
+            fresh = function(*given, ids, bits, torch.tensor(is_in, device=where), counts)
+            told.append([one.cpu() for one in (ids, bits, fresh, counts)])
+        for reference, ours in zip(*told, strict=True):
+            assert torch.equal(reference, ours), step
+        ids, bits = told[0][:2]
+        assert torch.equal(bits, torch.stack([pack_bits(own[own >= 0], words) for own in ids]))
+        own = ids[0][ids[0] >= 0].long().numpy()
+        assert len(own) == min(slots, int(np.isfinite(scores[0]).sum()))
+        assert scores[0][own].min() >= np.sort(scores[0])[-len(own)]
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"scores": torch.zeros(2, 64, dtype=torch.float64)}, "choose_blocks: scores"),
+        ({"limits": torch.zeros(3, dtype=torch.int32)}, "choose_blocks: limits"),
+        ({"bits": torch.zeros(2, 1, dtype=torch.int32)}, "bits of 32 blocks; wanted of 64 or more"),
+    ],
+)
+def test_what_cannot_be_chosen_from_is_named(change: dict[str, torch.Tensor], wanted: str) -> None:
+    ids = torch.full((2, 4), -1, dtype=torch.int32)
+    given = {"scores": torch.zeros(2, 64), "limits": torch.full((2,), 64, dtype=torch.int32), "ids": ids,
+             "bits": torch.zeros(2, 2, dtype=torch.int32), "is_in": torch.ones(2, dtype=torch.bool),
+             "counts": numbers("cpu")}  # fmt: skip
+    with pytest.raises(ValueError, match=wanted):
+        choose_blocks(**{**given, **change})
 
 
 class Rows:

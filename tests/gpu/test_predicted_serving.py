@@ -14,9 +14,9 @@ import torch
 
 from gpu.config import Composition
 from gpu.methods.predicted.blocks import EMPTY
+from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
-from gpu.methods.predicted.replacing import pack_bits
 from gpu.profiles import Part, resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.reference_model import document_prompt

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gpu.cpu_device.attention import applies, paged_decode_attention_cpu
 from gpu.decode.rows import StepRows
@@ -26,11 +25,11 @@ from gpu.kernels.arguments import runs_on_triton
 from gpu.kernels.paged_decode_attention import Reading, paged_decode_attention, workspace_for
 from gpu.methods.device_side import FetchCounts, LayerReads, Lent, RingSide, Site
 from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
+from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, Listed, list_blocks
 from gpu.methods.predicted.noting import exact_lse, note_step
 from gpu.methods.predicted.prompt import note_prompt
-from gpu.methods.predicted.replacing import replace_blocks
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import ModelError
 from gpu.predictor.network import PredictorError, load_network
@@ -51,14 +50,14 @@ CHAINS = 3
 @dataclass(frozen=True, slots=True)
 class _Choice:
     """Whose next blocks are chosen, by place, and from what: is_in, is_whole bool, widths, oldest int32 `[places]` (see
-    `predict_blocks`); is_out: bool `[places, blocks]`, what is not in host memory alone.
+    `predict_blocks`); limits: int32 `[places]`, blocks that are in host memory alone.
     """
 
     is_in: Tensor
     is_whole: Tensor
     widths: Tensor
     oldest: Tensor
-    is_out: Tensor
+    limits: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,23 +313,21 @@ class Predicted(RingSide):
         self._last_cells.copy_(torch.where(is_in, cells, self._last_cells))
         widths = (cells + 2 - self.settings.local_tokens) // BLOCK_TOKENS - self._first_block
         widths = torch.where(is_in, widths.clamp(0, blocks), 0)
-        is_out = torch.arange(blocks, device=cells.device) >= limits[:, None]
 
         def spread(numbers: Tensor) -> Tensor:
             return numbers.repeat_interleave(self._kv_heads, 0)
 
         return _Choice(
-            spread(is_in), spread(is_whole), spread(widths.int()), spread(((cells + 2) % rows).int()), spread(is_out)
+            spread(is_in),
+            spread(is_whole),
+            spread(widths.int()),
+            spread(((cells + 2) % rows).int()),
+            spread(limits.int()),
         )
 
     def _choose(self, layer: Blocks, choice: _Choice, counts: Tensor, late: Lateness | None) -> None:
-        scores = self._score(layer, choice).masked_fill_(choice.is_out, -torch.inf)
-        slots = layer.ids.shape[1]
-        best = scores.topk(min(slots, scores.shape[1]), 1, sorted=False)
-        wanted = torch.where(best.values > -torch.inf, best.indices, EMPTY).int()
-        if wanted.shape[1] < slots:
-            wanted = functional.pad(wanted, (0, slots - wanted.shape[1]), value=EMPTY)
-        fresh = replace_blocks(layer.ids, layer.bits, wanted, choice.is_in, counts)
+        scores = self._score(layer, choice)
+        fresh = choose_blocks(scores, choice.limits, layer.ids, layer.bits, choice.is_in, counts)
         fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8, late)
 
     def _score(self, layer: Blocks, choice: _Choice) -> Tensor:
