@@ -9,7 +9,7 @@ parts=("${@:2}")
 
 deployment() { # name model host-GiB resident-tokens max-context max-running chunk-tokens
     cat > "$OUT/$1.yaml" <<YAML
-model: {$2, weights: int4}
+model: {$2, weights: int4, tokenizer: deploy/models/reference}
 gpu: {device: cuda, memory_limit_gib: 23, kv: int8, graph_batch_sizes: [1]}
 host: {memory_limit_gib: $3, rows: int8, resident_tokens: $4}
 scheduler: {max_running: $6, max_context_tokens: $5, default_profile: sampled, prefill: {chunk_tokens: $7}}
