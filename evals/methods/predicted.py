@@ -126,9 +126,9 @@ class Predicted(DecodeMethod):
         rows = ring.shape[0]
         oldest = torch.full((rows,), state.history.oldest, dtype=torch.int32, device=ring.device)
         each = widths.int().repeat_interleave(rows // requests)
-        whole = torch.ones(rows, dtype=torch.bool, device=ring.device)
+        stale = torch.zeros_like(oldest)
         interior = torch.empty(rows, ring.shape[2], device=ring.device)
-        scores = predict_blocks(ring, oldest, each, whole, interior, state.network).view(requests, rows // requests, -1)
+        scores = predict_blocks(ring, oldest, each, stale, interior, state.network).view(requests, rows // requests, -1)
         if self.group == "after":
             scores = scores.unflatten(1, (-1, step.group)).amax(2)
         return scores.repeat_interleave(heads // scores.shape[1], 1)

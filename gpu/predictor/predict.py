@@ -11,8 +11,9 @@ as a product [blocks, 16] x [16, 16] whose tenth input is 1, for the bias; the s
 
 What a step changes: the window moves by one row, and an output row depends on the five rows around it. So `interior`,
 the sum over output rows that see no edge of the window, gains one row and loses one, and the rows at the edges, two at
-either end, are made again: 10 rows of activations instead of 64, a sixth. Tiles at a head's last blocks are made whole,
-since its width grows; a head whose older rows were changed by a late calibration must be, by `is_whole`.
+either end, are made again: 10 rows of activations instead of 64, a sixth. Tiles from a head's first `stale` block on
+are made whole: its last ones where its width has grown, all of them where older rows were changed. Whole, a tile takes
+its rows one after another, which is the longest that a launch can take however few tiles there are.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from gpu.predictor.network import CHANNELS, WIDE_CHANNELS, PredictorNetwork
 TAPS = 9
 EDGE_ROWS = 2  # output rows at either end of a window that see its edge
 FEWEST_STEPS = 2 * EDGE_ROWS + 1
+EDGE_BLOCKS = 3  # last ones whose scores a block behind them changes, and that block
 BLOCKS_A_TILE = 64
 CODE_SCALE, CODE_TOP = tl.constexpr(1 / STEPS_PER_OCTAVE), tl.constexpr(TOP_CODE)
 
@@ -137,7 +139,7 @@ def _sum_rows(
 
 @triton.jit
 def _predict_kernel(
-    history, oldest_rows, widths, is_whole, interior, scores, first, second, second_bias, last, last_bias,
+    history, oldest_rows, widths, stale, interior, scores, first, second, second_bias, last, last_bias,
     head_stride, row_stride, interior_stride, score_stride, blocks,
     STEPS: tl.constexpr, BLOCKS: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +157,7 @@ def _predict_kernel(
     kept = interior + head * interior_stride + column
     is_mine = column < width
     # Window rows are 0 .. STEPS - 1, and -1 is the spare row. Inner output rows are 2 .. STEPS - 3.
-    if (tl.load(is_whole + head) != 0) | ((tl.program_id(0) + 1) * BLOCKS > width - 3):
+    if (tl.program_id(0) + 1) * BLOCKS > tl.load(stale + head):
         outer, inner = _sum_rows(
             history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
             0, STEPS, 0, STEPS, 2, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
@@ -181,15 +183,16 @@ def _predict_kernel(
 
 
 def predict_blocks(
-    history: Tensor, oldest: Tensor, widths: Tensor, is_whole: Tensor, interior: Tensor, network: PackedNetwork
+    history: Tensor, oldest: Tensor, widths: Tensor, stale: Tensor, interior: Tensor, network: PackedNetwork
 ) -> Tensor:
     """Scores of the next step, float32 `[heads, blocks]`, -inf at and behind a head's width.
 
     history: `[heads, steps + 1, blocks]` float32, bf16 or uint8 (`gpu.predictor.history`), heads and rows strided;
     heads of many layers and requests stand for one axis. oldest: int32 `[heads]`, the slot of the window's first row.
-    widths: int32 `[heads]`. interior: float32 `[heads, blocks]`, kept from call to call and written here. is_whole:
-    bool `[heads]`; where it is not set, `interior` must be of the step before, of the same rows, and widths grown by
-    one at most; ignored off the GPU, where all is made whole. Raises ValueError for another shape, dtype or device.
+    widths: int32 `[heads]`. interior: float32 `[heads, blocks]`, kept from call to call and written here. stale: int32
+    `[heads]`, the first block whose `interior` is not of the step before, of the same rows and as wide (0: none is, a
+    head's width: all are, EDGE_BLOCKS less where it has grown by one); ignored off the GPU, where all is made whole.
+    Raises ValueError for another shape, dtype or device.
     """
     op, (heads, slots, blocks), device = "predict_blocks", history.shape, history.device
     steps = slots - SPARE_ROWS
@@ -202,7 +205,7 @@ def predict_blocks(
         )
     check(op, "oldest", oldest, (heads,), torch.int32, device)
     check(op, "widths", widths, (heads,), torch.int32, device)
-    check(op, "is_whole", is_whole, (heads,), torch.bool, device)
+    check(op, "stale", stale, (heads,), torch.int32, device)
     check(op, "interior", interior, (heads, blocks), torch.float32, device)
     check(op, "network.first", network.first, (CHANNELS, CHANNELS), network.first.dtype, device)
     check(op, "network.second", network.second, (TAPS, CHANNELS, WIDE_CHANNELS), network.first.dtype, device)
@@ -210,7 +213,7 @@ def predict_blocks(
         return predict_reference(history, oldest, widths, network, torch.float32)
     scores = torch.empty(heads, blocks, dtype=torch.float32, device=device)
     _predict_kernel[(triton.cdiv(blocks, BLOCKS_A_TILE), heads)](
-        history, oldest, widths, is_whole, interior, scores,
+        history, oldest, widths, stale, interior, scores,
         network.first, network.second, network.second_bias, network.last, network.last_bias,
         history.stride(0), history.stride(1), interior.stride(0), scores.stride(0), blocks,
         STEPS=steps, BLOCKS=BLOCKS_A_TILE, CODED=history.dtype == torch.uint8, num_warps=4,

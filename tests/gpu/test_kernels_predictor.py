@@ -8,7 +8,7 @@ from torch import Tensor
 from gpu.kernels.arguments import INTERPRETED
 from gpu.predictor.history import compress, new_history, restore
 from gpu.predictor.network import PredictorNetwork
-from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
+from gpu.predictor.predict import EDGE_BLOCKS, PackedNetwork, pack, predict_blocks
 from tests.gpu import predictor_oracle as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, wide
 from tests.tolerances import PREDICTOR_BFLOAT16, PREDICTOR_FLOAT32
@@ -44,6 +44,7 @@ class Driver:
             for head, width in enumerate(widths):
                 self.history.ring[0, head, :, width:] = torch.nan
         self.widths = torch.tensor(widths, dtype=torch.int32, device=device)
+        self.predicted = self.widths.clone()  # as they were then
         self.interior = torch.full((self.heads, room), torch.nan, device=device)
 
     def put(self, rows: np.ndarray) -> None:
@@ -54,8 +55,10 @@ class Driver:
 
     def predict(self, is_whole: list[bool]) -> Tensor:
         oldest = torch.full((self.heads,), self.history.oldest, dtype=torch.int32, device=self.device)
-        whole = torch.tensor(is_whole, device=self.device)
-        return predict_blocks(self.history.ring[0], oldest, self.widths, whole, self.interior, self.network)
+        kept = self.widths - torch.where(self.widths == self.predicted, 0, EDGE_BLOCKS)
+        stale = torch.where(torch.tensor(is_whole, device=self.device), 0, kept.clamp(0)).int()
+        self.predicted = self.widths.clone()
+        return predict_blocks(self.history.ring[0], oldest, self.widths, stale, self.interior, self.network)
 
     def wanted(self, head: int) -> np.ndarray:
         width = int(self.widths[head])
@@ -90,7 +93,7 @@ def test_scores_are_those_of_the_published_network(widths, steps, room, stored, 
 @pytest.mark.parametrize("product", DTYPES)
 @pytest.mark.parametrize("stored", [torch.float32, torch.uint8], ids=["in32", "in8"])
 def test_scores_made_step_by_step_are_those_made_whole(stored, product, device):
-    driver = Driver([66, 70], 6, 96, stored, product, device)
+    driver = Driver([64, 70], 6, 96, stored, product, device)
     rows = attended(2, 6 + STEPS, 96, 3).transpose(1, 0, 2)
     for row in rows[:6]:
         driver.put(row)
@@ -118,14 +121,14 @@ def test_a_row_that_is_missing_or_shifted_is_seen(device):
 
 def test_a_wrong_argument_is_named():
     driver = Driver([70], 6, 70, torch.float32, torch.float32, "cpu")
-    oldest, whole = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.bool)
+    oldest = stale = torch.zeros(1, dtype=torch.int32)
     ring, rest = driver.history.ring[0], (driver.interior, driver.network)
     with pytest.raises(ValueError, match=r"history of 4 steps; wanted 5 or more"):
-        predict_blocks(ring[:, :5], oldest, driver.widths, whole, *rest)
+        predict_blocks(ring[:, :5], oldest, driver.widths, stale, *rest)
     with pytest.raises(ValueError, match=r"history is torch.float16.*wanted float32, bfloat16 or uint8"):
-        predict_blocks(ring.half(), oldest, driver.widths, whole, *rest)
+        predict_blocks(ring.half(), oldest, driver.widths, stale, *rest)
     with pytest.raises(ValueError, match=r"predict_blocks: widths is \(1,\) torch.int64"):
-        predict_blocks(ring, oldest, driver.widths.long(), whole, *rest)
+        predict_blocks(ring, oldest, driver.widths.long(), stale, *rest)
 
 
 def test_a_stored_history_is_restored_as_the_kernel_reads_it():

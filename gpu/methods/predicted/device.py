@@ -33,7 +33,7 @@ from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import ModelError
 from gpu.predictor.network import PredictorError, load_network
-from gpu.predictor.predict import pack, predict_blocks
+from gpu.predictor.predict import EDGE_BLOCKS, pack, predict_blocks
 from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import HostAsk, RingWrite
 from gpu.upload import upload
@@ -49,12 +49,12 @@ CHAINS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Whose next blocks are chosen, by place, and from what: is_in, is_whole bool, widths, oldest int32 `[places]` (see
+    """Whose next blocks are chosen, by place, and from what: is_in bool, stale, widths, oldest int32 `[places]` (see
     `predict_blocks`); limits: int32 `[places]`, blocks that are in host memory alone.
     """
 
     is_in: Tensor
-    is_whole: Tensor
+    stale: Tensor
     widths: Tensor
     oldest: Tensor
     limits: Tensor
@@ -311,15 +311,17 @@ class Predicted(RingSide):
         is_in = cells >= 0
         is_whole = self._last_cells != cells - 1
         self._last_cells.copy_(torch.where(is_in, cells, self._last_cells))
-        widths = (cells + 2 - self.settings.local_tokens) // BLOCK_TOKENS - self._first_block
-        widths = torch.where(is_in, widths.clamp(0, blocks), 0)
+        before, widths = ((cells + more - self.settings.local_tokens) // BLOCK_TOKENS for more in (1, 2))
+        kept = widths - self._first_block - torch.where(before == widths, 0, EDGE_BLOCKS)
+        stale = torch.where(is_whole, 0, kept.clamp(0, blocks))
+        widths = torch.where(is_in, (widths - self._first_block).clamp(0, blocks), 0)
 
         def spread(numbers: Tensor) -> Tensor:
             return numbers.repeat_interleave(self._kv_heads, 0)
 
         return _Choice(
             spread(is_in),
-            spread(is_whole),
+            spread(stale.int()),
             spread(widths.int()),
             spread(((cells + 2) % rows).int()),
             spread(limits.int()),
@@ -334,14 +336,14 @@ class Predicted(RingSide):
         """Float32 `[places, blocks]`."""
         if runs_on_triton(layer.history):
             return predict_blocks(
-                layer.history, choice.oldest, choice.widths, choice.is_whole, layer.interior, self._network
+                layer.history, choice.oldest, choice.widths, choice.stale, layer.interior, self._network
             )
         scores = torch.full_like(layer.interior, -torch.inf)
         own, most = choice.is_in.nonzero().flatten(), int(choice.widths.max())  # the CPU computes what there is
         if most:
             history = layer.history[own, :, :most].contiguous()
             scores[own, :most] = predict_blocks(
-                history, choice.oldest[own], choice.widths[own], choice.is_whole[own],
+                history, choice.oldest[own], choice.widths[own], choice.stale[own],
                 torch.empty(len(own), most), self._network,
             )  # fmt: skip
         return scores
