@@ -228,6 +228,8 @@ def weights(
     shape: Annotated[str, typer.Option(help="a named shape")] = "llama-3.1-8b",
     batch: Annotated[str, typer.Option(help="tokens at once, with commas; those of a prefill unit, too")] = "1,4,16",
     kinds: Annotated[str, typer.Option(help="with commas")] = "bfloat16,fp8,int8,int4",
+    prefill: Annotated[int, typer.Option(min=0, help="tokens of a prompt that is timed as well; 0: none")] = 0,
+    unit_tokens: Annotated[int, typer.Option(min=1, help="of its prefill units")] = 8192,
     device: Device = "auto",
     json_file: JsonFile = None,
 ) -> None:
@@ -235,12 +237,17 @@ def weights(
 
     Kinds: bfloat16, fp8, int8, int4, and GGUF's Q8_0, Q6_K, Q4_0, Q4_K.
     """
-    from bench.matrices import KINDS, matrix_rows
+    from bench.matrices import KINDS, matrix_rows, prefill_rows
 
     batches, asked = parse_batches(batch), tuple(kinds.split(","))
     if not set(asked) <= set(KINDS):
         raise typer.BadParameter(f"got {kinds}; wanted some of {', '.join(KINDS)}", param_hint="--kinds")
-    run_kernel(device, json_file, lambda resolved, console: matrix_rows(shape, batches, asked, resolved, console))
+
+    def rows(resolved: "torch.device", console: Console) -> "list[Row]":
+        found = matrix_rows(shape, batches, asked, resolved, console)
+        return found + prefill_rows(shape, prefill, unit_tokens, asked, resolved, console) if prefill else found
+
+    run_kernel(device, json_file, rows)
 
 
 @app.command("fused-rows")

@@ -4,7 +4,7 @@ It refuses to know attention. Shapes are those of a named model; weights are ran
 holds, multiplied one after another in a CUDA graph. A product is compared with that of the unpacked numbers in float64
 before anything is timed. Floor: the bytes that are held over the rate of reading, or FLOPs over that of products,
 whichever takes longer. Peer: the same four products by the vendor's library in bf16; beside it, where torch has them,
-its own products of int4 and FP8.
+its own products of int4 and FP8. Prefill: a prompt's products, for which a matrix of few bits is widened once a layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require
+from gpu.kernels.packed import Packed
+from gpu.kernels.packed_linear import widen
 from gpu.model.architecture import named_shape
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
@@ -30,6 +32,7 @@ KINDS = ("bfloat16", "fp8", "int8", "int4", "Q8_0", "Q6_K", "Q4_0", "Q4_K")
 COLD_BYTES = 512 * 2**20  # several times the L2 of an H200
 MOST_ERROR = 1.5e-2  # of a product behind a norm, against float64
 SEED, WARMUPS, REPEATS = 1, 3, 20
+PREFILL_LAYERS, PREFILL_REPEATS = 2, 5
 INT4_GROUP, INNER_TILES = 128, 8  # of torch's own int4
 
 
@@ -61,6 +64,64 @@ def matrix_rows(
                 )
             )  # fmt: skip
     return rows
+
+
+def prefill_rows(
+    shape_name: str, tokens: int, unit_tokens: int, kinds: Sequence[str], device: torch.device, console: Console
+) -> list[Row]:
+    """A row for each kind: milliseconds of one layer's matrices times a prompt, in units of tokens, layer by layer as
+    prefill goes. Peer: the same in bf16. Raises GateError.
+    """
+    rates = measure_device_rates(device)
+    plain = _draw(shape_name, "bfloat16", device)
+    layers = min(PREFILL_LAYERS, plain[0].num_layers)
+    peer = measure(_prompt(*plain, layers, tokens, unit_tokens), device, 1, PREFILL_REPEATS).ms / layers
+    rows = []
+    for kind in kinds:
+        shape, weights = plain if kind == "bfloat16" else _draw(shape_name, kind, device)
+        _check(shape, weights)
+        packed = [one for one in _matrices(weights.layers[0]) if isinstance(one, Packed)]
+        wide_bytes = sum(one.rows * one.inner * one.dtype.itemsize for one in packed)
+        moved_bytes = wide_bytes + sum(one.nbytes for one in packed)
+        flops, gb_s = 2 * tokens * shape.num_layer_weights, rates.get("device_stream_gb_s")
+        floor, floor_ms = "none: rates are of a CUDA device", None
+        if gb_s is not None:
+            tflop_s = rates["bf16_matmul_tflop_s"]
+            floor_ms = flops / tflop_s / 1e9 + moved_bytes / gb_s / 1e6
+            floor = f"{flops / 1e12:.3g} TFLOP at {tflop_s:.0f} TFLOP/s, {moved_bytes / 1e6:.0f} MB to widen, once"
+            announce(console, f"layer, {kind}, prefill of {tokens:,}", floor, floor_ms)
+        timing = measure(_prompt(shape, weights, layers, tokens, unit_tokens), device, 1, PREFILL_REPEATS)
+        widening = measure(lambda held=packed: [widen(one) for one in held], device, 1, PREFILL_REPEATS)
+        rows.append(
+            Row(
+                name="layer's matrices", shape=f"{shape_name} {kind}, prefill of {tokens:,} tokens",
+                device=device_name(device), ms=timing.ms / layers, p10=timing.p10 / layers, p90=timing.p90 / layers,
+                floor=floor, floor_ms=floor_ms, peer="of prefill: the same in bf16", peer_ms=peer, rates=rates,
+                extras={"widening_ms": widening.ms, "widening_bytes": moved_bytes},
+                config={"kind": kind, "tokens": tokens, "unit_tokens": unit_tokens, "layers": layers},
+            )
+        )  # fmt: skip
+        of_plain = f"{kind}, prefill of {tokens:,}: {timing.ms / layers / peer:.3f} of bf16's time"
+        console.print(f"{of_plain}, widening alone {widening.ms:.3f} ms of {timing.ms / layers:.3f}", highlight=False)
+    return rows
+
+
+def _prompt(
+    shape: Architecture, weights: Weights, layers: int, tokens: int, unit_tokens: int
+) -> Callable[[], object]:  # fmt: skip
+    """Products of a prompt with the first layers. Inputs are one unit's, again and again."""
+    projections, device = Projections(weights, shape), weights.embedding.device
+    hidden = torch.randn(min(tokens, unit_tokens), shape.hidden, dtype=torch.bfloat16, device=device)
+    attended = torch.randn(len(hidden), shape.num_heads * shape.dim, dtype=torch.bfloat16, device=device)
+    units = [min(unit_tokens, tokens - begin) for begin in range(0, tokens, unit_tokens)]
+
+    def run() -> None:
+        for layer in range(layers):
+            for count in units:
+                projections.qkv(layer, hidden[:count])
+                projections.mlp(layer, projections.output(layer, attended[:count], hidden[:count]))
+
+    return run
 
 
 def _draw(shape_name: str, kind: str, device: torch.device) -> tuple[Architecture, Weights]:

@@ -3,7 +3,7 @@
 set -uo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
-tandem bench kernel weights --kinds bfloat16,fp8,int8,int4,Q4_K --batch 1,4,16,64 --json "$OUT/matrices.json" # 60 s
+tandem bench kernel weights --kinds bfloat16,fp8,int8,int4,Q4_K --batch 1,4,16,64 --prefill 16384 --json "$OUT/matrices.json" # 70 s
 tandem bench kernel kv --lengths 131072 --batch 1,8 --rates 0.9 --json "$OUT/kv.json"                         # 30 s
 tandem bench engine --random-weights llama-3.1-8b --batch 1,4,16 --steps 32 --rounds 2 --json "$OUT/engine-bf16.json"
 for kind in int4 fp8 Q4_K; do # 30 s each

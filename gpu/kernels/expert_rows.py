@@ -15,7 +15,8 @@ from torch import Tensor
 from gpu.kernels.arguments import check
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, places_of
 from gpu.kernels.packed import Packed
-from gpu.kernels.packed_tiles import row_tile, tensors_of, tile_layout
+from gpu.kernels.packed_numbers import beside
+from gpu.kernels.packed_tiles import row_tile, scaled, tensors_of, tile_layout
 from gpu.kernels.routing import take_experts, taking
 from gpu.kernels.swiglu import gated
 from gpu.model.spec import Activation, Experts
@@ -137,7 +138,7 @@ def _packed_rows(
     x, words, scales, zeros, source,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Products of one row of x, `[inner]`, with rows `source` of a packed matrix, int64 `[1, rows, 1]`: float32
@@ -147,13 +148,19 @@ def _packed_rows(
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     split, token = tl.arange(0, SPLITS)[:, None, None], tl.arange(0, TOKENS)[None, :, None]
     sums = tl.zeros([SPLITS, BLOCK_ROWS, TOKENS], tl.float32)
+    scale, zero = beside(scales, zeros, source, split * COLUMNS, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK, KIND,
+                         False, AHEAD)  # fmt: skip
     for begin in tl.range(0, STEPS, SPLITS):
+        now, zero_now = scale, zero
+        if AHEAD > 0 and NUM_GROUPS > 1:
+            scale, zero = beside(scales, zeros, source, (begin + SPLITS + split) * COLUMNS, INNER, GROUP, NUM_GROUPS,
+                                 NUM_RUNS, ROW_BLOCK, KIND, False, AHEAD)  # fmt: skip
         sums = row_tile(
-            sums, x, words, scales, zeros, source, token, begin + split, token < 1, 0,
+            sums, x, words, scales, zeros, now, zero_now, source, token, begin + split, token < 1, 0,
             INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-            RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS, TOKENS,
+            AHEAD, False, DTYPE, SPLITS, BLOCK_ROWS, TOKENS,
         )  # fmt: skip
-    return tl.sum(tl.sum(sums, 0), 1)
+    return tl.sum(tl.sum(scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS), 0), 1)
 
 
 @triton.jit
@@ -162,7 +169,7 @@ def _packed_gate_up_kernel(
     HAS_FAR: tl.constexpr, INTERMEDIATE: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     IS_NORMALISED: tl.constexpr, GELU: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -183,11 +190,11 @@ def _packed_gate_up_kernel(
     x += token * INNER
     gate = _packed_rows(
         x, words, scales, zeros, source, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK,
-        KIND, HAS_ZEROS, IS_EXACT, RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS,
+        KIND, HAS_ZEROS, IS_EXACT, AHEAD, DTYPE, SPLITS, BLOCK_ROWS,
     )  # fmt: skip
     up = _packed_rows(
         x, words, scales, zeros, source + INTERMEDIATE, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS,
-        ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT, RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS,
+        ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT, AHEAD, DTYPE, SPLITS, BLOCK_ROWS,
     )  # fmt: skip
     to = out + (token * PER_TOKEN + tl.program_id(1)) * INTERMEDIATE + row
     tl.store(to, gated(gate, up, GELU).to(out.dtype.element_ty), mask=row < INTERMEDIATE)
@@ -199,7 +206,7 @@ def _packed_down_kernel(
     residual_stride, HAS_FAR: tl.constexpr, HIDDEN: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
     PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
@@ -214,7 +221,7 @@ def _packed_down_kernel(
             product + place * INNER, base_of(words, far_words, is_far, HAS_FAR),
             base_of(scales, far_scales, is_far, HAS_FAR), base_of(zeros, far_zeros, is_far, HAS_FAR), source,
             INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-            RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS,
+            AHEAD, DTYPE, SPLITS, BLOCK_ROWS,
         )  # fmt: skip
         result += made * tl.load(shares + place)
     tl.store(out + token * HIDDEN + row, result.to(out.dtype.element_ty), mask=inside)

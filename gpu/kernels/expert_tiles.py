@@ -18,7 +18,8 @@ from gpu.kernels.arguments import check
 from gpu.kernels.expert_rows import Stored, check_experts
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, places_of
 from gpu.kernels.packed import Packed
-from gpu.kernels.packed_tiles import row_tile, tensors_of, tile_layout
+from gpu.kernels.packed_numbers import beside
+from gpu.kernels.packed_tiles import row_tile, scaled, tensors_of, tile_layout
 from gpu.kernels.routing import SORTED_BLOCKS, sort_pairs
 from gpu.kernels.swiglu import gated
 from gpu.model.spec import Activation, Experts
@@ -123,7 +124,7 @@ def _packed_expert_tiles_kernel(
     HAS_FAR: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
     NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -142,19 +143,39 @@ def _packed_expert_tiles_kernel(
         token, is_pair = (pair // PAIRS_OF_ROW).to(tl.int64)[:, None], (place < end)[:, None]
         sums = tl.zeros([BLOCK_ROWS, BLOCK_PAIRS], tl.float32)
         up_sums = sums
+        none = tl.zeros([1, 1], tl.int32)
+        scale, zero = beside(scales, zeros, source, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK, KIND,
+                             False, AHEAD)  # fmt: skip
+        up_scale, up_zero = scale, zero
+        if GATES:
+            up_scale, up_zero = beside(scales, zeros, source + NUM_ROWS, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS,
+                                       ROW_BLOCK, KIND, False, AHEAD)  # fmt: skip
         for begin in tl.range(0, STEPS):
-            step = tl.zeros([1, 1], tl.int32) + begin
+            step = none + begin
+            now, zero_now, up_now, up_zero_now = scale, zero, up_scale, up_zero
+            if AHEAD > 0 and NUM_GROUPS > 1:
+                unit = (step + 1) * COLUMNS
+                scale, zero = beside(scales, zeros, source, unit, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK, KIND,
+                                     False, AHEAD)  # fmt: skip
+                if GATES:
+                    up_scale, up_zero = beside(scales, zeros, source + NUM_ROWS, unit, INNER, GROUP, NUM_GROUPS,
+                                               NUM_RUNS, ROW_BLOCK, KIND, False, AHEAD)  # fmt: skip
             sums = row_tile(
-                sums, x, words, scales, zeros, source, token, step, is_pair, INNER,
+                sums, x, words, scales, zeros, now, zero_now, source, token, step, is_pair, INNER,
                 INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-                RUN_UNITS, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                AHEAD, False, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
             )  # fmt: skip
             if GATES:
                 up_sums = row_tile(
-                    up_sums, x, words, scales, zeros, source + NUM_ROWS, token, step, is_pair, INNER,
+                    up_sums, x, words, scales, zeros, up_now, up_zero_now, source + NUM_ROWS, token, step, is_pair,
+                    INNER,
                     INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
-                    IS_EXACT, RUN_UNITS, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                    IS_EXACT, AHEAD, False, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
                 )  # fmt: skip
+        sums, up_sums = (
+            scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
+            scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
+        )
         _store_tile(
             tl.trans(sums), tl.trans(up_sums), shares, out, pair, row, place < end, NUM_ROWS, GATES, GELU
         )  # fmt: skip

@@ -73,6 +73,15 @@ def _low_half(both):
 
 
 @triton.jit
+def _signed_byte(words, SHIFT: tl.constexpr):
+    """float32 of the signed byte from bit SHIFT on. 128 more than it, below the bits of 2**23: an integer takes four
+    times as long to become a float by a conversion.
+    """
+    bits = ((words >> SHIFT).to(tl.int32) & 255) ^ 0x4B000080
+    return bits.to(tl.float32, bitcast=True) - (2.0**23 + 128.0)
+
+
+@triton.jit
 def run_of(runs, row, column, inside, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr):
     """What a run's scales and offsets are multiples of: both float16 numbers in a word."""
     return tl.load(runs + row * NUM_RUNS + column // (GROUP * NUM_GROUPS // NUM_RUNS), mask=inside, other=0)
@@ -81,8 +90,41 @@ def run_of(runs, row, column, inside, GROUP: tl.constexpr, NUM_GROUPS: tl.conste
 @triton.jit
 def group_of_run(scales, both, row, column, inside, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr):
     """Offset and scale of a group, float32, both exact: a number is `q * scale - offset`. both: of its run."""
-    pair = tl.load(scales + row * NUM_GROUPS + column // GROUP, mask=inside, other=0).to(tl.int32)
-    return _low_half(both >> 16) * (pair >> 8).to(tl.float32), _low_half(both) * ((pair << 24) >> 24).to(tl.float32)
+    pair = tl.load(scales + row * NUM_GROUPS + column // GROUP, mask=inside, other=0)
+    return group_of_pairs(pair, both, 0)
+
+
+@triton.jit
+def group_of_pairs(pairs, both, AT: tl.constexpr):
+    """As `group_of_run`, of the AT-th of the groups whose scales and offsets are in `pairs`."""
+    return _low_half(both >> 16) * _signed_byte(pairs, 16 * AT + 8), _low_half(both) * _signed_byte(pairs, 16 * AT)
+
+
+@triton.jit
+def beside(
+    scales, zeros, row, unit, INNER: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What stands beside the words of a unit, as it is stored: scales, and zero points or a run. AHEAD: groups of a
+    unit, whose pairs of bytes come in one load; 1 also where a unit, or a row, is part of a group; 0: nothing is loaded
+    here. Loads of fewer than 32 bits, and what no tensor core is given, are not copied ahead by Triton: so they are
+    made a turn of the loop before they are wanted.
+    """
+    inside = unit < INNER
+    scale, zero = unit, unit
+    if AHEAD > 0 and NUM_RUNS > 0:
+        if AHEAD == 4:
+            scales = scales.to(tl.pointer_type(tl.int64), bitcast=True)
+        elif AHEAD == 2:
+            scales = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        scale = tl.load(scales + row * (NUM_GROUPS // AHEAD) + unit // (GROUP * AHEAD), mask=inside, other=0)
+        zero = run_of(zeros, row, unit, inside, GROUP, NUM_GROUPS, NUM_RUNS)
+    elif AHEAD > 0:
+        if NUM_GROUPS == 1:
+            unit, inside = unit * 0, unit * 0 == 0
+        scale = tl.load(scales + (row // ROW_BLOCK) * NUM_GROUPS + unit // GROUP, mask=inside, other=0.0)
+        zero = zeros_of(zeros, row, unit, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
+    return scale, zero
 
 
 @triton.jit
@@ -131,9 +173,18 @@ def zeros_of(
 
 
 @triton.jit
-def exact_pairs(words, zero, PLACE: tl.constexpr, KIND: tl.constexpr):
+def no_byte(words, unit):
+    """int32 0, as a byte that is never loaded, for assembly that does not look at it. Triton gives a thread eight
+    neighbouring columns where numbers come of bytes, and four where it sees none; eight are one load from shared
+    memory, of words and of tokens. unit: not below 0.
+    """
+    return tl.load(words.to(tl.pointer_type(tl.int8), bitcast=True) + unit, mask=unit < 0, other=0).to(tl.int32)
+
+
+@triton.jit
+def exact_pairs(words, zero, byte, PLACE: tl.constexpr, KIND: tl.constexpr):
     """bf16 `[.., words, 2]`: the numbers of both halves of words at a place, less `zero` (which broadcasts), not yet
-    scaled. zero: int32, of FP8 not looked at.
+    scaled. zero: int32, of FP8 not looked at; byte: of `no_byte`.
     """
     PLACES: tl.constexpr = 4 if KIND == 4 else 2
     if _INTERPRETED:  # which knows no assembly
@@ -146,24 +197,44 @@ def exact_pairs(words, zero, PLACE: tl.constexpr, KIND: tl.constexpr):
         if KIND == 4:
             less = tl.broadcast_to(_less_of_128(zero), words.shape)
             both = tl.inline_asm_elementwise(
-                _FOUR, "=r,r,r,r", [words >> (4 * PLACE), less, one], dtype=tl.int32, is_pure=True, pack=1
+                _FOUR, "=r,r,r,r,r", [words >> (4 * PLACE), less, one, byte], dtype=tl.int32, is_pure=True, pack=1
             )
         elif KIND == 8:
             less = tl.broadcast_to(_less_of_128(zero & 15), words.shape)
             more = tl.broadcast_to(_less_of_128(zero >> 4), words.shape)
             sixteen = tl.full(words.shape, 0x41804180, tl.int32)
             both = tl.inline_asm_elementwise(
-                _EIGHT, "=r,r,r,r,r,r", [words >> (8 * PLACE), less, more, one, sixteen],
+                _EIGHT, "=r,r,r,r,r,r,r", [words >> (8 * PLACE), less, more, one, sixteen, byte],
                 dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
         else:
             highest = tl.full(words.shape, 0x7B807B80, tl.int32)
             both = tl.inline_asm_elementwise(
-                _FLOAT, "=r,r,r", [words << (8 - 8 * PLACE), highest], dtype=tl.int32, is_pure=True, pack=1
+                _FLOAT, "=r,r,r,r", [words << (8 - 8 * PLACE), highest, byte], dtype=tl.int32, is_pure=True, pack=1
             )
-        low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        low, high = _halves(both)
     return tl.join(low, high)
+
+
+@triton.jit
+def ones_like(words, byte):
+    """bf16 `[.., words, 2]` of ones, in registers as numbers of these words are: a second operand of tokens that is
+    wanted in two ways is not copied ahead.
+    """
+    if _INTERPRETED:
+        low = tl.full(words.shape, 1.0, tl.bfloat16)
+        return tl.join(low, low)
+    ones = tl.inline_asm_elementwise(
+        "mov.b32 $0, 0x3F803F80;", "=r,r,r", [words, byte], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+    low, high = _halves(ones)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _halves(both):
+    """bf16 in the lower and the upper bits of words."""
+    return both.to(tl.int16).to(tl.bfloat16, bitcast=True), (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

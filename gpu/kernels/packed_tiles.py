@@ -19,7 +19,19 @@ from torch import Tensor
 
 from gpu.kernels.arguments import INTERPRETED
 from gpu.kernels.packed import Packed
-from gpu.kernels.packed_numbers import exact_pairs, group_of_run, layout, run_of, scales_of, widened, zeros_of
+from gpu.kernels.packed_numbers import (
+    beside,
+    exact_pairs,
+    group_of_pairs,
+    group_of_run,
+    layout,
+    no_byte,
+    ones_like,
+    run_of,
+    scales_of,
+    widened,
+    zeros_of,
+)
 from gpu.kernels.swiglu import gated, swiglu
 from gpu.kernels.words import RUN_COLUMNS, UNIT_WORDS
 from gpu.model.matrix_format import unit_columns
@@ -35,7 +47,8 @@ _UNIT, _RUN = tl.constexpr(UNIT_WORDS), tl.constexpr(RUN_COLUMNS)
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """splits: parts of a row's columns that warps share; 1: tiles have no third axis, which Hopper's widest product
-    asks for.
+    asks for. unroll: of the loop over columns. totals: zero points multiply sums of tokens, by a product with ones, and
+    are loaded ahead; else they are taken off numbers.
     """
 
     tokens: int
@@ -43,16 +56,18 @@ class Tiles:
     splits: int
     num_warps: int
     num_stages: int
+    unroll: int = 1
+    totals: bool = False
 
 
-def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype) -> Tiles:
-    """rows: of the result."""
+def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, bits: int) -> Tiles:
+    """rows: of the result. A turn of the loop over columns costs as much as half a unit of 8 bits: it has two."""
     if dtype != torch.bfloat16:  # products of float32 are not for speed
         return Tiles(8, 16, 2, 4, 1) if tokens <= MOST_GATED else Tiles(16, 16, 1, 4, 1)
     at_once, has_many = max(8, triton.next_power_of_2(tokens)), rows >= MANY_ROWS
     if at_once == 8 or (at_once <= MOST_FEW and not has_many):
         splits = 8 if inner > WIDE_INNER and at_once < MOST_FEW else 4
-        return Tiles(at_once, 16, splits, splits, 3)
+        return Tiles(at_once, 16, splits, splits, 3, unroll=2 if bits == 8 else 1)
     if has_many:
         return Tiles(min(64, at_once), 128, 1, 8, 3)
     at_once = min(32 if tokens <= 64 else 64, at_once)
@@ -61,14 +76,19 @@ def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype) -> Tiles:
 
 @triton.jit
 def row_tile(
-    sums, x, words, scales, zeros, row, token, step, is_token, x_stride,
+    sums, x, words, scales, zeros, scale, zero, row, token, step, is_token, x_stride,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, TOTALS: tl.constexpr,
+    DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """sums, and the products of a unit of columns for each split."""
+    """sums, and the products of a unit of columns for each split. scale, zero: what stands `beside` it; scales of
+    whole rows are left to `scaled`.
+    """
     PLACES: tl.constexpr = 4 if KIND == 4 else 2
+    IS_WHOLE: tl.constexpr = NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS
+    HAS_TOTAL: tl.constexpr = HAS_ZEROS and TOTALS and AHEAD == 1
+    MIDDLE: tl.constexpr = 8 if KIND == 4 else 128
     if SPLITS > 1:
         word, column = tl.arange(0, _UNIT)[None, None, :], tl.arange(0, _RUN)[None, None, :]
     else:
@@ -76,9 +96,10 @@ def row_tile(
     unit = step * COLUMNS
     packed = tl.load(words + row * NUM_WORDS + step * _UNIT + word, mask=unit < INNER, other=0,
                      eviction_policy="evict_first")  # fmt: skip
-    part = tl.zeros_like(sums)
-    if IS_EXACT and NUM_RUNS > 0 and RUN_UNITS > 0:
-        run = run_of(zeros, row, unit, unit < INNER, GROUP, NUM_GROUPS, NUM_RUNS)
+    part = sums if IS_WHOLE else tl.zeros_like(sums)
+    total = tl.zeros_like(sums)
+    if IS_EXACT:
+        byte = no_byte(words, unit)
     for PLACE in tl.static_range(PLACES):
         first = unit + PLACE * _RUN
         group = first if IS_FINE else unit
@@ -86,10 +107,12 @@ def row_tile(
         values = tl.permute(values, (0, 2, 1)) if SPLITS > 1 else tl.trans(values)
         values = values.to(DTYPE)
         if IS_EXACT:
-            zero = packed if KIND == 0 else group.to(tl.int32) * 0
-            if KIND != 0 and NUM_RUNS == 0:
-                zero = zeros_of(zeros, row, group, group < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
-            pairs = exact_pairs(packed, zero, PLACE, KIND)
+            less = tl.zeros([1] * len(packed.shape), tl.int32)
+            if HAS_ZEROS and not HAS_TOTAL:
+                less = zeros_of(zeros, row, group, group < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
+            elif NUM_RUNS == 0:
+                less += MIDDLE
+            pairs = exact_pairs(packed, less, byte, PLACE, KIND)
         else:
             each = first + 2 * word
             less, gain = scales_of(
@@ -103,18 +126,33 @@ def row_tile(
         else:
             numbers = pairs.reshape(BLOCK_ROWS, _RUN).to(DTYPE)
         part = tl.dot(numbers, values, part, input_precision="ieee")
+        if HAS_TOTAL or (IS_EXACT and NUM_RUNS > 0):
+            ones = ones_like(packed, byte).reshape(numbers.shape).to(DTYPE)
+            total = tl.dot(ones, values, total, input_precision="ieee")
         if IS_EXACT and NUM_RUNS > 0:
-            if RUN_UNITS == 0:
+            if AHEAD == 0:
                 run = run_of(zeros, row, first, first < INNER, GROUP, NUM_GROUPS, NUM_RUNS)
-            offset, scale = group_of_run(scales, run, row, first, first < INNER, GROUP, NUM_GROUPS)
-            total = tl.dot(tl.full(numbers.shape, 1.0, DTYPE), values, tl.zeros_like(sums), input_precision="ieee")
-            sums += part * scale - total * offset
+                offset, gain = group_of_run(scales, run, row, first, first < INNER, GROUP, NUM_GROUPS)
+            else:
+                offset, gain = group_of_pairs(scale, zero, PLACE * AHEAD // PLACES)
+            sums += part * gain
+            sums -= total * offset
+            part, total = tl.zeros_like(sums), tl.zeros_like(sums)
+        elif IS_EXACT and not IS_WHOLE and (IS_FINE or PLACE == PLACES - 1):
+            if AHEAD == 0:
+                at = (row // ROW_BLOCK) * NUM_GROUPS + group // GROUP
+                scale = tl.load(scales + at, mask=group < INNER, other=0.0)
+            if HAS_TOTAL:
+                part += total * (MIDDLE - zero).to(tl.float32)
+            sums += part * scale.to(tl.float32)
             part = tl.zeros_like(sums)
-        elif IS_EXACT and (IS_FINE or PLACE == PLACES - 1):
-            at = (row // ROW_BLOCK) * NUM_GROUPS + group // GROUP
-            sums += part * tl.load(scales + at, mask=group < INNER, other=0.0).to(tl.float32)
-            part = tl.zeros_like(sums)
-    return sums + part
+    return part if IS_WHOLE else sums + part
+
+
+@triton.jit
+def scaled(sums, scale, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """Sums of `row_tile`, where a row has one scale and no zero point: that is `beside` its first unit."""
+    return sums * scale.to(tl.float32) if NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS else sums
 
 
 @triton.jit
@@ -122,9 +160,9 @@ def _packed_tiles_kernel(
     x, words, scales, zeros, residual, out, num_tokens, num_rows, x_stride, residual_stride,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, TOTALS: tl.constexpr,
     GATES: tl.constexpr, GELU: tl.constexpr, ADDS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -142,18 +180,37 @@ def _packed_tiles_kernel(
         split = tl.zeros([1, 1], tl.int32)
         sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     up_sums = sums
-    for begin in tl.range(0, STEPS, SPLITS):
+    scale, zero = beside(scales, zeros, source_row, split * COLUMNS, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
+                         KIND, HAS_ZEROS and TOTALS, AHEAD)  # fmt: skip
+    up_scale, up_zero = scale, zero
+    if GATES:
+        up_scale, up_zero = beside(scales, zeros, source_row + num_rows, split * COLUMNS, INNER, GROUP, NUM_GROUPS,
+                                   NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS and TOTALS, AHEAD)  # fmt: skip
+    for begin in tl.range(0, STEPS, SPLITS, loop_unroll_factor=UNROLL):
+        now, zero_now, up_now, up_zero_now = scale, zero, up_scale, up_zero
+        if AHEAD > 0 and NUM_GROUPS > 1:
+            unit = (begin + SPLITS + split) * COLUMNS
+            scale, zero = beside(scales, zeros, source_row, unit, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK, KIND,
+                                 HAS_ZEROS and TOTALS, AHEAD)  # fmt: skip
+            if GATES:
+                up_scale, up_zero = beside(scales, zeros, source_row + num_rows, unit, INNER, GROUP, NUM_GROUPS,
+                                           NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS and TOTALS, AHEAD)  # fmt: skip
         sums = row_tile(
-            sums, x, words, scales, zeros, source_row, source_token, begin + split, is_token, x_stride,
+            sums, x, words, scales, zeros, now, zero_now, source_row, source_token, begin + split, is_token, x_stride,
             INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-            RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
+            AHEAD, TOTALS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
         )  # fmt: skip
         if GATES:
             up_sums = row_tile(
-                up_sums, x, words, scales, zeros, source_row + num_rows, source_token, begin + split, is_token,
-                x_stride, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
-                IS_EXACT, RUN_UNITS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
+                up_sums, x, words, scales, zeros, up_now, up_zero_now, source_row + num_rows, source_token,
+                begin + split, is_token, x_stride,
+                INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
+                AHEAD, TOTALS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
             )  # fmt: skip
+    sums, up_sums = (
+        scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
+        scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
+    )
     result = tl.sum(sums, 0) if SPLITS > 1 else sums
     if GATES:
         result = gated(result, tl.sum(up_sums, 0) if SPLITS > 1 else up_sums, GELU)
@@ -167,12 +224,23 @@ def _packed_tiles_kernel(
 
 def tile_layout(packed: Packed) -> dict[str, object]:
     """What `row_tile` must know of a matrix while it is compiled."""
-    unit = unit_columns(packed.bits)
+    is_exact = packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0
     is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
     return {
-        **layout(packed), "IS_EXACT": packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0,
-        "RUN_UNITS": 0 if packed.run % unit else packed.run // unit, "DTYPE": tl.bfloat16 if is_narrow else tl.float32,
+        **layout(packed), "IS_EXACT": is_exact, "AHEAD": groups_ahead(packed) if is_exact else 0,
+        "DTYPE": tl.bfloat16 if is_narrow else tl.float32,
     }  # fmt: skip
+
+
+def groups_ahead(packed: Packed) -> int:
+    """Of a unit's groups, whose scales are loaded at once (`packed_numbers.beside`): 0 where they are not."""
+    columns, groups = unit_columns(packed.bits), packed.scales.shape[1]
+    if groups == 1 and packed.runs is None:
+        return 1
+    of_unit = max(1, columns // packed.group)
+    if max(columns, packed.group) % min(columns, packed.group) or packed.run % columns:
+        return 0
+    return of_unit if groups % of_unit == 0 and (of_unit == 1 or packed.runs is not None) else 0
 
 
 def tensors_of(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +259,7 @@ def packed_tiles(
         return swiglu(packed_tiles(x, packed, None, None, packed.dtype), activation).to(dtype)
     gates = activation is not None
     tokens, num_rows = len(x), packed.rows // (2 if gates else 1)
-    tiles = tiles_for(tokens, num_rows, packed.inner, packed.dtype)
+    tiles = tiles_for(tokens, num_rows, packed.inner, packed.dtype, packed.bits)
     x = x if x.stride(1) == 1 else x.contiguous()
     if tiles.splits == 1:
         x = x.to(packed.dtype)  # as wide rows would not fit beside one another
@@ -200,6 +268,7 @@ def packed_tiles(
     _packed_tiles_kernel[(triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, tiles.tokens))](
         x, *tensors_of(packed), residual, out, tokens, num_rows, x.stride(0), stride, **tile_layout(packed),
         GATES=gates, GELU=activation == "gelu_tanh", ADDS_RESIDUAL=added is not None, BLOCK_TOKENS=tiles.tokens,
-        BLOCK_ROWS=tiles.rows, SPLITS=tiles.splits, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        BLOCK_ROWS=tiles.rows, SPLITS=tiles.splits, UNROLL=tiles.unroll, TOTALS=tiles.totals,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 
 import bench.matrices
-from bench.matrices import matrix_rows
+from bench.matrices import matrix_rows, prefill_rows
 from bench.rows import GateError, Row
 from gpu.model.projections import Projections
 
@@ -25,6 +25,18 @@ def test_each_kind_and_batch_has_a_row_beside_the_library(monkeypatch: pytest.Mo
     assert all(row.ms > 0 and row.peer_ms for row in rows)
     weights = 256 * (4 + 2 * 2) * 64 + 256 * 256 + 3 * 256 * 512
     assert rows[0].config["bytes"] == 2 * weights
+
+
+def test_a_prompt_has_a_row_for_each_kind_beside_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.matrices, "measure_device_rates", lambda device: {})
+    seen: list[int] = []
+    right = Projections.qkv
+    monkeypatch.setattr(Projections, "qkv", lambda self, layer, x: seen.append(len(x)) or right(self, layer, x))
+    rows = prefill_rows("tiny", 500, 200, ("bfloat16", "int4"), CPU, Console(quiet=True))
+    assert [row.shape for row in rows] == [f"tiny {kind}, prefill of 500 tokens" for kind in ("bfloat16", "int4")]
+    assert all(row.ms > 0 and row.peer_ms == rows[0].peer_ms for row in rows)
+    assert rows[0].extras["widening_bytes"] == 0
+    assert set(seen) == {1, 5, 200, 100}  # the gate's two, and units
 
 
 def test_a_product_that_is_wrong_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

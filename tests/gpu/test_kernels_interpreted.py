@@ -42,6 +42,8 @@ SELECTED = " or ".join(
         "(test_kernels_packed and cpu-float32 and (-1-int8-zeros or -1-int4-small or -17-int4-runs))",
         "(test_kernels_packed and (int8-zeros-float32-cpu or fp8-blocks-float32-cpu or int4-runs-float32-cpu))",
         "(test_kernels_packed and cpu-float32 and (-2-int4-runs or -2-int8-runs or -1-int8-run-each))",
+        "(test_kernels_packed and cpu-float32 and -1-fp8-rows)",
+        "(test_kernels_packed and every_make and float32-cpu and (int4-zeros or fp8-rows))",
         "(test_kernels_fetch_experts and (cpu or any_choice))",
         "(test_kernels_far_experts and (cpu-float32 and (plain or rows-2-int4-)) or may_lie_far or is_named)",
         "(test_kernels_fused and cpu and float32 and not shape3)",

@@ -8,6 +8,7 @@ import torch
 
 from gpu.kernels.arguments import INTERPRETED
 from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
+from gpu.kernels.packed_tiles import Tiles, groups_ahead
 from gpu.kernels.words import pack_words, unpack_words
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
@@ -66,6 +67,24 @@ def test_a_product_is_that_of_the_numbers_and_adds_the_residual(name, tokens, dt
     assert torch.equal(residual, before)
     x[:, int((np.abs(wide(x)).max(0) * np.linalg.norm(drawn.wanted, axis=0)).argmax())] = 0
     assert distance(packed_linear(x, drawn.packed), product) > KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "tiles", [Tiles(8, 16, 2, 4, 1, 2), Tiles(8, 16, 2, 4, 1, 2, totals=True), Tiles(8, 16, 1, 4, 1, totals=True)],
+    ids=["unrolled", "unrolled-totals", "totals"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [*(name for name in MATRICES if "zeros" in name), "int4-small", "fp8-rows", "int4-runs"]
+)
+def test_tiles_of_every_make_give_the_product(name, tiles, dtype, device, monkeypatch):
+    if dtype == torch.bfloat16:
+        tiles = replace(tiles, num_warps=tiles.splits if tiles.splits > 1 else 4, num_stages=3)
+    monkeypatch.setattr("gpu.kernels.packed_tiles.tiles_for", lambda *_: tiles)
+    drawn, x, _, residual = _arguments(name, 5, dtype, device)
+    wanted = wide(x) @ drawn.wanted.T + wide(residual)
+    assert distance(packed_linear(x, drawn.packed, residual), wanted) < KERNEL_TOLERANCE[dtype]
 
 
 @each
@@ -148,6 +167,15 @@ def test_more_tokens_than_the_kernel_takes_are_multiplied_all_the_same(dtype, de
     assert distance(packed_logits(x, drawn.packed), product) < KERNEL_TOLERANCE[dtype]
     normed = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ drawn.wanted.T
     assert distance(packed_norm_linear(x, gain, NORM_EPS, drawn.packed, None), normed) < CHAIN_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"),
+    [("int4", 0), ("int4-zeros", 1), ("int4-small", 1), ("fp8-rows", 1), ("fp8-blocks", 1), ("int4-runs", 4),
+     ("int8-runs", 4), ("int8-run-each", 0)],
+)  # fmt: skip
+def test_scales_are_loaded_ahead_where_a_unit_has_all_of_a_word(name, at_once):
+    assert groups_ahead(draw_packed(*MATRICES[name], torch.float32, "cpu", RUNS.get(name)).packed) == at_once
 
 
 def test_every_fp8_number_is_the_one_that_its_byte_means():
