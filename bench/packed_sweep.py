@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from bench.gpu_kernels_sweep import graph_us, measured_bytes_per_s, relative_err
 from gpu.kernels import packed_tiles
 from gpu.kernels.packed import BITS, Packed
 from gpu.kernels.packed_linear import unpack
-from gpu.kernels.packed_tiles import MOST_GATED, Tiles, tiles_for
+from gpu.kernels.packed_tiles import MOST_GATED, Tiles, is_short, tiles_for
 from gpu.kernels.words import pack_words
 from gpu.model.gguf.kinds import format_of
 from gpu.model.matrix_format import ROUNDED, MatrixFormat
@@ -46,8 +47,9 @@ def candidates(kind: str, name: str, tokens: int) -> list[Tiles]:
     """What is served first."""
     rows, inner = SHAPES[name]
     activation = _activation(name, tokens)
-    bits = BITS[format_for(kind).kind]
-    served = tiles_for(tokens, rows // 2 if activation else rows, inner, torch.bfloat16, bits)
+    stored = format_for(kind)
+    unrolls = is_short(BITS[stored.kind], stored.group or inner)
+    served = tiles_for(tokens, rows // 2 if activation else rows, inner, torch.bfloat16, unrolls)
     found, at_once = [served], max(8, triton.next_power_of_2(tokens))
     if tokens <= 8:
         found += [Tiles(8, 16, splits, splits, stages, unroll)
@@ -60,7 +62,7 @@ def candidates(kind: str, name: str, tokens: int) -> list[Tiles]:
     else:
         found += [Tiles(min(32, at_once), 64, 1, 4, 4), Tiles(min(64, at_once), 64, 1, 4, 3),
                   Tiles(min(64, at_once), 64, 1, 4, 4), Tiles(min(64, at_once), 128, 1, 8, 3),
-                  Tiles(min(64, at_once), 128, 1, 8, 4), Tiles(min(64, at_once), 128, 1, 4, 3)]  # fmt: skip
+                  Tiles(min(64, at_once), 128, 1, 8, 4)]  # fmt: skip
     return list(dict.fromkeys(found))
 
 
@@ -113,7 +115,7 @@ def compile_cases(cases: list[Case]) -> int:
     return failed
 
 
-def sweep(kind: str, name: str, tokens: int, bytes_per_s: float, device: torch.device) -> Iterator[dict[str, object]]:
+def sweep(kind: str, name: str, tokens: int, bytes_per_s: float, device: torch.device) -> Iterator[dict[str, Any]]:
     rows, inner = SHAPES[name]
     first = draw(kind, rows, inner, device)
     matrices = [first, *(draw(kind, rows, inner, device) for _ in range(COLD_BYTES // first.nbytes))]
@@ -136,53 +138,62 @@ def sweep(kind: str, name: str, tokens: int, bytes_per_s: float, device: torch.d
                "floor_us": first.nbytes / bytes_per_s * 1e6}  # fmt: skip
 
 
-def spell(tiles: dict[str, object]) -> str:
+def spell(tiles: dict[str, Any]) -> str:
     """Tokens x rows, splits, warps, stages, and what is not the usual."""
     text = f"{tiles['tokens']}x{tiles['rows']} s{tiles['splits']} w{tiles['num_warps']} st{tiles['num_stages']}"
     return text + (f" u{tiles['unroll']}" if tiles["unroll"] != 1 else "") + (" totals" if tiles["totals"] else "")
+
+
+def sweep_layer(kind: str, tokens: int, bytes_per_s: float, device: torch.device) -> list[dict[str, Any]]:
+    """All rows of a layer's matrices; prints the fastest."""
+    rows, served_us, best_us, floor_us = [], 0.0, 0.0, 0.0
+    for name in SHAPES:
+        found = list(sweep(kind, name, tokens, bytes_per_s, device))
+        if not found:
+            continue
+        served, ranked = found[0], sorted(found, key=lambda row: row["us"])
+        rows += found
+        served_us, best_us = served_us + served["us"], best_us + ranked[0]["us"]
+        floor_us += served["floor_us"]
+        best = "; ".join(f"{spell(row['tiles'])} {row['us']:.1f}" for row in ranked[:3])
+        print(f"{kind:5} {tokens:3} {name:8} first {spell(served['tiles'])} {served['us']:6.1f} us, floor "
+              f"{served['floor_us']:5.1f}; best {best}", flush=True)  # fmt: skip
+    print(
+        f"{kind:5} {tokens:3} layer    first {served_us:.1f}, best {best_us:.1f}, floor {floor_us:.1f} us", flush=True
+    )
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default="int4,fp8,Q4_K", help=f"of {', '.join(KINDS)}, with commas")
     parser.add_argument("--batch", default="1,16,64", help="tokens, with commas")
-    parser.add_argument("--seconds", type=float, default=120.0, help="no matrix is begun after so many")
+    parser.add_argument("--seconds", type=float, default=120.0, help="no number of tokens is begun after so many")
     parser.add_argument("--json", default=None, help="write all rows to this file")
     asked = parser.parse_args()
     began, kinds, batches = time.perf_counter(), asked.kinds.split(","), [int(one) for one in asked.batch.split(",")]
     if not set(kinds) <= set(KINDS):
         parser.error(f"--kinds: got {asked.kinds}; wanted some of {', '.join(KINDS)}")
-    cases = [(kind, name, tokens, tiles) for tokens in batches for kind in kinds for name in SHAPES
-             for tiles in candidates(kind, name, tokens)]  # fmt: skip
-    workers = min(len(cases), max(1, (os.cpu_count() or 2) - 2))
-    with multiprocessing.get_context("fork").Pool(workers) as pool:  # before this process has a context
-        failed = sum(pool.map(compile_cases, [[case] for case in cases], chunksize=1))
-    print(f"{len(cases)} tiles compiled in {time.perf_counter() - began:.0f} s, {failed} do not fit", flush=True)
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    pool = multiprocessing.get_context("fork").Pool(workers)  # before this process has a context
     device, rows = torch.device("cuda"), []
     torch.manual_seed(0)
-    bytes_per_s = measured_bytes_per_s()
+    bytes_per_s = 0.0
     for tokens in batches:
+        if time.perf_counter() - began > asked.seconds:
+            print(f"{tokens} tokens: out of time")
+            break
+        cases = [(kind, name, tokens, tiles) for kind in kinds for name in SHAPES
+                 for tiles in candidates(kind, name, tokens)]  # fmt: skip
+        failed = sum(pool.map(compile_cases, [[case] for case in cases], chunksize=1))
+        seconds = time.perf_counter() - began
+        print(
+            f"{len(cases)} tiles for {tokens} tokens compiled, {failed} do not fit, {seconds:.0f} s so far", flush=True
+        )
+        bytes_per_s = bytes_per_s or measured_bytes_per_s()
         for kind in kinds:
-            sums = [0.0, 0.0, 0.0]
-            for name in SHAPES:
-                if time.perf_counter() - began > asked.seconds:
-                    print(f"{kind} {name} {tokens}: out of time")
-                    continue
-                found = list(sweep(kind, name, tokens, bytes_per_s, device))
-                if not found:
-                    continue
-                rows += found
-                served, ranked = found[0], sorted(found, key=lambda row: row["us"])
-                for index, row in enumerate((served, ranked[0])):
-                    sums[index] += row["us"]
-                sums[2] += served["floor_us"]
-                tell = "; ".join(f"{spell(row['tiles'])} {row['us']:.1f}" for row in ranked[:3])
-                print(f"{kind:5} {tokens:3} {name:8} served {spell(served['tiles'])} {served['us']:6.1f} us, floor "
-                      f"{served['floor_us']:5.1f}; best {tell}", flush=True)  # fmt: skip
-            print(
-                f"{kind:5} {tokens:3} layer    served {sums[0]:.1f}, best {sums[1]:.1f}, floor {sums[2]:.1f} us",
-                flush=True,
-            )
+            rows += sweep_layer(kind, tokens, bytes_per_s, device)
+    pool.terminate()
     if asked.json:
         with open(asked.json, "w", encoding="utf-8") as file:
             json.dump(rows, file)

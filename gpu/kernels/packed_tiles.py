@@ -7,7 +7,8 @@ and rounded once. Up to MOST_FEW tokens: a program has few rows, and its warps s
 themselves, so that a small matrix fills the device; up to MOST_GATED with SwiGLU fused in. More: a program has many
 rows, and the tokens of a tile are loaded once for all of them. It refuses to know checkpoints. Invariant: a program
 owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero
-points once for each tile of tokens.
+points once for each tile of tokens. Scales are loaded a turn of the loop before they are wanted
+(`packed_numbers.beside`), those of whole rows multiply once.
 """
 
 from dataclasses import dataclass
@@ -60,18 +61,25 @@ class Tiles:
     totals: bool = False
 
 
-def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, bits: int) -> Tiles:
-    """rows: of the result. A turn of the loop over columns costs as much as half a unit of 8 bits: it has two."""
+def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: bool) -> Tiles:
+    """rows: of the result. is_short: whether a unit takes hardly more than a turn of the loop over columns costs; a
+    turn has two of them then.
+    """
     if dtype != torch.bfloat16:  # products of float32 are not for speed
         return Tiles(8, 16, 2, 4, 1) if tokens <= MOST_GATED else Tiles(16, 16, 1, 4, 1)
     at_once, has_many = max(8, triton.next_power_of_2(tokens)), rows >= MANY_ROWS
     if at_once == 8 or (at_once <= MOST_FEW and not has_many):
         splits = 8 if inner > WIDE_INNER and at_once < MOST_FEW else 4
-        return Tiles(at_once, 16, splits, splits, 3, unroll=2 if bits == 8 else 1)
+        return Tiles(at_once, 16, splits, splits, 3, unroll=2 if is_short else 1)
     if has_many:
         return Tiles(min(64, at_once), 128, 1, 8, 3)
     at_once = min(32 if tokens <= 64 else 64, at_once)
     return Tiles(at_once, 64, 1, 4, 4 if at_once < 64 else 3)
+
+
+def is_short(bits: int, group: int) -> bool:
+    """Whether a unit has few columns, and scales of which none is wanted for each number."""
+    return bits == 8 and group % RUN_COLUMNS == 0
 
 
 @triton.jit
@@ -259,7 +267,7 @@ def packed_tiles(
         return swiglu(packed_tiles(x, packed, None, None, packed.dtype), activation).to(dtype)
     gates = activation is not None
     tokens, num_rows = len(x), packed.rows // (2 if gates else 1)
-    tiles = tiles_for(tokens, num_rows, packed.inner, packed.dtype, packed.bits)
+    tiles = tiles_for(tokens, num_rows, packed.inner, packed.dtype, is_short(packed.bits, packed.group))
     x = x if x.stride(1) == 1 else x.contiguous()
     if tiles.splits == 1:
         x = x.to(packed.dtype)  # as wide rows would not fit beside one another
