@@ -26,7 +26,7 @@ from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import centre_of, deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
+from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.fetch_experts import fetch_experts, list_experts
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
@@ -60,7 +60,7 @@ from gpu.methods.predicted.listing import list_blocks
 from gpu.methods.predicted.noting import note_step
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
-from gpu.model.experts import MOST_ALONE, ExpertMlp
+from gpu.model.experts import ExpertMlp
 from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
 from gpu.model.weights import ExpertWeights, allocate_packed
 from gpu.predictor.predict import PackedNetwork, predict_blocks
@@ -229,8 +229,13 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts, "silu",
                                far)  # fmt: skip
         down_rows(*product, down, x, experts, far)
+        for tokens in {max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS}:
+            x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
+            few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
+            product = gate_up_tiles(x, few, gate_up, experts, "silu")
+            down_tiles(product, few, down, x, experts)
         for mean in (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64):
-            tokens = max(MOST_ALONE + 1, mean * experts.num_experts // experts.per_token)
+            tokens = max(LEAST_PAIRS + 1, mean * experts.num_experts // experts.per_token)
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             pairs = pair_up(*choose(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts), experts,
                             stored is not None)  # fmt: skip
@@ -442,7 +447,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_unpack_kernel": _packed,
     "_router_logits_kernel": _experts,
     "_choose_kernel": _experts,
-    "_sort_pairs_kernel": _experts,
+    "_tile_pairs_kernel": _experts,
     "_gate_up_kernel": _experts,
     "_down_kernel": _experts,
     "_packed_gate_up_kernel": _experts,
