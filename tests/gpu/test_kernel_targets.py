@@ -31,7 +31,7 @@ from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.fetch_experts import fetch_experts, list_experts
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
-from gpu.kernels.head_norm import head_norm
+from gpu.kernels.head_norm import HeadNorms
 from gpu.kernels.kv_rows import read_rows, width_of, write_rows
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.merge_attended import merge_attended
@@ -103,13 +103,6 @@ def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
         swiglu(torch.empty(2, 2 * shape.intermediate, dtype=dtype, device="cuda"), activation)
 
 
-def _heads(shape: Architecture, dtype: torch.dtype) -> None:
-    heads = shape.num_heads, shape.num_kv_heads
-    qkv = torch.empty(2, (heads[0] + 2 * heads[1]) * shape.dim, dtype=dtype, device="cuda")
-    for norm in (torch.empty(shape.dim, dtype=dtype, device="cuda"), torch.empty(shape.dim, device="cuda")):
-        head_norm(qkv, norm, norm, 1e-5, *heads)
-
-
 def _stored(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """Of rows in pages, where this dtype computes."""
     return (dtype, torch.int8, torch.uint8) if dtype == torch.bfloat16 else (dtype,)
@@ -127,7 +120,11 @@ def _rope(shape: Architecture, dtype: torch.dtype) -> None:
     table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
     for stored in _stored(dtype):
         pages = _pages(shape, stored)
-        rope_kv_write(qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *pages, shape.num_heads)
+        for norm in (None, torch.empty(shape.dim, dtype=dtype, device="cuda"), torch.empty(shape.dim, device="cuda")):
+            norms = None if norm is None else HeadNorms(norm, norm, 1e-5)
+            rope_kv_write(
+                qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *pages, shape.num_heads, norms
+            )
 
 
 def _attention(shape: Architecture, dtype: torch.dtype) -> None:
@@ -433,7 +430,6 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_fetch_experts_kernel": _experts_in_host_memory,
     "_rms_norm_kernel": _norms,
     "_swiglu_kernel": _swiglu,
-    "_head_norm_kernel": _heads,
     "_rope_kv_write_kernel": _rope,
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
@@ -569,7 +565,7 @@ TARGETS = [
 
 
 FAMILY_KERNELS = (
-    "_head_norm_kernel", "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_gemv_kernel", "_swiglu_kernel",
+    "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_gemv_kernel", "_swiglu_kernel",
     "_balanced_kernel", "_match_kernel", "_complete_kernel", "_deposit_kernel", "_restore_kernel", "_sum_kernel",
     "_encode_kernel", "_query_sparse_kernel", "_block_sparse_kernel", "_pack_kernel", "_gather_pages_kernel",
     "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel", "_scattered_attention_kernel",
