@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu.kernels.arguments import check
 from gpu.kernels.expert_rows import Stored, check_experts
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, places_of
+from gpu.kernels.following import follow, following
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_tiles import row_tile, tensors_of, tile_layout
 from gpu.kernels.routing import SORTED_BLOCKS, keys_of, logit_of, take_experts, taking, tile_pairs
@@ -114,8 +115,9 @@ def _tiles_kernel(
     ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
     HAS_FAR: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    follow(FOLLOWS)
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
     if ROUTES:
         expert, taker = _find_tile(
@@ -166,8 +168,9 @@ def _packed_expert_tiles_kernel(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, RUN_UNITS: tl.constexpr, DTYPE: tl.constexpr,
     NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    follow(FOLLOWS)
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     if ROUTES:
         expert, taker = _find_tile(
@@ -206,8 +209,9 @@ def _packed_expert_tiles_kernel(
 @triton.jit
 def _sum_pairs_kernel(
     made, shares, residual, out, residual_stride, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr,
-    DIVIDES: tl.constexpr, BLOCK: tl.constexpr,
+    DIVIDES: tl.constexpr, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    follow(FOLLOWS)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -286,7 +290,8 @@ def down_tiles(
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
         made, tiles.shares, residual, out, residual.stride(0), HIDDEN=hidden, PER_TOKEN=experts.per_token,
-        DIVIDES=tiles.logits is not None and experts.is_normalised, BLOCK=block, num_warps=4,
+        DIVIDES=tiles.logits is not None and experts.is_normalised, BLOCK=block, **following(product),
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -304,6 +309,7 @@ def _launch(
         "ROUTES": routes, "BY_PAIR": routes and tiles.shares.numel() < experts.num_experts,
         "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, **taking(experts),
         "GATES": gates, "GELU": activation == "gelu_tanh", "BLOCK_PAIRS": tiles.per_tile,
+        **following(x, tiles.logits is not None and (far is None or not gates)),
     }  # fmt: skip
     if isinstance(stored, Packed) and isinstance(there, Packed):
         rows, num_warps, num_stages = PACKED_CONFIGS[tiles.per_tile, gates]

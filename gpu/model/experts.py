@@ -21,7 +21,7 @@ from gpu.model.spec import Activation, Experts
 from gpu.model.staged_experts import StagedExperts
 from gpu.model.weights import ExpertWeights
 
-MOST_ALONE = 4  # tokens whose products are of vectors: of more, experts that several take are read too often
+MOST_ALONE = 2  # tokens whose products are of vectors: of more, experts that several take are read too often
 
 
 class ExpertMlp:
