@@ -109,6 +109,24 @@ def _find_tile(
     return expert, pair
 
 
+@triton.jit
+def _own_tile(
+    logits, tile_experts, takers, shares, num_tokens, ROUTES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A program's, listed or found."""
+    tile = tl.program_id(1)
+    if ROUTES:
+        expert, taker = _find_tile(
+            logits, tile_experts, takers, shares, tile, num_tokens, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN,
+            IS_NORMALISED, BY_PAIR, BLOCK_PAIRS,
+        )  # fmt: skip
+    else:
+        expert, taker = _read_tile(tile_experts, takers, tile, BLOCK_PAIRS)
+    return expert, taker
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiles_kernel(
     x, weight, far, places, logits, tile_experts, takers, shares, out, num_tokens,
@@ -119,13 +137,10 @@ def _tiles_kernel(
 ):  # fmt: skip
     follow(FOLLOWS)
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
-    if ROUTES:
-        expert, taker = _find_tile(
-            logits, tile_experts, takers, shares, tl.program_id(1), num_tokens, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN,
-            IS_NORMALISED, BY_PAIR, BLOCK_PAIRS,
-        )  # fmt: skip
-    else:
-        expert, taker = _read_tile(tile_experts, takers, tl.program_id(1), BLOCK_PAIRS)
+    expert, taker = _own_tile(
+        logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
+        BY_PAIR, BLOCK_PAIRS,
+    )  # fmt: skip
     if expert >= 0:
         pair = tl.maximum(taker, 0)
         row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -172,13 +187,10 @@ def _packed_expert_tiles_kernel(
 ):  # fmt: skip
     follow(FOLLOWS)
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
-    if ROUTES:
-        expert, taker = _find_tile(
-            logits, tile_experts, takers, shares, tl.program_id(1), num_tokens, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN,
-            IS_NORMALISED, BY_PAIR, BLOCK_PAIRS,
-        )  # fmt: skip
-    else:
-        expert, taker = _read_tile(tile_experts, takers, tl.program_id(1), BLOCK_PAIRS)
+    expert, taker = _own_tile(
+        logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
+        BY_PAIR, BLOCK_PAIRS,
+    )  # fmt: skip
     if expert >= 0:
         pair = tl.maximum(taker, 0)
         row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
