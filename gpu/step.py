@@ -32,7 +32,9 @@ class Lane(Enum):
     """Steps of one lane are carried out in the order of their launches; those of two run side by side.
 
     HOST: of rows that wait for the host's answers. DEVICE: of what needs the device alone: units, and other rows. All
-    of a plan goes in its one lane, and where there is but one that is DEVICE.
+    of a plan goes in its one lane, and where there is but one that is DEVICE. Steps in which some row asks have one set
+    of buffers, whatever their lane, and those in which none does have another: where such steps change lanes, the first
+    in the new one is fenced, or the last in the old one over.
     """
 
     DEVICE = "device"
