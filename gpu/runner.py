@@ -312,6 +312,7 @@ class Runner:
             self._prefill.add(job)
         draws = not plan.masked_slots
         assert draws or len(plan.decode) <= 1, "runner: masked slots, and a second group whose logits take the place"
+        self.dense.gives_way = plan.gives_way
         finished, units = self._launch_units(plan.units, draws)
         failures |= self._prefill.take_failures()
         self._failures |= failures

@@ -10,6 +10,8 @@ import torch
 
 from gpu.in_flight import InFlight
 from gpu.lanes import LaneStreams, StepBuffers
+from gpu.prefill.dense import Dense
+from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import DecodeGroup, HostAsk, Lane, PageWrite, PrefillJob, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
 from tests.gpu.test_asking_ahead import PATIENCE_S, PROMPTS, SHORT, keep_on_the_device, launch_next, tokens_of, warm_up
@@ -119,6 +121,22 @@ def test_on_cuda_what_needs_the_device_alone_goes_on_while_rows_wait_for_the_hos
     for step in (waiting, fenced):
         assert tokens_of(step)[0] == {}
     twins.deposits.shutdown()
+
+
+def test_units_attend_as_their_plan_says_that_they_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins, seen, attend = Twins(), [], Dense.attend
+
+    def watched(dense: Dense, query: PrefillQuery) -> Attended:
+        seen.append(dense.gives_way)
+        return attend(dense, query)
+
+    monkeypatch.setattr(Dense, "attend", watched)
+    for slot, gives_way in enumerate((True, False)):
+        job = PrefillJob(slot, [replace(*prefill_prompts([SHORT]), slot=slot)])
+        pages = [PageWrite(slot, 0, [twins._free.pop() for _ in range(2)])]
+        units = layer_units(job, 512, NUM_LAYERS)
+        twins.deposits.launch(StepPlan(page_writes=pages, new_jobs=[job], units=units, gives_way=gives_way)).collect()
+    assert seen == [True] * NUM_LAYERS + [False] * NUM_LAYERS
 
 
 @pytest.mark.parametrize("device", DEVICES)
