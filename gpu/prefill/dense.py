@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.attention import default_kernel, has_flash, prefill_attention, scattered_attention
 from gpu.prefill.choice import Choice, choose_kernel
-from gpu.prefill.pieces import attend_in_pieces, key_seconds, longest_piece
+from gpu.prefill.pieces import attend_in_pieces, compile_merges, key_seconds, longest_piece
 from gpu.prefill.query import Attended, PrefillQuery
 from transfer.measured import keep_measured, measured_path
 
@@ -36,6 +36,7 @@ class Dense(PrefillSide):
         if not has_flash(keys):
             return
         self.choice = choice = choose_kernel(keys, values, num_heads, chunk_tokens)
+        compile_merges(num_heads, keys.shape[2], keys.dtype, keys.device)
         flop_s = 1e12 * choice.tflop_s[choice.kernel(chunk_tokens, keys.shape[1])]
         num_sms = torch.cuda.get_device_properties(keys.device).multi_processor_count
         self._key_seconds = key_seconds(flop_s, keys.shape[2], num_sms)

@@ -98,6 +98,16 @@ def _merge_pieces(
     return Attended(*merge_attended([*outs, before.out], [*lses, before.partial_lse], dtype))
 
 
+def compile_merges(num_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Of every number of pieces that are merged at once, from and to what may be: now, not in a prompt."""
+    outs = torch.zeros(MERGED_PIECES + 1, LEAST_QUERIES, num_heads, dim, dtype=dtype, device=device)
+    lses = torch.zeros(MERGED_PIECES + 1, num_heads, LEAST_QUERIES, device=device).transpose(1, 2)
+    for count in range(1, MERGED_PIECES + 1):
+        for last in (outs[-1], outs[-1].float()):
+            for to in {dtype, torch.float32} if count == MERGED_PIECES else (dtype,):
+                merge_attended([*outs[:count], last], [*lses[:count], lses[-1]], to)
+
+
 def cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scale: float) -> Attended:
     """Queries `[tokens, heads, dim]` to all keys `[kv_heads, context, dim]`, or causal to as many, by cuDNN, which
     has a plan for each shape in each thread. Raises RuntimeError where it has none.

@@ -20,6 +20,7 @@ from gpu.prefill.pieces import (
     LEAST_QUERIES,
     Kernel,
     attend_in_pieces,
+    compile_merges,
     cut_past,
     key_seconds,
     longest_piece,
@@ -140,6 +141,29 @@ def test_a_past_in_pieces_sees_a_key_left_out() -> None:
     got = attend_in_pieces(query, keys, values, SCALE, "efficient", "efficient", 2048)
     without = prefill_attention_reference(query.double(), keys[:, 1:].double(), values[:, 1:].double(), SCALE)
     assert float((got.out - without.out).abs().max()) > ATTENTION_F32_ATOL
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+def test_every_merge_of_pieces_is_compiled_before_a_prompt_needs_it(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is left of a past, and however long it is: numbers of sides, dtypes of the last and of the result."""
+    seen: set[tuple[int, torch.dtype, torch.dtype]] = set()
+
+    def merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        seen.add((len(outs), outs[-1].dtype, dtype))
+        assert {out.dtype for out in outs[:-1]} == {torch.bfloat16}
+        return merge_attended(outs, lses, dtype)
+
+    stub_cudnn(monkeypatch, [])
+    monkeypatch.setattr(gpu.prefill.pieces, "merge_attended", merge)
+    compile_merges(2, 8, torch.bfloat16, torch.device("cpu"))
+    compiled, whole = seen.copy(), "flash" if kernel == "cudnn" else kernel
+    for past in (1, 2, 6, 7, 8, 15):
+        for left in (0, 5):
+            given = [one.bfloat16() for one in inputs(9, past * 2048 + left + 9, 2, 1, 8)]
+            attend_in_pieces(*given, SCALE, whole, kernel, 2048)
+    assert seen == compiled
 
 
 def test_outputs_are_planned_for_as_many_pieces_as_are_merged_at_once() -> None:
