@@ -2,7 +2,8 @@
 
 Each number's peer is the same thing alone, in the same run. Short streams are of the profile `exact`; prompts are of
 random tokens, every request its own. Nothing is timed before `bench.long_gate` has held the host path against full
-attention. A stream's time a token is of a window of seconds; a gap is the time between two of its tokens.
+attention. A stream's time a token is of a window of seconds; a gap is the time between two of its tokens. With
+`scheduler.prefill.block_us: 0` blocks of attention are as they come.
 """
 
 import time
@@ -78,8 +79,9 @@ def _measure(
     client.forget_contexts()
     prefill_alone = _first_token(client, benchmark.long_tokens, long)
     longs = _start(client, benchmark.long, benchmark.long_tokens, long)
-    before = client.host_stats().rows_read
+    before, alone = client.host_stats().rows_read, _Hops(client)
     long_alone = _watch(client, [longs], benchmark.seconds)[0]
+    alone_wait_us = alone.wait_us()
     num_steps = 1e3 * benchmark.seconds / long_alone.token_ms
     rows_read = (client.host_stats().rows_read - before) / num_steps
     long_floor = floors.decode(long, benchmark.long_tokens, benchmark.long, rows_read, client.kept_tokens())
@@ -91,7 +93,9 @@ def _measure(
     console.print(f"together: short {short_beside.token_ms:.2f} ms, long {long_beside.token_ms:.2f} ms a token",
                   highlight=False)  # fmt: skip
     gaps: list[list[float]] = [[]]
+    beside = _Hops(client)
     prefill_beside = _first_token(client, benchmark.long_tokens, long, [longs], gaps)
+    beside_wait_us = beside.wait_us()
     client.drain(longs)
 
     common: dict[str, Any] = {
@@ -108,9 +112,14 @@ def _measure(
     ms, alone_ms = 1e3 * prefill_beside, 1e3 * prefill_alone
     median, p99, longest = np.quantile(gaps[0] or [0.0], (0.5, 0.99, 1.0)).tolist()
     extras = {"median_gap_ms": median, "p99_gap_ms": p99, "longest_gap_ms": longest,
-              "gap_target_ms": deployment.scheduler.token_gap_target_ms, "beside_alone": ms / alone_ms}  # fmt: skip
+              "gap_target_ms": deployment.scheduler.token_gap_target_ms, "beside_alone": ms / alone_ms,
+              "alone_median_gap_ms": float(np.median(long_alone.gaps_ms or [0.0])),
+              "hop_wait_us": beside_wait_us, "alone_hop_wait_us": alone_wait_us,
+              "longest_piece_tokens": client.engine._runner.dense.longest_piece}  # fmt: skip
     console.print(f"a prompt beside the long streams: {prefill_beside:.2f} s; their gaps {median:.0f} ms, 99 of 100 "
                   f"within {p99:.0f}, at most {longest:.0f}", highlight=False)  # fmt: skip
+    console.print(f"a hop: the host waits {beside_wait_us:.0f} us for it beside the prompt, {alone_wait_us:.0f} alone",
+                  highlight=False)  # fmt: skip
     yield Row(
         name="prefill beside streams", shape=f"{benchmark.long_tokens:,} tokens beside {of_long}",
         ms=ms, p10=ms, p90=ms,
@@ -172,6 +181,23 @@ def _watch(client: Client, groups: Sequence[Sequence[str]], seconds: float) -> l
             for gaps_ms, group, count in zip(clock.gaps_ms(), groups, counts, strict=True)
         ]
     return streams
+
+
+class _Hops:
+    """From an answer to the next ask: what the device computes between, and waits for where it has other work."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._began = self._read()
+
+    def wait_us(self) -> float:
+        """That the host waits for an ask on average, since this was made; 0: there was none."""
+        (asks, seconds), (before, seconds_before) = self._read(), self._began
+        return 1e6 * (seconds - seconds_before) / max(asks - before, 1)
+
+    def _read(self) -> tuple[int, float]:
+        seconds = self._client.host_stats().wait_seconds
+        return self._client.engine._runner.ask_times.asks, seconds
 
 
 class _Clock:

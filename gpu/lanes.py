@@ -1,17 +1,19 @@
 """The streams that a device's lanes run on: what one is given runs in order, and beside what the other is given.
+And whose lane the buffers of decode steps are.
 
 It refuses to know what is launched. Invariants: a fenced step begins behind all that was launched before it; the lane
 of rows that wait for the host goes first where both want the device, for its kernels are short and the host waits for
 them; memory that is given back is not handed out while either lane may still read it (`keep`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpu.step import Lane
+from gpu.step import Lane, StepPlan
 
 _FIRST = -1  # a stream's priority
 
@@ -48,3 +50,38 @@ class LaneStreams:
         for tensor in tensors:
             for stream in self._streams.values():
                 tensor.record_stream(stream)
+
+
+@dataclass(slots=True)
+class _Use:
+    """lanes: whose next step is behind it, as things stand."""
+
+    is_over: Callable[[], bool]
+    lanes: set[Lane]
+
+
+class StepBuffers:
+    """Steps in which some row asks have one set of buffers, and one exchange; those in which none does have another. A
+    step writes its rows there before anything else of it runs, so no two of a kind may be under way in two lanes.
+    """
+
+    def __init__(self) -> None:
+        self._uses: dict[bool, _Use] = {}  # the last one, by whether rows asked
+
+    def check(self, plan: StepPlan) -> None:
+        """Raises AssertionError where a plan that is to be launched would write what the other lane's step reads."""
+        for asks in _kinds(plan):
+            use = self._uses.get(asks)
+            is_free = use is None or plan.is_fenced or plan.lane in use.lanes or use.is_over()
+            kind = "ask" if asks else "ask nothing"
+            assert is_free, f"lanes: rows that {kind} in lane {plan.lane.value}, beside such rows in the other lane"
+
+    def note(self, plan: StepPlan, is_over: Callable[[], bool]) -> None:
+        """It is launched."""
+        for use in self._uses.values() if plan.is_fenced else ():
+            use.lanes.add(plan.lane)
+        self._uses |= {asks: _Use(is_over, {plan.lane}) for asks in _kinds(plan)}
+
+
+def _kinds(plan: StepPlan) -> set[bool]:
+    return {any(ask is not None for ask in group.asks or ()) for group in plan.decode}

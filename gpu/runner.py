@@ -26,7 +26,7 @@ from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.layout import KvFormat
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import NO_WINDOWS, WindowShape
-from gpu.lanes import LaneStreams
+from gpu.lanes import LaneStreams, StepBuffers
 from gpu.methods.device_side import FetchCounts, ReuseCounts, ReuseSide, Site, make_device_sides
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
@@ -130,6 +130,7 @@ class Runner:
         ]
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._last: InFlight | None = None
+        self._buffers = StepBuffers()
         self._offload: Offload | None = None
         self.ask_times = AskTimes()
         asking = None
@@ -284,6 +285,7 @@ class Runner:
             step.end()
 
     def _launch(self, plan: StepPlan) -> InFlight:
+        self._buffers.check(plan)
         whole = Timer(self.device)
         whole.mark(0)
         for slot in plan.released_slots:
@@ -310,6 +312,7 @@ class Runner:
             self._prefill.add(job)
         draws = not plan.masked_slots
         assert draws or len(plan.decode) <= 1, "runner: masked slots, and a second group whose logits take the place"
+        self.dense.gives_way = plan.gives_way
         finished, units = self._launch_units(plan.units, draws)
         failures |= self._prefill.take_failures()
         self._failures |= failures
@@ -325,6 +328,7 @@ class Runner:
         if self._last is not None:
             self._last.behind = step
         self._last = step
+        self._buffers.note(plan, lambda: step.is_over)
         return step
 
     def _draw(self, drawing: Drawing, masks: Masks = NO_MASKS) -> None:

@@ -32,7 +32,9 @@ class Lane(Enum):
     """Steps of one lane are carried out in the order of their launches; those of two run side by side.
 
     HOST: of rows that wait for the host's answers. DEVICE: of what needs the device alone: units, and other rows. All
-    of a plan goes in its one lane, and where there is but one that is DEVICE.
+    of a plan goes in its one lane, and where there is but one that is DEVICE. Steps in which some row asks have one set
+    of buffers, whatever their lane, and those in which none does have another: where such steps change lanes, the first
+    in the new one is fenced, or the last in the old one over.
     """
 
     DEVICE = "device"
@@ -360,7 +362,8 @@ class DecodeGroup:
 class StepPlan:
     """One engine step, carried out in field order. is_fenced: behind all that was launched before it in any lane.
     masked_slots: those that draw in it from some tokens alone, which may not be known before the draws in flight are;
-    with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`).
+    with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`). gives_way: rows that
+    wait for the host step beside its units, whose blocks of attention are to be short.
     """
 
     lane: Lane = Lane.DEVICE
@@ -379,6 +382,7 @@ class StepPlan:
     units: list[Unit] = field(default_factory=list)
     decode: list[DecodeGroup] = field(default_factory=list)
     masked_slots: list[int] = field(default_factory=list)
+    gives_way: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -13,6 +13,11 @@ class PrefillConfig(Settings):
     max_hidden_tokens: int | None = Field(None, gt=0, description="hidden states of all prefills under way; derived")
     max_jobs: int = Field(8, ge=1, description="prefill jobs under way at once")
     share: float = Field(0.8, gt=0, lt=1, description="of the time while streams run, within the token gap target")
+    block_us: float | None = Field(
+        None,
+        ge=0,
+        description="that a block of attention may keep a GPU core while rows wait for the host; 0: any; derived",
+    )
     oldest_share: float = Field(
         1 / 3,
         ge=0,

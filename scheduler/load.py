@@ -23,7 +23,7 @@ from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.step import DENSE, Lane
 from scheduler.capacity import plan_capacity
-from scheduler.config import EngineConfig
+from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.constraints import Constraints, read_tokens
 from scheduler.documents import Documents
 from scheduler.engine import Engine
@@ -39,6 +39,8 @@ from transfer.machine import probe_gpu
 from transfer.tier_shape import TierShape
 
 _REHEARSED_PROMPTS = 8
+_LAUNCHES_A_LAYER = 12  # of a decode step that asks, each of which may come when prefill's blocks have every SM
+_WAITING_SHARE = 0.5  # of the token gap target: for all of them, if each waits for a whole block
 
 
 def load_engine(
@@ -77,6 +79,7 @@ def load_engine(
         library=library,
         on_progress=on_progress,
     )
+    runner.dense.bound_blocks(block_seconds(config.scheduler, architecture.num_layers))
     capacity = plan_capacity(plan, shape)
     has_lanes = tier is not None and plan.device == "cuda" and not LAUNCHES_BLOCK
     lanes = (Lane.HOST, Lane.DEVICE) if has_lanes else (Lane.DEVICE,)
@@ -119,6 +122,13 @@ def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
         for lengths in ([few], [few] * together, [most]):
             units, seconds = runner.time_prefill(lengths, method)
             scheduler.learn_units(units, [lengths[-1]] * len(units), seconds)
+
+
+def block_seconds(scheduler: SchedulerConfig, num_layers: int) -> float:
+    """That a block of prefill's attention may take beside rows that wait for the host; 0: any."""
+    if scheduler.prefill.block_us is not None:
+        return 1e-6 * scheduler.prefill.block_us
+    return 1e-3 * _WAITING_SHARE * scheduler.token_gap_target_ms / (_LAUNCHES_A_LAYER * num_layers)
 
 
 def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:

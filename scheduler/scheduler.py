@@ -256,6 +256,7 @@ class Scheduler:
             new_jobs=new_jobs,
             units=units,
             decode=_group(taken, known),
+            gives_way=bool(units) and self._waits_beside(),
         )
         if plan.is_empty:
             return plan
@@ -493,6 +494,10 @@ class Scheduler:
         asking = {sequence for sequence in self._running if self.residence.ask(sequence) is not None}
         joins = bool(asking) and self._lanes.joins(self._costs.decode_seconds)
         return [one for one in self._running if self._lanes.lane_of(one in asking, joins) is lane]
+
+    def _waits_beside(self) -> bool:
+        """Whether rows that wait for the host step in a lane of their own."""
+        return len(self._lanes.all) > 1 and bool(self._stepping_in(Lane.HOST))
 
     def _admit(self, lane: Lane) -> tuple[list[PrefillJob], list[PageWrite]]:
         if lane is not Lane.DEVICE:

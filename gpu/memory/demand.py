@@ -33,6 +33,7 @@ PENALTY_ENTRY_BYTES = 5  # of a row of the penalty table, a vocabulary entry: co
 SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more than this ...
 SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
 PIECE_TOKENS = 2048  # the shortest piece of a past that is attended to in pieces, each twice as long as the next
+MERGED_PIECES = 7  # whose outputs are kept until they are merged
 RING_OUTPUTS = 8  # of a token, as wide as a query: summaries in two precisions, copies of queries, partials
 CHUNK_TOKEN_IDS_BYTES = 32  # of a token whose rows are placed: cell, position of its rotation, slot, score
 HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
@@ -233,12 +234,21 @@ class Demand:
         shape = self.shape
         query = shape.num_heads * shape.dim
         qkv = query + 2 * shape.num_kv_heads * shape.dim
-        num_pieces = (shape.max_context_tokens // PIECE_TOKENS).bit_length() if self.device == "cuda" else 0
-        num_queries = 6 + num_pieces + RING_OUTPUTS * self.reuses
+        num_queries = 6 + self._num_piece_outputs + RING_OUTPUTS * self.reuses
         num_hidden = 4 + any(spec.post_norms for spec in shape.layer_pattern)
         mlp = max(self._mlp_columns(spec) for spec in shape.layer_pattern)
         width = num_hidden * shape.hidden + qkv + num_queries * query + mlp
         return num_tokens * width * self.dtype_bytes
+
+    @property
+    def _num_piece_outputs(self) -> int:
+        """Of a past's pieces, as wide as a query, until they are merged; what they are merged to, and to what others
+        were before, has the place of attention's output. Where there are two lanes all may be of the shortest kind.
+        """
+        if self.device != "cuda":
+            return 0
+        most = self.shape.max_context_tokens // PIECE_TOKENS
+        return min(MERGED_PIECES, most if self.num_lanes > 1 else most.bit_length())
 
     def _mlp_columns(self, spec: LayerSpec) -> int:
         """Of a token's gate and up and their product; of experts, of each one's product and what it makes of it, and

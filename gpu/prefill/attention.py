@@ -48,7 +48,7 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
     name. out `[tokens, heads, dim]` in the query's dtype, or float32 where it is merged; lse float32 `[tokens, heads]`.
     """
     if kernel == "flash" and query.is_cuda:
-        return _flash(query, key, value, scale)
+        return _flash(query, key, value, True, scale)
     begin = key.shape[1] - query.shape[0]
     own = _two_sided(query, key[:, begin:], value[:, begin:], True, scale)
     if begin == 0:
@@ -56,6 +56,13 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
     past = _two_sided(query, key[:, :begin], value[:, :begin], False, scale)
     whole = merge(past.partial(), own.partial())
     return Attended(whole.out, whole.lse)
+
+
+def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
+    """As `prefill_attention`, of keys that every query sees, none of them its own: any number of either."""
+    if kernel == "flash" and query.is_cuda:
+        return _flash(query, key, value, False, scale)
+    return _two_sided(query, key, value, False, scale)
 
 
 def scattered_attention(
@@ -150,10 +157,10 @@ def has_flash(query: Tensor) -> bool:
     return query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % FLASH_DIM_MULTIPLE == 0
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
     """FlashAttention 2: its causal mask is aligned to the lower right, and it groups query heads itself."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), 0.0, True, False, scale=scale
+        query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), 0.0, causal, False, scale=scale
     )
     return Attended(out[0].transpose(0, 1), lse[0].transpose(0, 1))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu.memory.demand import PIECE_TOKENS
 from gpu.prefill.attention import Whole, prefill_attention, prefill_attention_reference
-from gpu.prefill.pieces import LEAST_QUERIES, attend_in_pieces, cudnn_attention, padded_queries
+from gpu.prefill.pieces import LEAST_QUERIES, Kernel, attend_in_pieces, cudnn_attention, padded_queries
 from gpu.prefill.query import Attended
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,11 @@ class Choice:
     least_past: Mapping[int, int]
     tflop_s: Mapping[str, float]
     out: Mapping[str, str]
+
+    def kernel(self, num_queries: int, past: int) -> Kernel:
+        """For so many queries behind such a past."""
+        least = self.least_past.get(padded_queries(num_queries))
+        return self.whole if least is None or past < least else "cudnn"
 
     def as_row(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,7 +125,7 @@ def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> No
 
 
 def _in_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-    return attend_in_pieces(query, keys, values, scale, "flash")
+    return attend_in_pieces(query, keys, values, scale, "flash", "cudnn", None)
 
 
 def _whole(name: Whole) -> Attend:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.attention import default_kernel, has_flash, prefill_attention, scattered_attention
 from gpu.prefill.choice import Choice, choose_kernel
-from gpu.prefill.pieces import attend_in_pieces, padded_queries
+from gpu.prefill.pieces import attend_in_pieces, compile_merges, key_seconds, longest_piece
 from gpu.prefill.query import Attended, PrefillQuery
 from transfer.measured import keep_measured, measured_path
 
@@ -21,16 +21,25 @@ log = logging.getLogger(__name__)
 
 
 class Dense(PrefillSide):
-    """No state, and any unit ends. choice: what is fastest here, or None: nothing is measured."""
+    """No state, and any unit ends. choice: what is fastest here, or None: nothing is measured. gives_way: rows of the
+    other lane wait for the host now, so a block of attention keeps to what `bound_blocks` said.
+    """
 
     def __init__(self) -> None:
         self.choice: Choice | None = None
+        self.gives_way = False
+        self.longest_piece: int | None = None
+        self._key_seconds: float | None = None
 
     def choose(self, keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int) -> None:
         """Measure what is fastest, where there is a choice, and keep it for `tandem doctor`; see `choose_kernel`."""
         if not has_flash(keys):
             return
         self.choice = choice = choose_kernel(keys, values, num_heads, chunk_tokens)
+        compile_merges(num_heads, keys.shape[2], keys.dtype, keys.device)
+        flop_s = 1e12 * choice.tflop_s[choice.kernel(chunk_tokens, keys.shape[1])]
+        num_sms = torch.cuda.get_device_properties(keys.device).multi_processor_count
+        self._key_seconds = key_seconds(flop_s, keys.shape[2], num_sms)
         of = {
             "gpu": torch.cuda.get_device_name(keys.device),
             "torch": str(torch.__version__),
@@ -42,6 +51,14 @@ class Dense(PrefillSide):
         log.info("prefill_attention choice=%s of=%s", choice.as_row(), of)
         keep_measured(measured_path(), "prefill_attention", of, choice.as_row())
 
+    def bound_blocks(self, seconds: float) -> None:
+        """Where it gives way, a block has no more keys than it attends to in so many seconds, by what was measured,
+        though a few thousand at the least; 0: as many as there are.
+        """
+        if seconds and self._key_seconds is not None:
+            self.longest_piece = longest_piece(seconds, self._key_seconds)
+            log.info("prefill_attention longest_piece=%d block_us=%.0f", self.longest_piece, 1e6 * seconds)
+
     def attend(self, query: PrefillQuery) -> Attended:
         if query.begin is None:
             return scattered_attention(query.query, query.keys, query.values, query.positions, query.scale, None)
@@ -50,7 +67,8 @@ class Dense(PrefillSide):
         keys, values = query.keys[:, :end], query.values[:, :end]
         if self.choice is None:
             return prefill_attention(query.query, keys, values, query.scale, default_kernel(query.query))
-        least = self.choice.least_past.get(padded_queries(tokens))
-        if least is None or query.begin < least:
-            return prefill_attention(query.query, keys, values, query.scale, self.choice.whole)
-        return attend_in_pieces(query.query, keys, values, query.scale, self.choice.whole)
+        kernel, whole = self.choice.kernel(tokens, query.begin), self.choice.whole
+        most = self.longest_piece if self.gives_way else None
+        if kernel == "cudnn" or (most is not None and query.begin > most):
+            return attend_in_pieces(query.query, keys, values, query.scale, whole, kernel, most)
+        return prefill_attention(query.query, keys, values, query.scale, whole)

@@ -1,32 +1,55 @@
-"""A chunk's past in pieces of a few sizes, each by a kernel with a plan for its shape, merged with the chunk itself.
+"""A chunk's past in pieces of a few sizes, each by a kernel that takes it at once, merged with the chunk itself.
 
-cuDNN makes a plan for every shape, which takes as long as attending to thousands of tokens, and a past grows with each
-chunk. So a past is cut into pieces of powers of two, the longest in front, and queries are padded to such a number:
-the plans that a deployment can ever need are a few dozen, and all are made while it loads. What the pieces leave, and
-the chunk's own causal part, is one launch of a kernel that makes no plans, but for a chunk that is itself such a number
-and has nothing left in front of it. It refuses to know which is faster where.
+Two reasons to cut. cuDNN makes a plan for every shape, which takes as long as attending to thousands of tokens, and a
+past grows with each chunk. So a past is cut into pieces of powers of two, the longest in front, and queries are padded
+to such a number: the plans that a deployment can ever need are a few dozen, and all are made while it loads. And a
+block of such a kernel has a tile of queries and all keys of its launch, and keeps its SM until it has seen them, to
+whatever the other lane's kernels wait for: a longest piece bounds that. What the pieces leave, and the chunk's own
+causal part, is one launch of a kernel that makes no plans, but for a chunk that is itself such a number and has nothing
+left in front of it. It refuses to know which is faster where, and who waits.
 """
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.kernels.merge_attended import merge_attended
-from gpu.memory.demand import PIECE_TOKENS
-from gpu.prefill.attention import Whole, prefill_attention
+from gpu.memory.demand import MERGED_PIECES, PIECE_TOKENS
+from gpu.prefill.attention import Whole, past_attention, prefill_attention
 from gpu.prefill.query import Attended
 
 LEAST_QUERIES = 256  # of a padded chunk; shorter ones are launches, not work
+TILE_QUERIES = 128  # of a block, in all kernels that we know
+
+Kernel = Whole | Literal["cudnn"]
 
 
-def cut_past(num_tokens: int) -> list[range]:
-    """Pieces of `[0, num_tokens)`, the longest in front; up to PIECE_TOKENS - 1 are left over at the end."""
+def cut_past(num_tokens: int, most_tokens: int | None) -> list[range]:
+    """Pieces of `[0, num_tokens)`, the longest in front, none longer than `most_tokens`, a power of two, or any: None;
+    up to PIECE_TOKENS - 1 are left over at the end.
+    """
     pieces, begin = [], 0
     while num_tokens - begin >= PIECE_TOKENS:
         length = 1 << ((num_tokens - begin).bit_length() - 1)
+        length = min(length, most_tokens or length)
         pieces.append(range(begin, begin + length))
         begin += length
     return pieces
+
+
+def longest_piece(block_seconds: float, key_seconds: float) -> int:
+    """Tokens of the longest piece that a block attends to within so many seconds, at `key_seconds` each: a power of two
+    as pieces are, PIECE_TOKENS at the least.
+    """
+    return max(PIECE_TOKENS, 1 << (max(1, int(block_seconds / key_seconds)).bit_length() - 1))
+
+
+def key_seconds(flop_s: float, dim: int, num_sms: int) -> float:
+    """What a block takes for a key of its launch, at so many FLOP/s of the whole device: a tile on each SM at once."""
+    return 4.0 * TILE_QUERIES * dim * num_sms / flop_s
 
 
 def padded_queries(num_queries: int) -> int:
@@ -34,26 +57,55 @@ def padded_queries(num_queries: int) -> int:
     return max(LEAST_QUERIES, 1 << (num_queries - 1).bit_length())
 
 
-def attend_in_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float, kernel: Whole) -> Attended:
-    """As `gpu.prefill.attention.prefill_attention`, which gets what is left, by `kernel`. On CUDA in half precision, of
-    a past of PIECE_TOKENS or more. Raises RuntimeError where cuDNN has no plan.
+def attend_in_pieces(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, kernel: Whole, piece_kernel: Kernel,
+    most_tokens: int | None,
+) -> Attended:  # fmt: skip
+    """As `gpu.prefill.attention.prefill_attention`, which gets what is left, by `kernel`; pieces of up to `most_tokens`
+    by `piece_kernel`, some merged before the next are computed. Of a past of PIECE_TOKENS or more; cuDNN on CUDA in
+    half precision alone. Raises RuntimeError where cuDNN has no plan.
     """
     tokens = query.shape[0]
-    pieces = cut_past(keys.shape[1] - tokens)
-    more = padded_queries(tokens) - tokens
+    pieces = cut_past(keys.shape[1] - tokens, most_tokens)
+    more = padded_queries(tokens) - tokens if piece_kernel == "cudnn" else 0
     padded = F.pad(query, (0, 0, 0, 0, 0, more)) if more else query
-    sides = [
-        cudnn_attention(padded, keys[:, piece.start : piece.stop], values[:, piece.start : piece.stop], False, scale)
-        for piece in pieces
-    ]
     end = pieces[-1].stop
-    if not more and keys.shape[1] - end == tokens:
-        own = cudnn_attention(query, keys[:, end:], values[:, end:], True, scale)
+    if piece_kernel == "cudnn" and not more and keys.shape[1] - end == tokens:
+        merged = cudnn_attention(query, keys[:, end:], values[:, end:], True, scale)
     else:
-        own = prefill_attention(query, keys[:, end:], values[:, end:], scale, kernel)
-    outs = [*(side.out[:tokens] for side in sides), own.out]
-    lses = [*(side.partial_lse[:tokens] for side in sides), own.partial_lse]
-    return Attended(*merge_attended(outs, lses, query.dtype))
+        merged = prefill_attention(query, keys[:, end:], values[:, end:], scale, kernel)
+    for first in range(0, len(pieces), MERGED_PIECES):
+        end = first + MERGED_PIECES
+        dtype = query.dtype if end >= len(pieces) else torch.float32
+        merged = _merge_pieces(padded, keys, values, pieces[first:end], merged, scale, piece_kernel, dtype)
+    return merged
+
+
+def _merge_pieces(
+    query: Tensor, keys: Tensor, values: Tensor, pieces: Sequence[range], before: Attended, scale: float,
+    kernel: Kernel, dtype: torch.dtype,
+) -> Attended:  # fmt: skip
+    """Pieces merged with what was attended to before; their own outputs are let go of."""
+    tokens, outs, lses = before.out.shape[0], [], []
+    for piece in pieces:
+        of_keys, of_values = keys[:, piece.start : piece.stop], values[:, piece.start : piece.stop]
+        if kernel == "cudnn":
+            side = cudnn_attention(query, of_keys, of_values, False, scale)
+        else:
+            side = past_attention(query, of_keys, of_values, scale, kernel)
+        outs.append(side.out[:tokens])
+        lses.append(side.partial_lse[:tokens])
+    return Attended(*merge_attended([*outs, before.out], [*lses, before.partial_lse], dtype))
+
+
+def compile_merges(num_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Of every number of pieces that are merged at once, from and to what may be: now, not in a prompt."""
+    outs = torch.zeros(MERGED_PIECES + 1, LEAST_QUERIES, num_heads, dim, dtype=dtype, device=device)
+    lses = torch.zeros(MERGED_PIECES + 1, num_heads, LEAST_QUERIES, device=device).transpose(1, 2)
+    for count in range(1, MERGED_PIECES + 1):
+        for last in (outs[-1], outs[-1].float()):
+            for to in {dtype, torch.float32} if count == MERGED_PIECES else (dtype,):
+                merge_attended([*outs[:count], last], [*lses[:count], lses[-1]], to)
 
 
 def cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scale: float) -> Attended:

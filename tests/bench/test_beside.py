@@ -2,11 +2,12 @@
 
 import io
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from bench.beside import BesideBenchmark, _Clock, run_beside_benchmark
+from bench.beside import BesideBenchmark, _Clock, _Hops, run_beside_benchmark
 from scheduler.messages import Delta
 from server.config import Deployment
 from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
@@ -26,7 +27,20 @@ def test_rows_are_of_each_kind_next_to_itself_alone(monkeypatch: pytest.MonkeyPa
         assert row.peer_ms > 0
     for row in rows[:2]:
         assert row.extras["tokens_per_s_of_alone"] == pytest.approx(row.peer_ms / row.ms)
-    assert rows[2].extras["beside_alone"] == pytest.approx(rows[2].ms / rows[2].peer_ms)
+    extras = rows[2].extras
+    assert extras["beside_alone"] == pytest.approx(rows[2].ms / rows[2].peer_ms)
+    assert extras["median_gap_ms"] <= extras["p99_gap_ms"] <= extras["longest_gap_ms"]
+    assert extras["alone_median_gap_ms"] > 0
+    assert extras["longest_piece_tokens"] is None, "nothing is measured on a CPU"
+
+
+def test_a_hop_is_of_the_asks_since_it_was_begun() -> None:
+    times, stats = SimpleNamespace(asks=7), SimpleNamespace(wait_seconds=2.0)
+    client = SimpleNamespace(engine=SimpleNamespace(_runner=SimpleNamespace(ask_times=times)), host_stats=lambda: stats)
+    hops = _Hops(client)
+    assert hops.wait_us() == 0
+    times.asks, stats.wait_seconds = 17, 2.001
+    assert hops.wait_us() == pytest.approx(100)
 
 
 def test_gaps_are_between_tokens_of_one_stream() -> None:

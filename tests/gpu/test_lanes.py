@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from gpu.in_flight import InFlight
-from gpu.lanes import LaneStreams
-from gpu.step import Lane, PageWrite, PrefillJob, StepPlan
+from gpu.lanes import LaneStreams, StepBuffers
+from gpu.prefill.dense import Dense
+from gpu.prefill.query import Attended, PrefillQuery
+from gpu.step import DecodeGroup, HostAsk, Lane, PageWrite, PrefillJob, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
 from tests.gpu.test_asking_ahead import PATIENCE_S, PROMPTS, SHORT, keep_on_the_device, launch_next, tokens_of, warm_up
 from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
@@ -18,6 +20,8 @@ from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps
 from tests.tolerances import HOP_LOGITS_FLOAT32
 
 NUM_STEPS = 24
+LATE_S, LATE_CYCLES = 0.01, 20_000_000  # seconds, and cycles of the device, that take about as long
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def test_on_the_cpu_a_lane_is_a_name() -> None:
@@ -26,6 +30,41 @@ def test_on_the_cpu_a_lane_is_a_name() -> None:
         assert lanes.stream(lane) is None
         with lanes.enter(lane, is_fenced=True):
             lanes.keep([torch.zeros(1)])
+
+
+def group(*asks: bool) -> list[DecodeGroup]:
+    count = len(asks)
+    return [DecodeGroup([0] * count, [9] * count, [1] * count, [HostAsk(0, 2, 4) if one else None for one in asks])]
+
+
+def test_a_lane_has_steps_buffers_behind_those_who_had_them_last() -> None:
+    """Whatever a fenced plan has itself, what follows it in its lane is behind all that was launched before it."""
+    buffers, over = StepBuffers(), [False] * 6
+
+    def launch(number: int, plan: StepPlan) -> None:
+        buffers.check(plan)
+        buffers.note(plan, lambda: over[number])
+
+    launch(0, StepPlan(Lane.HOST, decode=group(True, False)))
+    launch(1, StepPlan(Lane.DEVICE, decode=group(False)))
+    for lane, asks, words in (
+        (Lane.DEVICE, True, "that ask in lane device"),
+        (Lane.HOST, False, "ask nothing in lane h"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            buffers.check(StepPlan(lane, decode=group(asks)))
+        buffers.check(StepPlan(lane, is_fenced=True, decode=group(asks)))
+        buffers.check(StepPlan(lane, decode=group(not asks)))
+    launch(2, StepPlan(Lane.DEVICE, is_fenced=True))  # behind 0 and 1
+    launch(3, StepPlan(Lane.HOST, decode=group(True)))
+    with pytest.raises(AssertionError, match="that ask in lane device"):
+        buffers.check(StepPlan(Lane.DEVICE, decode=group(True)))  # 3 was launched behind the fence
+    launch(4, StepPlan(Lane.HOST, is_fenced=True))
+    launch(5, StepPlan(Lane.HOST, decode=group(False)))
+    with pytest.raises(AssertionError, match="ask nothing in lane device"):
+        buffers.check(StepPlan(Lane.DEVICE, decode=group(False)))
+    over[5] = True
+    buffers.check(StepPlan(Lane.DEVICE, decode=group(False)))
 
 
 def until(condition: Callable[[], bool]) -> bool:
@@ -84,14 +123,72 @@ def test_on_cuda_what_needs_the_device_alone_goes_on_while_rows_wait_for_the_hos
     twins.deposits.shutdown()
 
 
+def test_units_attend_as_their_plan_says_that_they_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins, seen, attend = Twins(), [], Dense.attend
+
+    def watched(dense: Dense, query: PrefillQuery) -> Attended:
+        seen.append(dense.gives_way)
+        return attend(dense, query)
+
+    monkeypatch.setattr(Dense, "attend", watched)
+    for slot, gives_way in enumerate((True, False)):
+        job = PrefillJob(slot, [replace(*prefill_prompts([SHORT]), slot=slot)])
+        pages = [PageWrite(slot, 0, [twins._free.pop() for _ in range(2)])]
+        units = layer_units(job, 512, NUM_LAYERS)
+        twins.deposits.launch(StepPlan(page_writes=pages, new_jobs=[job], units=units, gives_way=gives_way)).collect()
+    assert seen == [True] * NUM_LAYERS + [False] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_with_the_same_buffers_are_not_launched_side_by_side(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that ask in both lanes would read and write each other's: the second step fills its rows while the first
+    goes by them. On CUDA the first one's answer is held back.
+    """
+    twins = Twins(device=device, graph_batch_sizes=(1,) if device == "cuda" else ())
+    twins.prefill([*PROMPTS[:2], SHORT, SHORT])
+    for slot in range(4):
+        check_steps(twins, [slot], 1)
+    keep_on_the_device(twins.deposits)
+    if device == "cuda":  # no launch below has to allocate
+        for slots in ([0], [1], [2], [3]):
+            warm_up(twins, slots)
+            for lane in Lane:
+                launch_next(twins, slots, lane=lane).collect()
+    may_answer = held_back(twins) if device == "cuda" else Event()
+    steps = [launch_next(twins, [0], lane=Lane.HOST)]
+    assert tokens_of(launch_next(twins, [2], lane=Lane.DEVICE))[0] == {}
+    beside = {"rows that ask in lane device": (Lane.DEVICE, 1)}
+    if device == "cpu":  # on CUDA the second one is over, and told of
+        monkeypatch.setattr(InFlight, "is_over", False)
+        beside["rows that ask nothing in lane host"] = Lane.HOST, 3
+    for words, (lane, slot) in beside.items():
+        with pytest.raises(AssertionError, match=words):
+            launch_next(twins, [slot], lane=lane)
+    steps += [launch_next(twins, [1], lane=Lane.DEVICE, is_fenced=True)]
+    steps += [launch_next(twins, [3], lane=Lane.HOST, is_fenced=True)]
+    may_answer.set()
+    for step in steps:
+        assert tokens_of(step)[0] == {}
+    twins.deposits.shutdown()
+
+
 @pytest.mark.gpu
-def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile() -> None:
-    """Prompts are prefilled meanwhile, and rows go from one lane to the other behind a fence."""
+@pytest.mark.parametrize("how", ["at once", "late steps", "late answers"])
+def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile(how: str) -> None:
+    """Rows that ask beside some that do not, of which one joins them behind a fence and leaves them behind one. Those
+    that ask may step long after they are launched, or get answers late, so that the others step before or meanwhile.
+    """
     with twins_on_cpu_tier("cuda", False, ALL, (1, 2, 3)) as twins:
-        twins.prefill([document_prompt(length, length) for length in (2600, 2300, 300, 190)])
+        twins.prefill([document_prompt(length, length) for length in (2600, 2300, 90, 75)])
         for slots in ([0, 1], [2, 3]):
             check_steps(twins, slots, 2)
+        assert twins.plan([2, 3], []).decode[0].asks == [None, None]
         kept = [keep_on_the_device(runner) for runner in (twins.deposits, twins.exact)]
+        if how == "late answers":
+            answer = twins.tier.answer
+            twins.tier.answer = lambda parts: (time.sleep(LATE_S), answer(parts))[1]
         for number in range(NUM_STEPS):
             is_joint = number % 6 == 5
             launched = []
@@ -99,6 +196,9 @@ def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile() -> Non
                 if is_joint:
                     slots = [0, 1, 2] if lane is Lane.HOST else [3]
                 is_fenced = number % 6 in (0, 5)  # where slot 2 comes and goes
+                if how == "late steps" and lane is Lane.HOST:
+                    with torch.cuda.stream(twins.deposits._lanes.stream(lane)):
+                        torch.cuda._sleep(LATE_CYCLES)
                 launched.append(both(twins, slots, lane=lane, is_fenced=is_fenced))
             for got, wanted in launched:
                 result = got.collect()

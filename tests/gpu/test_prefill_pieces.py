@@ -11,11 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpu.prefill.pieces
-from gpu.memory.demand import PIECE_TOKENS
-from gpu.prefill.attention import prefill_attention_reference
+from gpu.kernels.merge_attended import MOST_PIECES, merge_attended
+from gpu.memory.demand import MERGED_PIECES, PIECE_TOKENS
+from gpu.prefill.attention import past_attention, prefill_attention_reference
 from gpu.prefill.choice import Choice, decide, why_out
 from gpu.prefill.dense import Dense
-from gpu.prefill.pieces import LEAST_QUERIES, attend_in_pieces, cut_past, padded_queries
+from gpu.prefill.pieces import (
+    LEAST_QUERIES,
+    Kernel,
+    attend_in_pieces,
+    compile_merges,
+    cut_past,
+    key_seconds,
+    longest_piece,
+    padded_queries,
+)
 from gpu.prefill.query import Attended, PrefillQuery
 from tests.gpu.test_prefill_attention import inputs
 from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
@@ -24,15 +34,33 @@ from transfer.measured import measured_path, read_measured
 SCALE = 0.125
 
 
-@given(st.integers(0, 2**21))
-def test_pieces_are_powers_of_two_and_leave_less_than_the_shortest(past: int) -> None:
-    pieces = cut_past(past)
+MOST_TOKENS = st.none() | st.integers(11, 20).map(lambda place: 1 << place)
+
+
+@given(st.integers(0, 2**21), MOST_TOKENS)
+def test_pieces_are_powers_of_two_and_leave_less_than_the_shortest(past: int, most: int | None) -> None:
+    pieces = cut_past(past, most)
     ends = [0, *(piece.stop for piece in pieces)]
     assert [piece.start for piece in pieces] == ends[:-1]
     assert 0 <= past - ends[-1] < PIECE_TOKENS
     lengths = [len(piece) for piece in pieces]
-    assert lengths == sorted(set(lengths), reverse=True)
+    assert lengths == sorted(lengths, reverse=True)
     assert all(length.bit_count() == 1 and length >= PIECE_TOKENS for length in lengths)
+    shorter = [length for length in lengths if length != most]
+    assert len(set(shorter)) == len(shorter), "only the longest comes more than once"
+    assert most is None or max(lengths, default=0) <= most
+    assert not lengths or lengths[0] in (most, 1 << (past.bit_length() - 1)), "a past is cut no further than asked"
+
+
+def test_a_piece_is_as_long_as_a_block_may_take() -> None:
+    """650 TFLOP/s on 132 SMs: a tile of 128 queries takes 13.3 ns a key of 128 dimensions."""
+    of_key = key_seconds(650e12, 128, 132)
+    assert of_key == pytest.approx(13.3e-9, rel=2e-3)
+    for tokens in (2048, 4096, 8192, 65536):
+        assert longest_piece(tokens * of_key * 1.001, of_key) == tokens
+        assert longest_piece(tokens * of_key * 1.999, of_key) == tokens
+    for seconds in (1e-12, 1e-6, 2047 * of_key):
+        assert longest_piece(seconds, of_key) == PIECE_TOKENS, "kernels' launches would be more than what they do"
 
 
 @given(st.integers(1, 2**14))
@@ -61,39 +89,116 @@ def stub_cudnn(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, int]]) ->
     monkeypatch.setattr(gpu.prefill.pieces, "cudnn_attention", attend)
 
 
+@pytest.mark.parametrize("most", [None, 2048, 4096])
 @pytest.mark.parametrize(("tokens", "past"), [(3, 2048), (300, 2047 + 4096), (256, 6144), (256, 2049), (40, 2048 + 9)])
-def test_attention_in_pieces_equals_the_definition(tokens: int, past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_pieces_equals_the_definition(
+    tokens: int, past: int, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[int, int]] = []
     stub_cudnn(monkeypatch, calls)
     query, keys, values = (one.float() for one in inputs(tokens, past + tokens, 4, 2, 16))
-    got = attend_in_pieces(query, keys, values, SCALE, "flash")
+    got = attend_in_pieces(query, keys, values, SCALE, "flash", "cudnn", most)
     wanted = prefill_attention_reference(query.double(), keys.double(), values.double(), SCALE)
     np.testing.assert_allclose(got.out, wanted.out, atol=ATTENTION_F32_ATOL, rtol=0)
     np.testing.assert_allclose(got.partial_lse, wanted.lse, atol=ATTENTION_F32_ATOL, rtol=0)
     assert {queries for queries, _ in calls} == {padded_queries(tokens)}
     own = [tokens] if tokens == padded_queries(tokens) and past % PIECE_TOKENS == 0 else []
-    assert [length for _, length in calls] == [len(piece) for piece in cut_past(past)] + own
+    assert sorted(length for _, length in calls) == sorted([len(piece) for piece in cut_past(past, most)] + own)
+
+
+@pytest.mark.parametrize(("tokens", "past"), [(5, 2 * 2048 + 7), (70, 17 * 2048 + 100)])
+def test_a_kernel_that_takes_any_past_takes_it_in_pieces_as_well(
+    tokens: int, past: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than are merged at once; no query is padded, and no piece is longer than asked."""
+    lengths: list[int] = []
+
+    def watched(query: Tensor, key: Tensor, *more: object) -> Attended:
+        lengths.append(key.shape[1])
+        assert len(query) == tokens
+        return past_attention(query, key, *more)
+
+    def merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        merged.append((len(outs), dtype))
+        return merge_attended(outs, lses, dtype)
+
+    merged: list[tuple[int, torch.dtype]] = []
+    monkeypatch.setattr(gpu.prefill.pieces, "past_attention", watched)
+    monkeypatch.setattr(gpu.prefill.pieces, "merge_attended", merge)
+    query, keys, values = (one.float() for one in inputs(tokens, past + tokens, 4, 2, 16))
+    got = attend_in_pieces(query, keys, values, SCALE, "efficient", "efficient", 2048)
+    wanted = prefill_attention_reference(query.double(), keys.double(), values.double(), SCALE)
+    np.testing.assert_allclose(got.out, wanted.out, atol=ATTENTION_F32_ATOL, rtol=0)
+    np.testing.assert_allclose(got.partial_lse, wanted.lse, atol=ATTENTION_F32_ATOL, rtol=0)
+    assert lengths == [2048] * (past // 2048)
+    sides = [len(lengths[begin : begin + MERGED_PIECES]) + 1 for begin in range(0, len(lengths), MERGED_PIECES)]
+    assert merged == [(count, torch.float32) for count in sides], "not rounded between, and as the query in the end"
+
+
+def test_a_past_in_pieces_sees_a_key_left_out() -> None:
+    """What the comparison above would not see, it would not test."""
+    query, keys, values = (one.float() for one in inputs(5, 2 * 2048 + 12, 4, 2, 16))
+    got = attend_in_pieces(query, keys, values, SCALE, "efficient", "efficient", 2048)
+    without = prefill_attention_reference(query.double(), keys[:, 1:].double(), values[:, 1:].double(), SCALE)
+    assert float((got.out - without.out).abs().max()) > ATTENTION_F32_ATOL
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+def test_every_merge_of_pieces_is_compiled_before_a_prompt_needs_it(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is left of a past, and however long it is: numbers of sides, dtypes of the last and of the result."""
+    seen: set[tuple[int, torch.dtype, torch.dtype]] = set()
+
+    def merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        seen.add((len(outs), outs[-1].dtype, dtype))
+        assert {out.dtype for out in outs[:-1]} == {torch.bfloat16}
+        return merge_attended(outs, lses, dtype)
+
+    stub_cudnn(monkeypatch, [])
+    monkeypatch.setattr(gpu.prefill.pieces, "merge_attended", merge)
+    compile_merges(2, 8, torch.bfloat16, torch.device("cpu"))
+    compiled, whole = seen.copy(), "flash" if kernel == "cudnn" else kernel
+    for past in (1, 2, 6, 7, 8, 15):
+        for left in (0, 5):
+            given = [one.bfloat16() for one in inputs(9, past * 2048 + left + 9, 2, 1, 8)]
+            attend_in_pieces(*given, SCALE, whole, kernel, 2048)
+    assert seen == compiled
+
+
+def test_outputs_are_planned_for_as_many_pieces_as_are_merged_at_once() -> None:
+    assert MERGED_PIECES == MOST_PIECES
+
+
+ON_CUDA = [
+    *(("cudnn", None, *sizes, *heads) for heads in ((32, 8, 128), (4, 4, 64), (8, 1, 128))
+      for sizes in ((2048, 6144), (300, 2047 + 4096), (1500, 14336))),
+    *((kernel, most, *sizes, 32, 8, 128) for kernel, most in (("cudnn", 2048), ("flash", 2048), ("efficient", 4096))
+      for sizes in ((300, 2047 + 4096), (64, 9 * 2048 + 5))),  # of the last, more pieces than are merged at once
+]  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (4, 4, 64), (8, 1, 128)])
-@pytest.mark.parametrize(("tokens", "past"), [(2048, 6144), (300, 2047 + 4096), (1500, 14336)])
-def test_cudnn_in_pieces_equals_the_definition(tokens: int, past: int, heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize(("kernel", "most", "tokens", "past", "heads", "kv_heads", "dim"), ON_CUDA)
+def test_on_cuda_pieces_equal_the_definition(
+    kernel: Kernel, most: int | None, tokens: int, past: int, heads: int, kv_heads: int, dim: int
+) -> None:
     query, keys, values = (
         one.to("cuda", torch.bfloat16) for one in inputs(tokens, past + tokens, heads, kv_heads, dim)
     )
     padded = [
         torch.full((kv_heads, past + 4096, dim), torch.nan, dtype=one.dtype, device="cuda") for one in (keys, values)
     ]
-    for whole, one in zip(padded, (keys, values), strict=True):
-        whole[:, : past + tokens] = one
-    got = attend_in_pieces(query, *(one[:, : past + tokens] for one in padded), SCALE, "flash")
+    for room, one in zip(padded, (keys, values), strict=True):
+        room[:, : past + tokens] = one
+    whole = "flash" if kernel == "cudnn" else kernel
+    got = attend_in_pieces(query, *(one[:, : past + tokens] for one in padded), SCALE, whole, kernel, most)
     assert got.out.dtype == torch.bfloat16
     for row in (0, 1, tokens // 2, tokens - 1):
-        seen = (one[:, : past + row + 1].double().cpu() for one in (keys, values))
-        wanted = prefill_attention_reference(query[row : row + 1].double().cpu(), *seen, SCALE)
-        np.testing.assert_allclose(got.out[row].double().cpu(), wanted.out[0], atol=ATTENTION_BF16_ATOL, rtol=0)
-        np.testing.assert_allclose(got.partial_lse[row].cpu(), wanted.lse[0], atol=ATTENTION_BF16_ATOL, rtol=0)
+        seen = (one[:, : past + row + 1].double() for one in (keys, values))
+        wanted = prefill_attention_reference(query[row : row + 1].double(), *seen, SCALE)
+        for one, other in ((got.out, wanted.out), (got.partial_lse, wanted.lse)):
+            np.testing.assert_allclose(one[row].double().cpu(), other[0].cpu(), atol=ATTENTION_BF16_ATOL, rtol=0)
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -187,6 +292,46 @@ def test_dense_goes_by_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(attended.out, wanted.out, atol=ATTENTION_F32_ATOL, rtol=0)
 
 
+@pytest.mark.parametrize("least_past", [{}, {256: 2048}])
+def test_a_past_is_cut_further_while_dense_gives_way_and_never_before(
+    least_past: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever kernel it is that takes pieces: cuDNN, or the one that takes any past."""
+    lengths: list[int] = []
+    for name in ("cudnn_attention", "past_attention"):
+        attend = getattr(gpu.prefill.pieces, name)
+        if name == "cudnn_attention":
+            stub_cudnn(monkeypatch, [])
+            attend = gpu.prefill.pieces.cudnn_attention
+        monkeypatch.setattr(
+            gpu.prefill.pieces,
+            name,
+            lambda *given, attend=attend: (lengths.append(given[1].shape[1]), attend(*given))[1],
+        )
+    dense, asked = Dense(), ask(9, 4096 + 3)
+    dense.choice = Choice("efficient", least_past, {}, {})
+    dense._key_seconds = 1e-8
+    wanted = [4096] if least_past else []
+    whole = dense.attend(asked)
+    assert lengths == wanted
+    for seconds, gives_way, cut in ((0.0, True, False), (2100e-8, False, False), (2100e-8, True, True)):
+        lengths.clear()
+        dense.bound_blocks(seconds)
+        dense.gives_way = gives_way
+        got = dense.attend(asked)
+        assert lengths == ([2048, 2048] if cut else wanted)
+        np.testing.assert_allclose(got.out, whole.out, atol=ATTENTION_F32_ATOL, rtol=0)
+    lengths.clear()
+    dense.attend(ask(9, 2047))
+    assert lengths == [], "a past no longer than a piece is not cut"
+
+
+def test_where_nothing_was_measured_nothing_is_cut() -> None:
+    dense = Dense()
+    dense.bound_blocks(1e-4)
+    assert dense.longest_piece is None
+
+
 @pytest.mark.gpu
 def test_a_machine_chooses_and_what_it_chose_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -198,6 +343,11 @@ def test_a_machine_chooses_and_what_it_chose_is_kept(monkeypatch: pytest.MonkeyP
     (entry,) = read_measured(measured_path())
     assert entry["of"]["gpu"] == torch.cuda.get_device_name()
     assert entry["result"]["whole"] == dense.choice.whole
+    of_key = dense._key_seconds
+    assert of_key is not None
+    assert 1e-9 < of_key < 1e-6, "between ten times what any card is told to do and a hundredth of one"
+    dense.bound_blocks(8200 * of_key)
+    assert dense.longest_piece == 8192
 
 
 def test_on_the_cpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from random import Random
 import numpy as np
 
 from gpu.kv.layout import PageLayout
+from gpu.lanes import StepBuffers
 from gpu.step import Lane, RingWrite, StepPlan, StepResult
 from tests.scheduler.page_runner import PageRunner
 
@@ -45,6 +46,7 @@ class LaneRunner(PageRunner):
         self.vacated: set[int] = set()
         self.closing: list[tuple[int, int]] = []  # contexts, and how many plans were launched before
         self.held_by: dict[tuple[str, int], int] = {}  # rings, and the slots that held them last
+        self.buffers = StepBuffers()
         self.running = 0  # the number of the plan that runs
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -52,6 +54,8 @@ class LaneRunner(PageRunner):
         assert not any(other.lane is plan.lane for other in undrawn)
         assert not undrawn or not (plan.is_fenced or plan.released_slots)
         launched = Launched(self, plan, self.num_launched, None if plan.masked_slots else {})
+        self.buffers.check(plan)
+        self.buffers.note(plan, lambda: launched.result is not None)
         self.num_launched += 1
         self.waiting[plan.lane].append(launched)
         return launched

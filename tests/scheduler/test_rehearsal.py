@@ -9,8 +9,8 @@ from gpu.model.architecture import named_shape
 from gpu.profiles import resolve_profiles
 from gpu.step import DENSE, PrefillUnit
 from scheduler.capacity import Capacity
-from scheduler.config import SchedulerConfig
-from scheduler.load import rehearse
+from scheduler.config import PrefillConfig, SchedulerConfig
+from scheduler.load import block_seconds, rehearse
 from scheduler.scheduler import Scheduler
 from tests.gpu.reference_model import GREEDY, NUM_LAYERS, document_prompt, generate, reference_runner
 
@@ -71,3 +71,11 @@ def test_a_rehearsal_changes_nothing_of_what_is_said_after_it() -> None:
     assert seconds > 0
     assert used.num_prefill_jobs == 0
     assert generate(used, prompts, 5, GREEDY).tokens == generate(fresh, prompts, 5, GREEDY).tokens
+
+
+def test_blocks_beside_rows_that_wait_follow_from_the_gap_target() -> None:
+    """If each of a layer's dozen launches waits for a whole one, all of them wait for half the target."""
+    assert block_seconds(SchedulerConfig(token_gap_target_ms=100), 32) == pytest.approx(0.05 / (12 * 32))
+    assert block_seconds(SchedulerConfig(token_gap_target_ms=50), 64) == pytest.approx(0.025 / (12 * 64))
+    for asked in (0.0, 80.0):
+        assert block_seconds(SchedulerConfig(prefill=PrefillConfig(block_us=asked)), 32) == pytest.approx(1e-6 * asked)
