@@ -375,3 +375,7 @@ POOLED_ATOL = 1e-5
 # Milliseconds of a placement by hand, as a share: both are quotients of the same whole numbers in float64. One token of
 # a context of 98,304 more or less is a hundred thousandth.
 PLACEMENT_MS = 1e-9
+
+# Sums of 96 to 4,096 products in float32 of numbers that are exact, and twice so; relative to the largest of a result.
+HOST_EXPERTS_FLOAT32 = 2e-5
+HOST_EXPERTS_SHARE = 1e-2  # what one expert of a row, or another row's share of it, changes at the least
