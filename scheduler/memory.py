@@ -5,6 +5,7 @@ configuration; nothing plans again. How memory is shared out is `gpu.memory`'s b
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import HostDemand
@@ -14,7 +15,10 @@ from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from scheduler.config import EngineConfig
+from scheduler.expert_choice import choose
 from transfer.machine import MachineProfile
+from transfer.measured import measured_path
+from transfer.rates import find_rates
 from transfer.tier_shape import TierShape
 
 
@@ -22,7 +26,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
     profiles = resolve_profiles(config.profiles, config.host).values()
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
-    return plan_memory(
+    plan = plan_memory(
         architecture,
         config.gpu,
         host=config.host,
@@ -35,6 +39,9 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         machine=machine,
         documents=config.documents,
     )
+    shares, rates = find_expert_shares(architecture, plan), find_rates(machine, measured_path())
+    computes, said = choose(config.gpu, architecture, plan, shares, rates)
+    return plan if said is None else replace(plan, computes_experts=computes, notes=(*plan.notes, said))
 
 
 def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:

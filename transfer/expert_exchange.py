@@ -17,7 +17,6 @@ from transfer.exchange import Handshake
 from transfer.tier import Answered
 
 NOT_HERE = -1  # in place of an expert's number
-MOST_ROWS = 32  # of an ask: beyond, products on the device have enough to do while experts are fetched
 LAYER, ROWS, ASK_COLUMNS = 0, 1, 2  # of a table of asks
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.exchange_pack import catch_up, new_counters
 from gpu.kernels.expert_ask import add_answer, ask_experts
-from transfer.expert_exchange import ASK_COLUMNS, MOST_ROWS, ROWS, ExpertAsks, ExpertSlot, ExpertWorker, new_expert_slot
+from transfer.expert_exchange import ASK_COLUMNS, ROWS, ExpertAsks, ExpertSlot, ExpertWorker, new_expert_slot
 
 
 class ExpertExchange:
-    """A new slot of `max_rows` rows, MOST_ROWS at most. worker: answers what is asked in it."""
+    """A new slot of `max_rows` rows. worker: answers what is asked in it."""
 
     def __init__(self, max_rows: int, hidden: int, per_token: int, device: torch.device, worker: ExpertWorker) -> None:
-        self.slot: ExpertSlot = new_expert_slot(min(max_rows, MOST_ROWS), hidden, per_token, device)
+        self.slot: ExpertSlot = new_expert_slot(max_rows, hidden, per_token, device)
         self.worker = worker
         self.is_at_once = device.type == "cpu"
         self._counters = new_counters(self.slot, device)

@@ -242,7 +242,9 @@ def gate_up_rows(
     experts that lie elsewhere. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = normed.shape
-    check_experts("gate_up_rows", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed)
+    check_experts(
+        "gate_up_rows", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
+    )
     check("gate_up_rows", "logits", logits, (tokens, experts.num_experts), torch.float32, normed.device)
     taken = (tokens, experts.per_token)
     ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
@@ -291,7 +293,8 @@ def down_rows(
         rows, block, num_warps, slots = _sized(DOWN_CONFIG, experts)
         _down_kernel[triton.cdiv(hidden, rows), tokens](
             product, down, there, places, ids, shares, residual, out, residual.stride(0), **common,
-            LEAVES_OUT=leaves_out(far), SLOTS=slots, BLOCK_ROWS=rows, INTERMEDIATE=experts.intermediate, BLOCK_INNER=block, num_warps=num_warps,
+            LEAVES_OUT=leaves_out(far), SLOTS=slots, BLOCK_ROWS=rows, INTERMEDIATE=experts.intermediate,
+            BLOCK_INNER=block, num_warps=num_warps,
         )  # fmt: skip
     return out
 

@@ -76,7 +76,8 @@ def _find_tile(begins, tile, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.conste
 @triton.jit
 def _tiles_kernel(
     x, weight, far, places, order, begins, shares, out,
-    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr,
+    PAIRS_OF_ROW: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
@@ -280,6 +281,7 @@ def _launch(
         block, num_stages = max(16, block // 2), 2
     _tiles_kernel[triton.cdiv(num_rows, rows), pairs.most_tiles](
         x, stored, there, places, pairs.order, pairs.begins, pairs.shares, out, **common,
-        LEAVES_OUT=leaves_out(far), INNER=x.shape[1], BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
+        LEAVES_OUT=leaves_out(far), INNER=x.shape[1], BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps,
+        num_stages=num_stages,
     )  # fmt: skip
     return out

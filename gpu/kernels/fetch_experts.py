@@ -91,7 +91,8 @@ def list_experts(
 
     chosen: int32 `[tokens, chosen]`, contiguous, in `[0, num_experts)`, of which the first `num_on_card` are on the
     card; num_slots: at least as many as may be listed. rows: int32 `[tokens]`, below 0 in those that are not in use
-    and want nothing; None: all are. total: int64 `[1]`, to which is added how many are listed, or None. Raises ValueError for another shape or dtype.
+    and want nothing; None: all are. total: int64 `[1]`, to which is added how many are listed, or None. Raises
+    ValueError for another shape or dtype.
     """
     op, device = "list_experts", chosen.device
     tokens, per_token = chosen.shape
@@ -109,8 +110,8 @@ def list_experts(
     found = Listed(*(torch.empty(size, dtype=torch.int32, device=device) for size in (num_experts, num_slots, 1)))
     _list_experts_kernel[(1,)](
         chosen, chosen if rows is None else rows, *found, chosen if total is None else total, tokens * per_token,
-        num_on_card, num_experts, CHOSEN=per_token, HAS_ROWS=rows is not None, HAS_TOTAL=total is not None, EXPERTS=triton.next_power_of_2(num_experts), PAIRS=_PAIRS,
-        num_warps=4,
+        num_on_card, num_experts, CHOSEN=per_token, HAS_ROWS=rows is not None, HAS_TOTAL=total is not None,
+        EXPERTS=triton.next_power_of_2(num_experts), PAIRS=_PAIRS, num_warps=4,
     )  # fmt: skip
     return found
 

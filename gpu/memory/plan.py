@@ -45,7 +45,8 @@ class MemoryPlan:
     methods that keep some, by what profiles name them (`gpu.profiles.Part`). `num_windows` of `window_pages` pages and
     `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of each are
     beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and the
-    others lie in host memory; None: all, or the model has none.
+    others lie in host memory; None: all, or the model has none. computes_experts: decode steps of few rows have the CPU
+    compute those; else they fetch them.
     """
 
     device: Literal["cuda", "cpu"]
@@ -76,6 +77,7 @@ class MemoryPlan:
     window_pages: int = 0
     spare_window_tokens: int = 0
     experts_on_card: int | None = None
+    computes_experts: bool = False
 
     @property
     def dtype_bytes(self) -> int:

@@ -1,40 +1,16 @@
-"""Which of a model's experts the CPU can compute where they lie, and the slots in which it is asked for them.
+"""The slots in which the CPU is asked for experts in host memory, and who computes them there.
 
-It refuses to know rates: whether that is faster than fetching them is the plan's to say. Invariant: what is refused
-here is fetched, or named in one line, before anything is loaded.
+It refuses to know rates: whether that is faster than fetching them is the plan's to say. Invariant: what the CPU has no
+code for is named in one line, before any step is captured.
 """
 
 import torch
 
 from gpu.host.expert_exchange import ExpertExchange
-from gpu.model.matrix_formats import OF_EXPERTS, layer_formats
-from gpu.model.spec import Architecture, Experts, ModelError
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, experts_of, why_not_computed
+from gpu.model.spec import Architecture, ModelError
 from gpu.model.weights import Weights
-from transfer.expert_exchange import MOST_ROWS, LayerExperts, OpenExperts
-
-COLUMN_STEP = 32  # of rows: a line of bfloat16
-
-
-def why_not_computed(shape: Architecture) -> str | None:
-    """What the CPU's kernels have no code for; None: they have."""
-    layers = [(number, spec) for number, spec in enumerate(shape.layers) if spec.experts is not None]
-    if not layers:
-        return f"{shape.name} has no experts"
-    packed = {
-        stored.kind for number, _ in layers for name in OF_EXPERTS
-        if (stored := layer_formats(shape, number)[name]) is not None
-    }  # fmt: skip
-    if packed:
-        return f"the CPU computes plain experts, and these are {', '.join(sorted(packed))}"
-    if {spec.activation for _, spec in layers} != {"silu"}:
-        return f"the CPU computes experts with SiLU, and {shape.name} has another activation"
-    if len({spec.experts for _, spec in layers}) > 1:
-        return f"the CPU computes experts that are alike in all layers, and those of {shape.name} are not"
-    experts = _experts_of(shape)
-    if shape.hidden % COLUMN_STEP or experts.intermediate % COLUMN_STEP:
-        widths = f"{shape.hidden} and {experts.intermediate}"
-        return f"the CPU computes rows of multiples of {COLUMN_STEP} columns, and these have {widths}"
-    return None
+from transfer.expert_exchange import LayerExperts, OpenExperts
 
 
 def open_exchanges(
@@ -51,7 +27,7 @@ def open_exchanges(
     if reason is not None:
         raise ModelError(f"gpu.host_experts: asked compute, but {reason}; have them fetched")
     layers = [None if host is None else _layer_of(host.count, host.gate_up, host.down) for host in hosts]
-    per_token, max_rows = _experts_of(shape).per_token, min(max_running, MOST_ROWS)
+    per_token, max_rows = experts_of(shape).per_token, min(max_running, MOST_COMPUTED_ROWS)
     try:
         workers = [open_experts(layers, max_rows, per_token) for _ in range(num_lanes)]
     except (RuntimeError, ValueError) as error:
@@ -63,7 +39,3 @@ def _layer_of(count: int, gate_up: object, down: object) -> LayerExperts:
     assert isinstance(gate_up, torch.Tensor), "experts that the CPU computes are plain"
     assert isinstance(down, torch.Tensor), "experts that the CPU computes are plain"
     return LayerExperts(count, gate_up, down)
-
-
-def _experts_of(shape: Architecture) -> Experts:
-    return next(spec.experts for spec in shape.layers if spec.experts is not None)

@@ -1,9 +1,10 @@
 """The MLP of a layer with experts: routing, the products of those that are taken, their sum and the residual.
 
 It refuses to know attention, and how matrices are stored. Invariants: experts that no token takes are not read; where
-they lie changes no bit, as long as it is the card that computes. Which products depends on the number of tokens alone, so a graph holds them: three launches for
-up to MOST_ALONE, and six; where some lie in host memory two more, or one, and one for each tensor that is fetched; or,
-where the CPU computes these, four more, or three: it is asked before the card's own products and awaited behind them.
+they lie changes no bit, as long as it is the card that computes. Which products depends on the number of tokens alone,
+so a graph holds them: three launches for up to MOST_ALONE, and six; where some lie in host memory two more, or one, and
+one for each tensor that is fetched; or, where the CPU computes these, four more, or three: it is asked before the
+card's own products and awaited behind them.
 """
 
 from torch import Tensor

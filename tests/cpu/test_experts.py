@@ -51,8 +51,6 @@ def fill(slot: ExpertSlot, seed: int, experts: np.ndarray) -> tuple[np.ndarray, 
     return slot.hidden[:rows].numpy().copy(), slot.shares[:rows].numpy().copy()
 
 
-
-
 def answer(worker: HostExperts, slot: ExpertSlot, layer: int, rows: int) -> None:
     slot.advance(rows)
     slot.flags[:rows] = slot.stamp

@@ -145,7 +145,7 @@ def test_what_is_no_exchange_error_is_raised_where_the_step_is_collected(monkeyp
 
 
 def test_a_step_of_more_rows_than_the_slot_has_is_captured_without_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.host.expert_exchange.MOST_ROWS", 1)
+    monkeypatch.setattr("gpu.model.computed_experts.MOST_COMPUTED_ROWS", 1)
     with twins_that_compute(monkeypatch) as twins:
         twins.prefill([draw_prompt(100), draw_prompt(60)])
         steps = captured(twins, monkeypatch, (1, 2))

@@ -9,8 +9,9 @@ import torch
 
 from cpu.experts import HostExperts
 from gpu.host.expert_exchange import ExpertExchange
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, why_not_computed
 from gpu.model.architecture import Architecture, named_shape
-from gpu.model.computed_experts import open_exchanges, why_not_computed
+from gpu.model.computed_experts import open_exchanges
 from gpu.model.matrix_formats import rounded
 from gpu.model.projections import Projections
 from gpu.model.spec import ModelError
@@ -20,7 +21,7 @@ from tests.gpu.kernel_oracles import DEVICES
 from tests.gpu.test_families import off
 from tests.gpu.test_split_experts import draw_hidden, split
 from tests.tolerances import COMPUTED_EXPERTS_BFLOAT16, FAMILY_LOGITS
-from transfer.expert_exchange import MOST_ROWS, LayerExperts
+from transfer.expert_exchange import LayerExperts
 
 TINY = "tiny-qwen3-moe"
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def test_a_layer_of_few_rows_gives_what_a_whole_layer_gives(device: str, on_card
     shape, whole, halved, exchange = make(on_card, dtype, device)
     one, other = Projections(whole, shape), Projections(halved, shape)
     bound = FAMILY_LOGITS if dtype == torch.float32 else COMPUTED_EXPERTS_BFLOAT16
-    for tokens in (1, 2, 4, 5, MOST_ROWS, 1):
+    for tokens in (1, 2, 4, 5, MOST_COMPUTED_ROWS, 1):
         hidden = draw_hidden(shape, tokens, dtype, device)
         for layer in range(shape.num_layers):
             wanted = one.mlp(layer, hidden)
@@ -116,7 +117,7 @@ def test_texts_are_those_of_a_model_that_is_whole_and_prompts_are_fetched(name: 
 
 
 def test_more_rows_than_the_slot_has_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.host.expert_exchange.MOST_ROWS", 1)
+    monkeypatch.setattr("gpu.model.computed_experts.MOST_COMPUTED_ROWS", 1)
     folder = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=64).folder
     runner = load(folder, experts_on_card=1, open_experts=open_experts)
     steps = runner.decode_steps
@@ -148,7 +149,7 @@ def test_what_the_cpu_has_no_code_for_is_refused_by_name() -> None:
     def refuse(*_: object) -> HostExperts:
         raise RuntimeError("processor: lacks avx2; attention on the host needs an x86-64 with AVX2 and FMA")
 
-    with pytest.raises(ModelError, match="^gpu.host_experts: asked compute, but processor: lacks avx2"):
+    with pytest.raises(ModelError, match=r"^gpu.host_experts: asked compute, but processor: lacks avx2"):
         open_exchanges(packed, moe, 4, CPU, refuse, 1)
     whole = random_weights(moe, 3, torch.float32, CPU, lambda fraction: None)
     assert open_exchanges(whole, moe, 4, CPU, open_experts, 1) == []

@@ -37,9 +37,7 @@ def synchronise(device: str) -> None:
 @pytest.mark.parametrize("hidden", [HIDDEN, 4160])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_row_leaves_its_state_and_its_experts_that_lie_there(
-    device: str, dtype: torch.dtype, hidden: int
-) -> None:
+def test_each_row_leaves_its_state_and_its_experts_that_lie_there(device: str, dtype: torch.dtype, hidden: int) -> None:
     slot = new_slot(device, hidden)
     counters = new_counters(slot, torch.device(device))
     for number, rows in enumerate((1, 3, 5, 2)):
@@ -109,5 +107,5 @@ def test_what_does_not_fit_the_slot_is_named() -> None:
             ask_experts(*arguments, ON_CARD, None, counters, slot)
     with pytest.raises(ValueError, match="slots is"):
         ask_experts(normed, ids, shares, ON_CARD, torch.zeros(3, dtype=torch.int32), counters, slot)
-    with pytest.raises(ValueError, match="^add_answer: made is .*; wanted .* torch.float32"):
+    with pytest.raises(ValueError, match=r"^add_answer: made is .*; wanted .* torch.float32"):
         add_answer(normed.bfloat16(), slot, torch.bfloat16)
