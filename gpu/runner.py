@@ -61,7 +61,7 @@ from gpu.upload import upload
 from transfer.chunks.library import ChunkLibrary
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
-from transfer.expert_exchange import OpenExperts
+from transfer.expert_exchange import ExpertCounts, OpenExperts
 from transfer.tier import Ask, ContextLostError, HostMemoryError, HostTier
 from transfer.tier_shape import BLOCK_TOKENS
 
@@ -208,8 +208,12 @@ class Runner:
         """What became of experts in host memory, or None where all lie on the device; waits for nothing."""
         if self._staged is None:
             return None
-        computed = sum(one.worker.counts.experts for one in self._experts)
+        computed = sum(counts.experts for counts in self.computed_counts())
         return ExpertMoves(self._staged.num_fetched, self._staged.num_copied, computed)
+
+    def computed_counts(self) -> list[ExpertCounts]:
+        """What the CPU did of them, by lane."""
+        return [one.worker.counts for one in self._experts]
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
