@@ -4,6 +4,7 @@ which order they ask, and what becomes of those that come to nothing. A thread s
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,18 @@ import pytest
 import torch
 
 from cpu.experts import HostExperts
+from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import DecodeSteps
+from gpu.load import load_runner
 from gpu.step import DecodeGroup, StepPlan
 from tests.gpu import twin_runners
-from tests.gpu.family_checkpoints import draw_prompt
+from tests.gpu.family_checkpoints import draw_prompt, generate
 from tests.gpu.test_asking_graphs import Recorded, fake_graphs
 from tests.gpu.test_families import off
 from tests.gpu.test_families_host import decode, twins_of
+from tests.gpu.test_split_experts import fill
 from tests.gpu.twin_runners import Twins
-from tests.tolerances import FAMILY_LOGITS
+from tests.tolerances import FAMILY_LOGITS, FAMILY_LOGITS_ON_CARDS
 from transfer.exchange import RELEASED, ExchangeError
 from transfer.expert_exchange import ROWS, ExpertAsks, LayerExperts
 
@@ -28,19 +32,19 @@ LIMIT_S = 0.2
 
 
 @contextmanager
-def twins_that_compute(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twins]:
+def twins_that_compute(monkeypatch: pytest.MonkeyPatch, limit_s: float = LIMIT_S, **more: Any) -> Iterator[Twins]:
     """The runner that deposits has nearly all experts in host memory, and the CPU computes them."""
     load_runner = twin_runners.load_runner
 
     def open_experts(layers: list[LayerExperts | None], max_rows: int, per_token: int) -> HostExperts:
-        return HostExperts(layers, max_rows, per_token, 1, LIMIT_S)
+        return HostExperts(layers, max_rows, per_token, 1, limit_s)
 
     def load(*arguments: Any, tier: Any, **rest: Any):
-        more = {} if tier is None else {"experts_on_card": ON_CARD, "open_experts": open_experts}
-        return load_runner(*arguments, tier=tier, **rest, **more)
+        split = {} if tier is None else {"experts_on_card": ON_CARD, "open_experts": open_experts}
+        return load_runner(*arguments, tier=tier, **rest, **split)
 
     monkeypatch.setattr(twin_runners, "load_runner", load)
-    with twins_of("qwen3_moe", monkeypatch) as twins:
+    with twins_of("qwen3_moe", monkeypatch, **more) as twins:
         yield twins
         twins.deposits.shutdown()
 
@@ -54,10 +58,10 @@ def captured(twins: Twins, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ..
     return steps
 
 
-def check(twins: Twins, slots: list[int]) -> None:
+def check(twins: Twins, slots: list[int], bound: float = FAMILY_LOGITS) -> None:
     assert not twins.step(slots).failures
     for slot in slots:
-        assert off(*twins.logits(slot)) < FAMILY_LOGITS
+        assert off(*twins.logits(slot)) < bound
 
 
 def test_steps_that_ask_for_attention_ask_for_experts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,3 +166,68 @@ def test_a_step_of_more_rows_than_the_slot_has_is_captured_without_asks(monkeypa
         assert fetched.computed == before.computed
         assert computed.computed > fetched.computed
         assert computed.fetched == fetched.fetched
+
+
+@pytest.mark.gpu
+def test_a_card_waits_for_experts_and_for_attention_in_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real graphs, in both lanes: before a context goes down, and behind that. Answers that fail leave nobody waiting,
+    and the next step is right.
+    """
+    card = {"device": "cuda", "graph_batch_sizes": (1, 2)}
+    with twins_that_compute(monkeypatch, limit_s=20, **card) as twins:
+        steps, answer = twins.deposits.decode_steps, HostExperts.answer
+        asks = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
+        assert {parts for parts, _ in asks} == {0, 1, 2}
+        assert all(one is not None for one in asks.values())
+        twins.prefill([draw_prompt(100), draw_prompt(60)])
+        for slots in ([0, 1], [1], [0, 1], [0]):
+            check(twins, slots, FAMILY_LOGITS_ON_CARDS)
+        assert not twins.sequences[0].released
+        for _ in range(70):
+            check(twins, [0, 1], FAMILY_LOGITS_ON_CARDS)
+        assert twins.sequences[0].released
+        counts = twins.deposits.expert_counts()
+        assert counts is not None
+        assert counts.fetched == 0
+        assert counts.computed > 0
+        assert all(one.worker.counts.asks > 0 for one in steps._experts)
+
+        def fail(self: HostExperts, parts: Any) -> Any:
+            raise ExchangeError("the host gave up")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostExperts, "answer", fail)
+            group = twins.group([0, 1])
+            step = twins.deposits.launch(StepPlan(decode=[group]))
+            assert step.collect().failures == {0: "the host gave up", 1: "the host gave up"}
+        assert HostExperts.answer is answer
+        twins.deposits._failures.clear()  # as slots that are released and taken again: the token is computed anew
+        check(twins, [0, 1], FAMILY_LOGITS_ON_CARDS)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_computes_what_a_whole_model_computes() -> None:
+    """In float32, where no router's choice hangs on the order of a sum: texts and logits, prompts in between."""
+    texts, seen = [], []
+    for on_card in (None, 2):
+        runner = load_runner(
+            ModelConfig(random_weights="tiny-qwen3-moe"),
+            GpuConfig(device="cuda", dtype="float32", graph_batch_sizes=(1, 4)),
+            max_running=4, max_context_tokens=1024, chunk_tokens=128, max_hidden_tokens=1024, num_pages=256, tier=None,
+            parts=(), on_progress=lambda stage, fraction: None, experts_on_card=on_card,
+            open_experts=None if on_card is None else partial(HostExperts, threads=4),
+        )  # fmt: skip
+        if on_card is None:
+            kept = [
+                (one.experts.gate_up.clone(), one.experts.down.clone()) for one in runner.weights.layers if one.experts
+            ]
+        else:
+            fill(runner.weights, kept, on_card)
+        made = [generate(runner, draw_prompt(length, 1024), 24) for length in (3, 300, 9)]
+        texts.append([tokens for tokens, _ in made])
+        seen.append([logits for _, logits in made])
+        counts = runner.expert_counts()
+        assert counts is None or counts.computed > 0
+        runner.shutdown()
+    assert texts[0] == texts[1]
+    assert all(off(ours, theirs) < FAMILY_LOGITS_ON_CARDS for ours, theirs in zip(seen[1], seen[0], strict=True))
