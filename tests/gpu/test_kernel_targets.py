@@ -615,8 +615,9 @@ def _compile_all(name: str, capability: int, launches: list[Launch]) -> None:
     assert seen, f"{name} is listed but was not launched"
 
 
-def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_link_and_back(launches):
-    kernel, args, options = next(launch for launch in launches if launch[0].__name__ == "_pack_kernel")
+@pytest.mark.parametrize("name", ["_pack_kernel", "_ask_experts_kernel"])
+def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_link_and_back(name, launches):
+    kernel, args, options = next(launch for launch in launches if launch[0].__name__ == name)
     source, compile_options = _source(kernel, args, options)
     lines = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=compile_options).asm["ptx"].splitlines()
     (flag,) = (number for number, line in enumerate(lines) if "st.release.sys" in line)
