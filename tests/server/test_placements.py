@@ -47,6 +47,15 @@ def eight_b(context: int = CONTEXT, **host: Any) -> dict[str, Any]:
     }
 
 
+def mixture(**gpu: Any) -> dict[str, Any]:
+    """Of 30B; each layer keeps 40 of its experts on the card."""
+    return {
+        "model": {"random_weights": "qwen3-30b-a3b"},
+        "gpu": {"device": "cuda", "experts_gib": 40 * 48 * 3 * 2048 * 768 * 2 / 2**30, **gpu},
+        "scheduler": {"max_running": 2, "max_context_tokens": 4096},
+    }
+
+
 @pytest.mark.parametrize(("rows", "row_bytes"), [("bfloat16", 512), ("int8", 256)])
 def test_an_8b_shape_over_round_rates_is_what_a_pencil_says(rows: str, row_bytes: int) -> None:
     found = compare(eight_b(rows=rows))
@@ -221,11 +230,7 @@ def test_a_cpu_device_has_no_link() -> None:
 
 def test_experts_in_host_memory_come_over_the_link() -> None:
     """A layer keeps 40 of 128, of 9.4 MB each, and a token takes 8 at random; a prompt takes all."""
-    tree = {
-        "model": {"random_weights": "qwen3-30b-a3b"},
-        "gpu": {"device": "cuda", "experts_gib": 40 * 48 * 3 * 2048 * 768 * 2 / 2**30, "host_experts": "fetch"},
-        "scheduler": {"max_running": 2, "max_context_tokens": 4096},
-    }
+    tree = mixture(host_experts="fetch")
     found = compare(tree)
     one, two = found.get("device").steps
     assert one is not None
@@ -252,12 +257,7 @@ def test_experts_in_host_memory_come_over_the_link() -> None:
 
 def test_experts_that_the_cpu_computes_are_read_at_the_hosts_rate() -> None:
     """85 % of 50 GB/s and 0.06 ms a layer, beside 10 GB/s of link; of steps beyond 32 rows they are fetched."""
-    tree = {
-        "model": {"random_weights": "qwen3-30b-a3b"},
-        "gpu": {"device": "cuda", "experts_gib": 40 * 48 * 3 * 2048 * 768 * 2 / 2**30},
-        "scheduler": {"max_running": 2, "max_context_tokens": 4096},
-    }
-    found = compare(tree)
+    found = compare(mixture())
     one, two = found.get("device").steps
     assert one is not None
     assert two is not None
