@@ -5,6 +5,7 @@ cost, whoever chose, so that a resolved deployment resolves to itself.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gpu.config import GpuConfig
 from gpu.memory.demand import PlanError
@@ -13,6 +14,7 @@ from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
 from transfer.rates import Rates
 
+Way = Literal["auto", "fetch", "compute"]  # as `gpu.host_experts` is asked for
 READ_SHARE = 0.85  # of a stream's rate, what products of bf16 rows with a few vectors reach (docs/LAB.md)
 HOP_MS = 0.06  # of a layer: the ask over the link, a region's start and its three stages, the answer seen
 
@@ -41,13 +43,12 @@ def find_times(shares: ExpertShares, rates: Rates) -> ExpertTimes:
     return ExpertTimes(shares, rates.of["host_to_device_gb_s"], rates.of["host_stream_gb_s"])
 
 
-def choose(gpu: GpuConfig, shape: Architecture, plan: MemoryPlan, shares: ExpertShares, rates: Rates) -> tuple[
-    bool, str | None
-]:  # fmt: skip
+def choose(
+    asked: Way, gpu: GpuConfig, shape: Architecture, plan: MemoryPlan, shares: ExpertShares, rates: Rates
+) -> tuple[bool, str | None]:
     """Whether the CPU computes, and what to say of it; None where no experts lie in host memory. Raises PlanError where
     what was asked for cannot be had.
     """
-    asked = gpu.host_experts
     if plan.device == "cpu" or not shares.host_bytes:
         if asked != "auto":
             raise PlanError(

@@ -6,6 +6,7 @@ configuration; nothing plans again. How memory is shared out is `gpu.memory`'s b
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import HostDemand
@@ -23,10 +24,15 @@ from transfer.tier_shape import TierShape
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
-    """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
+    """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
+
+    Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
+    again.
+    """
     profiles = resolve_profiles(config.profiles, config.host).values()
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
-    plan = plan_memory(
+    share_out = partial(
+        plan_memory,
         architecture,
         config.gpu,
         host=config.host,
@@ -39,9 +45,13 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         machine=machine,
         documents=config.documents,
     )
-    shares, rates = find_expert_shares(architecture, plan), find_rates(machine, measured_path())
-    computes, said = choose(config.gpu, architecture, plan, shares, rates)
-    return plan if said is None else replace(plan, computes_experts=computes, notes=(*plan.notes, said))
+    asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
+    plan = share_out(computes_experts=asked == "compute")
+    computes, said = choose(asked, config.gpu, architecture, plan, find_expert_shares(architecture, plan), rates)
+    if computes and not plan.computes_experts:
+        plan = share_out(computes_experts=True)
+        _, said = choose("compute", config.gpu, architecture, plan, find_expert_shares(architecture, plan), rates)
+    return plan if said is None else replace(plan, notes=(*plan.notes, said))
 
 
 def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:

@@ -100,14 +100,15 @@ def plan_memory(
     max_hidden_tokens: int | None,
     machine: MachineProfile,
     documents: DocumentsConfig | None = None,
+    computes_experts: bool = False,
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
     kept: what of contexts that go down stays on the device (`gpu.profiles.find_kept`), None without `host`;
     states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
     take an eighth of what weights and workspaces leave, and there is one at least; documents: how their chunks are
-    kept. A context that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises
-    PlanError.
+    kept; computes_experts: of few rows, see `MemoryPlan`. A context that nobody asked for shrinks to what fits; one
+    that the configuration names must fit. Raises PlanError.
     """
     device = _resolve_device(gpu, machine)
     dtype = _resolve_dtype(gpu, device)
@@ -137,6 +138,7 @@ def plan_memory(
         documents,
         window_pages,
         kv=kv,
+        computes_experts=computes_experts,
     )
     place = demand.place
     limits = _resolve_limits(gpu, device, machine)
@@ -191,6 +193,7 @@ def plan_memory(
         window_pages=window_pages,
         spare_window_tokens=spare_tokens if window_pages else 0,
         experts_on_card=demand.experts_on_card,
+        computes_experts=demand.computes_experts,
     )
 
 

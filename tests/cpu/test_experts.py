@@ -16,6 +16,7 @@ from transfer.expert_exchange import NOT_HERE, ExpertAsks, ExpertSlot, LayerExpe
 
 HIDDEN, WIDTH, COUNT, PER_TOKEN, MOST_ROWS = 96, 64, 11, 4, 9
 CPU = torch.device("cpu")
+PATIENCE_S = 5
 
 
 def draw_layer(
@@ -146,7 +147,8 @@ def test_a_number_that_is_not_finite_stays_in_its_row() -> None:
 def test_a_step_is_answered_ask_by_ask_as_the_device_comes_to_them() -> None:
     """The device stands in another thread: it asks the next layer of the sum of the last."""
     layers = [draw_layer(seed, torch.bfloat16) for seed in range(3)]
-    worker, slot = HostExperts(layers, MOST_ROWS, PER_TOKEN, 2), new_expert_slot(MOST_ROWS, HIDDEN, PER_TOKEN, CPU)
+    worker = HostExperts(layers, MOST_ROWS, PER_TOKEN, 2, limit_s=PATIENCE_S)
+    slot = new_expert_slot(MOST_ROWS, HIDDEN, PER_TOKEN, CPU)
     slot.stamp = LAST_STAMP - 2  # stamps begin anew within the step
     slot.answered.fill_(slot.stamp)
     first = slot.stamp
@@ -154,12 +156,16 @@ def test_a_step_is_answered_ask_by_ask_as_the_device_comes_to_them() -> None:
     experts = np.array([[0, 1, 2, NOT_HERE], [3, 1, NOT_HERE, NOT_HERE], [5, 6, 7, 8]])
     states, wrong = fill(slot, 0, experts)[0] / 8, []
 
+    deadline = time.monotonic() + 2 * PATIENCE_S
+
     def device() -> None:
         x = states
         for number, (layer, rows) in enumerate(table.tolist()):
             slot.hidden[:3] = torch.tensor(x)
             slot.flags[:rows] = (first + 1 + number) & LAST_STAMP
             while int(slot.answered) != (first + 1 + number) & LAST_STAMP:
+                if time.monotonic() > deadline:
+                    return
                 time.sleep(1e-4)
             got = slot.out[:rows].numpy().copy()
             wanted = oracle(layers[layer], x[:rows], experts[:rows], slot.shares[:rows].numpy())

@@ -117,3 +117,28 @@ def test_the_plan_is_what_the_engine_is_given() -> None:
     deployment, machine = make()
     assert isinstance(deployment, EngineConfig)
     assert resolve_plan(deployment, machine).memory.computes_experts
+
+
+def slots(made: MemoryPlan) -> int:
+    return sum(one.bytes for one in made.items if one.name == "fetched experts")
+
+
+def test_steps_whose_experts_are_computed_have_no_memory_to_fetch_them_to() -> None:
+    """Of graphs beyond 32 rows, whose experts are fetched, there is some; what is spared is for more experts."""
+    few, many = {"graph_batch_sizes": [1, 2]}, {"graph_batch_sizes": [1, 64]}
+    assert slots(plan(**few, host_experts="fetch")) == 16 * 3 * 2048 * 768 * 2
+    assert slots(plan(**few)) == slots(plan(**few, host_experts="compute")) == 0
+    running = {"scheduler": {"max_running": 64, "max_context_tokens": 4096}}
+    fetching, computing = (wide(running, host_experts=way, **many) for way in ("fetch", "compute"))
+    assert slots(fetching) == slots(computing) > 0
+    fetching, computing = (wide(running, host_experts=way, graph_batch_sizes=[1, 32]) for way in ("fetch", "compute"))
+    assert slots(fetching) > slots(computing) == 0
+    assert fetching.experts_on_card is not None
+    assert computing.experts_on_card is not None
+    assert computing.experts_on_card > fetching.experts_on_card
+
+
+def wide(more: dict[str, Any], **gpu: Any) -> MemoryPlan:
+    deployment, machine = make(**gpu)
+    deployment = Deployment.model_validate(deployment.model_dump(exclude_unset=True) | more)
+    return plan_engine(deployment, find_architecture(deployment.model)[0], machine)
