@@ -233,6 +233,7 @@ class _Bench:
         one_bytes = self.shares.host_bytes / (num_layers * self.shares.on_host)
         per_step = (_count(runner, way) - before) / self.benchmark.steps  # and what short prefills listed: none
         moved, read = per_step * one_bytes, step_weight_bytes(self.shape, self.plan.dtype_bytes, True, batch)
+        read -= self.shares.fetched_bytes(batch) if way == "compute" else 0  # which the card does not read
         gb_s = self.link_gb_s if way == "fetch" else self.rates["host_stream_gb_s"]
         floor_ms = moved / gb_s / 1e6 + read / self.stream_gb_s / 1e6
         where = "over the link" if way == "fetch" else f"on {self.benchmark.num_threads} threads of the CPU"

@@ -13,7 +13,6 @@ import torch
 from bench.rates import measure_device_rates, measure_host_matmul
 from cpu.rates import GIB, measure_host_rates, measure_read_rate
 from gpu.load import DTYPES, load_architecture
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.memory.host_demand import CODE_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
@@ -61,7 +60,7 @@ class LongFloors:
         text = f"{weight_bytes / 1e9:.3f} GB of weights, {kv_bytes / 1e9:.3f} of KV over {self.stream_gb_s:.0f} GB/s"
         fetched_bytes = self.step.fetched(batch)
         if fetched_bytes:
-            computes = self.plan.computes_experts and batch <= MOST_COMPUTED_ROWS
+            computes = self.step.computes(batch)
             gb_s = self.rates["host_stream_gb_s" if computes else "host_to_device_gb_s"]
             ms += fetched_bytes / gb_s / 1e6
             text += (

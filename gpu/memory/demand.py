@@ -207,9 +207,10 @@ class Demand:
             most = self.max_running
             slots += shares.slot_bytes(most)
         on_host, of_all = shares.on_host, most_experts(self.shape)
+        fetched = self.item("fetched experts", slots, f"of a layer, those that a step of {most} sequences takes")
         return (
             self.item("staged experts", shares.staged_bytes, f"{on_host} of a layer and of the next, for prefill"),
-            self.item("fetched experts", slots, f"of a layer, those that a step of {most} sequences takes"),
+            *([fetched] if slots else []),
             MemoryItem("experts", "host", shares.host_bytes, f"{on_host} of {of_all} of each layer, pinned"),
         )
 

@@ -264,6 +264,9 @@ def test_experts_that_the_cpu_computes_are_read_at_the_hosts_rate() -> None:
     layer = 88 / 128 * 3 * 2048 * 768 * 2
     assert one.experts_ms == pytest.approx(48 * (8 * layer / (0.85 * 50e6) + 0.06), rel=PLACEMENT_MS)
     assert two.experts_ms == pytest.approx(48 * ((8 + 7.5) * layer / (0.85 * 50e6) + 0.06), rel=PLACEMENT_MS)
+    fetched = compare(mixture(host_experts="fetch")).get("device").first
+    assert fetched is not None
+    assert fetched.weights_ms - one.weights_ms == pytest.approx(48 * 8 * layer / 1000e6, rel=PLACEMENT_MS)
     assert found.experts is not None
     assert "what the CPU computes of them in a step, read at 50 GB/s: batch 1: 2.49 GB, 61.5 ms, batch 2: 4.83 GB" in (
         found.experts
