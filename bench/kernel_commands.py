@@ -238,7 +238,11 @@ def weights(
     Kinds: bfloat16, fp8, int8, int4, and GGUF's Q8_0, Q6_K, Q4_0, Q4_K.
     """
     from bench.matrices import KINDS, matrix_rows, prefill_rows
+    from gpu.model.architecture import named_shape
 
+    if any(spec.experts is not None for spec in named_shape(shape).layer_pattern):
+        wanted = "a shape without experts; `python -m bench.experts_sweep` times those"
+        raise typer.BadParameter(f"got {shape}, a mixture of experts; wanted {wanted}", param_hint="--shape")
     batches, asked = parse_batches(batch), tuple(kinds.split(","))
     if not set(asked) <= set(KINDS):
         raise typer.BadParameter(f"got {kinds}; wanted some of {', '.join(KINDS)}", param_hint="--kinds")

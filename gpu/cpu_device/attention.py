@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.kernels.head_norm import HeadNorms, head_norm
 from gpu.kernels.paged_decode_attention import MAXIMA_CELLS, Reading
 from transfer.partial import Partial
 
@@ -36,9 +37,12 @@ def rope_kv_write_cpu(
     key_pages: Tensor,
     value_pages: Tensor,
     num_heads: int,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """See `gpu.kernels.rope_kv_write.rope_kv_write`; float32 throughout. A padding token's query is zero."""
     kv_heads, _, dim = key_pages.shape[1:]
+    if norms is not None:
+        head_norm(qkv, norms, num_heads, kv_heads)
     query = torch.zeros(len(qkv), num_heads, dim)
     tokens = qkv.view(-1, num_heads + 2 * kv_heads, dim)
     _rope_kv_write(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
+from gpu.kernels.following import follow, following
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_numbers import beside
 from gpu.kernels.packed_tiles import row_tile, scaled, tensors_of, tile_layout
@@ -23,14 +24,12 @@ from gpu.model.spec import Activation, Experts
 
 Stored = Tensor | Packed
 
-# Rows of each expert in a program, columns at once, num_warps: of gate and up, and of down. A program has
-# so many rows of all the experts that a token takes; where it takes few, more of each: ROWS_AT_ONCE together.
-GATE_UP_CONFIG = (1, 512, 4)
-DOWN_CONFIG = (2, 256, 4)
-MIXED_PLACES = 8  # that the configurations are for
-# Of packed ones: rows of one expert, and warps that share their columns out.
-PACKED_ROWS, PACKED_SPLITS = 16, 4
-_SHARED_OUT = {"BLOCK_ROWS": PACKED_ROWS, "SPLITS": PACKED_SPLITS, "num_warps": PACKED_SPLITS, "num_stages": 3}
+# Rows of each expert in a program, columns at once, num_warps, unroll. A program has so many rows of all the experts
+# that a token takes, MIXED_PLACES; where it takes fewer, more of each.
+CONFIGS = {"gate_up": (1, 256, 4, 2), "down": (2, 256, 4, 3)}
+MIXED_PLACES = 8
+# Of packed ones: rows of one expert, warps that share their columns out, num_stages.
+PACKED_CONFIGS = {"gate_up": (16, 4, 3), "down": (16, 4, 3)}
 
 
 @triton.jit
@@ -70,11 +69,13 @@ def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
 
 @triton.jit
 def _gate_up_kernel(
-    x, weight, far, places, logits, ids, shares, out,
-    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
-    IS_NORMALISED: tl.constexpr, GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    x, weight, far, places, logits, ids, shares, out, HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
+    INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    follow(FOLLOWS)
     EVEN: tl.constexpr = HIDDEN % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, is_ours = _take_rows(
@@ -86,14 +87,16 @@ def _gate_up_kernel(
     source = number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
     gate = base_of(weight, far, is_far[:, None], HAS_FAR) + source[:, None] * HIDDEN
     column = tl.arange(0, BLOCK_INNER)[None, :]
+    x += token * HIDDEN + place[:, None] * 0  # of as many rows as weights, so that these stay in the threads that load
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
     up_sums = sums
-    for begin in tl.range(0, HIDDEN, BLOCK_INNER):
+    for begin in tl.range(0, HIDDEN, BLOCK_INNER, loop_unroll_factor=UNROLL):
         inner = begin + column
         inside = is_ours[:, None] if EVEN else is_ours[:, None] & (inner < HIDDEN)
-        rows = tl.load(gate + inner, mask=inside, other=0.0).to(tl.float32)
-        ups = tl.load(gate + INTERMEDIATE * HIDDEN + inner, mask=inside, other=0.0).to(tl.float32)
-        values = tl.load(x + token * HIDDEN + inner, mask=inner < HIDDEN, other=0.0).to(tl.float32)
+        rows = tl.load(gate + inner, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        ups_at = gate + INTERMEDIATE * HIDDEN + inner
+        ups = tl.load(ups_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(x + inner, mask=inside, other=0.0).to(tl.float32)
         sums += rows * values
         up_sums += ups * values
     result = gated(tl.sum(sums, 1), tl.sum(up_sums, 1), GELU)
@@ -105,7 +108,9 @@ def _down_kernel(
     product, weight, far, places, ids, shares, residual, out, residual_stride,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
     PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    UNROLL: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    follow(FOLLOWS)
     EVEN: tl.constexpr = INTERMEDIATE % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
@@ -116,10 +121,10 @@ def _down_kernel(
     source = base_of(weight, far, is_far[:, None], HAS_FAR) + source
     column = tl.arange(0, BLOCK_INNER)[None, :]
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
-    for begin in tl.range(0, INTERMEDIATE, BLOCK_INNER):
+    for begin in tl.range(0, INTERMEDIATE, BLOCK_INNER, loop_unroll_factor=UNROLL):
         inner = begin + column
         inside = is_ours[:, None] if EVEN else is_ours[:, None] & (inner < INTERMEDIATE)
-        rows = tl.load(source + inner, mask=inside, other=0.0).to(tl.float32)
+        rows = tl.load(source + inner, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         values = tl.load(product + place[:, None] * INTERMEDIATE + inner, mask=inside, other=0.0).to(tl.float32)
         sums += rows * values
     _store_sum(tl.sum(sums, 1) * share, residual, out, token, residual_stride, HIDDEN, SLOTS, BLOCK_ROWS)
@@ -176,7 +181,9 @@ def _packed_gate_up_kernel(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     IS_NORMALISED: tl.constexpr, GELU: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    follow(FOLLOWS)
     token, slot = tl.program_id(2).to(tl.int64), tl.zeros([1], tl.int32) + tl.program_id(1)
     taken, share = take_experts(
         logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
@@ -211,8 +218,9 @@ def _packed_down_kernel(
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
-    PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    follow(FOLLOWS)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < HIDDEN
@@ -251,19 +259,20 @@ def gate_up_rows(
     shares = torch.empty(taken, dtype=torch.float32, device=normed.device)
     out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
     common = {**taking(experts), "INTERMEDIATE": experts.intermediate, "GELU": activation != "silu"}
-    common |= {"HAS_FAR": far is not None}
+    common |= {"HAS_FAR": far is not None, **following(normed, far is None)}
     there, places = far_matrix(gate_up, far, far and far.gate_up), places_of(far, ids)
     if isinstance(gate_up, Packed):
-        grid = triton.cdiv(experts.intermediate, PACKED_ROWS), experts.per_token, tokens
+        config = _shared_out("gate_up")
+        grid = triton.cdiv(experts.intermediate, config["BLOCK_ROWS"]), experts.per_token, tokens
         _packed_gate_up_kernel[grid](
             normed, *tensors_of(gate_up), *tensors_of(there), places, logits, ids, shares, out,
-            **tile_layout(gate_up), **common, **_SHARED_OUT,
+            **tile_layout(gate_up), **common, **config,
         )  # fmt: skip
     else:
-        rows, block, num_warps, slots = _sized(GATE_UP_CONFIG, experts)
+        rows, block, num_warps, unroll, slots = _sized(CONFIGS["gate_up"], experts)
         _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
             normed, gate_up, there, places, logits, ids, shares, out, **common, LEAVES_OUT=leaves_out(far),
-            SLOTS=slots, HIDDEN=hidden, BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps,
+            SLOTS=slots, HIDDEN=hidden, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
         )  # fmt: skip
     return out, ids, shares
 
@@ -282,19 +291,20 @@ def down_rows(
     check_experts("down_rows", "down", down, far, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
     out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
-    common = {"PER_TOKEN": experts.per_token, "HIDDEN": hidden, "HAS_FAR": far is not None}
+    common = {"PER_TOKEN": experts.per_token, "HIDDEN": hidden, "HAS_FAR": far is not None, **following(product)}
     there, places = far_matrix(down, far, far and far.down), places_of(far, ids)
     if isinstance(down, Packed):
-        _packed_down_kernel[triton.cdiv(hidden, PACKED_ROWS), tokens](
+        config = _shared_out("down")
+        _packed_down_kernel[triton.cdiv(hidden, config["BLOCK_ROWS"]), tokens](
             product, *tensors_of(down), *tensors_of(there), places, ids, shares, residual, out, residual.stride(0),
-            **tile_layout(down), **common, **_SHARED_OUT,
+            **tile_layout(down), **common, **config,
         )  # fmt: skip
     else:
-        rows, block, num_warps, slots = _sized(DOWN_CONFIG, experts)
+        rows, block, num_warps, unroll, slots = _sized(CONFIGS["down"], experts)
         _down_kernel[triton.cdiv(hidden, rows), tokens](
             product, down, there, places, ids, shares, residual, out, residual.stride(0), **common,
             LEAVES_OUT=leaves_out(far), SLOTS=slots, BLOCK_ROWS=rows, INTERMEDIATE=experts.intermediate,
-            BLOCK_INNER=block, num_warps=num_warps,
+            BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
         )  # fmt: skip
     return out
 
@@ -341,8 +351,14 @@ def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> No
     return None
 
 
-def _sized(config: tuple[int, int, int], experts: Experts) -> tuple[int, int, int, int]:
+def _sized(config: tuple[int, int, int, int], experts: Experts) -> tuple[int, int, int, int, int]:
     """A configuration, with as many rows together where fewer experts are taken than it is for, or more; and places."""
-    rows, block, num_warps = config
+    rows, block, num_warps, unroll = config
     slots = triton.next_power_of_2(experts.per_token)
-    return max(1, rows * MIXED_PLACES // slots), block, num_warps, slots
+    return max(1, rows * MIXED_PLACES // slots), block, num_warps, unroll, slots
+
+
+def _shared_out(what: str) -> dict[str, int]:
+    """Of a product of packed experts, what the kernel is launched with."""
+    rows, splits, num_stages = PACKED_CONFIGS[what]
+    return {"BLOCK_ROWS": rows, "SPLITS": splits, "num_warps": splits, "num_stages": num_stages}

@@ -1,10 +1,11 @@
-"""Rotary embedding of queries and keys, and the write of keys and values into their pages, in one pass.
+"""Norms of query and key heads, their rotary embedding, and the write of keys and values into their pages, in one pass.
 
-It refuses to know how frequencies are scaled: cos and sin come as tables. Invariant: `qkv` is not modified, so its
-first heads * dim columns stay the pre-RoPE query; a token with slot -1 is padding: it writes nothing, and its position
-and cell are not used; codes of 8 bits are made of what pages in the compute dtype would hold. The layout is Hugging
-Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per token: 2 * (heads + 2 * kv_heads) * dim *
-itemsize, less what codes are narrower, and 4 * dim of cos and sin.
+It refuses to know how frequencies are scaled: cos and sin come as tables. Invariant: of `qkv` nothing changes but heads
+that are normed, in place, so its first heads * dim columns are the pre-RoPE query; a token with slot -1 is padding: it
+writes nothing to pages, and its position and cell are not used; codes of 8 bits are made of what pages in the compute
+dtype would hold. The layout is Hugging Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per token:
+2 * (heads + 2 * kv_heads) * dim * itemsize, less what codes are narrower, and 4 * dim of cos and sin; with norms
+(heads + kv_heads) * dim * itemsize more.
 """
 
 import torch
@@ -13,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, check_contiguous, check_dtype, runs_on_triton
+from gpu.kernels.following import follow, following
+from gpu.kernels.head_norm import HeadNorms, head_norm
 from gpu.kernels.kv_rows import (
     PLAIN,
     check_pages,
@@ -42,7 +45,7 @@ def rope_kv_write_reference(
     value_pages: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """Plain torch; see `rope_kv_write`. The rotation is in the wider of qkv's and cos' dtypes."""
+    """Plain torch, behind the norms; see `rope_kv_write`. The rotation is in the wider of qkv's and cos' dtypes."""
     (kv_heads, page_tokens), dim = key_pages.shape[1:3], dim_of(key_pages)
     valid = slots >= 0
     all_valid = bool(valid.all())
@@ -72,10 +75,13 @@ def rope_kv_write_reference(
 
 @triton.jit
 def _rope_kv_write_kernel(
-    qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, query, qkv_stride, max_pages,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    qkv, query_norm, key_norm, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, query,
+    qkv_stride, max_pages, eps,
+    NORMS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, KIND: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
+    follow(FOLLOWS)
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -95,6 +101,19 @@ def _rope_kv_write_kernel(
     is_rotated = (head < HEADS + KV_HEADS) & is_half
     first = tl.load(source, mask=is_rotated, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=is_rotated, other=0.0).to(tl.float32)
+    if NORMS:
+        dtype = qkv.dtype.element_ty
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
+        first *= scale
+        second *= scale
+        if query_norm.dtype.element_ty == dtype:
+            first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        gain = tl.where(head < HEADS, query_norm, key_norm) + half
+        first *= tl.load(gain, mask=is_rotated, other=0.0).to(tl.float32)
+        second *= tl.load(gain + HALF, mask=is_rotated, other=0.0).to(tl.float32)
+        tl.store(source, first.to(dtype), mask=is_rotated)
+        tl.store(source + HALF, second.to(dtype), mask=is_rotated)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     low = (first * cosine - second * sine).to(query.dtype.element_ty)
     high = (second * cosine + first * sine).to(query.dtype.element_ty)
     to_query = query + (token * HEADS + head) * DIM + half
@@ -141,15 +160,16 @@ def rope_kv_write(
     key_pages: Tensor,
     value_pages: Tensor,
     num_heads: int,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotate the query and the key of each token; write key and value to `page_table[slot, cell // page_tokens]`.
 
     qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; cos, sin: float32 `[max_context, dim // 2]`; positions: of the
     rotation, and cells: of the context, int64 `[tokens]`; slots: int32 `[tokens]`, -1 for padding; page_table: int32
     `[max_slots, max_pages]`; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype, or of
-    codes (`gpu.kernels.kv_rows`). Returns the rotated query `[tokens, heads, dim]` (tokens may be strided). A padding
-    token's query is rotated as at position 0. Raises ValueError for another shape, dtype or device; positions, cells
-    and page ids are trusted.
+    codes (`gpu.kernels.kv_rows`); norms: of queries and keys, which stand in qkv afterwards. Returns the rotated query
+    `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at position 0. Raises
+    ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
     """
     op, (tokens, width), device = "rope_kv_write", qkv.shape, qkv.device
     (num_pages, kv_heads, page_tokens), dim = key_pages.shape[:3], dim_of(key_pages)
@@ -161,7 +181,11 @@ def rope_kv_write(
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
     check_pages(op, "key_pages", key_pages, (num_pages, kv_heads, page_tokens, dim), qkv.dtype, device)
     check(op, "value_pages", value_pages, tuple(key_pages.shape), key_pages.dtype, device)
+    if norms is not None:
+        norms.check(op, qkv, dim)
     if not runs_on_triton(qkv) or tokens == 0:
+        if norms is not None:
+            head_norm(qkv, norms, num_heads, kv_heads)
         return rope_kv_write_reference(
             qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, num_heads
         )  # fmt: skip
@@ -174,11 +198,12 @@ def rope_kv_write(
         check_contiguous(op, name, tensor)
     query = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=device)
     _rope_kv_write_kernel[(tokens,)](
-        qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, query, qkv.stride(0),
-        page_table.stride(0),
+        qkv, *((cos, cos, cos) if norms is None else (norms.query, norms.key, cos)), sin, positions, cells, slots,
+        page_table, key_pages, value_pages, query, qkv.stride(0), page_table.stride(0),
+        0.0 if norms is None else norms.eps, NORMS=norms is not None,
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
         BLOCK_ROTATED=triton.next_power_of_2(num_heads + kv_heads), BLOCK_KV=triton.next_power_of_2(kv_heads),
         BLOCK_HALF=triton.next_power_of_2(dim // 2), KIND=kind_of(key_pages),
-        num_warps=8,
+        **following(qkv, num_heads > 0), num_warps=8,
     )  # fmt: skip
     return query

@@ -1,8 +1,9 @@
-"""Who takes whom in a mixture of experts: the router's logits behind the norm, a token's largest, and pairs by expert.
+"""Who takes whom in a mixture of experts: the router's logits behind the norm, a token's largest, and tiles of pairs.
 
-A pair is a token and one of those experts that it takes: pair `token * per_token + place`, places by falling weight. It
-refuses to know what experts compute. Invariant: of equal logits the lower expert is taken first, and nothing depends
-on how programs are scheduled. Bytes moved: the router once for each of a few tokens (from L2), or once for all.
+A pair is a token and one of those experts that it takes: pair `token * per_token + place`, places by falling weight. A
+tile is some pairs of one expert. It refuses to know what experts compute. Invariant: of equal logits the lower expert
+is taken first, and nothing depends on how programs are scheduled. Bytes moved: the router once for each of a few tokens
+(from L2), or once for all.
 """
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check, runs_on_triton
 from gpu.kernels.experts_reference import choose_reference
+from gpu.kernels.following import follow, following
 from gpu.kernels.linear import logits_linear
 from gpu.kernels.rms_norm import check_norm, rms_norm
 from gpu.model.spec import Experts
@@ -24,7 +26,7 @@ SORTED_BLOCKS = (128, 1024, 4096)  # pairs that a program looks at together: few
 @triton.jit
 def _router_logits_kernel(
     x, norm_weight, router, logits, normed, x_stride, eps, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
@@ -32,6 +34,7 @@ def _router_logits_kernel(
     inside = column < HIDDEN
     source = tl.minimum(expert, NUM_EXPERTS - 1)[:, None] * HIDDEN + column[None, :]
     rows = tl.load(router + source, mask=inside[None, :], other=0.0).to(tl.float32)
+    follow(FOLLOWS)
     values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(norm_weight + column, mask=inside, other=0.0)
     values *= tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
@@ -51,33 +54,37 @@ def _in_order(bits):
 
 
 @triton.jit
+def keys_of(values, is_expert):
+    """Integers of the order of logits, so that whatever is there, an expert is taken that there is."""
+    keys = _in_order((values + 0.0).to(tl.int32, bitcast=True))  # no -0.0
+    return tl.where(is_expert, keys, -0x80000000)
+
+
+@triton.jit
+def logit_of(keys):
+    """float32, the reverse of `keys_of`."""
+    return _in_order(keys).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def take_experts(
     logits, slot, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    """The expert at each place of `slot`, int32 of any length, and its weight, float32: of one token's logits. Integers
-    of their order are compared: whatever is there, an expert is taken that there is.
+    """The expert at each place of `slot`, int32 of any length, and its weight, float32: of one token's logits. An
+    expert's place is the number of those before it: all are counted at once, where rounds of the largest that is left
+    would have all warps wait for one another twice in each.
     """
-    TAKEN: tl.constexpr = -0x80000000
     expert = tl.arange(0, BLOCK_EXPERTS)
-    values = tl.load(logits + expert, mask=expert < NUM_EXPERTS, other=float("-inf")) + 0.0  # no -0.0
-    left = tl.where(expert < NUM_EXPERTS, _in_order(values.to(tl.int32, bitcast=True)), TAKEN)
-    top = _in_order(tl.max(left, 0)).to(tl.float32, bitcast=True)
-    total = tl.sum(tl.exp(values - top), 0)
-    if IS_NORMALISED:
-        total = 0.0
-    ids = slot * 0
-    weights = ids.to(tl.float32)
-    for place in tl.static_range(PER_TOKEN):
-        best = tl.max(left, 0)
-        at = tl.min(tl.where(left == best, expert, BLOCK_EXPERTS), 0)
-        share = tl.exp(_in_order(best).to(tl.float32, bitcast=True) - top)
-        ids = tl.where(slot == place, at, ids)
-        weights = tl.where(slot == place, share, weights)
-        if IS_NORMALISED:
-            total += share
-        left = tl.where(expert == at, TAKEN, left)
-    return ids, weights / total
+    is_expert = expert < NUM_EXPERTS
+    keys = keys_of(tl.load(logits + expert, mask=is_expert, other=0.0), is_expert)
+    ties = (keys[:, None] == keys[None, :]) & (expert[:, None] < expert[None, :])
+    place = tl.sum(((keys[:, None] > keys[None, :]) | ties).to(tl.int32), 0)
+    share = tl.where(is_expert, tl.exp(logit_of(keys) - logit_of(tl.max(keys, 0))), 0.0)
+    total = tl.sum(tl.where(place < PER_TOKEN, share, 0.0) if IS_NORMALISED else share, 0)
+    is_there = (place[:, None] == slot[None, :]) & (slot < PER_TOKEN)[None, :]
+    ids = tl.sum(tl.where(is_there, expert[:, None], 0), 0)
+    return ids, tl.sum(tl.where(is_there, share[:, None], 0.0), 0) / total
 
 
 @triton.jit
@@ -94,22 +101,30 @@ def _choose_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _sort_pairs_kernel(ids, order, begins, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def _tile_pairs_kernel(
+    ids, tile_experts, takers, num_pairs, NUM_EXPERTS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK: tl.constexpr
+):
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, num_pairs, BLOCK):
         taken = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=NUM_EXPERTS)
         before += (taken < expert).to(tl.int32)
-    place = tl.sum(before, 0)
-    tl.store(begins + expert, place)
+    begin = tl.sum(before, 0)
+    tile = begin // PER_TILE + expert  # its first, behind as many as those before it can have
+    own = takers + tile.to(tl.int64) * PER_TILE
+    count = begin * 0
     for first in tl.range(0, num_pairs, BLOCK):
         taken = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=NUM_EXPERTS)
         is_ours = (taken == expert).to(tl.int32)
         rank = tl.cumsum(is_ours, 0) - is_ours
-        tl.store(order + place + rank, first + lane, mask=is_ours == 1)
-        place += tl.sum(is_ours, 0)
-    if expert == NUM_EXPERTS - 1:
-        tl.store(begins + NUM_EXPERTS, num_pairs)
+        tl.store(own + count + rank, first + lane, mask=is_ours == 1)
+        count += tl.sum(is_ours, 0)
+    num_tiles = (begin + count) // PER_TILE + expert + 1 - tile
+    rest = count + tl.arange(0, 2 * PER_TILE)
+    tl.store(own + rest, rest * 0 - 1, mask=rest < num_tiles * PER_TILE)
+    for first in tl.range(0, num_tiles, BLOCK):
+        at = first + lane
+        tl.store(tile_experts + tile + at, tl.where(at * PER_TILE < count, expert, -1), mask=at < num_tiles)
 
 
 def router_logits(x: Tensor, norm: Tensor, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +144,7 @@ def router_logits(x: Tensor, norm: Tensor, eps: float, router: Tensor) -> tuple[
     logits = torch.empty(tokens, len(router), dtype=torch.float32, device=x.device)
     _router_logits_kernel[(triton.cdiv(len(router), ROUTED_EXPERTS), tokens)](
         x, norm, router, logits, normed, x.stride(0), eps, NUM_EXPERTS=len(router), HIDDEN=hidden,
-        BLOCK_EXPERTS=ROUTED_EXPERTS, BLOCK=triton.next_power_of_2(hidden), num_warps=4,
+        BLOCK_EXPERTS=ROUTED_EXPERTS, BLOCK=triton.next_power_of_2(hidden), **following(x), num_warps=4,
     )  # fmt: skip
     return normed, logits
 
@@ -148,7 +163,7 @@ def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     weights = torch.empty(tokens, experts.per_token, dtype=torch.float32, device=logits.device)
     _choose_kernel[(tokens,)](
         logits.contiguous(), ids, weights, **taking(experts), SLOTS=triton.next_power_of_2(experts.per_token),
-        num_warps=1,
+        num_warps=4,
     )  # fmt: skip
     return ids, weights
 
@@ -161,21 +176,35 @@ def taking(experts: Experts) -> dict[str, object]:
     }  # fmt: skip
 
 
-def sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs by expert, int32 `[pairs]`, those of one expert in their order; and where each expert's begin, int32
-    `[experts + 1]`. ids: of `choose`. Raises ValueError for another dtype.
+def tile_pairs(ids: Tensor, num_experts: int, per_tile: int) -> tuple[Tensor, Tensor]:
+    """Of each tile its expert, int32 `[tiles]`, -1 of one without pairs, and the pairs that it has, int32
+    `[tiles, per_tile]`, -1 where there are no more: an expert's in their order, `pairs // per_tile + experts` tiles.
+    ids: of `choose`. Raises ValueError for another dtype.
     """
-    check("sort_pairs", "ids", ids, tuple(ids.shape), torch.int32, ids.device)
+    check("tile_pairs", "ids", ids, tuple(ids.shape), torch.int32, ids.device)
     num_pairs = ids.numel()
+    num_tiles = num_pairs // per_tile + num_experts
     if not runs_on_triton(ids) or num_pairs == 0:
-        order = ids.flatten().argsort(stable=True).to(torch.int32)
-        counts = torch.bincount(ids.flatten().long(), minlength=num_experts)
-        return order, torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
-    begins = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+        return _tile_pairs_reference(ids.flatten(), num_experts, per_tile, num_tiles)
+    tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=ids.device)
+    takers = torch.empty(num_tiles, per_tile, dtype=torch.int32, device=ids.device)
     block = next((size for size in SORTED_BLOCKS if size >= num_pairs), SORTED_BLOCKS[-1])
-    _sort_pairs_kernel[(num_experts,)](
-        ids.contiguous(), order, begins, num_pairs, NUM_EXPERTS=num_experts, BLOCK=block,
+    _tile_pairs_kernel[(num_experts,)](
+        ids.contiguous(), tile_experts, takers, num_pairs, NUM_EXPERTS=num_experts, PER_TILE=per_tile, BLOCK=block,
         num_warps=min(8, block // 128),
     )  # fmt: skip
-    return order, begins
+    return tile_experts, takers
+
+
+def _tile_pairs_reference(ids: Tensor, num_experts: int, per_tile: int, num_tiles: int) -> tuple[Tensor, Tensor]:
+    """Plain torch."""
+    counts = torch.bincount(ids.long(), minlength=num_experts)
+    begins = counts.cumsum(0) - counts
+    order = ids.argsort(stable=True)
+    expert = ids[order].long()
+    first = begins // per_tile + torch.arange(num_experts, device=ids.device)
+    place = first[expert] * per_tile + torch.arange(len(ids), device=ids.device) - begins[expert]
+    tile_experts, takers = (ids.new_full((size,), -1) for size in (num_tiles, num_tiles * per_tile))
+    takers[place] = order.to(torch.int32)
+    tile_experts[place // per_tile] = expert.to(torch.int32)
+    return tile_experts, takers.view(num_tiles, per_tile)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpu.cpu_device.attention import applies, rope_kv_write_cpu
 from gpu.host.expert_exchange import ExpertExchange
+from gpu.kernels.head_norm import HeadNorms
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kv.pool import KvPool
 from gpu.model.projections import Projections
@@ -84,9 +85,10 @@ class Decoder:
         the weights' dtype.
         """
         qkv = self.projections.qkv(index, hidden)
+        norms = self.projections.head_norms(index)
+        query = self._write(index, qkv, positions, cells, slots, pages, self.architecture.num_heads, norms)
         if see is not None:
             see(qkv[:, self.query_columns :].view(len(qkv), 2, -1, self.architecture.dim))
-        query = self._write(index, qkv, positions, cells, slots, pages, self.architecture.num_heads)
         return query, qkv[:, : self.query_columns].view(query.shape)
 
     def place(self, index: int, rows: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
@@ -94,16 +96,17 @@ class Decoder:
         """Write keys and values that are not computed here, `[tokens, 2, kv_heads, dim]`, contiguous, keys before
         rotation: they are rotated to `positions` and written as in `enter`.
         """
-        self._write(index, rows.flatten(1), positions, cells, slots, pages, 0)
+        self._write(index, rows.flatten(1), positions, cells, slots, pages, 0, None)
 
     def _write(self, index: int, qkv: Tensor, positions: Tensor, cells: Tensor, slots: Tensor, pages: Pages | None,
-               num_heads: int) -> Tensor:  # fmt: skip
+               num_heads: int, norms: HeadNorms | None) -> Tensor:  # fmt: skip
         key_pages, value_pages, page_table = pages or (
             self.pool.key_pages[index], self.pool.value_pages[index], self.pool.table_of(index),
         )  # fmt: skip
         write = rope_kv_write_cpu if applies(key_pages) else rope_kv_write
         return write(
-            qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages, num_heads
+            qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages, num_heads,
+            norms,
         )  # fmt: skip
 
     def leave(self, index: int, hidden: Tensor, attended: Tensor, slots: Tensor,

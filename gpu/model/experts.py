@@ -2,9 +2,9 @@
 
 It refuses to know attention, and how matrices are stored. Invariants: experts that no token takes are not read; where
 they lie changes no bit, as long as it is the card that computes. Which products depends on the number of tokens alone,
-so a graph holds them: three launches for up to MOST_ALONE, and six; where some lie in host memory two more, or one, and
-one for each tensor that is fetched; or, where the CPU computes these, four more, or three: it is asked before the
-card's own products and awaited behind them.
+so a graph holds them: three launches for up to MOST_ALONE, four for up to LEAST_PAIRS, and six; where some lie in host
+memory two more, or one, and one for each tensor that is fetched; or, where the CPU computes these, four more, or three:
+it is asked before the card's own products and awaited behind them.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from gpu.host.expert_exchange import ExpertExchange
 from gpu.kernels.arguments import runs_on_triton
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up, sizes_of_tiles
+from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up, sizes_of_tiles
 from gpu.kernels.experts_reference import experts_reference, route_reference
 from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.fetch_experts import list_experts
@@ -23,7 +23,7 @@ from gpu.model.spec import Activation, Experts
 from gpu.model.staged_experts import StagedExperts
 from gpu.model.weights import ExpertWeights
 
-MOST_ALONE = 4  # tokens whose products are of vectors: of more, experts that several take are read too often
+MOST_ALONE = 2  # tokens whose products are of vectors: of more, experts that several take are read too often
 
 
 class ExpertMlp:
@@ -61,17 +61,30 @@ class ExpertMlp:
             product, ids, shares = gate_up_rows(normed, logits, weights.gate_up, experts, self.activation, far)
             made = down_rows(product, ids, shares, weights.down, hidden, experts, far)
             return made if exchange is None else exchange.add(made, hidden.dtype)
-        ids, shares = choose(logits, experts)
-        far = self._find_far(normed, ids, shares, slots, exchange)
-        has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
-        pairs = pair_up(ids, shares, experts, has_packed)
-        product = gate_up_tiles(normed, pairs, weights.gate_up, experts, self.activation, far)
-        made = down_tiles(product, pairs, weights.down, hidden, experts, far)
+        if len(hidden) <= LEAST_PAIRS:
+            far = None
+            if weights.host is not None:
+                far = self._find_far(normed, *choose(logits, experts), slots, exchange)
+            tiles = pair_few(logits, experts)
+        else:
+            ids, shares = choose(logits, experts)
+            far = self._find_far(normed, ids, shares, slots, exchange)
+            has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
+            tiles = pair_up(ids, shares, experts, has_packed)
+        product = gate_up_tiles(normed, tiles, weights.gate_up, experts, self.activation, far)
+        made = down_tiles(product, tiles, weights.down, hidden, experts, far)
         return made if exchange is None else exchange.add(made, hidden.dtype)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
-        counts = [1, MOST_ALONE + 1, MOST_ROUTED + 1, *sizes_of_tiles(self.experts, most_tokens)]
+        counts = [
+            1,
+            MOST_ALONE + 1,
+            LEAST_PAIRS,
+            LEAST_PAIRS + 1,
+            MOST_ROUTED + 1,
+            *sizes_of_tiles(self.experts, most_tokens),
+        ]
         for tokens in sorted({min(most_tokens, count) for count in counts}):
             self(norm.new_zeros(tokens, len(norm), dtype=self.weights.router.dtype), norm, 1e-6)
 

@@ -8,7 +8,7 @@ the CPU a library repacks them in every call, which prefill does not notice; sma
 from torch import Tensor
 
 from gpu.host.expert_exchange import ExpertExchange
-from gpu.kernels.head_norm import head_norm
+from gpu.kernels.head_norm import HeadNorms
 from gpu.kernels.rms_norm import rms_norm, rms_norm_add
 from gpu.model.experts import ExpertMlp
 from gpu.model.host_experts import Stored, tensors_of
@@ -24,13 +24,12 @@ class Projections:
     """Hidden states `[tokens, hidden]` in and out; results are new tensors.
 
     One kernel launch for each method but `mlp` (two; of experts see `gpu.model.experts`) and `logits` (two), and one
-    more for norms of heads and for each norm behind a product.
+    more for each norm behind a product.
     """
 
     def __init__(self, weights: Weights, architecture: Architecture) -> None:
         self.weights = weights
         self.eps = architecture.rms_norm_eps
-        self._heads = architecture.num_heads, architecture.num_kv_heads
         self._activations = [spec.activation for spec in architecture.layers]
         widened = Widened(widened_bytes(architecture, weights.embedding.element_size()))
         self._matrices = [
@@ -56,13 +55,16 @@ class Projections:
             experts.warm_up(most_tokens, norm)
 
     def qkv(self, layer: int, hidden: Tensor) -> Tensor:
-        """Norm, QKV, and the norms of query and key heads: `[tokens, (heads + 2 * kv_heads) * dim]`."""
+        """Norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads."""
         weights = self.weights.layers[layer]
-        matrix = self._matrices[layer]["qkv"]
-        qkv = matrix.norm_linear(hidden, weights.attention_norm, self.eps, weights.qkv_bias)
-        if weights.query_norm is not None and weights.key_norm is not None:
-            head_norm(qkv, weights.query_norm, weights.key_norm, self.eps, *self._heads)
-        return qkv
+        return self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, weights.qkv_bias)
+
+    def head_norms(self, layer: int) -> HeadNorms | None:
+        """Of query and key heads, which `gpu.kernels.rope_kv_write` applies; None: there are none."""
+        weights = self.weights.layers[layer]
+        if weights.query_norm is None or weights.key_norm is None:
+            return None
+        return HeadNorms(weights.query_norm, weights.key_norm, self.eps)
 
     def output(self, layer: int, attended: Tensor, hidden: Tensor) -> Tensor:
         """Attention's output, `[tokens, heads * dim]` of any float type, projected and added to `hidden`."""

@@ -142,7 +142,7 @@ def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, de
 
     def draw(matrix: Stored, scale: float) -> None:
         if isinstance(matrix, Packed):
-            return _draw_packed(matrix, scale * matrix.inner**-0.5, generator)
+            return draw_packed(matrix, scale * matrix.inner**-0.5, generator)
         for rows in matrix.split(len(matrix) if matrix.device == device else DRAWN_ROWS) if len(matrix) else ():
             drawn = rows if rows.device == device else torch.empty_like(rows, device=device)
             drawn.normal_(0.0, scale * matrix.shape[-1] ** -0.5, generator=generator)
@@ -181,7 +181,7 @@ def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, de
     return unpacked(weights) if device.type == "cpu" and architecture.quantisation is not None else weights
 
 
-def _draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:
+def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:
     """Numbers of this standard deviation, normal but for their rounding."""
     step = RANDOM_STEPS[matrix.kind]
     for words in matrix.words.split(4096):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import typer.testing
 from rich.console import Console
 
+import bench.cli
 import bench.matrices
 from bench.matrices import matrix_rows, prefill_rows
 from bench.rows import GateError, Row
@@ -44,3 +46,9 @@ def test_a_product_that_is_wrong_has_no_number(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Projections, "qkv", lambda self, layer, x: right(self, layer, x).roll(1, 1))
     with pytest.raises(GateError, match="a product of 1 tokens is"):
         run(monkeypatch, ("bfloat16",))
+
+
+def test_a_mixture_of_experts_is_refused_by_name() -> None:
+    result = typer.testing.CliRunner().invoke(bench.cli.app, ["kernel", "weights", "--shape", "qwen3-30b-a3b"])
+    assert result.exit_code == 2
+    assert "got qwen3-30b-a3b" in result.output

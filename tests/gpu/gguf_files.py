@@ -104,10 +104,11 @@ def _block(kind: str, block: bytes) -> list[float]:
 
 
 def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | None = None, seed: int = 3,
-          split_tensors: int = 0, is_alone: bool = False) -> Path:  # fmt: skip
+          split_tensors: int = 0, is_alone: bool = False, one_each: bool = False) -> Path:  # fmt: skip
     """A file of a plain checkpoint whose matrices are of `kinds` of their names in the file; beside it, in a folder of
     the same name with `-plain`, the checkpoint that it means, unless it is to be alone. Returns the file. metadata: in
-    place of what is derived, None: left out. split_tensors: of a part, 0: there is one.
+    place of what is derived, None: left out. split_tensors: of a part, 0: there is one. one_each: experts have tensors
+    of their own, as in files of early 2024.
     """
     config = json.loads((plain / "config.json").read_text())
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(plain / "model.safetensors").items()}
@@ -126,8 +127,8 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         kind = kinds(theirs) if array.ndim > 1 and "ffn_gate_inp" not in theirs else "F32"
         if array.ndim == 3:
             stored = np.stack([_store(generator, kind, one) for one in array])
-            for expert, (one, whole) in enumerate(zip(stored, array, strict=True)):
-                numbers = _meant(kind, one, whole.shape).astype(np.float32)
+            for expert, (one, rows) in enumerate(zip(stored, array, strict=True)):
+                numbers = _meant(kind, one, rows.shape).astype(np.float32)
                 meant[name.replace(".experts.", f".experts.{expert}.")] = from_numpy(numbers)
         else:
             stored = _store(generator, kind, array)
@@ -138,10 +139,12 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
             heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
             stored = stored.reshape(heads, 2, -1, stored.shape[-1]).swapaxes(1, 2).reshape(stored.shape)
-        block_type = getattr(gguf.GGMLQuantizationType, kind)
-        writer.add_tensor(
-            theirs, np.ascontiguousarray(stored), raw_dtype=block_type if kind not in ("F32", "F16") else None
-        )
+        block_type = None if kind in ("F32", "F16") else getattr(gguf.GGMLQuantizationType, kind)
+        whole = {theirs: stored}
+        if one_each and array.ndim == 3:
+            whole = {theirs.replace("_exps.", f".{expert}."): one for expert, one in enumerate(stored)}
+        for name_there, data in whole.items():
+            writer.add_tensor(name_there, np.ascontiguousarray(data), raw_dtype=block_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

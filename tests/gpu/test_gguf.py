@@ -21,7 +21,7 @@ from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
-from gpu.model.weights import Weights, _draw_packed, allocate_weights
+from gpu.model.weights import Weights, allocate_weights, draw_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import BYTES, draw_blocks, wanted_numbers, write
 from tests.tolerances import GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN
@@ -158,6 +158,36 @@ def test_every_family_is_the_checkpoint_that_its_file_was_made_of(family: str, t
     assert len(set(tokens)) > 1
 
 
+@pytest.mark.parametrize(("family", "changes"), [("mixtral", {}), ("qwen3_moe", {"mlp_only_layers": ()})])
+def test_experts_with_tensors_of_their_own_are_those_of_one_for_all(family: str, changes: dict, tmp_path: Path) -> None:
+    """As llama.cpp wrote Mixtral at first."""
+    plain = checkpoint(family, **changes).folder
+    one, each = (
+        write(plain, tmp_path / f"{each}.gguf", all_of("Q8_0"), one_each=each, is_alone=True) for each in (False, True)
+    )
+    names = list(read_gguf(each).tensors)
+    assert "blk.0.ffn_up.1.weight" in names
+    assert not any("_exps" in name for name in names)
+    for layer, wanted in zip(packed(each).layers, packed(one).layers, strict=True):
+        for name in ("gate_up", "down"):
+            got, matrix = getattr(layer.experts, name), getattr(wanted.experts, name)
+            assert torch.equal(got.words, matrix.words)
+            assert torch.equal(got.scales, matrix.scales)
+
+
+def test_an_expert_too_many_or_too_few_is_told(tmp_path: Path) -> None:
+    plain = checkpoint("mixtral").folder
+    count = json.loads((plain / "config.json").read_text())["num_local_experts"]
+    for said, words in (
+        (count - 1, rf"experts\.{count - 1}\.w1\.weight is not one of"),
+        (count + 1, "ffn_gate_inp.weight is"),
+    ):
+        path = write(plain, tmp_path / f"{said}.gguf", all_of("Q8_0"), {"llama.expert_count": said}, one_each=True,
+                     is_alone=True)  # fmt: skip
+        with pytest.raises(ModelError, match=words):
+            packed(path)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4", "gemma3"])
 def test_other_families_rows_are_put_in_order_in_blocks_too(family: str, tmp_path: Path) -> None:
     path = write(checkpoint(family, **FAMILIES[family]).folder, tmp_path / "model.gguf", all_of("Q8_0", "Q8_0"))
@@ -236,7 +266,7 @@ def test_random_weights_of_a_kind_have_the_spread_of_plain_ones_and_its_bytes(ki
     weights = allocate_weights(shape, torch.bfloat16, CPU)
     matrix = weights.layers[0].gate_up
     assert isinstance(matrix, Packed)
-    _draw_packed(matrix, 0.1, torch.Generator().manual_seed(1))
+    draw_packed(matrix, 0.1, torch.Generator().manual_seed(1))
     drawn = as_matrix(matrix).unpack().float()
     assert abs(float(drawn.std()) - 0.1) < SPREAD_OF_DRAWN
     assert abs(float(drawn.mean())) < SPREAD_OF_DRAWN

@@ -27,12 +27,13 @@ from gpu.kernels.deposit_rows import centre_of, deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
 from gpu.kernels.expert_ask import add_answer, ask_experts
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
+from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.fetch_experts import fetch_experts, list_experts
+from gpu.kernels.following import LEAST_MAJOR, _has_it
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
-from gpu.kernels.head_norm import head_norm
+from gpu.kernels.head_norm import HeadNorms
 from gpu.kernels.kv_rows import read_rows, width_of, write_rows
 from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.merge_attended import merge_attended
@@ -61,7 +62,7 @@ from gpu.methods.predicted.listing import list_blocks
 from gpu.methods.predicted.noting import note_step
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
-from gpu.model.experts import MOST_ALONE, ExpertMlp
+from gpu.model.experts import ExpertMlp
 from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
 from gpu.model.weights import ExpertWeights, allocate_packed
 from gpu.predictor.predict import PackedNetwork, predict_blocks
@@ -80,7 +81,7 @@ TRITON_TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 SERVED = ("tiny", "llama-3.1-8b")
 MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b")
@@ -105,13 +106,6 @@ def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
         swiglu(torch.empty(2, 2 * shape.intermediate, dtype=dtype, device="cuda"), activation)
 
 
-def _heads(shape: Architecture, dtype: torch.dtype) -> None:
-    heads = shape.num_heads, shape.num_kv_heads
-    qkv = torch.empty(2, (heads[0] + 2 * heads[1]) * shape.dim, dtype=dtype, device="cuda")
-    for norm in (torch.empty(shape.dim, dtype=dtype, device="cuda"), torch.empty(shape.dim, device="cuda")):
-        head_norm(qkv, norm, norm, 1e-5, *heads)
-
-
 def _stored(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """Of rows in pages, where this dtype computes."""
     return (dtype, torch.int8, torch.uint8) if dtype == torch.bfloat16 else (dtype,)
@@ -129,7 +123,11 @@ def _rope(shape: Architecture, dtype: torch.dtype) -> None:
     table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
     for stored in _stored(dtype):
         pages = _pages(shape, stored)
-        rope_kv_write(qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *pages, shape.num_heads)
+        for norm in (None, torch.empty(shape.dim, dtype=dtype, device="cuda"), torch.empty(shape.dim, device="cuda")):
+            norms = None if norm is None else HeadNorms(norm, norm, 1e-5)
+            rope_kv_write(
+                qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *pages, shape.num_heads, norms
+            )
 
 
 def _attention(shape: Architecture, dtype: torch.dtype) -> None:
@@ -233,8 +231,14 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
             product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts,
                                    "silu", there)  # fmt: skip
             down_rows(*product, down, x, experts, there)
+        for tokens in {max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS}:
+            x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
+            few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
+            for there in dict.fromkeys((None, others if stored is None else None)):
+                product = gate_up_tiles(x, few, gate_up, experts, "silu", there)
+                down_tiles(product, few, down, x, experts, there)
         for mean in (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64):
-            tokens = max(MOST_ALONE + 1, mean * experts.num_experts // experts.per_token)
+            tokens = max(LEAST_PAIRS + 1, mean * experts.num_experts // experts.per_token)
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             pairs = pair_up(*choose(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts), experts,
                             stored is not None)  # fmt: skip
@@ -444,7 +448,6 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_add_answer_kernel": _asks_for_experts,
     "_rms_norm_kernel": _norms,
     "_swiglu_kernel": _swiglu,
-    "_head_norm_kernel": _heads,
     "_rope_kv_write_kernel": _rope,
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
@@ -458,7 +461,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_unpack_kernel": _packed,
     "_router_logits_kernel": _experts,
     "_choose_kernel": _experts,
-    "_sort_pairs_kernel": _experts,
+    "_tile_pairs_kernel": _experts,
     "_gate_up_kernel": _experts,
     "_down_kernel": _experts,
     "_packed_gate_up_kernel": _experts,
@@ -554,16 +557,23 @@ def family_launches() -> list[Launch]:
     return _record((LAUNCHES[name] for name in FAMILY_KERNELS), FAMILIES)
 
 
-def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes: Sequence[str]) -> list[Launch]:
+def _record(
+    calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes: Sequence[str], major: int = 8
+) -> list[Launch]:
+    """major: of the card's capability."""
+    _has_it.cache_clear()
     recorded: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128))
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128, major=major)
+        )
         for module, name, kernel in list(_kernels()):
             patch.setattr(module, name, Recorder(kernel, recorded))
         for call in dict.fromkeys(calls):
             for name in shapes:
                 for dtype in COMPILED_DTYPES:
                     call(NAMED_SHAPES[name], dtype)
+    _has_it.cache_clear()
     return recorded
 
 
@@ -580,7 +590,7 @@ TARGETS = [
 
 
 FAMILY_KERNELS = (
-    "_head_norm_kernel", "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_gemv_kernel", "_swiglu_kernel",
+    "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_gemv_kernel", "_swiglu_kernel",
     "_balanced_kernel", "_match_kernel", "_complete_kernel", "_deposit_kernel", "_restore_kernel", "_sum_kernel",
     "_encode_kernel", "_query_sparse_kernel", "_block_sparse_kernel", "_pack_kernel", "_gather_pages_kernel",
     "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel", "_scattered_attention_kernel",
@@ -613,6 +623,26 @@ def _compile_all(name: str, capability: int, launches: list[Launch]) -> None:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compile_options)
         assert compiled.metadata.shared <= SHARED_KIB[capability] * 1024, (name, options)
     assert seen, f"{name} is listed but was not launched"
+
+
+def test_kernels_that_follow_others_wait_before_they_look_at_what_those_write():
+    """One launch of each; the router's may read what no kernel writes. Where cards know none of it, none does."""
+    calls = (_experts, _rope, _attention)
+    assert not any("launch_pdl" in options for *_, options in _record(calls, MIXTURES[:1]))
+    launches = _record(calls, MIXTURES[:1], LEAST_MAJOR)
+    assert all(options["launch_pdl"] == options["FOLLOWS"] for *_, options in launches if "launch_pdl" in options)
+    followers = {kernel.__name__: launch for kernel, *_ in launches for launch in launches
+                 if launch[0] is kernel and "launch_pdl" in launch[2]}  # fmt: skip
+    assert followers.keys() >= {"_router_logits_kernel", "_gate_up_kernel", "_down_kernel", "_tiles_kernel",
+                                "_packed_gate_up_kernel", "_sum_pairs_kernel", "_rope_kv_write_kernel"}  # fmt: skip
+    for name, (kernel, args, options) in followers.items():
+        source, compile_options = _source(kernel, args, options)
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=compile_options).asm["ptx"]
+        wait = ptx.index("griddepcontrol.wait")
+        assert ptx.index("griddepcontrol.launch_dependents") < wait, name
+        before = ("st.global",) if name == "_router_logits_kernel" else ("st.global", "ld.global", "cp.async")
+        assert not any(access in ptx[:wait] for access in before), name
+        assert any(access in ptx[wait:] for access in ("ld.global", "cp.async")), name
 
 
 @pytest.mark.parametrize("name", ["_pack_kernel", "_ask_experts_kernel"])

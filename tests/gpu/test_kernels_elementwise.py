@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.head_norm import head_norm
+from gpu.kernels.head_norm import HeadNorms, head_norm
 from gpu.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.swiglu import swiglu
@@ -77,7 +77,7 @@ def test_head_norm_norms_queries_and_keys_and_leaves_values(heads, kv_heads, dim
     wanted[:, heads : heads + kv_heads] = oracle.rms_norm(rows[:, heads:][:, :kv_heads], wide(of_key), NORM_EPS)
     swapped = wanted.copy()
     swapped[:, heads : heads + kv_heads] = oracle.rms_norm(rows[:, heads:][:, :kv_heads], wide(of_query), NORM_EPS)
-    head_norm(qkv, of_query, of_key, NORM_EPS, heads, kv_heads)
+    head_norm(qkv, HeadNorms(of_query, of_key, NORM_EPS), heads, kv_heads)
     got = qkv.view(5, -1, dim)
     assert distance(got, wanted) < KERNEL_TOLERANCE[dtype]
     assert distance(got, swapped) > KERNEL_TOLERANCE[dtype]
@@ -132,9 +132,9 @@ class Rope:
         self.key_pages = torch.full(shape, float("nan"), dtype=dtype, device=device)
         self.value_pages = self.key_pages.clone()
 
-    def run(self) -> torch.Tensor:
+    def run(self, norms: HeadNorms | None = None) -> torch.Tensor:
         return rope_kv_write(self.qkv, self.cos, self.sin, self.positions, self.cells, self.slots,
-                             self.page_table, self.key_pages, self.value_pages, self.heads)  # fmt: skip
+                             self.page_table, self.key_pages, self.value_pages, self.heads, norms)  # fmt: skip
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_tokens"), [(4, 2, 64, 16), (6, 1, 128, 32), (3, 3, 64, 64)])
@@ -162,6 +162,29 @@ def test_rope_rotates_queries_and_writes_keys_and_values_to_their_pages(
         assert distance(pages.cpu()[torch.from_numpy(written)], wanted[written]) < KERNEL_TOLERANCE[dtype]
     shifted = oracle.rotate(split[tokens, :heads], angles + rope.frequencies)
     assert distance(query[tokens], shifted) > KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_tokens"), [(4, 2, 64, 16), (3, 1, 96, 32)])
+def test_heads_are_normed_in_place_before_they_are_rotated(heads, kv_heads, dim, page_tokens, is_wide, dtype, device):
+    rope, plain = (Rope(dtype, device, heads, kv_heads, dim, page_tokens) for _ in range(2))
+    generator = np.random.default_rng(dim)
+    kind = torch.float32 if is_wide else dtype
+    norms = HeadNorms(*(random(generator, (dim,), kind, device) for _ in range(2)), NORM_EPS)
+    rows = wide(rope.qkv).reshape(len(rope.slots), -1, dim)
+    head_norm(plain.qkv, norms, heads, kv_heads)
+    query, wanted = rope.run(norms), plain.run()
+    normed = oracle.rms_norm(rows[:, :heads], wide(norms.query), NORM_EPS)
+    got = rope.qkv.view(len(rope.slots), -1, dim)
+    assert distance(got[:, :heads], normed) < KERNEL_TOLERANCE[dtype]
+    assert np.array_equal(wide(got)[:, heads + kv_heads :], rows[:, heads + kv_heads :])
+    used = rope.slots >= 0
+    pairs = ((query[used], wanted[used]), (rope.key_pages, plain.key_pages), (rope.qkv, plain.qkv))
+    for one, other in pairs:  # both rounded where they are normed, and again where they are rotated
+        assert distance(one.nan_to_num(), wide(other.nan_to_num())) < 2 * KERNEL_TOLERANCE[dtype]
+    assert torch.equal(rope.value_pages.nan_to_num(), plain.value_pages.nan_to_num())
+    with pytest.raises(ValueError, match=r"rope_kv_write: key_norm is .*wanted \(\d+,\)"):
+        rope.run(HeadNorms(norms.query, norms.key[:-1], NORM_EPS))
 
 
 def test_rope_refuses_a_qkv_of_another_width(dtype, device):

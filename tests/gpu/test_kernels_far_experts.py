@@ -5,7 +5,7 @@ import torch
 
 from gpu.kernels.arguments import runs_on_triton
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
+from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.kernels.experts_reference import experts_reference
 from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.packed import Packed
@@ -42,7 +42,8 @@ def computed(path: str, x: torch.Tensor, logits: torch.Tensor, weights: ExpertWe
     if path == "rows":
         product, ids, shares = gate_up_rows(x, logits, weights.gate_up, EXPERTS, "silu", far)
         return down_rows(product, ids, shares, weights.down, x, EXPERTS, far)
-    pairs = pair_up(ids, shares, EXPERTS, isinstance(weights.gate_up, Packed))
+    has_packed = isinstance(weights.gate_up, Packed)
+    pairs = pair_few(logits, EXPERTS) if path == "few" else pair_up(ids, shares, EXPERTS, has_packed)
     product = gate_up_tiles(x, pairs, weights.gate_up, EXPERTS, "silu", far)
     return down_tiles(product, pairs, weights.down, x, EXPERTS, far)
 
@@ -74,7 +75,7 @@ def test_all_may_lie_far(device: str) -> None:
         assert torch.equal(computed(path, x, logits, none, far), computed(path, x, logits, weights, None))
 
 
-@pytest.mark.parametrize(("path", "tokens"), [("rows", 3), ("tiles", 9)])
+@pytest.mark.parametrize(("path", "tokens"), [("rows", 3), ("few", 1), ("few", 9), ("tiles", 9)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_left_out_and_what_is_not_are_the_whole(
@@ -104,7 +105,7 @@ def test_what_is_left_out_and_what_is_not_are_the_whole(
 def test_packed_experts_are_not_left_out() -> None:
     weights = draw_mixture(EXPERTS, HIDDEN, "int4", torch.float32, "cpu").weights
     own, far = split(weights, "cpu")
-    for path in ("rows", "tiles"):
+    for path in ("rows", "few", "tiles"):
         with pytest.raises(ValueError, match="packed ones are not left out; have them fetched"):
             computed(path, torch.ones(2, HIDDEN), torch.ones(2, 6), own, FarExperts(None, None, far.places))
 

@@ -57,6 +57,9 @@ EXPERTS = " or ".join(
     (
         "(test_kernels_experts and cpu-float32 and weighed and (odd-rows-3 or odd-tiles-40 or many-tiles-2))",
         "(test_kernels_experts and cpu-float32 and weighed and all-rows-1)",
+        "(test_kernels_experts and cpu-float32 and weighed and (odd-few-3 or many-few-16))",
+        "(test_kernels_experts and cpu-float32 and few_bits and int4-few-3)",
+        "(test_kernels_experts and what_tiles and cpu)",
         "(test_kernels_experts and cpu-float32 and few_bits and (int4-rows-1 or int4-tiles-2 or fp8-tiles-2))",
         "(test_kernels_experts and cpu-float32 and few_bits and runs-rows-1)",
         "(test_kernels_experts and cpu-float32 and one_of_two and (down-65 or gate_up-3))",

@@ -4,6 +4,7 @@ It refuses to know bytes. `gguf` says how llama.cpp calls what. Invariant: every
 own if no layer wants it, so that what is extra is told.
 """
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
@@ -14,10 +15,12 @@ from gpu.model.gguf.config import MODEL_TYPES, ROPE_TENSORS
 from gpu.model.gguf.file import GgufFile, GgufTensor
 from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
 from gpu.model.matrix_format import MatrixFormat, Quantisation
-from gpu.model.matrix_formats import OF_EXPERTS, matrix_shapes, module_names
+from gpu.model.matrix_formats import matrix_shapes, module_names
 from gpu.model.spec import Architecture, ModelError
 
 SCHEME = "gguf"
+# Of one expert, as files had them before llama.cpp put all of a layer into one tensor.
+_OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 
@@ -26,7 +29,13 @@ def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, Gg
     names = {theirs: ours for ours, theirs in stored_names(file, architecture).items()}
     found: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
-        if name not in ROPE_TENSORS:
+        if name in ROPE_TENSORS:
+            continue
+        one = _OF_ONE_EXPERT.fullmatch(name)
+        all_of_layer = f"{one[1]}_exps.weight" if one else name
+        if one and all_of_layer in names and all_of_layer not in file.tensors:
+            found[names[all_of_layer].replace(EACH, one[2])] = tensor
+        else:
             found |= _each_expert(names.get(name, name), tensor)
     return found
 
@@ -65,11 +74,8 @@ def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisatio
             kinds = [tensors[name].kind for name in names if name in tensors]
             stored = format_of(kinds)
             matrices[layer, matrix] = stored
-            experts = architecture.layers[layer].experts
-            tensors_alike = (
-                experts.num_experts if experts is not None and matrix in OF_EXPERTS else 1
-            )  # one in the file
-            repacked.update(kind for kind in kinds[: len(kinds) // tensors_alike] if _is_repacked(kind, stored))
+            in_file = {tensors[name].name: tensors[name].kind for name in names if name in tensors}
+            repacked.update(kind for kind in in_file.values() if _is_repacked(kind, stored))
     output = tensors.get("lm_head.weight")
     output_stored = None if output is None or architecture.tied_embeddings else format_of([output.kind])
     counts = Counter(stored for stored in matrices.values() if stored is not None)
