@@ -1,29 +1,38 @@
 """`tandem bench kernel host-experts`: steps and prompts of a mixture of experts that does not fit the card.
 
 Random weights, drawn on the device and, of experts in host memory, copied down. The allocator is held to the memory
-that was asked for. The floor of a step is what it fetched, counted on the device, over the link, and what it reads over
-the card's rate, both measured in the same run; a prompt's is its products, or all experts in host memory over the link,
-whichever takes longer. The gate: a layer gives what it gives with all of its experts on the card; whether it gives the
-same bits stands in the row.
+that was asked for. Steps go both ways, of the same weights: experts that they take are fetched, or computed by the CPU.
+The floor of a step is what it fetched, counted on the device, over the link, or what the CPU read, counted there, over
+the rate of a stream from host memory, and what it reads over the card's rate, all measured in the same run; a prompt's
+is its products, or all experts in host memory over the link, whichever takes longer. The gate: a layer gives, either
+way, what it gives with all of its experts on the card; whether it gives the same bits fetched stands in the row.
 """
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Literal
 
 import torch
+import typer
 from rich.console import Console
 
 from bench.decode_loop import decode
 from bench.engine import draw_prompts, measure_floor_rates
 from bench.rates import device_name
 from bench.rows import Row, announce, require, summarise
+from cpu.experts import HostExperts
+from cpu.rates import measure_host_rates
 from gpu.config import GpuConfig
+from gpu.host.expert_exchange import ExpertExchange
 from gpu.load import DTYPES, RANDOM_SEED
 from gpu.memory.demand import CUDA_RUNTIME_BYTES
-from gpu.memory.expert_shares import ExpertShares
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import Architecture, named_shape
+from gpu.model.computed_experts import open_exchanges
 from gpu.model.host_experts import joined
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
 from gpu.model.projections import Projections
@@ -36,12 +45,15 @@ from transfer.machine import GIB, MachineProfile, count_physical_cores, probe_ma
 PROMPT_TOKENS = 64  # of a decode step's contexts
 WARMUP_STEPS = 4
 GATED_TOKENS = (1, 3, 200)
+Way = Literal["fetch", "compute"]
 MOST_OFF = 2.0**-6  # of the largest number of a result: four roundings of bf16
 
 
 @dataclass(frozen=True, slots=True)
 class HostExpertsBenchmark:
-    """on_card: experts of each layer, None: what the plan of `memory_gib` says, for the longest of `prompts`."""
+    """on_card: experts of each layer, None: what the plan of `memory_gib` says, for the longest of `prompts`. ways: in
+    which steps are timed, in this order; threads: of the CPU that computes, None: physical cores.
+    """
 
     shape: str
     weights: str | None
@@ -51,14 +63,30 @@ class HostExpertsBenchmark:
     prompts: tuple[int, ...]
     chunk_tokens: int
     steps: int
+    ways: tuple[Way, ...] = ("fetch", "compute")
+    threads: int | None = None
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or count_physical_cores()
 
     @property
     def context(self) -> int:
         return max(*self.prompts, PROMPT_TOKENS + self.steps) + 1
 
 
+def parse_ways(text: str) -> tuple[Way, ...]:
+    """Raises typer.BadParameter for what is no way."""
+    found: list[Way] = []
+    for word in text.split(","):
+        if word not in ("fetch", "compute"):
+            raise typer.BadParameter(f"--ways: got {word!r}; wanted fetch, compute, or both with a comma")
+        found.append(word)
+    return tuple(found)
+
+
 def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, console: Console) -> list[Row]:
-    """A row a batch and a prompt. Raises GateError, PlanError or ModelError."""
+    """A row a way and a batch, and one a prompt. Raises GateError, PlanError or ModelError."""
     shape = rounded(named_shape(benchmark.shape), benchmark.weights, "--weights")
     plan = _plan(benchmark, shape, device, probe_machine())
     dtype, on_card = DTYPES[plan.dtype], benchmark.on_card if benchmark.on_card is not None else plan.experts_on_card
@@ -67,6 +95,10 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     shares = ExpertShares(shape, plan.dtype_bytes, on_card)
     step_bytes = step_weight_bytes(shape, plan.dtype_bytes, device.type == "cuda", 1)
     rates, stream_gb_s = measure_floor_rates(step_bytes, count_physical_cores(), device)
+    reason = why_not_computed(shape) if "compute" in benchmark.ways else None
+    require(reason is None, f"{reason}; leave compute out of --ways")
+    if "compute" in benchmark.ways and "host_stream_gb_s" not in rates:
+        rates = rates | measure_host_rates(benchmark.num_threads)
     if device.type == "cuda":
         share = (benchmark.memory_gib * GIB - CUDA_RUNTIME_BYTES) / torch.cuda.get_device_properties(
             device
@@ -76,9 +108,15 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     weights = random_weights(shape, RANDOM_SEED, dtype, device, lambda fraction: None, on_card)
     console.print(f"{shares.host_bytes / GIB:.1f} GiB of experts in host memory, all weights drawn in "
                   f"{time.perf_counter() - began:.1f} s", highlight=False)  # fmt: skip
-    has_same_bits = _check(shape, weights, device)
+    has_same_bits = _check(shape, weights, device, benchmark)
     bench = _Bench(benchmark, shape, plan, shares, rates, stream_gb_s, device, console, has_same_bits)
-    return list(bench.rows(weights))
+    rows = []
+    for way in benchmark.ways:
+        rows += list(bench.rows(weights, way, prompts=benchmark.prompts if way == benchmark.ways[0] else ()))
+        gc.collect()  # a runner and its graphs, whose memory the next one wants
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
 
 
 def _plan(
@@ -96,15 +134,19 @@ def _plan(
     )  # fmt: skip
 
 
-def _check(shape: Architecture, weights: Weights, device: torch.device) -> bool:
+def _check(shape: Architecture, weights: Weights, device: torch.device, benchmark: HostExpertsBenchmark) -> bool:
     """Whether the first layer with experts in host memory, which is put together on the device for a moment, gives the
-    same bits. Raises GateError where it gives other numbers.
+    same bits with these fetched. Raises GateError where it gives other numbers, any way.
     """
     number = next(index for index, layer in enumerate(weights.layers) if layer.experts and layer.experts.host)
     split = weights.layers[number]
     one = replace(shape, num_layers=1, layer_pattern=(shape.layers[number],))
     whole = Projections(replace(weights, layers=[_together(split, device)]), one)
-    other = Projections(replace(weights, layers=[split]), one)
+    alone = replace(weights, layers=[split])
+    other, exchange = Projections(alone, one), None
+    if "compute" in benchmark.ways:
+        open_experts = partial(HostExperts, threads=benchmark.num_threads)
+        (exchange,) = open_exchanges(alone, one, MOST_COMPUTED_ROWS, device, open_experts, 1)
     generator = torch.Generator(device=device).manual_seed(1)
     has_same_bits = True
     for tokens in GATED_TOKENS:
@@ -113,13 +155,39 @@ def _check(shape: Architecture, weights: Weights, device: torch.device) -> bool:
         off = float((got - wanted).abs().max() / wanted.abs().max())
         require(off < MOST_OFF, f"{tokens} tokens are {off:.2g} off what all experts on the card make of them")
         has_same_bits &= torch.equal(got, wanted)
+        if exchange is not None and tokens <= exchange.max_rows:
+            off = float((_compute(other, hidden, exchange) - wanted).abs().max() / wanted.abs().max())
+            require(off < MOST_OFF, f"{tokens} tokens, computed, are {off:.2g} off what all on the card make of them")
     return has_same_bits
+
+
+def _compute(projections: Projections, hidden: torch.Tensor, exchange: ExpertExchange) -> torch.Tensor:
+    """A layer's MLP, whose experts in host memory this thread computes behind the launch, or within it on the CPU."""
+    if exchange.is_at_once:
+        return projections.mlp(0, hidden, exchange=exchange)
+    exchange.slot.release()  # while modules are loaded nobody may wait for who loads them
+    projections.mlp(0, hidden, exchange=exchange)
+    exchange.forget_asks()
+    exchange.take_asks()
+    made = projections.mlp(0, hidden, exchange=exchange)
+    exchange.slot.advance(len(hidden))
+    exchange.worker.answer([(exchange.take_asks(), exchange.slot)])
+    return made
 
 
 def _together(layer: LayerWeights, device: torch.device) -> LayerWeights:
     assert layer.experts is not None, "a layer with experts"
     gate_up, down = (joined(layer.stacks(name), device) for name in OF_EXPERTS)
     return replace(layer, experts=replace(layer.experts, gate_up=gate_up, down=down, host=None))
+
+
+def _count(runner: Runner, way: Way) -> int:
+    """Experts that were fetched, or computed, since the runner was made. Waits for the device."""
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+    counts = runner.expert_counts()
+    assert counts is not None, "a mixture with experts in host memory"
+    return counts.fetched if way == "fetch" else counts.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,43 +207,51 @@ class _Bench:
         """On the CPU there is none, and experts are copied within its memory."""
         return self.rates.get("host_to_device_gb_s", self.stream_gb_s)
 
-    def rows(self, weights: Weights) -> Iterator[Row]:
+    def rows(self, weights: Weights, way: Way, prompts: tuple[int, ...]) -> Iterator[Row]:
         plan = self.plan
+        open_experts = partial(HostExperts, threads=self.benchmark.num_threads) if way == "compute" else None
         runner = Runner(
             self.shape, weights, num_pages=plan.num_pages, page_tokens=plan.page_tokens,
             max_running=max(self.benchmark.batches), max_context_tokens=plan.max_context_tokens,
             max_hidden_tokens=plan.max_hidden_tokens, dtype=weights.embedding.dtype, device=self.device, tier=None,
-            parts=(),
+            parts=(), open_experts=open_experts,
         )  # fmt: skip
-        counted = torch.zeros(1, dtype=torch.int64, device=self.device)
         runner.warm_up(min(self.benchmark.chunk_tokens, plan.max_context_tokens - 1))
-        staged = runner.decode_steps.loop.decoder.projections.staged
-        assert staged is not None, "a mixture with experts in host memory"
-        staged.watch = lambda listed: counted.add_(listed.count)
         runner.capture(self.benchmark.batches, lambda fraction: None)
         for batch in self.benchmark.batches:
-            yield self._decode_row(runner, batch, counted)
-        for length in self.benchmark.prompts:
+            yield self._decode_row(runner, batch, way)
+        for length in prompts:
             yield self._prefill_row(runner, length)
+        runner.shutdown()
 
-    def _decode_row(self, runner: Runner, batch: int, counted: torch.Tensor) -> Row:
+    def _decode_row(self, runner: Runner, batch: int, way: Way) -> Row:
         prompts = draw_prompts(batch, PROMPT_TOKENS, self.shape.vocab_size)
         decode(runner, prompts, WARMUP_STEPS)
-        fetched_before = int(counted)
+        before = _count(runner, way)
         decoded = decode(runner, prompts, self.benchmark.steps)
         num_layers = sum(spec.experts is not None for spec in self.shape.layers)
         one_bytes = self.shares.host_bytes / (num_layers * self.shares.on_host)
-        per_step = (int(counted) - fetched_before) / self.benchmark.steps  # and what short prefills listed: none
-        fetched, read = per_step * one_bytes, step_weight_bytes(self.shape, self.plan.dtype_bytes, True, batch)
-        floor_ms = fetched / self.link_gb_s / 1e6 + read / self.stream_gb_s / 1e6
+        per_step = (_count(runner, way) - before) / self.benchmark.steps  # and what short prefills listed: none
+        moved, read = per_step * one_bytes, step_weight_bytes(self.shape, self.plan.dtype_bytes, True, batch)
+        read -= self.shares.fetched_bytes(batch) if way == "compute" else 0  # which the card does not read
+        gb_s = self.link_gb_s if way == "fetch" else self.rates["host_stream_gb_s"]
+        floor_ms = moved / gb_s / 1e6 + read / self.stream_gb_s / 1e6
+        where = "over the link" if way == "fetch" else f"on {self.benchmark.num_threads} threads of the CPU"
         floor = (
-            f"{fetched / 1e9:.3f} GB of {per_step:.0f} experts over {self.link_gb_s:.1f} GB/s, {read / 1e9:.3f} of "
-            f"weights over {self.stream_gb_s:.0f}"
+            f"{moved / 1e9:.3f} GB of {per_step:.0f} experts {where} at {gb_s:.1f} GB/s, {read / 1e9:.3f} of weights "
+            f"over {self.stream_gb_s:.0f}"
         )
-        announce(self.console, f"decode step, batch {batch}", floor, floor_ms)
-        expected = self.shares.fetched_bytes(batch)
-        return self._row("decode step", f"batch {batch}", decoded.step_ms[WARMUP_STEPS:], floor, floor_ms,
-                         {"fetched_bytes": fetched, "expected_bytes": expected})  # fmt: skip
+        announce(self.console, f"decode step, {way}, batch {batch}", floor, floor_ms)
+        extras = {"moved_bytes": moved, "expected_bytes": self.shares.fetched_bytes(batch)}
+        if way == "compute":
+            extras["compute_gb_s"] = self._compute_gb_s(runner)
+        return self._row(f"decode step, {way}", f"batch {batch}", decoded.step_ms[WARMUP_STEPS:], floor, floor_ms,
+                         extras)  # fmt: skip
+
+    def _compute_gb_s(self, runner: Runner) -> float:
+        """At which experts were read while they were computed, since the runner was made; from an ask to its answer."""
+        (counts,) = runner.computed_counts()
+        return counts.bytes_read / max(counts.compute_s, 1e-9) / 1e9
 
     def _prefill_row(self, runner: Runner, length: int) -> Row:
         products = 2.0 * length * self.shape.num_layers * self.shape.num_layer_weights

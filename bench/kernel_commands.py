@@ -289,15 +289,19 @@ def host_experts(
     prompts: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "4096,16384",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="of a prefill unit")] = 2048,
     steps: Annotated[int, typer.Option(min=8, help="decode steps of a round")] = 32,
+    ways: Annotated[str, typer.Option(help="fetch, compute, or both with a comma: what steps do")] = "fetch,compute",
+    threads: Annotated[int | None, typer.Option(min=1, help="of the CPU that computes; default: its cores")] = None,
     device: Device = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Time steps and prompts of a mixture whose experts do not fit the card, against the link's floor."""
-    from bench.host_experts import HostExpertsBenchmark, host_expert_rows
+    """Time steps and prompts of a mixture whose experts do not fit the card: fetched beside the link's floor, computed
+    by the CPU beside that of host memory.
+    """
+    from bench.host_experts import HostExpertsBenchmark, host_expert_rows, parse_ways
 
     asked = HostExpertsBenchmark(
         shape, weights, memory_gib, on_card, tuple(parse_batches(batch)), tuple(parse_batches(prompts)), chunk_tokens,
-        steps,
+        steps, parse_ways(ways), threads,
     )  # fmt: skip
     run_kernel(device, json_file, lambda resolved, console: host_expert_rows(asked, resolved, console))
 

@@ -60,9 +60,12 @@ class LongFloors:
         text = f"{weight_bytes / 1e9:.3f} GB of weights, {kv_bytes / 1e9:.3f} of KV over {self.stream_gb_s:.0f} GB/s"
         fetched_bytes = self.step.fetched(batch)
         if fetched_bytes:
-            link_gb_s = self.rates["host_to_device_gb_s"]
-            ms += fetched_bytes / link_gb_s / 1e6
-            text += f", {fetched_bytes / 1e9:.3f} of experts over the link at {link_gb_s:.0f}"
+            computes = self.step.computes(batch)
+            gb_s = self.rates["host_stream_gb_s" if computes else "host_to_device_gb_s"]
+            ms += fetched_bytes / gb_s / 1e6
+            text += (
+                f", {fetched_bytes / 1e9:.3f} of experts {'on the CPU' if computes else 'over the link'} at {gb_s:.0f}"
+            )
         if rows_read is None:
             return Floor(f"{text}; the rows that the CPU reads come on top, once counted", ms)
         host_gb_s = self.rates["host_stream_gb_s"]

@@ -101,6 +101,12 @@ class GpuConfig(Settings):
         "are fetched from there. auto: what weights, workspaces and `kv_cache_gib` leave, or, without that, all but a "
         "quarter of what is left beside experts. Default: all lie on the card",
     )
+    host_experts: Literal["auto", "fetch", "compute"] = Field(
+        "auto",
+        description="what decode steps do with experts in host memory: fetch those that they take, or have the CPU "
+        "compute them where they lie (plain ones, in steps of up to 32 rows; prompts and other steps fetch). auto: "
+        "what the machine's rates say is faster",
+    )
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")

@@ -18,6 +18,7 @@ from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, Launched
 from gpu.fusion.documents import Documents
 from gpu.host.deposit import Depositor
+from gpu.host.expert_exchange import ExpertExchange
 from gpu.host.offload import Offload
 from gpu.host.slot_exchange import SlotExchange
 from gpu.in_flight import Awaited, InFlight, Timer
@@ -30,6 +31,7 @@ from gpu.lanes import LaneStreams, StepBuffers
 from gpu.methods.device_side import FetchCounts, ReuseCounts, ReuseSide, Site, make_device_sides
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
+from gpu.model.computed_experts import open_exchanges
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Progress, Weights
 from gpu.prefill.dense import Dense
@@ -59,6 +61,7 @@ from gpu.upload import upload
 from transfer.chunks.library import ChunkLibrary
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
+from transfer.expert_exchange import ExpertCounts, OpenExperts
 from transfer.tier import Ask, ContextLostError, HostMemoryError, HostTier
 from transfer.tier_shape import BLOCK_TOKENS
 
@@ -76,6 +79,17 @@ class Limits:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertMoves:
+    """Of experts in host memory, since the start: fetched one by one, copied with their whole layer, and computed by
+    the CPU; each counted once a layer of a step, or of a prompt's unit.
+    """
+
+    fetched: int
+    copied: int
+    computed: int
+
+
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
@@ -85,7 +99,8 @@ class Runner:
     checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
     is not the whole context; a debug run, without graphs. library: where documents' chunks are, or None. windows: of
     layers that keep no more; of the others pages hold all of a context. kv: how pages hold rows; what is no format of
-    codes, in `dtype`.
+    codes, in `dtype`. open_experts: the CPU computes experts in host memory for decode steps of few rows; None: they
+    are fetched.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
@@ -93,7 +108,8 @@ class Runner:
                  device: torch.device, tier: HostTier | None, parts: Sequence[Part],
                  num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
                  checks_coverage: bool = False, library: ChunkLibrary | None = None,
-                 windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16") -> None:  # fmt: skip
+                 windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16",
+                 open_experts: OpenExperts | None = None) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -150,7 +166,13 @@ class Runner:
         loop = LayerLoop(
             decoder, asked_layers, self._last_tokens, workspaces[0], workspaces[-1], methods, checks_coverage
         )
-        self.decode_steps = DecodeSteps(loop, asking, self._lanes.stream(Lane.HOST))
+        self._staged = decoder.projections.staged
+        experts: list[ExpertExchange] = []
+        if open_experts is not None:
+            num_lanes = 2 if asking is not None and device.type == "cuda" else 1
+            experts = open_exchanges(weights, architecture, max_running, device, open_experts, num_lanes)
+        self._experts = experts
+        self.decode_steps = DecodeSteps(loop, asking, self._lanes.stream(Lane.HOST), experts)
 
     @property
     def num_prefill_jobs(self) -> int:
@@ -182,6 +204,17 @@ class Runner:
         """What was fetched, by the part that plans name; waits for nothing."""
         counts = {name: side.fetch_counts() for name, side in self._reusing.items()}
         return {name: one for name, one in counts.items() if one is not None}
+
+    def expert_counts(self) -> ExpertMoves | None:
+        """What became of experts in host memory, or None where all lie on the device; waits for nothing."""
+        if self._staged is None:
+            return None
+        computed = sum(counts.experts for counts in self.computed_counts())
+        return ExpertMoves(self._staged.num_fetched, self._staged.num_copied, computed)
+
+    def computed_counts(self) -> list[ExpertCounts]:
+        """What the CPU did of them, by lane."""
+        return [one.worker.counts for one in self._experts]
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
@@ -400,8 +433,7 @@ class Runner:
                 except ExchangeError as error:  # its rows' keys and values of this token mean nothing
                     self._failures |= dict.fromkeys(going_on.slots, str(error))
                     break
-                if launched.answers is not None:
-                    awaited.append(Awaited(launched.answers, going_on.slots))
+                awaited += [Awaited(answers, going_on.slots) for answers in launched.answers]
                 decoded.append(Drawing(launched.logits, going_on.slots, going_on.samples, going_on.runs))
                 if draws:
                     self._draw(decoded[-1])
@@ -416,7 +448,10 @@ class Runner:
         batch = Batch(group.slots, group.positions, cells, _asks_of(group), reuses)
         if group.runs is not None:
             batch = self._with_runs(batch, group.runs, lane)
-        return self.decode_steps.run(batch)
+        launched = self.decode_steps.run(batch)
+        if self._staged is not None:
+            self._staged.end_step()
+        return launched
 
     def _with_runs(self, batch: Batch, runs: Sequence[Sequence[int]], lane: Lane) -> Batch:
         """A row more for each token of a run; their ids stand where no other lane's do."""

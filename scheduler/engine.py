@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 from cpu.tier import CpuTier
 from gpu.in_flight import InFlight
@@ -25,6 +25,7 @@ from scheduler.messages import (
     ChunksStored,
     Delta,
     EngineRequest,
+    ExpertStats,
     FetchStats,
     HostStats,
     Progress,
@@ -123,7 +124,7 @@ class Engine:
         return self.scheduler.progress()
 
     def stats(self) -> Stats:
-        parts = self._host_stats(), self._reuse_stats(), self._fetch_stats()
+        parts = self._host_stats(), self._reuse_stats(), self._fetch_stats(), self._expert_stats()
         return self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
 
     def _fetch_stats(self) -> FetchStats | None:
@@ -132,6 +133,10 @@ class Engine:
         if not counts:
             return None
         return FetchStats(**{each.name: sum(getattr(one, each.name) for one in counts) for each in fields(FetchCounts)})
+
+    def _expert_stats(self) -> ExpertStats | None:
+        counts = self._runner.expert_counts()
+        return None if counts is None else ExpertStats(**asdict(counts))
 
     def _reuse_stats(self) -> ReuseStats | None:
         """Sums over the parts of profiles that reuse."""
@@ -193,7 +198,7 @@ class Engine:
         The engine steps no more.
         """
         self.scheduler.constraints.shutdown()
-        if self._tier is None and self.scheduler.documents is None:
+        if self._tier is None and self.scheduler.documents is None and self._runner.expert_counts() is None:
             return
         self._draw_all()
         for _, step, _ in self._in_flight:

@@ -5,12 +5,14 @@ served stops here with one line.
 """
 
 import hashlib
+import logging
 import platform
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
+from cpu.experts import HostExperts
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
@@ -35,8 +37,11 @@ from transfer.chunks.format import ChunkShape
 from transfer.chunks.library import ChunkLibrary
 from transfer.chunks.store import open_chunks
 from transfer.config import DocumentsConfig, HostConfig
+from transfer.expert_exchange import OpenExperts
 from transfer.machine import probe_gpu
 from transfer.tier_shape import TierShape
+
+log = logging.getLogger(__name__)
 
 _REHEARSED_PROMPTS = 8
 _LAUNCHES_A_LAYER = 12  # of a decode step that asks, each of which may come when prefill's blocks have every SM
@@ -72,6 +77,7 @@ def load_engine(
         num_windows=plan.num_windows,
         window_pages=plan.window_pages,
         experts_on_card=plan.experts_on_card,
+        open_experts=find_expert_worker(config.host, plan),
         tier=tier,
         parts=served_parts(profiles.values()),
         num_rings=plan.num_rings,
@@ -136,6 +142,17 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
     threads = host.threads or plan.threads
     is_pinned = plan.device == "cuda"
     return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned, host.sampled.errors)
+
+
+def find_expert_worker(host: HostConfig | None, plan: MemoryPlan) -> OpenExperts | None:
+    """Threads that compute experts in host memory, as many as attend there; None where these are fetched."""
+    if not plan.computes_experts:
+        return None
+    if LAUNCHES_BLOCK:
+        log.warning("experts in host memory are fetched: CUDA_LAUNCH_BLOCKING is set, and no step can wait for the CPU")
+        return None
+    threads = (host.threads if host is not None else None) or plan.threads
+    return partial(HostExperts, threads=threads)
 
 
 def open_library(

@@ -5,6 +5,8 @@ configuration; nothing plans again. How memory is shared out is `gpu.memory`'s b
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 
 from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import HostDemand
@@ -14,15 +16,23 @@ from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from scheduler.config import EngineConfig
+from scheduler.expert_choice import choose
 from transfer.machine import MachineProfile
+from transfer.measured import measured_path
+from transfer.rates import find_rates
 from transfer.tier_shape import TierShape
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
-    """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError."""
+    """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
+
+    Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
+    again.
+    """
     profiles = resolve_profiles(config.profiles, config.host).values()
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
-    return plan_memory(
+    share_out = partial(
+        plan_memory,
         architecture,
         config.gpu,
         host=config.host,
@@ -35,6 +45,13 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         machine=machine,
         documents=config.documents,
     )
+    asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
+    plan = share_out(computes_experts=asked == "compute")
+    computes, said = choose(asked, config.gpu, architecture, plan, find_expert_shares(architecture, plan), rates)
+    if computes and not plan.computes_experts:
+        plan = share_out(computes_experts=True)
+        _, said = choose("compute", config.gpu, architecture, plan, find_expert_shares(architecture, plan), rates)
+    return plan if said is None else replace(plan, notes=(*plan.notes, said))
 
 
 def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:

@@ -288,6 +288,14 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
     late_blocks: int
 
 
+class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of experts in host memory, since the engine started; see `gpu.runner.ExpertMoves`."""
+
+    fetched: int
+    copied: int
+    computed: int
+
+
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of what draws are held to, since the engine started. mask_seconds: of the loop, making masks; jumps:
     runs of tokens that had to come and were computed in one step, of `jumped_tokens` together.
@@ -319,6 +327,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     reuse: ReuseStats | None  # None: no profile reuses
     fetch: FetchStats | None  # None: no profile fetches
     masks: MaskStats = MaskStats(held_requests=0, masks=0, mask_seconds=0.0)
+    experts: ExpertStats | None = None  # None: all lie on the device
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

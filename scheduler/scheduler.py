@@ -41,7 +41,7 @@ from scheduler.documents import Documents
 from scheduler.host_context import HostContext
 from scheduler.lanes import Lanes
 from scheduler.late_rows import IsReady, LateRows, Row
-from scheduler.messages import Delta, EngineRequest, FetchStats, HostStats, Progress, ReuseStats, Stats
+from scheduler.messages import Delta, EngineRequest, ExpertStats, FetchStats, HostStats, Progress, ReuseStats, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import finish_reason, join_deltas, make_delta, make_end, make_failure, make_progress
 from scheduler.residence import Residence
@@ -586,7 +586,7 @@ class Scheduler:
 
     def stats(
         self, steps: int, step_seconds: float, host: HostStats | None, reuse: ReuseStats | None,
-        fetch: FetchStats | None,
+        fetch: FetchStats | None, experts: ExpertStats | None,
     ) -> Stats:  # fmt: skip
         num_idle_pages = self.residence.num_idle_pages([])
         return Stats(
@@ -606,6 +606,7 @@ class Scheduler:
             host=host,
             reuse=reuse,
             fetch=fetch,
+            experts=experts,
         )
 
 

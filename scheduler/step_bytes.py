@@ -7,6 +7,7 @@ right now. What `tandem plan` expects of a placement and the floors of `tandem b
 from dataclasses import dataclass
 
 from gpu.kv.layout import row_bytes
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.memory.host_demand import ROW_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
@@ -23,12 +24,19 @@ class StepBytes:
     plan: MemoryPlan
     tier: TierShape | None
 
-    def weights(self, num_rows: int) -> int:
-        """What a step of so many rows reads of them: without experts all, however many rows it has."""
-        return step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda", num_rows)
+    def weights(self, num_rows: int) -> float:
+        """What a step of so many rows reads of them on the device: without experts all, however many rows it has."""
+        whole = step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda", num_rows)
+        return whole - (self.fetched(num_rows) if self.computes(num_rows) else 0)
+
+    def computes(self, num_rows: int) -> bool:
+        """Whether the CPU computes experts in host memory in such a step, which then do not come to the device."""
+        return self.plan.computes_experts and num_rows <= MOST_COMPUTED_ROWS
 
     def fetched(self, num_rows: int) -> float:
-        """Experts in host memory that a step of so many rows brings over the link before it reads them."""
+        """Experts in host memory that a step of so many rows takes: it brings them over the link before it reads them,
+        or the CPU reads them where they lie.
+        """
         return find_expert_shares(self.architecture, self.plan).fetched_bytes(num_rows)
 
     @property

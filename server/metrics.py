@@ -41,6 +41,11 @@ FETCH_COUNTERS = {
     "looked_blocks": "blocks whose keys alone did, to predict by",
     "late_blocks": "blocks that did not come, since the step was over, and were left to the sample",
 }
+EXPERT_COUNTERS = {
+    "fetched": "experts in host memory that came over the link one by one, for decode steps and short prompts",
+    "copied": "experts in host memory that came with all of their layer's, for prompts",
+    "computed": "experts in host memory that the CPU computed where they lie, each once a layer of a decode step",
+}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -119,6 +124,7 @@ class Metrics:
             name: self._counter(f"tandem_reuse_{name}", what, ["layer"]) for name, what in REUSE_COUNTERS.items()
         }
         self.fetch = {name: self._counter(f"tandem_fetch_{name}", what) for name, what in FETCH_COUNTERS.items()}
+        self.experts = {name: self._counter(f"tandem_experts_{name}", what) for name, what in EXPERT_COUNTERS.items()}
         self.masks = {name: self._counter(f"tandem_{name}", what) for name, what in MASK_COUNTERS.items()}
         self.reuse_matching = Gauge(
             "tandem_reuse_matching", "settings by which the layer looks for matches now", ["layer"],
@@ -173,6 +179,10 @@ class Metrics:
         if stats.fetch is not None:
             for name, counter in self.fetch.items():
                 counter.inc(getattr(stats.fetch, name) - (getattr(last.fetch, name) if last and last.fetch else 0))
+        if stats.experts is not None:
+            for name, counter in self.experts.items():
+                before = getattr(last.experts, name) if last and last.experts else 0
+                counter.inc(getattr(stats.experts, name) - before)
         if stats.host is not None:
             self._take_host(stats.host, last.host if last else None)
         self._last = stats

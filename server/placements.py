@@ -18,6 +18,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError
 from scheduler.capacity import host_capacity
+from scheduler.expert_choice import find_times
 from scheduler.memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
 from scheduler.step_bytes import StepBytes
 from server.config import Deployment
@@ -43,7 +44,8 @@ BIT_AGREEMENT = 0.5257
 @dataclass(frozen=True, slots=True)
 class Step:
     """One of `batch` rows, each with a whole context. down_tokens: of each, read on the host. Milliseconds by what they
-    are for; `experts_ms`: over the link, of those in host memory that the rows take; `link_ms`: queries and partials.
+    are for; `experts_ms`: of those in host memory that the rows take, over the link, or on the CPU if it computes them;
+    `link_ms`: queries and partials.
     """
 
     batch: int
@@ -130,14 +132,24 @@ def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> s
     if not moved.fetched(1):
         return None
     link, shares = rates.of["host_to_device_gb_s"], find_expert_shares(plan.architecture, plan.memory)
-    steps = ", ".join(
-        f"batch {batch}: {moved.fetched(batch) / 1e9:.2f} GB, {moved.fetched(batch) / link / 1e6:,.1f} ms"
-        for batch in batches
-    )
+    times, computes = find_times(shares, rates), plan.memory.computes_experts
+
+    def steps(computes: bool) -> str:
+        return ", ".join(
+            f"batch {batch}: {moved.fetched(batch) / 1e9:.2f} GB, {times.ms(batch, computes):,.1f} ms"
+            for batch in batches
+        )
+
+    said = f"what a step fetches of them over {link:g} GB/s: {steps(False)}"
+    if computes:
+        said = (
+            f"what the CPU computes of them in a step, read at {times.host_gb_s:g} GB/s: {steps(True)}; fetched over "
+        )
+        said += f"{link:g} GB/s they would take {times.fetch_ms(1):,.1f} ms at batch 1"
     return (
-        f"experts: {shares.on_host} of each layer's {most_experts(plan.architecture)} lie in host memory; what a step "
-        f"fetches of them over {link:g} GB/s: {steps}; a prompt of more than a few tokens copies all, "
-        f"{shares.host_bytes / 1e9:.1f} GB, {shares.host_bytes / link / 1e9:.1f} s"
+        f"experts: {shares.on_host} of each layer's {most_experts(plan.architecture)} lie in host memory; {said}; a "
+        f"prompt of more than a few tokens copies all, {shares.host_bytes / 1e9:.1f} GB, "
+        f"{shares.host_bytes / link / 1e9:.1f} s"
     )
 
 
@@ -233,7 +245,10 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
     is_cuda = memory.device == "cuda"
     device_gb_s = rates.of["device_stream_gb_s" if is_cuda else "host_stream_gb_s"]
     tflop_s = rates.of["bf16_matmul_tflop_s" if is_cuda else "host_matmul_tflop_s"]
-    fetched = moved.fetched(batch)
+    experts_ms = 0.0
+    if moved.fetched(batch):
+        times = find_times(find_expert_shares(architecture, memory), rates)
+        experts_ms = times.ms(batch, memory.computes_experts)
     products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
     link_ms = host_ms = 0.0
     if tier is not None and demand is not None and down:
@@ -249,7 +264,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
         batch,
         down,
         max(moved.weights(batch) / device_gb_s / 1e6, products_ms),
-        fetched / rates.of["host_to_device_gb_s"] / 1e6 if fetched else 0.0,
+        experts_ms,
         batch * moved.device_kv(context, down) / device_gb_s / 1e6,
         link_ms,
         host_ms,

@@ -73,6 +73,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             "experts_gib": None
             if memory.experts_on_card is None
             else find_expert_shares(architecture, memory).card_gib,
+            "host_experts": _name_of_way(memory, architecture),
             "threads": memory.threads,
         }
     )
@@ -98,3 +99,10 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     )
     resolved = deployment.model_copy(update={"model": model, "gpu": gpu, "host": host, "scheduler": resolved_scheduler})
     return ResolvedPlan(resolved, architecture, memory, profiles, machine, (*notes, *memory.notes))
+
+
+def _name_of_way(memory: MemoryPlan, architecture: Architecture) -> str:
+    """`gpu.host_experts`: what the plan does with experts in host memory, if any lie there."""
+    if memory.device == "cpu" or not find_expert_shares(architecture, memory).host_bytes:
+        return "auto"
+    return "compute" if memory.computes_experts else "fetch"

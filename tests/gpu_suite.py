@@ -39,6 +39,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engine": (
         "tests/gpu/test_d*.py",
         "tests/gpu/test_asking_*.py",
+        "tests/gpu/test_computed_*.py",
         "tests/gpu/test_families_on_gpu.py",
         "tests/gpu/test_fusion_on_gpu.py",
         "tests/gpu/test_host_experts.py",

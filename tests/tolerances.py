@@ -339,6 +339,7 @@ MAC_SUMMARY_STORED_ATOL = 5e-2
 # Of the largest logit: float32 sums in another order than transformers', through a few layers; seen to 1e-5. One
 # setting that is off by little (a window by one token, a base by a hundredth) gives more.
 FAMILY_LOGITS = 1e-4
+FAMILY_LOGITS_ON_CARDS = 1e-3  # other kernels for other parts of a sum, on a card
 # Root mean square of differences of log-probabilities, in nats, by how the host keeps rows, as in `tandem bench long`;
 # seen to 0.0012 and 0.0054. A KV head whose answers are wrong in one layer gives ten times as much and more.
 FAMILY_OFFLOADED = {"bfloat16": 0.003, "int8": 0.01}
@@ -375,3 +376,13 @@ POOLED_ATOL = 1e-5
 # Milliseconds of a placement by hand, as a share: both are quotients of the same whole numbers in float64. One token of
 # a context of 98,304 more or less is a hundred thousandth.
 PLACEMENT_MS = 1e-9
+
+# Sums of 96 to 4,096 products in float32 of numbers that are exact, and twice so; relative to the largest of a result.
+HOST_EXPERTS_FLOAT32 = 2e-5
+HOST_EXPERTS_SHARE = 1e-2  # what one expert of a row, or another row's share of it, changes at the least
+# A token's sum over experts in two parts, relative to its largest: in float32 the order of a few terms; in bfloat16
+# what the whole one is rounded by, and each expert's part, once.
+FAR_SUM_FLOAT32 = 2e-6
+FAR_SUM_BFLOAT16 = 2.0**-7
+# A layer's output where the CPU computes some experts: one rounding to bfloat16 in place of the card's three or four.
+COMPUTED_EXPERTS_BFLOAT16 = 2.0**-6

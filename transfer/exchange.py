@@ -27,31 +27,18 @@ class ExchangeError(Exception):
     """The device's ask has not come: the message names layer, row, the stamp that was awaited and the one seen."""
 
 
-@dataclass(slots=True)
-class ExchangeSlot:
-    """Host memory that the device reads and writes (pinned where it is CUDA).
+@dataclass(slots=True, kw_only=True)
+class Handshake:
+    """How device and host know which ask each is at, in host memory that both see.
 
-    queries: `[max_rows, heads, dim]`, the device's dtype, rotated; codes: uint16 `[max_rows, heads, tables]` or None;
-    wanted: uint8 `[max_rows, heads]`, 0: the head asks nothing, and gets the empty partial; excluded: int32 `[max_rows,
-    kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS tokens of the row's run (block
-    0 begins with the run's first token), and if it is set, the answer does not stand for them; blocks beyond the last
-    word are covered. Which they are must not depend on hash codes, or the sampled mass of the others is biased.
-    flags: int32 `[max_rows]`; out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; covered: int32
-    `[max_rows, heads]` or None, tokens that the answer stands for; answered: int32 `[1]`, the stamp of the last answer,
-    or RELEASED; rows: in use by the step under way; stamp: of the ask under way.
+    flags: int32 `[max_rows]`, of each row the stamp of the ask that is there, written after it; answered: int32 `[1]`,
+    the stamp of the last answer, or RELEASED; rows: in use by the ask under way; stamp: of the ask under way.
     """
 
-    queries: Tensor
-    codes: Tensor | None
-    wanted: Tensor
-    excluded: Tensor | None
     flags: Tensor
-    out: Tensor
-    lse: Tensor
-    covered: Tensor | None
     answered: Tensor
-    rows: int
-    stamp: int
+    rows: int = 0
+    stamp: int = 0
 
     def advance(self, rows: int, asks: int = 1) -> None:
         """Expect the next ask, or the one after several, of so many rows. The device counts the same way: once a pack,
@@ -62,7 +49,7 @@ class ExchangeSlot:
         self.stamp = (self.stamp + asks) & LAST_STAMP
 
     def give_answer(self) -> None:
-        """`out` and `lse` (and `covered`) are those of the ask under way."""
+        """What the ask under way wants stands in the slot."""
         self.answered.fill_(self.stamp)
 
     @property
@@ -70,8 +57,30 @@ class ExchangeSlot:
         return int(self.answered) == RELEASED
 
     def release(self) -> None:
-        """The device waits for no answer until `give_answer`: what stands in `out` and `lse` is merged."""
+        """The device waits for no answer until `give_answer`: it takes what stands in the slot."""
         self.answered.fill_(RELEASED)
+
+
+@dataclass(slots=True, kw_only=True)
+class ExchangeSlot(Handshake):
+    """A step's asks for attention (pinned where the device is CUDA).
+
+    queries: `[max_rows, heads, dim]`, the device's dtype, rotated; codes: uint16 `[max_rows, heads, tables]` or None;
+    wanted: uint8 `[max_rows, heads]`, 0: the head asks nothing, and gets the empty partial; excluded: int32 `[max_rows,
+    kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS tokens of the row's run (block
+    0 begins with the run's first token), and if it is set, the answer does not stand for them; blocks beyond the last
+    word are covered. Which they are must not depend on hash codes, or the sampled mass of the others is biased.
+    out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; covered: int32 `[max_rows, heads]` or None,
+    tokens that the answer stands for.
+    """
+
+    queries: Tensor
+    codes: Tensor | None
+    wanted: Tensor
+    excluded: Tensor | None
+    out: Tensor
+    lse: Tensor
+    covered: Tensor | None
 
 
 def new_slot(
@@ -99,12 +108,10 @@ def new_slot(
         lse=zeros((max_rows, heads), torch.float32),
         covered=zeros((max_rows, heads), torch.int32) if counted else None,
         answered=zeros((1,), torch.int32),
-        rows=0,
-        stamp=0,
     )
 
 
-def wait(slot: ExchangeSlot, layer: int, limit_s: float) -> None:
+def wait(slot: Handshake, layer: int, limit_s: float) -> None:
     """Spin, without the GIL, until the rows of the ask under way are there. Raises ExchangeError after `limit_s`."""
     address, deadline = slot.flags.data_ptr(), time.monotonic() + limit_s
     while await_rows(address, slot.rows, slot.stamp, LOOKS) >= 0:
@@ -112,7 +119,7 @@ def wait(slot: ExchangeSlot, layer: int, limit_s: float) -> None:
             raise late(slot, layer, limit_s)
 
 
-def late(slot: ExchangeSlot, layer: int, limit_s: float) -> ExchangeError:
+def late(slot: Handshake, layer: int, limit_s: float) -> ExchangeError:
     """The error of an ask that was awaited for `limit_s` seconds: it names the first row that has not come."""
     row = int((slot.flags[: slot.rows] != slot.stamp).int().argmax())
     return ExchangeError(

@@ -13,31 +13,52 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Event, Thread
 from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 
-from gpu.host.slot_exchange import SlotExchange
-from transfer.exchange import ExchangeError
-from transfer.tier import Answered, Attention, HostTier
+from transfer.exchange import ExchangeError, Handshake
+from transfer.tier import Answered
 
-# Told of a step that is answered: its rows, its parts, what the tier says of it, and the seconds that the tier took.
+# Told of a step that is answered: its rows, its parts, what the host says of it, and the seconds that this took.
 OnAnswered = Callable[[int, int, Answered, float], None]
+
+
+class Exchange(Protocol):
+    """The device's side of a slot: `gpu.host.slot_exchange`, `gpu.host.expert_exchange`."""
+
+    @property
+    def slot(self) -> Handshake: ...
+
+    def forget_asks(self) -> None: ...
+
+
+class Asked(Protocol):
+    """What a step asks in one slot, frozen: `transfer.tier.Attention`, `transfer.expert_exchange.ExpertAsks`."""
+
+    def give_up(self) -> None: ...
+
+
+class Answerer(Protocol):
+    """The host's side: `transfer.tier.HostTier`, `transfer.expert_exchange.ExpertWorker`."""
+
+    def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a step that ask in one slot: how many, and what they read."""
+    """Rows of a step that ask in one slot: how many in the first ask, and what they read."""
 
-    exchange: SlotExchange
-    attention: Attention
+    exchange: Exchange
+    asked: Asked
     num_rows: int
 
 
 class Answers:
     """Those of one step, under way."""
 
-    def __init__(self, tier: HostTier, parts: Sequence[Part]) -> None:
-        self.tier = tier
+    def __init__(self, host: Answerer, parts: Sequence[Part]) -> None:
+        self.host = host
         self.parts = parts
         self._is_over = Event()
         self._error: BaseException | None = None
@@ -64,14 +85,14 @@ class Answers:
         """Nobody answers: the device does not wait, and nothing that is read is held."""
         for part in self.parts:
             part.exchange.slot.release()
-            part.attention.give_up()
+            part.asked.give_up()
         self.end(error)
 
 
 class Answering:
     """One device's. Its methods are called from the thread that launches; the other begins with the first step."""
 
-    def __init__(self, exchanges: Sequence[SlotExchange], on_answered: OnAnswered) -> None:
+    def __init__(self, exchanges: Sequence[Exchange], on_answered: OnAnswered) -> None:
         self._exchanges = exchanges
         self._on_answered = on_answered
         self._steps: SimpleQueue[tuple[Answering, Answers] | None] = SimpleQueue()
@@ -81,9 +102,9 @@ class Answering:
         self._is_stopped = False
         weakref.finalize(self, self._steps.put, None)
 
-    def hand_over(self, tier: HostTier, parts: Sequence[Part]) -> Answers:
+    def hand_over(self, host: Answerer, parts: Sequence[Part]) -> Answers:
         """A step was launched, which asks in these parts in turns."""
-        answers = self._last = Answers(tier, parts)
+        answers = self._last = Answers(host, parts)
         if self._is_stopped:
             answers.give_up(_stopped())
             return answers
@@ -127,7 +148,7 @@ class Answering:
             for part in answers.parts:
                 part.exchange.slot.advance(part.num_rows)
             began_s = perf_counter()
-            answered = answers.tier.answer([(part.attention, part.exchange.slot) for part in answers.parts])
+            answered = answers.host.answer([(part.asked, part.exchange.slot) for part in answers.parts])
         except BaseException as error:  # the outermost handler of this thread: `Answers.wait` says or raises it
             self._failure = self._failure or ExchangeError(str(error))
             answers.give_up(error)

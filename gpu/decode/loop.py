@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpu.decode.attention import attend
 from gpu.decode.rows import StepRows
+from gpu.host.expert_exchange import ExpertExchange
 from gpu.host.slot_exchange import SlotExchange
 from gpu.kernels.paged_decode_attention import Reading, Workspace
 from gpu.methods.device_side import DeviceSide, LayerReads, RingSide
@@ -52,10 +53,12 @@ class LayerLoop:
         """Methods that have a part in steps alone in which a row holds a ring."""
         return [method for method in self.methods if isinstance(method, RingSide)]
 
-    def step(self, rows: StepRows, exchange: SlotExchange | None, reuses: bool) -> Step:
+    def step(self, rows: StepRows, exchange: SlotExchange | None, reuses: bool,
+             experts: ExpertExchange | None = None) -> Step:  # fmt: skip
         """One token for each row. exchange: where it asks, or None for a step that asks nothing; then no row may have
-        a hole. reuses: whether some row may hold a ring. It stops once a layer that asks: what follows reads the
-        answer, or awaits it on the device.
+        a hole. reuses: whether some row may hold a ring. experts: where the CPU is asked for experts in host memory;
+        None: they are fetched. It stops once a layer that asks for attention: what follows reads the answer, or awaits
+        it on the device; an ask for experts is answered, or awaited, in between.
         """
         decoder = self.decoder
         methods = [method for method in self.methods if reuses or not method.reuses]
@@ -89,7 +92,7 @@ class LayerLoop:
                 check_coverage(reads, on_device, answers, self.reusing if reuses else [])
             far = [] if on_device.far is None else [on_device.far]
             attended = reads.attended or merge_all([on_device.near, *far, *filled])
-            hidden = decoder.leave(layer, hidden, attended.out, rows.slots)
+            hidden = decoder.leave(layer, hidden, attended.out, rows.slots, experts)
         logits = decoder.logits(hidden)
         for method in methods:
             method.finish(rows)

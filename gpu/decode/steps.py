@@ -11,7 +11,9 @@ Invariants: a step reads its tokens from `last_tokens` on the device, so the hos
 exchange has one ask open at a time, and its stamps are counted by the host as by the device; layers are computed in the
 order in which the host answers, on one stream; the host is told of real rows alone; no device is left waiting for an
 answer. A launch that must end before it returns (CUDA_LAUNCH_BLOCKING) cannot wait for answers: then no step that asks
-is captured.
+is captured. Experts in host memory that the CPU computes are asked for in slots of their own, one a lane, and answered
+by threads of their own: by captured steps of few rows, whose asks are listed as they are captured, and on the CPU. All
+other steps fetch them.
 """
 
 import os
@@ -31,10 +33,12 @@ from gpu.decode.halving import Halving, cut
 from gpu.decode.ladder import StepKind, steps_to_capture
 from gpu.decode.loop import LayerLoop, Step
 from gpu.decode.rows import StepRows
+from gpu.host.expert_exchange import ExpertExchange
 from gpu.host.slot_exchange import SlotExchange
 from gpu.step import HostAsk
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
+from transfer.expert_exchange import ROWS, ExpertAsks
 from transfer.tier import Answered, Ask, Attention, HostTier, Loan
 
 NOTHING = Ask(None, 0)
@@ -97,32 +101,38 @@ class Batch:
 
 class Launched(NamedTuple):
     """A step's logits, float32 `[rows, vocab]`, which the next step overwrites, and the answers that the device awaits
-    for them; None: it awaits none any more.
+    for them: to its asks for attention, and for experts.
     """
 
     logits: Tensor
-    answers: Answers | None
+    answers: tuple[Answers, ...] = ()
 
 
 @dataclass(slots=True)
 class _Captured:
-    """A step of one size: `rows` and `logits`, float32 `[rows, vocab]`, of each part."""
+    """A step of one size: `rows` and `logits`, float32 `[rows, vocab]`, of each part. asks: for experts, or None."""
 
     rows: list[StepRows]
     graph: torch.cuda.CUDAGraph
     logits: list[Tensor]
+    asks: ExpertAsks | None
 
 
 class DecodeSteps:
-    """asking: None where nothing goes down to the host; asking_stream: of steps that ask, where they have their own."""
+    """asking: None where nothing goes down to the host; asking_stream: of steps that ask, where they have their own;
+    experts: where the CPU is asked for experts, of steps that ask for no attention first, of those that do last.
+    """
 
-    def __init__(self, loop: LayerLoop, asking: Asking | None, asking_stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, loop: LayerLoop, asking: Asking | None, asking_stream: torch.cuda.Stream | None = None,
+                 experts: Sequence[ExpertExchange] = ()) -> None:  # fmt: skip
         self.loop = loop
         self.asking = asking
         self._asking_stream = asking_stream
         self._captured: dict[tuple[StepKind, int], _Captured] = {}  # by kind and size
         self._compiled = _compiled_step(loop)
         self._answering = None if asking is None else Answering(asking.exchanges, self._observe)
+        self._experts = experts
+        self._expert_answering = [Answering([one], lambda *told: None) for one in experts]
 
     def run(self, batch: Batch) -> Launched:
         """One token a row. Asynchronous, but for eager steps that ask: these return when the last ask is answered and
@@ -143,13 +153,15 @@ class DecodeSteps:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
-            return Launched(self._compiled.run(slots, positions, token_ids, cells), None)
+            return Launched(self._compiled.run(slots, positions, token_ids, cells))
         captured = self._find(StepKind(0, batch.reuses), len(batch))
         if captured is None:
-            return Launched(_logits_of(self.loop.step(self._upload(batch, len(batch)), None, batch.reuses)), None)
+            rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
+            return Launched(_logits_of(self.loop.step(rows, None, batch.reuses, experts)))
+        self._recover_experts(captured, asks=False)
         self._fill(captured.rows[0], batch)
         captured.graph.replay()
-        return Launched(captured.logits[0][: len(batch)], None)
+        return Launched(captured.logits[0][: len(batch)], self._answer_experts(captured, asks=False))
 
     @property
     def most_rows(self) -> int:
@@ -160,13 +172,17 @@ class DecodeSteps:
 
     def drain(self) -> None:
         """Until every ask of what was launched has its answer, and is counted, or has failed."""
-        if self._answering is not None:
-            self._answering.drain()
+        for answering in self._all_answering:
+            answering.drain()
 
     def shutdown(self) -> None:
-        """End the thread that answers."""
-        if self._answering is not None:
-            self._answering.stop()
+        """End the threads that answer."""
+        for answering in self._all_answering:
+            answering.stop()
+
+    @property
+    def _all_answering(self) -> list[Answering]:
+        return [*([] if self._answering is None else [self._answering]), *self._expert_answering]
 
     def capture(self, batch_sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
         """Capture steps for these batch sizes: those that ask share one memory pool, since one runs at a time, and so
@@ -190,6 +206,8 @@ class DecodeSteps:
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
         captured = self._find(StepKind(num_parts, batch.reuses), len(batch))
         self._answering.recover()
+        if captured is not None:
+            self._recover_experts(captured, asks=True)
         began = clock()
         attentions: list[Attention] = []
         loans: list[Loan] = []
@@ -205,7 +223,7 @@ class DecodeSteps:
             asked = [Part(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)]
             times.ready_s += ready - began
             if captured is None:
-                return Launched(self._run_eagerly(parts, asked, batch.reuses), None)
+                return Launched(self._run_eagerly(parts, attentions, batch.reuses))
             for rows, part in zip(captured.rows, parts, strict=True):
                 self._fill(rows, part)
             captured.graph.replay()
@@ -218,32 +236,33 @@ class DecodeSteps:
         finally:
             for loan in loans:
                 loan.end(self._point())
-        answers = self._answering.hand_over(tier, asked)
+        answers = self._answering.hand_over(tier, asked), *self._answer_experts(captured, asks=True)
         times.launch_s += clock() - ready
         logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
         return Launched(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
 
-    def _run_eagerly(self, parts: Sequence[Batch], asked: Sequence[Part], reuses: bool) -> Tensor:
+    def _run_eagerly(self, parts: Sequence[Batch], attentions: Sequence[Attention], reuses: bool) -> Tensor:
         """Logits of all rows. Behind the answers to steps in flight, since their slots are the same."""
         assert self.asking is not None
         assert self._answering is not None
         self._answering.drain()
-        times, clock, exchanges = self.asking.times, time.perf_counter, [one.exchange for one in asked]
+        times, clock, exchanges = self.asking.times, time.perf_counter, self.asking.exchanges[: len(parts)]
         began = clock()
         try:
-            for one in asked:
-                one.exchange.slot.advance(one.num_rows)
+            for exchange, part in zip(exchanges, parts, strict=True):
+                exchange.slot.advance(len(part))
             rows_of = [self._upload(part, len(part)) for part in parts]
-            steps = [self.loop.step(rows, one, reuses) for rows, one in zip(rows_of, exchanges, strict=True)]
+            experts = self._eager_experts(max(map(len, parts)))
+            steps = [self.loop.step(rows, one, reuses, experts) for rows, one in zip(rows_of, exchanges, strict=True)]
             for step in steps:
                 next(step)
             times.launch_s += clock() - began
-            logits, attention_s = self._take_turns(steps, [one.attention for one in asked], exchanges)
+            logits, attention_s = self._take_turns(steps, attentions, exchanges)
         except BaseException:
             for exchange in exchanges:
                 exchange.slot.release()
             raise
-        self._count(sum(one.num_rows for one in asked), len(asked), attention_s)
+        self._count(sum(map(len, parts)), len(parts), attention_s)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _observe(self, rows: int, num_parts: int, answered: Answered, attention_s: float) -> None:
@@ -292,29 +311,64 @@ class DecodeSteps:
         return logits, attention_s
 
     def _capture(self, kind: StepKind, size: int, pool: tuple[int, int]) -> _Captured:
-        """Nobody answers while a step that asks warms up, so its slots of the exchange are released."""
+        """Nobody answers while a step that asks warms up, so its slots are released."""
         num_parts = kind.num_parts
         asking = self.asking.exchanges[:num_parts] if self.asking is not None and num_parts else []
         exchanges: list[SlotExchange | None] = [*asking] or [None]
         empty = Batch([], [], [], [])
         rows_of = [self._upload(empty, part.stop - part.start) for part in cut(size, max(num_parts, 1))]
-        for exchange in asking:
-            exchange.slot.release()
+        most_rows = max(rows.num_rows for rows in rows_of)
+        experts = self._experts_of(most_rows, asks=bool(asking)) if not LAUNCHES_BLOCK else None
+        released = [*asking, *([] if experts is None else [experts])]
+        for one in released:
+            one.slot.release()
         on = self._asking_stream if asking else None
-        graph, logits = capture(lambda: self.compute(rows_of, exchanges, kind.reuses), pool, on)
-        for exchange in asking:
-            exchange.forget_asks()
-        return _Captured(rows_of, graph, logits)
+        graph, logits = capture(lambda: self.compute(rows_of, exchanges, kind.reuses, experts), pool, on)
+        for one in released:
+            one.forget_asks()
+        return _Captured(rows_of, graph, logits, None if experts is None else experts.take_asks())
 
     def compute(
-        self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], reuses: bool
-    ) -> list[Tensor]:
-        """A step whose answers come by themselves, in the order of `_take_turns`; the parts' logits."""
-        steps = [self.loop.step(rows, exchange, reuses) for rows, exchange in zip(rows_of, exchanges, strict=True)]
+        self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], reuses: bool,
+        experts: ExpertExchange | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """A step whose answers come by themselves, in the order of `_take_turns`; the parts' logits. What it asks of
+        `experts` is what these list afterwards.
+        """
+        if experts is not None:
+            experts.take_asks()
+        steps = [
+            self.loop.step(rows, exchange, reuses, experts)
+            for rows, exchange in zip(rows_of, exchanges, strict=True)
+        ]  # fmt: skip
         for _ in self.loop.asked_layers if exchanges[0] is not None else ():
             for step in steps:
                 next(step)
         return [_logits_of(step) for step in steps]
+
+    def _experts_of(self, num_rows: int, asks: bool) -> ExpertExchange | None:
+        """Where a step of so many rows asks for experts; None: it fetches them."""
+        if not self._experts:
+            return None
+        experts = self._experts[-1 if asks else 0]
+        return experts if num_rows <= experts.max_rows else None
+
+    def _eager_experts(self, num_rows: int) -> ExpertExchange | None:
+        """On the CPU, which answers at once; a GPU that nobody captured for would wait for who launches."""
+        experts = self._experts_of(num_rows, asks=False)
+        return experts if experts is not None and experts.is_at_once else None
+
+    def _recover_experts(self, captured: _Captured, asks: bool) -> None:
+        if captured.asks is not None:
+            self._expert_answering[-1 if asks else 0].recover()
+
+    def _answer_experts(self, captured: _Captured, asks: bool) -> tuple[Answers, ...]:
+        """Behind the launch of a step: whoever answers what it asks for experts is told."""
+        if captured.asks is None:
+            return ()
+        place = -1 if asks else 0
+        experts, num_rows = self._experts[place], int(captured.asks.table[0, ROWS])
+        return (self._expert_answering[place].hand_over(experts.worker, [Part(experts, captured.asks, num_rows)]),)
 
     def _find(self, kind: StepKind, num_rows: int) -> _Captured | None:
         """The smallest captured step of a kind that so many rows fit."""

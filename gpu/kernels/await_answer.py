@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, runs_on_triton
-from transfer.exchange import RELEASED, ExchangeSlot
+from transfer.exchange import RELEASED, Handshake
 
 _RELEASED = tl.constexpr(RELEASED)
 
 
-def await_answer_reference(counters: Tensor, slot: ExchangeSlot) -> None:
+def await_answer_reference(counters: Tensor, slot: Handshake) -> None:
     """On the CPU the host has answered before it comes here; raises AssertionError where it has not."""
     stamp, answered = int(counters[0]), int(slot.answered)
     assert answered in (stamp, RELEASED), f"await_answer: ask {stamp} has the answer to ask {answered}"
@@ -31,7 +31,7 @@ def _await_answer_kernel(counters, answered):
         seen = tl.load(answered, volatile=True)
 
 
-def await_answer(counters: Tensor, slot: ExchangeSlot) -> None:
+def await_answer(counters: Tensor, slot: Handshake) -> None:
     """Wait, in stream order, until the last ask packed with these counters (of `exchange_pack.new_counters`) has its
     answer, or the slot is released. May be captured. Raises ValueError for other counters.
     """

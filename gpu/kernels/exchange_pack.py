@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import INTERPRETED, check, runs_on_triton
-from transfer.exchange import LAST_STAMP, ExchangeSlot
+from transfer.exchange import LAST_STAMP, ExchangeSlot, Handshake
 
 BLOCK = 4096
 FEW = 256  # of a mask, or of words of bits
@@ -33,12 +33,12 @@ _STORE_RELEASE = tl.constexpr(
 )
 
 
-def new_counters(slot: ExchangeSlot, device: torch.device) -> Tensor:
+def new_counters(slot: Handshake, device: torch.device) -> Tensor:
     """The device's count of a slot's asks: int32 `[max_rows]`, all equal."""
     return torch.full((len(slot.flags),), slot.stamp, dtype=torch.int32, device=device)
 
 
-def catch_up(counters: Tensor, slot: ExchangeSlot) -> None:
+def catch_up(counters: Tensor, slot: Handshake) -> None:
     """The host counts asks that it was not told of, of a warm-up, as answered; waits for the device. Counting back
     instead would give stamps twice, and a flag of the first time would be taken for one of the second.
     """
@@ -67,7 +67,7 @@ def exchange_pack_reference(
 
 
 @triton.jit
-def _store_release(pointer, value):
+def store_release(pointer, value):
     """Who sees this int32, on the device or the host, sees all that the program stored before its last barrier."""
     if _INTERPRETED:  # which knows no assembly, and one thread
         tl.store(pointer, value)
@@ -108,7 +108,7 @@ def _pack_kernel(
                 word = tl.load(excluded + row * WORDS + element, mask=element < WORDS)
             tl.store(to_excluded + row * WORDS + element, word, mask=element < WORDS)
         tl.debug_barrier()
-        _store_release(flags + row, stamp)
+        store_release(flags + row, stamp)
     tl.debug_barrier()
     tl.store(counters + row, stamp)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check
-from gpu.kernels.far_experts import FarExperts, base_of, find_place, places_of
+from gpu.kernels.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.kernels.following import follow, following
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_numbers import beside
@@ -69,8 +69,8 @@ def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
 
 @triton.jit
 def _gate_up_kernel(
-    x, weight, far, places, logits, ids, shares, out,
-    HAS_FAR: tl.constexpr, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    x, weight, far, places, logits, ids, shares, out, HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
+    INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
     GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
     FOLLOWS: tl.constexpr,
@@ -82,6 +82,8 @@ def _gate_up_kernel(
         logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
     )  # fmt: skip
     number, is_far = find_place(places, expert, HAS_FAR)
+    if LEAVES_OUT:
+        is_ours = is_ours & (is_far == 0)
     source = number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
     gate = base_of(weight, far, is_far[:, None], HAS_FAR) + source[:, None] * HIDDEN
     column = tl.arange(0, BLOCK_INNER)[None, :]
@@ -104,7 +106,7 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     product, weight, far, places, ids, shares, residual, out, residual_stride,
-    HAS_FAR: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
     PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
     UNROLL: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
@@ -113,6 +115,8 @@ def _down_kernel(
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
     number, is_far = find_place(places, expert, HAS_FAR)
+    if LEAVES_OUT:
+        is_ours = is_ours & (is_far == 0)
     source = (number * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None] * INTERMEDIATE
     source = base_of(weight, far, is_far[:, None], HAS_FAR) + source
     column = tl.arange(0, BLOCK_INNER)[None, :]
@@ -246,7 +250,9 @@ def gate_up_rows(
     experts that lie elsewhere. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = normed.shape
-    check_experts("gate_up_rows", "gate_up", gate_up, far and far.gate_up, experts, 2 * experts.intermediate, normed)
+    check_experts(
+        "gate_up_rows", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
+    )
     check("gate_up_rows", "logits", logits, (tokens, experts.num_experts), torch.float32, normed.device)
     taken = (tokens, experts.per_token)
     ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
@@ -254,7 +260,7 @@ def gate_up_rows(
     out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
     common = {**taking(experts), "INTERMEDIATE": experts.intermediate, "GELU": activation != "silu"}
     common |= {"HAS_FAR": far is not None, **following(normed, far is None)}
-    there, places = gate_up if far is None else far.gate_up, places_of(far, ids)
+    there, places = far_matrix(gate_up, far, far and far.gate_up), places_of(far, ids)
     if isinstance(gate_up, Packed):
         config = _shared_out("gate_up")
         grid = triton.cdiv(experts.intermediate, config["BLOCK_ROWS"]), experts.per_token, tokens
@@ -265,8 +271,8 @@ def gate_up_rows(
     else:
         rows, block, num_warps, unroll, slots = _sized(CONFIGS["gate_up"], experts)
         _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
-            normed, gate_up, there, places, logits, ids, shares, out, **common, SLOTS=slots, HIDDEN=hidden,
-            BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
+            normed, gate_up, there, places, logits, ids, shares, out, **common, LEAVES_OUT=leaves_out(far),
+            SLOTS=slots, HIDDEN=hidden, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
         )  # fmt: skip
     return out, ids, shares
 
@@ -275,17 +281,18 @@ def down_rows(
     product: Tensor, ids: Tensor, shares: Tensor, down: Stored, residual: Tensor, experts: Experts,
     far: FarExperts | None = None,
 ) -> Tensor:  # fmt: skip
-    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new.
+    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new, of its dtype, or
+    float32 where some are left out.
 
     product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
     `gpu.model.weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = residual.shape
-    check_experts("down_rows", "down", down, far and far.down, experts, hidden, product)
+    check_experts("down_rows", "down", down, far, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
-    out = torch.empty(tokens, hidden, dtype=product.dtype, device=product.device)
+    out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
     common = {"PER_TOKEN": experts.per_token, "HIDDEN": hidden, "HAS_FAR": far is not None, **following(product)}
-    there, places = down if far is None else far.down, places_of(far, ids)
+    there, places = far_matrix(down, far, far and far.down), places_of(far, ids)
     if isinstance(down, Packed):
         config = _shared_out("down")
         _packed_down_kernel[triton.cdiv(hidden, config["BLOCK_ROWS"]), tokens](
@@ -295,20 +302,37 @@ def down_rows(
     else:
         rows, block, num_warps, unroll, slots = _sized(CONFIGS["down"], experts)
         _down_kernel[triton.cdiv(hidden, rows), tokens](
-            product, down, there, places, ids, shares, residual, out, residual.stride(0), **common, SLOTS=slots,
-            BLOCK_ROWS=rows, INTERMEDIATE=experts.intermediate, BLOCK_INNER=block, UNROLL=unroll,
-            num_warps=num_warps,
+            product, down, there, places, ids, shares, residual, out, residual.stride(0), **common,
+            LEAVES_OUT=leaves_out(far), SLOTS=slots, BLOCK_ROWS=rows, INTERMEDIATE=experts.intermediate,
+            BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
         )  # fmt: skip
     return out
 
 
+def dtype_of_sum(product: Tensor, far: FarExperts | None) -> torch.dtype:
+    """Of what experts make: more is added to it where some are left out."""
+    return torch.float32 if leaves_out(far) else product.dtype
+
+
+def far_matrix(near: Stored, far: FarExperts | None, stored: Stored | None) -> Stored:
+    """The far one, or anything where nothing is read there. Raises ValueError for packed experts that are left out."""
+    if leaves_out(far) and isinstance(near, Packed):
+        raise ValueError("experts: packed ones are not left out; have them fetched")
+    return near if stored is None else stored
+
+
 def check_experts(
-    op: str, name: str, near: Stored, far: Stored | None, experts: Experts, num_rows: int, x: Tensor
-) -> None:
-    """Raise ValueError unless the matrices of experts, of so many rows each, are whole: all in one, or in two."""
+    op: str, name: str, near: Stored, far: FarExperts | None, there: Stored | None, experts: Experts, num_rows: int,
+    x: Tensor,
+) -> None:  # fmt: skip
+    """Raise ValueError unless the matrices of experts, of so many rows each, are whole: all in one, or in two, of which
+    the far one, `there`, may be somebody else's.
+    """
     if far is None:
         return check_stored(op, name, near, experts.num_experts * num_rows, x)
-    for what, stored in ((name, near), (f"far {name}", far)):
+    for what, stored in ((name, near), (f"far {name}", there)):
+        if stored is None:
+            continue
         rows = len(stored) if isinstance(stored, Tensor) else stored.rows
         check_stored(op, what, stored, rows // num_rows * num_rows, x)
     return None

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check
-from gpu.kernels.expert_rows import Stored, check_experts
-from gpu.kernels.far_experts import FarExperts, base_of, find_place, places_of
+from gpu.kernels.expert_rows import Stored, check_experts, dtype_of_sum, far_matrix
+from gpu.kernels.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.kernels.following import follow, following
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_numbers import beside
@@ -132,7 +132,8 @@ def _own_tile(
 def _tiles_kernel(
     x, weight, far, places, logits, tile_experts, takers, shares, out, num_tokens,
     ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
-    HAS_FAR: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr,
+    PAIRS_OF_ROW: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +153,10 @@ def _tiles_kernel(
         rows_at = base_of(weight, far, is_far, HAS_FAR) + source[None, :] * INNER + column[:, None]
         sums = tl.zeros([BLOCK_PAIRS, BLOCK_ROWS], tl.float32)
         up_sums = sums
-        for begin in tl.range(0, INNER, BLOCK_INNER):
+        columns = INNER
+        if LEAVES_OUT:
+            columns = tl.where(is_far, 0, INNER)  # what it makes is zero
+        for begin in tl.range(0, columns, BLOCK_INNER):
             inside = None if EVEN else begin + column < INNER
             values = tl.load(values_at + begin, mask=None if EVEN else inside[None, :], other=None if EVEN else 0.0)
             rows = tl.load(rows_at + begin, mask=None if EVEN else inside[:, None], other=None if EVEN else 0.0)
@@ -298,27 +302,30 @@ def gate_up_tiles(
     normed `[tokens, hidden]`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`; far: of experts that lie
     elsewhere. Raises ValueError for another shape, dtype or device.
     """
-    there = far and far.gate_up
-    check_experts("gate_up_tiles", "gate_up", gate_up, there, experts, 2 * experts.intermediate, normed)
+    check_experts(
+        "gate_up_tiles", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
+    )
     check("gate_up_tiles", "normed", normed, (len(tiles.shares), normed.shape[1]), normed.dtype, tiles.shares.device)
-    places = places_of(far, tiles.takers)
-    return _launch(normed, gate_up, there, places, tiles, experts, experts.intermediate, experts.per_token, activation)
+    there = far_matrix(gate_up, far, far and far.gate_up)
+    return _launch(normed, gate_up, there, far, tiles, experts, experts.intermediate, experts.per_token, activation)
 
 
 def down_tiles(
     product: Tensor, tiles: Tiles, down: Stored, residual: Tensor, experts: Experts,
     far: FarExperts | None = None,
 ) -> Tensor:  # fmt: skip
-    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new.
+    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new, of its dtype, or
+    float32 where some are left out.
 
     product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in
     `gpu.model.weights.ExpertWeights`; far: as in `gate_up_tiles`. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = residual.shape
-    check_experts("down_tiles", "down", down, far and far.down, experts, hidden, product)
+    check_experts("down_tiles", "down", down, far, far and far.down, experts, hidden, product)
     check("down_tiles", "residual", residual, (tokens, hidden), product.dtype, product.device)
-    made = _launch(product, down, far and far.down, places_of(far, tiles.takers), tiles, experts, hidden, 1, None)
-    out = torch.empty(tokens, hidden, dtype=product.dtype, device=product.device)
+    there = far_matrix(down, far, far and far.down)
+    made = _launch(product, down, there, far, tiles, experts, hidden, 1, None)
+    out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
         made, tiles.shares, residual, out, residual.stride(0), HIDDEN=hidden, PER_TOKEN=experts.per_token,
@@ -329,10 +336,10 @@ def down_tiles(
 
 
 def _launch(
-    x: Tensor, stored: Stored, far: Stored | None, places: Tensor, tiles: Tiles, experts: Experts, num_rows: int,
+    x: Tensor, stored: Stored, there: Stored, far: FarExperts | None, tiles: Tiles, experts: Experts, num_rows: int,
     pairs_of_row: int, activation: Activation | None,
 ) -> Tensor:  # fmt: skip
-    there = stored if far is None else far
+    places = places_of(far, tiles.takers)
     gates = activation is not None
     routes = gates and tiles.logits is not None
     out = torch.empty(tiles.shares.numel(), num_rows, dtype=x.dtype, device=x.device)
@@ -356,7 +363,7 @@ def _launch(
     if x.dtype == torch.float32:
         block, num_stages = max(16, block // 2), 2
     _tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
-        x, stored, there, places, *listed, out, len(tiles.shares), **common, INNER=x.shape[1],
-        BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
+        x, stored, there, places, *listed, out, len(tiles.shares), **common, LEAVES_OUT=leaves_out(far),
+        INNER=x.shape[1], BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

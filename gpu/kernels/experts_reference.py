@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.kernels.far_experts import FarExperts
+from gpu.kernels.far_experts import FarExperts, leaves_out
 from gpu.kernels.packed import Packed, unpack_reference
 from gpu.kernels.swiglu import swiglu_reference
 from gpu.model.spec import Activation, Experts
@@ -38,20 +38,25 @@ def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Stored, down: Stored, experts: Experts,
                       activation: Activation, far: FarExperts | None = None) -> Tensor:  # fmt: skip
     """What the experts make of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
-    `route_reference`; gate_up, down: as in `gpu.model.weights.ExpertWeights`; far: of those that lie elsewhere.
+    `route_reference`; gate_up, down: as in `gpu.model.weights.ExpertWeights`; far: of those that lie elsewhere. Where
+    some are left out, not of the tokens' dtype, but as wide as the weights.
     """
     tokens, width = normed.shape[0], experts.intermediate
-    made = normed.new_empty(tokens, experts.per_token, normed.shape[1])
+    made = normed.new_zeros(tokens, experts.per_token, normed.shape[1])
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
         own, number = (gate_up, down), expert
         if far is not None:
-            own, number = far.find(expert, own)
+            found = far.find(expert, own)
+            if found is None:
+                continue
+            own, number = found
         product = F.linear(normed[token], rows_of(own[0], 2 * width * number, 2 * width, normed.dtype))
         product = swiglu_reference(product, activation)
         made[token, place] = F.linear(product, rows_of(own[1], normed.shape[1] * number, normed.shape[1], normed.dtype))
     wide = torch.promote_types(weights.dtype, normed.dtype)
-    return (made.to(wide) * weights[:, :, None]).sum(1).to(normed.dtype)
+    total = (made.to(wide) * weights[:, :, None]).sum(1)
+    return total if leaves_out(far) else total.to(normed.dtype)
 
 
 def rows_of(stored: Stored, begin: int, count: int, dtype: torch.dtype) -> Tensor:

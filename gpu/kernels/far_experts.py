@@ -1,6 +1,7 @@
 """Experts whose rows do not lie with the others': what products are told of them.
 
-It refuses to know how they came there. Invariant: every expert has one place, on either side.
+It refuses to know how they came there. Invariant: every expert has one place, on either side. Where those on the far
+side are computed by somebody else, products leave them out, and their sums are float32, since more is to be added.
 """
 
 from dataclasses import dataclass
@@ -16,18 +17,23 @@ Stored = Tensor | Packed
 
 @dataclass(frozen=True, slots=True)
 class FarExperts:
-    """gate_up, down: as in `gpu.model.weights.ExpertWeights`, of as many experts as there are slots. places: int32
-    `[experts]`, of each the number among those in the layer's own matrices, or `~slot`.
+    """gate_up, down: as in `gpu.model.weights.ExpertWeights`, of as many experts as there are slots; None: somebody
+    else computes them. places: int32 `[experts]`, of each the number among those in the layer's own matrices, or
+    `~slot`.
     """
 
-    gate_up: Stored
-    down: Stored
+    gate_up: Stored | None
+    down: Stored | None
     places: Tensor
 
-    def find(self, expert: int, near: tuple[Stored, Stored]) -> tuple[tuple[Stored, Stored], int]:
-        """Its matrices, and its number in them; waits for the device."""
+    def find(self, expert: int, near: tuple[Stored, Stored]) -> tuple[tuple[Stored, Stored], int] | None:
+        """Its matrices, and its number in them; None: it is left out. Waits for the device."""
         place = int(self.places[expert])
-        return (near, place) if place >= 0 else ((self.gate_up, self.down), ~place)
+        if place >= 0:
+            return near, place
+        if self.gate_up is None or self.down is None:
+            return None
+        return (self.gate_up, self.down), ~place
 
 
 @triton.jit
@@ -49,6 +55,11 @@ def base_of(near, far, is_far, HAS_FAR: tl.constexpr):
     if HAS_FAR:
         base = tl.where(is_far, far, near)
     return base
+
+
+def leaves_out(far: FarExperts | None) -> bool:
+    """Whether those on the far side are computed by somebody else."""
+    return far is not None and far.gate_up is None
 
 
 def places_of(far: FarExperts | None, x: Tensor) -> Tensor:

@@ -32,13 +32,15 @@ class Listed(NamedTuple):
 
 
 def list_experts_reference(
-    chosen: Tensor, num_on_card: int, num_experts: int, num_slots: int, rows: Tensor | None
+    chosen: Tensor, num_on_card: int, num_experts: int, num_slots: int, rows: Tensor | None, total: Tensor | None
 ) -> Listed:
     """Plain torch; see `list_experts`."""
     live = chosen if rows is None else chosen[rows >= 0]
     own = live[live >= num_on_card].unique() - num_on_card  # ascending
     wanted = torch.full((num_slots,), -1, dtype=torch.int32, device=chosen.device)
     wanted[: len(own)] = own
+    if total is not None:
+        total += len(own)
     places = torch.arange(num_experts, dtype=torch.int32, device=chosen.device)
     places[num_on_card:] = ~0
     places[num_on_card + own.long()] = ~torch.arange(len(own), dtype=torch.int32, device=chosen.device)
@@ -47,8 +49,8 @@ def list_experts_reference(
 
 @triton.jit
 def _list_experts_kernel(
-    chosen, rows, places, wanted, count, num_pairs, num_on_card, num_experts,
-    CHOSEN: tl.constexpr, HAS_ROWS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+    chosen, rows, places, wanted, count, total, num_pairs, num_on_card, num_experts,
+    CHOSEN: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_TOTAL: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, EXPERTS)
     taken = tl.zeros([EXPERTS], tl.int32)
@@ -65,7 +67,10 @@ def _list_experts_kernel(
     tl.store(wanted + slot, expert - num_on_card, mask=on_host)
     place = tl.where(expert < num_on_card, expert, -1 - slot * listed)
     tl.store(places + expert, place, mask=expert < num_experts)
-    tl.store(count, tl.sum(listed, 0))
+    found = tl.sum(listed, 0)
+    tl.store(count, found)
+    if HAS_TOTAL:
+        tl.atomic_add(total, found.to(tl.int64))  # lanes list side by side
 
 
 @triton.jit
@@ -79,13 +84,15 @@ def _fetch_experts_kernel(source, into, wanted, count, words, blocks, BLOCK: tl.
 
 
 def list_experts(
-    chosen: Tensor, num_on_card: int, num_experts: int, num_slots: int, rows: Tensor | None = None
-) -> Listed:
+    chosen: Tensor, num_on_card: int, num_experts: int, num_slots: int, rows: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Listed:  # fmt: skip
     """Give each expert in host memory that some token chose a slot.
 
     chosen: int32 `[tokens, chosen]`, contiguous, in `[0, num_experts)`, of which the first `num_on_card` are on the
     card; num_slots: at least as many as may be listed. rows: int32 `[tokens]`, below 0 in those that are not in use
-    and want nothing; None: all are. Raises ValueError for another shape or dtype.
+    and want nothing; None: all are. total: int64 `[1]`, to which is added how many are listed, or None. Raises
+    ValueError for another shape or dtype.
     """
     op, device = "list_experts", chosen.device
     tokens, per_token = chosen.shape
@@ -94,15 +101,17 @@ def list_experts(
     check_contiguous(op, "chosen", chosen)
     if rows is not None:
         check(op, "rows", rows, (tokens,), torch.int32, device)
+    if total is not None:
+        check(op, "total", total, (1,), torch.int64, device)
     if num_slots < min(on_host, tokens * per_token):
         raise ValueError(f"{op}: {num_slots} slots for {tokens} tokens of {per_token} of {on_host} experts; too few")
     if not runs_on_triton(chosen):
-        return list_experts_reference(chosen, num_on_card, num_experts, num_slots, rows)
+        return list_experts_reference(chosen, num_on_card, num_experts, num_slots, rows, total)
     found = Listed(*(torch.empty(size, dtype=torch.int32, device=device) for size in (num_experts, num_slots, 1)))
     _list_experts_kernel[(1,)](
-        chosen, chosen if rows is None else rows, *found, tokens * per_token, num_on_card, num_experts,
-        CHOSEN=per_token, HAS_ROWS=rows is not None, EXPERTS=triton.next_power_of_2(num_experts), PAIRS=_PAIRS,
-        num_warps=4,
+        chosen, chosen if rows is None else rows, *found, chosen if total is None else total, tokens * per_token,
+        num_on_card, num_experts, CHOSEN=per_token, HAS_ROWS=rows is not None, HAS_TOTAL=total is not None,
+        EXPERTS=triton.next_power_of_2(num_experts), PAIRS=_PAIRS, num_warps=4,
     )  # fmt: skip
     return found
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from gpu.decode.ladder import steps_to_capture
 from gpu.kv.layout import CODE_FORMATS, KvFormat, row_bytes
-from gpu.memory.expert_shares import ExpertShares, most_experts
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture, LayerSpec
@@ -79,6 +79,7 @@ class Demand:
     num_windows: int = 0
     kv: KvFormat | None = None
     experts_on_card: int | None = None
+    computes_experts: bool = False
 
     @property
     def place(self) -> Place:
@@ -192,20 +193,25 @@ class Demand:
         return (*items, *self._documents(), *self._windows(), *self.fetching_items())
 
     def fetching_items(self) -> tuple[MemoryItem, ...]:
-        """Of experts in host memory: they themselves, and what they are fetched to. A step that asks the host and has
-        no graph has slots of its own, since it runs beside prefill.
+        """Of experts in host memory: they themselves, and what they are fetched to. A captured step has slots, unless
+        the CPU computes what it takes; and so has a step that asks the host and has no graph, since it runs beside
+        prefill.
         """
         shares = self.expert_shares
         if not shares.host_bytes:
             return ()
-        most = max((min(size, self.max_running) for size in self.graph_batch_sizes), default=0)
+        sizes = [min(size, self.max_running) for size in self.graph_batch_sizes]
+        computed = MOST_COMPUTED_ROWS if self.computes_experts else 0
+        most = max((size for size in sizes if size > computed), default=0)
         slots = self.num_lanes * shares.slot_bytes(most)
-        if most < self.max_running and self.num_lanes > 1:
-            slots += shares.slot_bytes(self.max_running)
+        if max(sizes, default=0) < self.max_running and self.num_lanes > 1:
+            most = self.max_running
+            slots += shares.slot_bytes(most)
         on_host, of_all = shares.on_host, most_experts(self.shape)
+        fetched = self.item("fetched experts", slots, f"of a layer, those that a step of {most} sequences takes")
         return (
             self.item("staged experts", shares.staged_bytes, f"{on_host} of a layer and of the next, for prefill"),
-            self.item("fetched experts", slots, f"of a layer, those that a step of {most} sequences takes"),
+            *([fetched] if slots else []),
             MemoryItem("experts", "host", shares.host_bytes, f"{on_host} of {of_all} of each layer, pinned"),
         )
 

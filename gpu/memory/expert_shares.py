@@ -13,6 +13,8 @@ from gpu.model.spec import Architecture, Experts
 
 STAGED_STACKS = 2  # of a layer's experts in host memory, whole, for prefill: those it reads, and the next layer's
 KV_SHARE = 1 / 4  # of what is left without experts, kept for contexts where experts take what they can get
+MOST_COMPUTED_ROWS = 32  # of a step whose experts in host memory the CPU computes: of more they are fetched
+COMPUTED_COLUMNS = 32  # rows of experts that the CPU computes are whole lines of bfloat16
 PINNED_SHARE = 0.8  # of the host's memory, at most, with all that is planned there: the system's own is beside it
 
 
@@ -31,6 +33,33 @@ def most_experts(shape: Architecture) -> int:
     return max((spec.experts.num_experts for spec in shape.layer_pattern if spec.experts is not None), default=0)
 
 
+def why_not_computed(shape: Architecture) -> str | None:
+    """What the CPU's kernels have no code for; None: they have."""
+    layers = [(number, spec) for number, spec in enumerate(shape.layers) if spec.experts is not None]
+    if not layers:
+        return f"{shape.name} has no experts"
+    packed = {
+        stored.kind for number, _ in layers for name in OF_EXPERTS
+        if (stored := layer_formats(shape, number)[name]) is not None
+    }  # fmt: skip
+    if packed:
+        return f"the CPU computes plain experts, and these are {', '.join(sorted(packed))}"
+    if {spec.activation for _, spec in layers} != {"silu"}:
+        return f"the CPU computes experts with SiLU, and {shape.name} has another activation"
+    if len({spec.experts for _, spec in layers}) > 1:
+        return f"the CPU computes experts that are alike in all layers, and those of {shape.name} are not"
+    experts = experts_of(shape)
+    if shape.hidden % COMPUTED_COLUMNS or experts.intermediate % COMPUTED_COLUMNS:
+        widths = f"{shape.hidden} and {experts.intermediate}"
+        return f"the CPU computes rows of multiples of {COMPUTED_COLUMNS} columns, and these have {widths}"
+    return None
+
+
+def experts_of(shape: Architecture) -> Experts:
+    """Of the first layer that has some, and of all that are alike."""
+    return next(spec.experts for spec in shape.layers if spec.experts is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertShares:
     """on_card: of each layer's experts, the first so many, or all if it has no more."""
@@ -43,6 +72,11 @@ class ExpertShares:
     def on_host(self) -> int:
         """Of the layer that has most."""
         return max((count for count, _, _ in self._layers()), default=0)
+
+    @property
+    def num_host_layers(self) -> int:
+        """With experts in host memory."""
+        return sum(count > 0 for count, _, _ in self._layers())
 
     @property
     def host_bytes(self) -> int:

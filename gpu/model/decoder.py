@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu.cpu_device.attention import applies, rope_kv_write_cpu
+from gpu.host.expert_exchange import ExpertExchange
 from gpu.kernels.head_norm import HeadNorms
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kv.pool import KvPool
@@ -108,12 +109,13 @@ class Decoder:
             norms,
         )  # fmt: skip
 
-    def leave(self, index: int, hidden: Tensor, attended: Tensor, slots: Tensor) -> Tensor:
+    def leave(self, index: int, hidden: Tensor, attended: Tensor, slots: Tensor,
+              exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
         """The part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, projected and
-        added to `hidden`, and the MLP. slots: see `layer`.
+        added to `hidden`, and the MLP. slots: see `layer`; exchange: where the CPU is asked for experts, if it is.
         """
         rows = attended.reshape(-1, self.query_columns)
-        return self.projections.mlp(index, self.projections.output(index, rows, hidden), slots)
+        return self.projections.mlp(index, self.projections.output(index, rows, hidden), slots, exchange)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""

@@ -1,13 +1,15 @@
 """The MLP of a layer with experts: routing, the products of those that are taken, their sum and the residual.
 
 It refuses to know attention, and how matrices are stored. Invariants: experts that no token takes are not read; where
-they lie changes no bit. Which products depends on the number of tokens alone, so a graph holds them: three launches for
-up to MOST_ALONE, four for up to LEAST_PAIRS, and six; where some lie in host memory two more, or one, and one for each
-tensor that is fetched.
+they lie changes no bit, as long as it is the card that computes. Which products depends on the number of tokens alone,
+so a graph holds them: three launches for up to MOST_ALONE, four for up to LEAST_PAIRS, and six; where some lie in host
+memory two more, or one, and one for each tensor that is fetched; or, where the CPU computes these, four more, or three:
+it is asked before the card's own products and awaited behind them.
 """
 
 from torch import Tensor
 
+from gpu.host.expert_exchange import ExpertExchange
 from gpu.kernels.arguments import runs_on_triton
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
 from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up, sizes_of_tiles
@@ -35,32 +37,43 @@ class ExpertMlp:
         self._layer = layer
         self._staged = staged
 
-    def __call__(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None = None) -> Tensor:
+    def __call__(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None = None,
+                 exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
         """Norm and experts, added to `hidden`, `[tokens, hidden]` -> the same, new. slots: int32 `[tokens]`, -1 in rows
-        that are not in use, for which nothing is fetched; None: all are.
+        that are not in use, for which nothing is fetched; None: all are. exchange: where the CPU is asked for experts
+        in host memory; None: they are fetched.
         """
         weights, experts = self.weights, self.experts
+        if weights.host is None or len(hidden) == 0:
+            exchange = None
         if not runs_on_triton(hidden) or len(hidden) == 0:
             normed = rms_norm(hidden, norm, eps)
             ids, shares = route_reference(normed, weights.router, experts)
-            far = self._fetch(ids.int(), slots)
+            far = self._find_far(normed, ids.int(), shares, slots, exchange)
             made = experts_reference(normed, ids, shares, weights.gate_up, weights.down, experts, self.activation, far)
-            return made.add_(hidden)
+            made.add_(hidden)
+            return made if exchange is None else exchange.add(made, hidden.dtype)
         normed, logits = router_logits(hidden, norm, eps, weights.router)
         if len(hidden) <= MOST_ALONE:
-            far = None if weights.host is None else self._fetch(choose(logits, experts)[0], slots)
+            far = None
+            if weights.host is not None:
+                far = self._find_far(normed, *choose(logits, experts), slots, exchange)
             product, ids, shares = gate_up_rows(normed, logits, weights.gate_up, experts, self.activation, far)
-            return down_rows(product, ids, shares, weights.down, hidden, experts, far)
+            made = down_rows(product, ids, shares, weights.down, hidden, experts, far)
+            return made if exchange is None else exchange.add(made, hidden.dtype)
         if len(hidden) <= LEAST_PAIRS:
-            far = None if weights.host is None else self._fetch(choose(logits, experts)[0], slots)
+            far = None
+            if weights.host is not None:
+                far = self._find_far(normed, *choose(logits, experts), slots, exchange)
             tiles = pair_few(logits, experts)
         else:
             ids, shares = choose(logits, experts)
-            far = self._fetch(ids, slots)
+            far = self._find_far(normed, ids, shares, slots, exchange)
             has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
             tiles = pair_up(ids, shares, experts, has_packed)
         product = gate_up_tiles(normed, tiles, weights.gate_up, experts, self.activation, far)
-        return down_tiles(product, tiles, weights.down, hidden, experts, far)
+        made = down_tiles(product, tiles, weights.down, hidden, experts, far)
+        return made if exchange is None else exchange.add(made, hidden.dtype)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
@@ -75,6 +88,17 @@ class ExpertMlp:
         for tokens in sorted({min(most_tokens, count) for count in counts}):
             self(norm.new_zeros(tokens, len(norm), dtype=self.weights.router.dtype), norm, 1e-6)
 
+    def _find_far(
+        self, normed: Tensor, ids: Tensor, shares: Tensor, slots: Tensor | None, exchange: ExpertExchange | None
+    ) -> FarExperts | None:
+        """Those in host memory, fetched; or none of them, and the CPU is asked."""
+        host = self.weights.host
+        if exchange is None or host is None:
+            return self._fetch(ids, slots)
+        assert self._staged is not None, "experts in host memory: something knows their places"
+        exchange.ask(self._layer, normed, ids, shares, self.experts.num_experts - host.count, slots)
+        return self._staged.left_out(self._layer)
+
     def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:
         """Those in host memory that some token takes, if any lie there. Tokens that take as many as there are take
         nearly all of them, which are then copied whole.
@@ -85,5 +109,6 @@ class ExpertMlp:
         assert self._staged is not None, "experts in host memory: something brings them to the card"
         if num_pairs >= num_experts and self._staged.is_kept:
             return self._staged.whole(self._layer)
-        listed = list_experts(ids, num_experts - host.count, num_experts, min(host.count, num_pairs), slots)
+        listed = list_experts(ids, num_experts - host.count, num_experts, min(host.count, num_pairs), slots,
+                              self._staged.num_listed)  # fmt: skip
         return self._staged.some(self._layer, listed)

@@ -7,6 +7,7 @@ the CPU a library repacks them in every call, which prefill does not notice; sma
 
 from torch import Tensor
 
+from gpu.host.expert_exchange import ExpertExchange
 from gpu.kernels.head_norm import HeadNorms
 from gpu.kernels.rms_norm import rms_norm, rms_norm_add
 from gpu.model.experts import ExpertMlp
@@ -70,11 +71,14 @@ class Projections:
         post_norm = self.weights.layers[layer].attention_post_norm
         return self._add(attended, self._matrices[layer]["output"], post_norm, hidden)
 
-    def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
-        """Norm and MLP, added to `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use; None: all are."""
+    def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None,
+            exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
+        """Norm and MLP, added to `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use; None: all are.
+        exchange: see `ExpertMlp`.
+        """
         weights, experts = self.weights.layers[layer], self._experts[layer]
         if experts is not None:
-            return experts(hidden, weights.mlp_norm, self.eps, slots)
+            return experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, self._activations[layer])
         return self._add(product, down, weights.mlp_post_norm, hidden)

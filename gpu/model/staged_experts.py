@@ -9,7 +9,7 @@ their own. Bytes over the link: of a decode step each expert that is taken, once
 whatever its chunks, while no more than STAGED_STACKS layers are asked for in turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +51,24 @@ class StagedExperts:
             _Buffer(torch.empty(size, dtype=torch.uint8, device=device), None, PASSED) for _ in range(STAGED_STACKS)
         ]
         self._last: int | None = None
-        self.watch: Callable[[Listed], None] | None = None
-        """Sees what is listed, also while a step is captured."""
+        self.num_listed = torch.zeros(1, dtype=torch.int64, device=device)
+        """On the device: what was fetched one by one since the start, also by steps that are replayed."""
+        self._told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.num_copied = 0
+        """Experts of layers that were copied whole."""
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    @property
+    def num_fetched(self) -> int:
+        """As `num_listed`, up to the last step that is over; waits for nothing."""
+        return int(self._told)
+
+    def end_step(self) -> None:
+        """What the step launched last fetches is told once it is over."""
+        self._told.copy_(self.num_listed, non_blocking=True)
 
     @property
     def is_kept(self) -> bool:
@@ -68,8 +80,6 @@ class StagedExperts:
     def some(self, layer: int, listed: Listed) -> FarExperts:
         """Those that are listed, in their slots; what reads them is launched before the next call."""
         own, num_slots = self._of(layer), len(listed.wanted)
-        if self.watch is not None:
-            self.watch(listed)
         if self.is_kept:
             buffer = self._take(None)
             self._streams.wait_for(buffer.filled)
@@ -79,6 +89,10 @@ class StagedExperts:
         slots = own.slots_in(memory, num_slots)
         own.fetch(slots, listed)
         return FarExperts(slots.gate_up, slots.down, listed.places)
+
+    def left_out(self, layer: int) -> FarExperts:
+        """None of a layer: somebody else computes them."""
+        return FarExperts(None, None, self._places[layer])
 
     def whole(self, layer: int) -> FarExperts:
         """All of a layer, in their order; what reads them is launched before the next call. The next layer's follow, if
@@ -100,6 +114,7 @@ class StagedExperts:
 
     def _load(self, layer: int) -> _Buffer:
         buffer, own = self._take(layer), self._of(layer)
+        self.num_copied += own.count
         with self._streams.aside(self._streams.up):
             own.copy(own.slots_in(buffer.memory, own.count))
             buffer.filled = self._streams.record()

@@ -67,7 +67,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _parts(step: Step) -> str:
-    experts = f"experts over the link {step.experts_ms:.1f}, " if step.experts_ms else ""
+    experts = f"experts in host memory {step.experts_ms:.1f}, " if step.experts_ms else ""
     parts = f"weights {step.weights_ms:.1f}, {experts}KV on the device {step.device_kv_ms:.1f}"
     if not step.down_tokens:
         return parts

@@ -4,45 +4,52 @@ from dataclasses import replace
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 
 from bench import host_experts
-from bench.host_experts import HostExpertsBenchmark, host_expert_rows
+from bench.host_experts import HostExpertsBenchmark, host_expert_rows, parse_ways
 from bench.rows import GateError
-from gpu.model.host_experts import HostExperts, Slots
+from cpu.experts import HostExperts
+from gpu.model.host_experts import HostExperts as StoredExperts
+from gpu.model.host_experts import Slots
+from transfer.tier import Answered
 
 CPU = torch.device("cpu")
-TINY = HostExpertsBenchmark("tiny-qwen3-moe", None, 2.0, 5, (1, 2), (40,), 16, 8)
+TINY = HostExpertsBenchmark("tiny-qwen3-moe", None, 2.0, 5, (1, 2), (40,), 16, 8, threads=2)
 
 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"host_to_device_gb_s": 10.0, "bf16_matmul_tflop_s": 1.0}
+    rates = {"host_to_device_gb_s": 10.0, "bf16_matmul_tflop_s": 1.0, "host_stream_gb_s": 20.0}
     monkeypatch.setattr(host_experts, "measure_floor_rates", lambda *_: (rates, 100.0))
 
 
 def test_steps_and_prompts_stand_beside_what_they_fetched() -> None:
-    one, two, prompt = host_expert_rows(TINY, CPU, Console(quiet=True))
+    one, two, prompt, *computed = host_expert_rows(TINY, CPU, Console(quiet=True))
     expert_bytes = 3 * 256 * 128 * 2
-    for row, rows in ((one, 1), (two, 2)):
-        assert row.extras["fetched_bytes"] % (expert_bytes / TINY.steps) == 0
-        assert 0 < row.extras["fetched_bytes"] <= 3 * 4 * rows * expert_bytes
+    for row, rows, gb_s in ((one, 1, 10), (two, 2, 10), (computed[0], 1, 20), (computed[1], 2, 20)):
+        assert row.extras["moved_bytes"] % (expert_bytes / TINY.steps) == 0
+        assert 0 < row.extras["moved_bytes"] <= 3 * 4 * rows * expert_bytes
         assert row.floor_ms is not None
-        assert row.floor_ms > row.extras["fetched_bytes"] / 10e6
+        assert row.floor_ms > row.extras["moved_bytes"] / (gb_s * 1e6)
     assert one.extras["has_same_bits"]
-    assert two.extras["fetched_bytes"] > one.extras["fetched_bytes"]
+    assert two.extras["moved_bytes"] > one.extras["moved_bytes"]
+    assert [row.name for row in computed] == ["decode step, compute, experts in host memory"] * 2
+    assert "on 2 threads of the CPU at 20.0 GB/s" in computed[0].floor
+    assert computed[1].extras["compute_gb_s"] > 0
     assert one.extras["expected_bytes"] == pytest.approx(3 * 4 * 11 / 16 * expert_bytes)
     assert prompt.floor_ms == pytest.approx(max(3 * 11 * expert_bytes / 10e6, prompt.extras["products_ms"]))
 
 
 def test_wrong_experts_give_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = HostExperts.copy
+    copy = StoredExperts.copy
 
-    def twist(self: HostExperts, slots: Slots) -> None:
+    def twist(self: StoredExperts, slots: Slots) -> None:
         copy(self, slots)
         slots.words[1].copy_(slots.words[1].roll(1, 0))
 
-    monkeypatch.setattr(HostExperts, "copy", twist)
+    monkeypatch.setattr(StoredExperts, "copy", twist)
     with pytest.raises(GateError, match=r"200 tokens are .* off what all experts"):
         host_expert_rows(TINY, CPU, Console(quiet=True))
 
@@ -50,3 +57,25 @@ def test_wrong_experts_give_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_whose_experts_all_lie_where_it_computes_has_nothing_to_measure() -> None:
     with pytest.raises(GateError, match="give --on-card"):
         host_expert_rows(replace(TINY, on_card=None), CPU, Console(quiet=True))
+
+
+def test_wrong_experts_of_the_cpu_give_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = HostExperts.answer
+
+    def twist(self: HostExperts, parts: list) -> Answered:
+        ((_, slot),) = parts
+        slot.experts.copy_(slot.experts.roll(1, 1))
+        return answer(self, parts)
+
+    monkeypatch.setattr(HostExperts, "answer", twist)
+    with pytest.raises(GateError, match=r"tokens, computed, are .* off what all on the card"):
+        host_expert_rows(replace(TINY, ways=("compute",)), CPU, Console(quiet=True))
+
+
+def test_ways_are_named() -> None:
+    assert parse_ways("fetch,compute") == ("fetch", "compute")
+    assert parse_ways("compute") == ("compute",)
+    with pytest.raises(typer.BadParameter, match="got 'stay'; wanted fetch, compute, or both with a comma"):
+        parse_ways("fetch,stay")
+    with pytest.raises(GateError, match="plain experts, and these are int4; leave compute out of --ways"):
+        host_expert_rows(replace(TINY, weights="int4"), CPU, Console(quiet=True))

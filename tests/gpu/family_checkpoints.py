@@ -21,6 +21,7 @@ from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
+from transfer.expert_exchange import OpenExperts
 
 PAGE_TOKENS = 16
 CHUNK_TOKENS = 128
@@ -122,10 +123,11 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
 
 
 def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True,
-         num_windows: int = 2, spare_pages: int = 0, experts_on_card: int | None = None) -> Runner:  # fmt: skip
+         num_windows: int = 2, spare_pages: int = 0, experts_on_card: int | None = None,
+         open_experts: OpenExperts | None = None) -> Runner:  # fmt: skip
     """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole.
     num_windows: kept by themselves, if the model has any, and `spare_pages` longer than need be; 0: pages hold all.
-    experts_on_card: of each layer, the others are fetched; None: all.
+    experts_on_card: of each layer, the others are fetched, or computed by `open_experts`; None: all.
     """
     windows = [spec.window_tokens for spec in read_architecture(folder).layer_pattern if spec.window_tokens is not None]
     runner = load_runner(
@@ -142,6 +144,7 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
         num_windows=num_windows if windows else 0,
         window_pages=-(-max(windows, default=1) // PAGE_TOKENS) + spare_pages,
         experts_on_card=experts_on_card,
+        open_experts=open_experts,
     )
     runner.pool.poison()
     if runner._prefill.windows is not None:

@@ -82,7 +82,7 @@ class Fixture:
 
     def launch(self, num_parts: int) -> Answers:
         parts = [Part(exchange, FakeAttention(), 2 - place) for place, exchange in enumerate(self.exchanges)]
-        self.attentions += [part.attention for part in parts[:num_parts]]
+        self.attentions += [part.asked for part in parts[:num_parts]]
         return self.answering.hand_over(self.tier, parts[:num_parts])
 
     @property

@@ -13,15 +13,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from gpu.decode.answering import Answering, Answers
 from gpu.decode.halving import Halving
 from gpu.decode.rows import StepRows
-from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps
+from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, Launched
 from gpu.step import HostAsk
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
 from tests.reference_tier import LOOK_S, ReferenceTier
-from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot
+from transfer.exchange import RELEASED, ExchangeError, Handshake
 from transfer.tier import Ask, ContextLostError
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
@@ -49,14 +48,14 @@ def recorded(graph: Recorded, pool: object, stream: object) -> Iterator[None]:
     assert graph.step is not None
 
 
-def compute_and_record(compute, steps: DecodeSteps, rows_of, exchanges, reuses) -> list[torch.Tensor]:
+def compute_and_record(compute, *arguments) -> list[torch.Tensor]:
     """`DecodeSteps.compute`, whose results stay where its first call put them."""
-    results = compute(steps, rows_of, exchanges, reuses)
+    results = compute(*arguments)
 
     @torch.inference_mode()
     def again() -> None:
         torch.set_num_threads(1)  # of this thread's: others that wait would spin beside it
-        for kept, new in zip(results, compute(steps, rows_of, exchanges, reuses), strict=True):
+        for kept, new in zip(results, compute(*arguments), strict=True):
             kept.copy_(new)
 
     if Recorded.recording is not None:
@@ -64,7 +63,7 @@ def compute_and_record(compute, steps: DecodeSteps, rows_of, exchanges, reuses) 
     return results
 
 
-def await_on_the_host(counters: torch.Tensor, slot: ExchangeSlot) -> None:
+def await_on_the_host(counters: torch.Tensor, slot: Handshake) -> None:
     deadline = time.monotonic() + 20
     while int(slot.answered) not in (int(counters[0]), RELEASED):
         assert time.monotonic() < deadline, "a recorded step waits for an answer that does not come"
@@ -78,19 +77,21 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(f"torch.cuda.{name}", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    compute, hand_over = DecodeSteps.compute, Answering.hand_over
+    compute, run = DecodeSteps.compute, DecodeSteps.run
     monkeypatch.setattr(DecodeSteps, "compute", lambda *arguments: compute_and_record(compute, *arguments))
 
-    def hand_over_and_wait(*arguments) -> Answers:
+    def run_and_wait(*arguments) -> Launched:
         """What is launched behind a step reads its logits, as on one stream."""
-        answers = hand_over(*arguments)
-        Recorded.running.join()
-        return answers
+        launched = run(*arguments)
+        if Recorded.running is not None:
+            Recorded.running.join()
+        return launched
 
     answer = ReferenceTier.answer
     monkeypatch.setattr(ReferenceTier, "answer", lambda *arguments: (torch.set_num_threads(1), answer(*arguments))[1])
-    monkeypatch.setattr(Answering, "hand_over", hand_over_and_wait)
-    monkeypatch.setattr("gpu.host.slot_exchange.await_answer", await_on_the_host)
+    monkeypatch.setattr(DecodeSteps, "run", run_and_wait)
+    for name in ("slot", "expert"):
+        monkeypatch.setattr(f"gpu.host.{name}_exchange.await_answer", await_on_the_host)
 
 
 def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ class Log(list[str]):
         slot = SimpleNamespace(release=release, advance=advance, rows=1, is_released=False)
         return SimpleNamespace(name=name, slot=slot)
 
-    def step(self, rows: StepRows, exchange: SimpleNamespace, reuses: bool) -> Iterator[None]:
+    def step(self, rows: StepRows, exchange: SimpleNamespace, reuses: bool, experts: None) -> Iterator[None]:
         self.append(f"begin {exchange.name}")
         for ask in range(2):
             yield

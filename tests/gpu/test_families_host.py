@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -38,8 +38,9 @@ MIB = 2**20
 
 @contextmanager
 def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int] | None = None,
-             is_sampled: bool = False, rows: Literal["bfloat16", "int8"] = "bfloat16") -> Iterator[Twins]:  # fmt: skip
-    """tables: of the tier that serves, or None: the plain one, with such rows."""
+             is_sampled: bool = False, rows: Literal["bfloat16", "int8"] = "bfloat16",
+             **more: Any) -> Iterator[Twins]:  # fmt: skip
+    """tables: of the tier that serves, or None: the plain one, with such rows; more: of the twins."""
     known = checkpoint(name, num_hidden_layers=LAYERS[name])
     shape = read_architecture(known.folder)
     replaced = {
@@ -57,7 +58,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
     if tables is not None:
         tier = open_tier(tier_shape(dense, *tables), torch.float32, 128 * MIB, num_threads=1, is_pinned=False)
     try:
-        yield Twins(dense_layers=dense, tier=tier, is_sampled=is_sampled)
+        yield Twins(dense_layers=dense, tier=tier, is_sampled=is_sampled, **more)
     finally:
         if tables is not None:
             tier.shutdown()

@@ -25,6 +25,7 @@ import transfer.merge
 from gpu.kernels.await_answer import await_answer
 from gpu.kernels.deposit_rows import centre_of, deposit_rows
 from gpu.kernels.exchange_pack import exchange_pack, new_counters
+from gpu.kernels.expert_ask import add_answer, ask_experts
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
 from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.kernels.far_experts import FarExperts
@@ -66,6 +67,7 @@ from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
 from gpu.model.weights import ExpertWeights, allocate_packed
 from gpu.predictor.predict import PackedNetwork, predict_blocks
 from transfer.exchange import new_slot
+from transfer.expert_exchange import new_expert_slot
 from transfer.partial import Partial
 
 SHARED_KIB = {80: 163, 89: 99}
@@ -224,20 +226,23 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         places = torch.empty(experts.num_experts, dtype=torch.int32, device=device)
         far = FarExperts(gate_up, down, places) if stored is None or stored.kind == "int4" else None
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
-        product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts, "silu",
-                               far)  # fmt: skip
-        down_rows(*product, down, x, experts, far)
+        others = FarExperts(None, None, places) if stored is None else far
+        for there in dict.fromkeys((far, others)):
+            product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts,
+                                   "silu", there)  # fmt: skip
+            down_rows(*product, down, x, experts, there)
         for tokens in {max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS}:
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
-            product = gate_up_tiles(x, few, gate_up, experts, "silu")
-            down_tiles(product, few, down, x, experts)
+            for there in dict.fromkeys((None, others if stored is None else None)):
+                product = gate_up_tiles(x, few, gate_up, experts, "silu", there)
+                down_tiles(product, few, down, x, experts, there)
         for mean in (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64):
             tokens = max(LEAST_PAIRS + 1, mean * experts.num_experts // experts.per_token)
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             pairs = pair_up(*choose(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts), experts,
                             stored is not None)  # fmt: skip
-            for there in (None, far) if far is not None and mean == 32 else (None,):
+            for there in dict.fromkeys((None, far, others)) if mean == 32 else (None,):
                 product = gate_up_tiles(x, pairs, gate_up, experts, "silu", there)
                 down_tiles(product, pairs, down, x, experts, there)
 
@@ -425,10 +430,22 @@ def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
     fetch_experts(source, slots, listed)
 
 
+def _asks_for_experts(shape: Architecture, dtype: torch.dtype) -> None:
+    slot = new_expert_slot(32, shape.hidden, 8, torch.device("cpu"))
+    counters = new_counters(slot, torch.device("cuda"))
+    x = torch.empty(4, shape.hidden, dtype=dtype, device="cuda")
+    ids, shares = (torch.empty(4, 8, dtype=kind, device="cuda") for kind in (torch.int32, torch.float32))
+    for slots in (torch.empty(4, dtype=torch.int32, device="cuda"), None):
+        ask_experts(x, ids, shares, 34, slots, counters, slot)
+    add_answer(x.float(), slot, dtype)
+
+
 # Every kernel, and the launches of it that a step makes. A kernel that is not here fails the last test.
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_list_experts_kernel": _experts_in_host_memory,
     "_fetch_experts_kernel": _experts_in_host_memory,
+    "_ask_experts_kernel": _asks_for_experts,
+    "_add_answer_kernel": _asks_for_experts,
     "_rms_norm_kernel": _norms,
     "_swiglu_kernel": _swiglu,
     "_rope_kv_write_kernel": _rope,
@@ -628,8 +645,9 @@ def test_kernels_that_follow_others_wait_before_they_look_at_what_those_write():
         assert any(access in ptx[wait:] for access in ("ld.global", "cp.async")), name
 
 
-def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_link_and_back(launches):
-    kernel, args, options = next(launch for launch in launches if launch[0].__name__ == "_pack_kernel")
+@pytest.mark.parametrize("name", ["_pack_kernel", "_ask_experts_kernel"])
+def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_link_and_back(name, launches):
+    kernel, args, options = next(launch for launch in launches if launch[0].__name__ == name)
     source, compile_options = _source(kernel, args, options)
     lines = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=compile_options).asm["ptx"].splitlines()
     (flag,) = (number for number, line in enumerate(lines) if "st.release.sys" in line)

@@ -5,7 +5,7 @@ import torch
 
 from gpu.kernels.arguments import runs_on_triton
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_up
+from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.kernels.experts_reference import experts_reference
 from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.packed import Packed
@@ -15,6 +15,7 @@ from gpu.model.spec import Experts
 from gpu.model.weights import ExpertWeights
 from tests.gpu.expert_oracle import KINDS, draw_mixture
 from tests.gpu.kernel_oracles import DEVICES
+from tests.tolerances import FAR_SUM_BFLOAT16, FAR_SUM_FLOAT32
 
 EXPERTS, HIDDEN = Experts(6, 3, 64, True), 64
 SLOTS = (4, 1, 5)  # whose experts lie far, by slot
@@ -41,7 +42,8 @@ def computed(path: str, x: torch.Tensor, logits: torch.Tensor, weights: ExpertWe
     if path == "rows":
         product, ids, shares = gate_up_rows(x, logits, weights.gate_up, EXPERTS, "silu", far)
         return down_rows(product, ids, shares, weights.down, x, EXPERTS, far)
-    pairs = pair_up(ids, shares, EXPERTS, isinstance(weights.gate_up, Packed))
+    has_packed = isinstance(weights.gate_up, Packed)
+    pairs = pair_few(logits, EXPERTS) if path == "few" else pair_up(ids, shares, EXPERTS, has_packed)
     product = gate_up_tiles(x, pairs, weights.gate_up, EXPERTS, "silu", far)
     return down_tiles(product, pairs, weights.down, x, EXPERTS, far)
 
@@ -71,6 +73,41 @@ def test_all_may_lie_far(device: str) -> None:
     far = FarExperts(weights.gate_up, weights.down, places)
     for path in ("rows", "tiles"):
         assert torch.equal(computed(path, x, logits, none, far), computed(path, x, logits, weights, None))
+
+
+@pytest.mark.parametrize(("path", "tokens"), [("rows", 3), ("few", 1), ("few", 9), ("tiles", 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_left_out_and_what_is_not_are_the_whole(
+    device: str, dtype: torch.dtype, path: str, tokens: int
+) -> None:
+    """Both in float32, and each without what the other has; a token of which all are left out keeps its residual."""
+    weights = draw_mixture(EXPERTS, HIDDEN, "plain", dtype, device).weights
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype)
+    logits = torch.randn(tokens, 6, generator=generator).to(device)
+    logits[0, list(SLOTS)] += 100
+    own, far = split(weights, device)
+    other = ExpertWeights(weights.router, taken(weights.gate_up, SLOTS), taken(weights.down, SLOTS))
+    near = computed(path, x, logits, own, FarExperts(None, None, far.places))
+    rest = computed(path, x, logits, other, FarExperts(None, None, ~far.places))
+    whole = computed(path, x, logits, weights, None).float()
+    residual = x.float() if runs_on_triton(x) else torch.zeros_like(x, dtype=torch.float32)
+    assert near.dtype == rest.dtype == torch.float32
+    assert torch.equal(near[0], residual[0])
+    off = (near + rest - residual - whole).abs().max() / whole.abs().max()
+    assert off < (FAR_SUM_FLOAT32 if dtype == torch.float32 else FAR_SUM_BFLOAT16)
+    power = (near - whole).abs().max() / whole.abs().max()
+    assert power > FAR_SUM_BFLOAT16, "power: without the others"
+
+
+@pytest.mark.skipif(not runs_on_triton(torch.empty(0)), reason="of launchers, which the reference has none of")
+def test_packed_experts_are_not_left_out() -> None:
+    weights = draw_mixture(EXPERTS, HIDDEN, "int4", torch.float32, "cpu").weights
+    own, far = split(weights, "cpu")
+    for path in ("rows", "few", "tiles"):
+        with pytest.raises(ValueError, match="packed ones are not left out; have them fetched"):
+            computed(path, torch.ones(2, HIDDEN), torch.ones(2, 6), own, FarExperts(None, None, far.places))
 
 
 @pytest.mark.skipif(not runs_on_triton(torch.empty(0)), reason="of launchers, which the reference has none of")

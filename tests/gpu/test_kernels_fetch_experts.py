@@ -144,3 +144,16 @@ def test_what_cannot_be_fetched_is_named() -> None:
         fetch_experts(torch.zeros(5, 4), torch.zeros(2, 4, dtype=torch.int32), listed)
     with pytest.raises(ValueError, match="70 bytes is no 5 experts of whole words"):
         words_of(torch.zeros(5, 7, dtype=torch.bfloat16), 5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_listed_is_added_up(device: str) -> None:
+    """Each expert in host memory once a step, whatever stood there before."""
+    total = torch.full((1,), 2**40, dtype=torch.int64, device=device)
+    for rows, wanted in (([[0, 9], [9, 8]], 2), ([[0, 1], [2, 3]], 0), ([[5, 9], [6, 4]], 4)):
+        chosen = torch.tensor(rows, dtype=torch.int32, device=device)
+        before = int(total)
+        assert int(list_experts(chosen, 4, 10, 4, None, total).count) == wanted
+        assert int(total) - before == wanted
+    with pytest.raises(ValueError, match="total is"):
+        list_experts(chosen, 4, 10, 4, None, total.int())

@@ -16,7 +16,7 @@ from gpu.kernels.arguments import INTERPRETED
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",
            "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
-           "far_experts")  # fmt: skip
+           "far_experts", "expert_ask")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -46,6 +46,8 @@ SELECTED = " or ".join(
         "(test_kernels_packed and every_make and float32-cpu and (int4-zeros or fp8-rows))",
         "(test_kernels_fetch_experts and (cpu or any_choice))",
         "(test_kernels_far_experts and (cpu-float32 and (plain or rows-2-int4-)) or may_lie_far or is_named)",
+        "(test_kernels_far_experts and (cpu-float32 and left_out or not_left_out))",
+        "(test_kernels_expert_ask and not cuda and not bfloat16)",
         "(test_kernels_fused and cpu and float32 and not shape3)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
     )

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from scheduler.messages import FetchStats, HostStats, ReuseStats, Stats
+from scheduler.messages import ExpertStats, FetchStats, HostStats, ReuseStats, Stats
 from server.metrics import Metrics
 
 HOST = HostStats(
@@ -24,6 +24,7 @@ STATS = Stats(
     fetch=FetchStats(
         hole_tokens=37, read_tokens=38, dropped_tokens=39, fetched_blocks=40, looked_blocks=41, late_blocks=42
     ),
+    experts=ExpertStats(fetched=70, copied=71, computed=72),
 )  # fmt: skip
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
@@ -37,7 +38,7 @@ COUNTERS = {
     "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_restored": 35,
     "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5, "fetch_hole_tokens": 37,
     "fetch_read_tokens": 38, "fetch_dropped_tokens": 39, "fetch_fetched_blocks": 40, "fetch_looked_blocks": 41,
-    "fetch_late_blocks": 42,
+    "fetch_late_blocks": 42, "experts_fetched": 70, "experts_copied": 71, "experts_computed": 72,
     "host_answers_estimated": 60, "host_answers_heavy": 61, "host_answers_beyond_bound": 62,
     "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64, "host_answers_in_full": 65,
 }  # fmt: skip

@@ -47,6 +47,15 @@ def eight_b(context: int = CONTEXT, **host: Any) -> dict[str, Any]:
     }
 
 
+def mixture(**gpu: Any) -> dict[str, Any]:
+    """Of 30B; each layer keeps 40 of its experts on the card."""
+    return {
+        "model": {"random_weights": "qwen3-30b-a3b"},
+        "gpu": {"device": "cuda", "experts_gib": 40 * 48 * 3 * 2048 * 768 * 2 / 2**30, **gpu},
+        "scheduler": {"max_running": 2, "max_context_tokens": 4096},
+    }
+
+
 @pytest.mark.parametrize(("rows", "row_bytes"), [("bfloat16", 512), ("int8", 256)])
 def test_an_8b_shape_over_round_rates_is_what_a_pencil_says(rows: str, row_bytes: int) -> None:
     found = compare(eight_b(rows=rows))
@@ -221,11 +230,7 @@ def test_a_cpu_device_has_no_link() -> None:
 
 def test_experts_in_host_memory_come_over_the_link() -> None:
     """A layer keeps 40 of 128, of 9.4 MB each, and a token takes 8 at random; a prompt takes all."""
-    tree = {
-        "model": {"random_weights": "qwen3-30b-a3b"},
-        "gpu": {"device": "cuda", "experts_gib": 40 * 48 * 3 * 2048 * 768 * 2 / 2**30},
-        "scheduler": {"max_running": 2, "max_context_tokens": 4096},
-    }
+    tree = mixture(host_experts="fetch")
     found = compare(tree)
     one, two = found.get("device").steps
     assert one is not None
@@ -241,13 +246,32 @@ def test_experts_in_host_memory_come_over_the_link() -> None:
     page = io.StringIO()
     print_comparison(found, Console(width=400, file=page))
     assert found.experts in page.getvalue()
-    assert f"experts over the link {one.experts_ms:.1f}" in page.getvalue()
+    assert f"experts in host memory {one.experts_ms:.1f}" in page.getvalue()
     assert json.loads(json.dumps(describe_comparison(found)))["experts"] == found.experts
     tree["gpu"] = {"device": "cuda"}
     whole = compare(tree)
     first = whole.get("device").first
     assert first is not None
     assert (first.experts_ms, whole.experts) == (0, None)
+
+
+def test_experts_that_the_cpu_computes_are_read_at_the_hosts_rate() -> None:
+    """85 % of 50 GB/s and 0.06 ms a layer, beside 10 GB/s of link; of steps beyond 32 rows they are fetched."""
+    found = compare(mixture())
+    one, two = found.get("device").steps
+    assert one is not None
+    assert two is not None
+    layer = 88 / 128 * 3 * 2048 * 768 * 2
+    assert one.experts_ms == pytest.approx(48 * (8 * layer / (0.85 * 50e6) + 0.06), rel=PLACEMENT_MS)
+    assert two.experts_ms == pytest.approx(48 * ((8 + 7.5) * layer / (0.85 * 50e6) + 0.06), rel=PLACEMENT_MS)
+    fetched = compare(mixture(host_experts="fetch")).get("device").first
+    assert fetched is not None
+    assert fetched.weights_ms - one.weights_ms == pytest.approx(48 * 8 * layer / 1000e6, rel=PLACEMENT_MS)
+    assert found.experts is not None
+    assert "what the CPU computes of them in a step, read at 50 GB/s: batch 1: 2.49 GB, 61.5 ms, batch 2: 4.83 GB" in (
+        found.experts
+    )
+    assert "fetched over 10 GB/s they would take 249.1 ms at batch 1; a prompt of more than" in found.experts
 
 
 def test_the_readme_and_the_file_have_the_plan_of_a_mixture() -> None:
@@ -264,11 +288,16 @@ def test_the_readme_and_the_file_have_the_plan_of_a_mixture() -> None:
     readme = " ".join((DEPLOY.parent / "README.md").read_text().split())
     assert plan.memory.experts_on_card is not None
     assert f"keeps {plan.memory.experts_on_card} of each layer's 128 experts on the card" in readme
-    assert f"{step.ms:.0f} ms a token at 40K tokens, {step.experts_ms:.0f} of them the link's" in readme
+    fetching = deployment.model_copy(update={"gpu": deployment.gpu.model_copy(update={"host_experts": "fetch"})})
+    slow = compare_placements(fetching, resolve_plan(fetching, machine), rates).get("device").first
+    assert slow is not None
+    assert f"{step.ms:.0f} ms a token at 40K tokens, {step.experts_ms:.0f} of them the CPU's" in readme
+    assert f"fetched over the link they would take {slow.experts_ms:.0f}" in readme
     assert f"In int4 all of it fits the card, {fits.ms:.1f} ms" in readme
     said = " ".join((DEPLOY / "rtx4090-30b-a3b.yaml").read_text().replace("#", "").split())
     assert f"keeps {plan.memory.experts_on_card} of its 128 experts" in said
-    assert f"{step.experts_ms:.0f} ms a token over PCIe 4" in said
+    assert f"{step.experts_ms:.0f} ms a token at 60 GB/s" in said
+    assert f"{slow.experts_ms:.0f} if they were fetched over PCIe 4" in said
     assert f"weights {fits.weights_ms:.1f} ms a token" in said
 
 

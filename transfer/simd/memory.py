@@ -75,6 +75,15 @@ def store_int32(typing_context, address, value):
 
 
 @intrinsic
+def store_int64(typing_context, address, value):
+    def emit(context, builder, signature, arguments):
+        builder.store(arguments[1], _pointer(builder, arguments[0], I64), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
 def load_acquire_int32(typing_context, address):
     """The int32 at `address`, read anew each time; what is read after it is not older."""
 

@@ -1,0 +1,196 @@
+"""A layer's experts for a few tokens, on the CPU: gate and up, SiLU, down, and each row's weighed sum.
+
+One parallel region an ask, in three stages. Pairs of a row and an expert come sorted by expert, so an expert's rows are
+read once for all that take it: four of its rows stay in the cache while pair after pair is multiplied with them. It
+refuses to know devices, stamps and who asks. Addresses stand in a context, an int64 array, since a region's function
+takes one address. Invariant: a number is one dot product over its own row and pair in one order, and a row's sum goes
+by places, so results depend on no other row and on no number of threads. Bytes moved: each expert that is taken, once.
+"""
+
+import numba
+import numpy as np
+
+from transfer.simd.exp import exp
+from transfer.simd.memory import load_float32, load_int32, load_int64, store_float32, store_int32
+from transfer.simd.region import pointer_to
+from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage
+from transfer.simd.vectors import dot_block, size_of
+
+BLOCK = 4  # rows of a matrix, taken together
+ITEM_BYTES = 32_768  # of a matrix, a thread's claim
+AHEAD_BYTES = 6144  # how far before its use a weight is fetched
+SUM_COLUMNS = 512  # of a row's sum, a thread's claim
+STAGES = 3
+PAIRS_AT_ONCE = 4  # of `down`; of gate and up two, whose tokens may lie anywhere
+TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a line to itself
+
+# The context. Of the model: widths, and a table of layers, LAYER_COLUMNS each. Of the slot: addresses. Of the ask: how
+# many rows, pairs and experts. Of the workspace: addresses, by expert (number, first pair), by pair (row, place's
+# share is the slot's), and of each of a row's places its pair or -1.
+HIDDEN, INTERMEDIATE, PER_TOKEN, LAYERS = range(4)
+X, EXPERTS, SHARES, OUT = range(4, 8)
+NUM_ROWS, NUM_PAIRS, NUM_TAKEN, GATE_UP, DOWN = range(8, 13)
+TAKEN, BEGINS, ROW_OF_PAIR, PAIR_OF_PLACE, FOUND, GATED, MADE, TILES, COUNTERS = range(13, 22)
+CONTEXT_INT64 = 24
+LAYER_COUNT, LAYER_GATE_UP, LAYER_DOWN, LAYER_COLUMNS = range(4)
+
+_dot_four = dot_block(BLOCK, PAIRS_AT_ONCE)
+_dot_two = dot_block(BLOCK, 2)
+_dot_one = dot_block(BLOCK, 1)
+
+
+@numba.njit(nogil=True)
+def open_row(context):
+    return numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
+
+
+@numba.njit(nogil=True)
+def plan(context, layer, rows, threads):
+    """Who takes whom of a layer, for so many rows of the slot: experts in rising order, their pairs by row. Returns how
+    many experts are taken. What names none of the layer's is left out.
+    """
+    c = open_row(context)
+    at = c[LAYERS] + 8 * LAYER_COLUMNS * layer
+    count, places = load_int64(at + 8 * LAYER_COUNT), rows * c[PER_TOKEN]
+    c[GATE_UP], c[DOWN] = load_int64(at + 8 * LAYER_GATE_UP), load_int64(at + 8 * LAYER_DOWN)
+    for expert in range(count):
+        store_int32(c[FOUND] + 4 * expert, 0)
+    for place in range(places):
+        expert = load_int32(c[EXPERTS] + 4 * place)
+        if 0 <= expert < count:
+            store_int32(c[FOUND] + 4 * expert, load_int32(c[FOUND] + 4 * expert) + 1)
+    taken, pairs = 0, 0
+    for expert in range(count):
+        own = load_int32(c[FOUND] + 4 * expert)
+        if own > 0:
+            store_int32(c[TAKEN] + 4 * taken, expert)
+            store_int32(c[BEGINS] + 4 * taken, pairs)
+            store_int32(c[FOUND] + 4 * expert, pairs)  # where its next pair goes
+            taken += 1
+            pairs += own
+    store_int32(c[BEGINS] + 4 * taken, pairs)
+    for place in range(places):
+        expert, pair = load_int32(c[EXPERTS] + 4 * place), -1
+        if 0 <= expert < count:
+            pair = load_int32(c[FOUND] + 4 * expert)
+            store_int32(c[FOUND] + 4 * expert, pair + 1)
+            store_int32(c[ROW_OF_PAIR] + 4 * pair, place // c[PER_TOKEN])
+        store_int32(c[PAIR_OF_PLACE] + 4 * place, pair)
+    c[NUM_ROWS], c[NUM_PAIRS], c[NUM_TAKEN] = rows, pairs, taken
+    counters = numba.carray(pointer_to(c[COUNTERS]), (STAGES * (threads + 1) * COUNTER_INT64,), np.int64)
+    for index in range(len(counters)):
+        counters[index] = 0
+    return taken
+
+
+@numba.njit(nogil=True)
+def _rows_an_item(row_bytes):
+    return max(BLOCK, ITEM_BYTES // row_bytes // BLOCK * BLOCK)
+
+
+@numba.njit(nogil=True)
+def _gate_up(team, c, kind):
+    """Stage one: `gated[pair] = silu(gate) * up`."""
+    inner, width = c[HIDDEN], c[INTERMEDIATE]
+    row_bytes = inner * size_of(kind)
+    step = _rows_an_item(2 * row_bytes)
+    items_each = -(-width // step)
+    items, done = c[NUM_TAKEN] * items_each, 0
+    gates_at = c[TILES] + 4 * TILE_FLOATS * team.me
+    ups_at = gates_at + 4 * 2 * BLOCK
+    item = claim(team, 0, items)
+    while item >= 0:
+        place, part = item // items_each, item % items_each
+        first, last = load_int32(c[BEGINS] + 4 * place), load_int32(c[BEGINS] + 4 * (place + 1))
+        matrix = c[GATE_UP] + load_int32(c[TAKEN] + 4 * place) * 2 * width * row_bytes
+        for row in range(part * step, min(width, (part + 1) * step), BLOCK):
+            gates, ups = matrix + row * row_bytes, matrix + (width + row) * row_bytes
+            for pair in range(first, last, 2):
+                x = c[X] + 4 * inner * load_int32(c[ROW_OF_PAIR] + 4 * pair)
+                if pair + 1 < last:
+                    other = c[X] + 4 * inner * load_int32(c[ROW_OF_PAIR] + 4 * (pair + 1))
+                    apart = (other - x) // 4  # wherever it lies, it is a stride away
+                    _dot_two(kind, gates, inner, x, apart, inner, gates_at, BLOCK, AHEAD_BYTES)
+                    _dot_two(kind, ups, inner, x, apart, inner, ups_at, BLOCK, AHEAD_BYTES)
+                    _gate(gates_at + 4 * BLOCK, ups_at + 4 * BLOCK, c[GATED] + 4 * ((pair + 1) * width + row))
+                else:
+                    _dot_one(kind, gates, inner, x, 0, inner, gates_at, BLOCK, AHEAD_BYTES)
+                    _dot_one(kind, ups, inner, x, 0, inner, ups_at, BLOCK, AHEAD_BYTES)
+                _gate(gates_at, ups_at, c[GATED] + 4 * (pair * width + row))
+        done += 1
+        item = claim(team, 0, items)
+    end_stage(team, 0, items, done)
+
+
+@numba.njit(nogil=True)
+def _gate(gates_at, ups_at, out_at):
+    for r in range(BLOCK):
+        gate = load_float32(gates_at + 4 * r)
+        store_float32(out_at + 4 * r, gate / (np.float32(1.0) + exp(-gate)) * load_float32(ups_at + 4 * r))
+
+
+@numba.njit(nogil=True)
+def _down(team, c, kind):
+    """Stage two: `made[pair] = down @ gated[pair]`."""
+    inner, width = c[INTERMEDIATE], c[HIDDEN]
+    row_bytes = inner * size_of(kind)
+    step = _rows_an_item(row_bytes)
+    items_each = -(-width // step)
+    items, done = c[NUM_TAKEN] * items_each, 0
+    item = claim(team, 1, items)
+    while item >= 0:
+        place, part = item // items_each, item % items_each
+        first, last = load_int32(c[BEGINS] + 4 * place), load_int32(c[BEGINS] + 4 * (place + 1))
+        matrix = c[DOWN] + load_int32(c[TAKEN] + 4 * place) * width * row_bytes
+        for row in range(part * step, min(width, (part + 1) * step), BLOCK):
+            rows, pair = matrix + row * row_bytes, first
+            while pair < last:
+                x, out = c[GATED] + 4 * pair * inner, c[MADE] + 4 * (pair * width + row)
+                if last - pair >= PAIRS_AT_ONCE:
+                    _dot_four(kind, rows, inner, x, inner, inner, out, width, AHEAD_BYTES)
+                    pair += PAIRS_AT_ONCE
+                elif last - pair >= 2:
+                    _dot_two(kind, rows, inner, x, inner, inner, out, width, AHEAD_BYTES)
+                    pair += 2
+                else:
+                    _dot_one(kind, rows, inner, x, inner, inner, out, width, AHEAD_BYTES)
+                    pair += 1
+        done += 1
+        item = claim(team, 1, items)
+    end_stage(team, 1, items, done)
+
+
+@numba.njit(nogil=True)
+def _sum_up(team, c):
+    """Stage three: `out[row]`, over its places in order; zero for a row that takes none of these experts."""
+    width, per_token = c[HIDDEN], c[PER_TOKEN]
+    items_each = -(-width // SUM_COLUMNS)
+    items, done = c[NUM_ROWS] * items_each, 0
+    item = claim(team, 2, items)
+    while item >= 0:
+        row, part = item // items_each, item % items_each
+        begin, end = part * SUM_COLUMNS, min(width, (part + 1) * SUM_COLUMNS)
+        out = numba.carray(pointer_to(c[OUT] + 4 * (row * width + begin)), (end - begin,), np.float32)
+        for column in range(end - begin):
+            out[column] = 0.0
+        for place in range(row * per_token, (row + 1) * per_token):
+            pair = load_int32(c[PAIR_OF_PLACE] + 4 * place)
+            if pair >= 0:
+                share = load_float32(c[SHARES] + 4 * place)
+                made = numba.carray(pointer_to(c[MADE] + 4 * (pair * width + begin)), (end - begin,), np.float32)
+                for column in range(end - begin):
+                    out[column] += share * made[column]
+        done += 1
+        item = claim(team, 2, items)
+    end_stage(team, 2, items, done)
+
+
+@numba.njit(nogil=True)
+def compute(me, threads, context, kind):
+    """All that thread `me` does of an ask that is planned."""
+    c = open_row(context)
+    shape = (STAGES, threads + 1, COUNTER_INT64)
+    team = Team(numba.carray(pointer_to(c[COUNTERS]), shape, np.int64), me, threads)
+    _gate_up(team, c, kind)
+    _down(team, c, kind)
+    _sum_up(team, c)

@@ -1,0 +1,222 @@
+"""Experts in host memory, computed where they lie: what a decode step's tokens ask, answered layer after layer.
+
+A step is one compiled call, without the GIL, from its first ask to its last answer: the thread waits for a layer's
+flags, sorts its pairs, opens a region on all threads (`cpu.expert_products`), and stores the answer's stamp. It refuses
+to know models and graphs. Invariant: an answer's stamp is stored behind all that the answer is; where an ask does not
+come in time the call ends and says which.
+"""
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpu import expert_products
+from cpu.decode_step import ASK_LIMIT_S
+from cpu.expert_products import (
+    BEGINS,
+    CONTEXT_INT64,
+    COUNTERS,
+    EXPERTS,
+    FOUND,
+    GATED,
+    HIDDEN,
+    INTERMEDIATE,
+    LAYER_COLUMNS,
+    LAYERS,
+    MADE,
+    NUM_PAIRS,
+    NUM_TAKEN,
+    OUT,
+    PAIR_OF_PLACE,
+    PER_TOKEN,
+    ROW_OF_PAIR,
+    SHARES,
+    STAGES,
+    TAKEN,
+    TILE_FLOATS,
+    TILES,
+    X,
+    compute,
+    open_row,
+    plan,
+)
+from transfer import exchange
+from transfer.exchange import LAST_STAMP, LOOKS, await_rows, late
+from transfer.expert_exchange import ASK_COLUMNS, ROWS, ExpertAsks, ExpertCounts, ExpertSlot, LayerExperts
+from transfer.expert_exchange import LAYER as ASKED_LAYER
+from transfer.simd import emission, exp, memory, region, team, vectors
+from transfer.simd.features import require_vectors
+from transfer.simd.memory import load_int64, store_int64, store_release_int32
+from transfer.simd.region import start, version
+from transfer.simd.team import new_counters, now_ns
+from transfer.simd.vectors import LINE_BYTES
+from transfer.tier import Answered
+
+_KINDS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
+_MODULES = (emission, exchange, exp, expert_products, memory, region, team, vectors)
+
+# Of a step's call: what it is told, and its sums.
+FLAGS, ANSWERED, STAMP, LIMIT_NS, WAITED_NS, COMPUTED_NS, NUM_EXPERTS, ALL_PAIRS, STEP_INT64 = range(9)
+
+
+@lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
+def _compile(kind: Any, version: int) -> Any:
+    """`expert_products.compute` as a C function of the context's address; `version` stands for the sources of all that
+    is called, which numba's file cache does not look at."""
+
+    @numba.cfunc("void(int64, int64, int64)", cache=True)
+    def work(me, threads, context):  # type: ignore[no-untyped-def]
+        if version >= 0:
+            compute(me, threads, context, kind)
+
+    return work
+
+
+@cache
+def _compile_answer(version: int) -> Any:
+    """All asks of a step, likewise: how many were answered; if not all, the next one did not come."""
+
+    @numba.njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def answer(work, threads, context, step, asks, num_asks):  # type: ignore[no-untyped-def]
+        if version < 0:
+            return 0
+        for ask in range(num_asks):
+            layer = load_int64(asks + 8 * (ASK_COLUMNS * ask + ASKED_LAYER))
+            rows = load_int64(asks + 8 * (ASK_COLUMNS * ask + ROWS))
+            stamp = (load_int64(step + 8 * STAMP) + ask) & LAST_STAMP
+            began_ns = now_ns()
+            while await_rows(load_int64(step + 8 * FLAGS), rows, stamp, LOOKS) >= 0:
+                if now_ns() - began_ns > load_int64(step + 8 * LIMIT_NS):
+                    return ask
+            there_ns = now_ns()
+            taken = plan(context, layer, rows, threads)
+            start(work, threads if taken > 0 else 1, context)
+            store_release_int32(load_int64(step + 8 * ANSWERED), stamp)
+            _add(step, WAITED_NS, there_ns - began_ns)
+            _add(step, COMPUTED_NS, now_ns() - there_ns)
+            _add(step, NUM_EXPERTS, open_row(context)[NUM_TAKEN])
+            _add(step, ALL_PAIRS, open_row(context)[NUM_PAIRS])
+        return num_asks
+
+    return answer
+
+
+@numba.njit(nogil=True)
+def _add(step, column, value):
+    store_int64(step + 8 * column, load_int64(step + 8 * column) + value)
+
+
+class HostExperts:
+    """The experts of a model that lie in host memory, and a workspace; for one thread of callers at a time."""
+
+    def __init__(
+        self, layers: Sequence[LayerExperts | None], max_rows: int, per_token: int, threads: int,
+        limit_s: float = ASK_LIMIT_S,
+    ) -> None:  # fmt: skip
+        """max_rows: of an ask; threads: the most that a region may use; limit_s: for the device to come to an ask.
+        Compiles, or reads numba's cache.
+
+        Raises RuntimeError for a CPU without AVX2, ValueError for experts that the kernels have no code for.
+        """
+        require_vectors()
+        self._layers = layers  # which own the memory that addresses point to
+        hidden, width, dtype = _check(layers)
+        self._threads, self._limit_s = min(threads, int(numba.config.NUMBA_NUM_THREADS)), limit_s
+        self._expert_bytes = 3 * hidden * width * dtype.itemsize
+        code = version(*_MODULES)
+        self._work, self._answer = int(_compile(_KINDS[dtype](0), code).address), _compile_answer(code)
+        self.counts = ExpertCounts()
+        most_pairs, most = max_rows * per_token, max((one.count for one in layers if one is not None), default=0)
+        self._table = np.array(
+            [[0] * LAYER_COLUMNS if one is None else [one.count, one.gate_up.data_ptr(), one.down.data_ptr()]
+             for one in layers], np.int64,
+        )  # fmt: skip
+        self._arrays = {
+            LAYERS: self._table,
+            TAKEN: np.zeros(most_pairs, np.int32),
+            BEGINS: np.zeros(most_pairs + 1, np.int32),
+            ROW_OF_PAIR: np.zeros(most_pairs, np.int32),
+            PAIR_OF_PLACE: np.zeros(most_pairs, np.int32),
+            FOUND: np.zeros(max(most, 1), np.int32),
+            GATED: np.full((most_pairs, width), np.nan, np.float32),
+            MADE: np.full((most_pairs, hidden), np.nan, np.float32),
+            TILES: np.zeros((self._threads, TILE_FLOATS), np.float32),
+            COUNTERS: new_counters(STAGES, self._threads),
+        }
+        self._context = np.zeros(CONTEXT_INT64, np.int64)
+        self._context[[HIDDEN, INTERMEDIATE, PER_TOKEN]] = hidden, width, per_token
+        for column, array in self._arrays.items():
+            self._context[column] = array.ctypes.data
+        self._step = np.zeros(STEP_INT64, np.int64)
+        self._max_rows, self._hidden, self._per_token = max_rows, hidden, per_token
+
+    def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
+        """See `transfer.expert_exchange.ExpertWorker`."""
+        ((asks, slot),) = parts
+        assert isinstance(asks, ExpertAsks), "experts: a step's asks"
+        assert isinstance(slot, ExpertSlot), "experts: a slot of theirs"
+        self._open(slot, asks.table)
+        answered = self._answer(
+            self._work, self._threads, self._context.ctypes.data, self._step.ctypes.data, asks.table.ctypes.data,
+            len(asks.table),
+        )  # fmt: skip
+        waited, computed, experts, pairs = self._step[WAITED_NS : ALL_PAIRS + 1].tolist()
+        counts = self.counts
+        counts.asks += answered
+        counts.experts += experts
+        counts.pairs += pairs
+        counts.bytes_read += experts * self._expert_bytes
+        counts.wait_s += waited / 1e9
+        counts.compute_s += computed / 1e9
+        last = min(answered, len(asks.table) - 1)
+        slot.advance(int(asks.table[last, ROWS]), last)
+        if answered < len(asks.table):
+            raise late(slot, int(asks.table[answered, ASKED_LAYER]), self._limit_s)
+        return Answered(waited / 1e9, computed / 1e9)
+
+    def _open(self, slot: ExpertSlot, table: np.ndarray) -> None:
+        shape = (self._max_rows, self._per_token)
+        assert slot.experts.shape[1] == shape[1], "experts: as many of a token as were compiled for"
+        assert slot.hidden.shape[1] == self._hidden, "experts: hidden states of the model"
+        assert len(slot.flags) <= self._max_rows, "experts: no more rows than the workspace has room for"
+        assert table.dtype == np.int64, "asks: int64"
+        assert table.shape[1] == ASK_COLUMNS, "asks: [asks, ASK_COLUMNS]"
+        assert table.flags.c_contiguous, "asks: contiguous"
+        for column, tensor in ((X, slot.hidden), (EXPERTS, slot.experts), (SHARES, slot.shares), (OUT, slot.out)):
+            self._context[column] = tensor.data_ptr()
+        self._step[:] = 0
+        self._step[[FLAGS, ANSWERED, STAMP, LIMIT_NS]] = (
+            slot.flags.data_ptr(), slot.answered.data_ptr(), slot.stamp, int(1e9 * self._limit_s),
+        )  # fmt: skip
+
+
+def _check(layers: Sequence[LayerExperts | None]) -> tuple[int, int, torch.dtype]:
+    """Widths of hidden states and of an expert, and the dtype: of all layers alike."""
+    found = {
+        (one.gate_up.shape[1], one.down.shape[1], one.gate_up.dtype, one.down.dtype)
+        for one in layers if one is not None
+    }  # fmt: skip
+    if len(found) != 1:
+        raise ValueError(f"experts on the CPU: got layers of {len(found)} shapes or types; wanted one")
+    ((hidden, width, dtype, other),) = found
+    if dtype not in _KINDS or other != dtype:
+        raise ValueError(f"experts on the CPU: got {dtype} and {other}; wanted torch.bfloat16, or torch.float32")
+    line = LINE_BYTES // dtype.itemsize
+    if hidden % line or width % line:
+        raise ValueError(f"experts on the CPU: got rows of {hidden} and {width}; wanted multiples of {line}")
+    for one in layers:
+        if one is not None:
+            _check_matrix("gate_up", one.gate_up, (one.count * 2 * width, hidden))
+            _check_matrix("down", one.down, (one.count * hidden, width))
+    return hidden, width, dtype
+
+
+def _check_matrix(name: str, matrix: Tensor, wanted: tuple[int, int]) -> None:
+    if tuple(matrix.shape) != wanted or matrix.device.type != "cpu" or not matrix.is_contiguous():
+        got = f"{tuple(matrix.shape)} on {matrix.device}, strides {matrix.stride()}"
+        raise ValueError(f"experts on the CPU: {name} is {got}; wanted {wanted} in host memory, contiguous")

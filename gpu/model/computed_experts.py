@@ -1,0 +1,41 @@
+"""The slots in which the CPU is asked for experts in host memory, and who computes them there.
+
+It refuses to know rates: whether that is faster than fetching them is the plan's to say. Invariant: what the CPU has no
+code for is named in one line, before any step is captured.
+"""
+
+import torch
+
+from gpu.host.expert_exchange import ExpertExchange
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, experts_of, why_not_computed
+from gpu.model.spec import Architecture, ModelError
+from gpu.model.weights import Weights
+from transfer.expert_exchange import LayerExperts, OpenExperts
+
+
+def open_exchanges(
+    weights: Weights, shape: Architecture, max_running: int, device: torch.device, open_experts: OpenExperts,
+    num_lanes: int,
+) -> list[ExpertExchange]:  # fmt: skip
+    """A slot for each lane, and who answers in it; none where no expert lies in host memory. Raises ModelError where
+    this machine's CPU, or the model, cannot.
+    """
+    hosts = [layer.experts and layer.experts.host for layer in weights.layers]
+    if not any(hosts):
+        return []
+    reason = why_not_computed(shape)
+    if reason is not None:
+        raise ModelError(f"gpu.host_experts: asked compute, but {reason}; have them fetched")
+    layers = [None if host is None else _layer_of(host.count, host.gate_up, host.down) for host in hosts]
+    per_token, max_rows = experts_of(shape).per_token, min(max_running, MOST_COMPUTED_ROWS)
+    try:
+        workers = [open_experts(layers, max_rows, per_token) for _ in range(num_lanes)]
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(f"gpu.host_experts: asked compute, but {error}; have them fetched") from None
+    return [ExpertExchange(max_rows, shape.hidden, per_token, device, worker) for worker in workers]
+
+
+def _layer_of(count: int, gate_up: object, down: object) -> LayerExperts:
+    assert isinstance(gate_up, torch.Tensor), "experts that the CPU computes are plain"
+    assert isinstance(down, torch.Tensor), "experts that the CPU computes are plain"
+    return LayerExperts(count, gate_up, down)

@@ -1,0 +1,89 @@
+"""Whether decode steps fetch experts in host memory or have the CPU compute them: by rates, before anything is loaded.
+
+No torch. It refuses to know how either is done. Invariant: the text says what was taken and what the other way would
+cost, whoever chose, so that a resolved deployment resolves to itself.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gpu.config import GpuConfig
+from gpu.memory.demand import PlanError
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
+from gpu.memory.plan import MemoryPlan
+from gpu.model.architecture import Architecture
+from transfer.rates import Rates
+
+Way = Literal["auto", "fetch", "compute"]  # as `gpu.host_experts` is asked for
+READ_SHARE = 0.85  # of a stream's rate, what products of bf16 rows with a few vectors reach (docs/LAB.md)
+HOP_MS = 0.06  # of a layer: the ask over the link, a region's start and its three stages, the answer seen
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTimes:
+    """What a step's experts in host memory take, either way. Rates in 1e9 bytes a second."""
+
+    shares: ExpertShares
+    link_gb_s: float
+    host_gb_s: float
+
+    def fetch_ms(self, num_rows: int) -> float:
+        return self.shares.fetched_bytes(num_rows) / self.link_gb_s / 1e6
+
+    def compute_ms(self, num_rows: int) -> float:
+        hops_ms = HOP_MS * self.shares.num_host_layers
+        return self.shares.fetched_bytes(num_rows) / (READ_SHARE * self.host_gb_s) / 1e6 + hops_ms
+
+    def ms(self, num_rows: int, computes: bool) -> float:
+        """As the plan has them, in a step of so many rows."""
+        return self.compute_ms(num_rows) if computes and num_rows <= MOST_COMPUTED_ROWS else self.fetch_ms(num_rows)
+
+
+def find_times(shares: ExpertShares, rates: Rates) -> ExpertTimes:
+    return ExpertTimes(shares, rates.of["host_to_device_gb_s"], rates.of["host_stream_gb_s"])
+
+
+def choose(
+    asked: Way, gpu: GpuConfig, shape: Architecture, plan: MemoryPlan, shares: ExpertShares, rates: Rates
+) -> tuple[bool, str | None]:
+    """Whether the CPU computes, and what to say of it; None where no experts lie in host memory. Raises PlanError where
+    what was asked for cannot be had.
+    """
+    if plan.device == "cpu" or not shares.host_bytes:
+        if asked != "auto":
+            raise PlanError(
+                f"gpu.host_experts: asked {asked}, no expert lies in host memory beside the device; leave it out, or "
+                "set gpu.experts_gib"
+            )
+        return False, None
+    reason = why_not_computed(shape) or _why_not_captured(gpu) or _why_not_plain(plan)
+    if reason is not None:
+        if asked == "compute":
+            raise PlanError(f"gpu.host_experts: asked compute, but {reason}; use fetch, or auto")
+        return False, f"experts in host memory are fetched: {reason}"
+    times = find_times(shares, rates)
+    fetch, compute = times.fetch_ms(1), times.compute_ms(1)
+    computes = compute < fetch if asked == "auto" else asked == "compute"
+    said = f"the host reads {times.host_gb_s:g} GB/s, the link {times.link_gb_s:g}"
+    if computes:
+        return True, (
+            f"experts in host memory are computed by the CPU in decode steps of up to {MOST_COMPUTED_ROWS} rows: by "
+            f"rates {compute:,.1f} ms a token, fetched they would take {fetch:,.1f} ({said})"
+        )
+    return False, (
+        f"experts in host memory are fetched: by rates {fetch:,.1f} ms a token, computed by the CPU they would take "
+        f"{compute:,.1f} ({said})"
+    )
+
+
+def _why_not_captured(gpu: GpuConfig) -> str | None:
+    if gpu.check_coverage:
+        return "only captured steps have them computed, and gpu.check_coverage captures none"
+    if not any(size <= MOST_COMPUTED_ROWS for size in gpu.graph_batch_sizes):
+        few = f"only captured steps of up to {MOST_COMPUTED_ROWS} rows have them computed"
+        return f"{few}, and gpu.graph_batch_sizes names none"
+    return None
+
+
+def _why_not_plain(plan: MemoryPlan) -> str | None:
+    return None if plan.dtype == "bfloat16" else f"the CPU computes them in bfloat16, and gpu.dtype is {plan.dtype}"

@@ -1,0 +1,155 @@
+"""Experts in host memory that the CPU computes: the numbers of a model that is whole, in every kind of step, and no
+failure that leaves anybody waiting. On the CPU device both sides are one thread's; graphs are faked there, or real.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cpu.experts import HostExperts
+from gpu.host.expert_exchange import ExpertExchange
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, why_not_computed
+from gpu.model.architecture import Architecture, named_shape
+from gpu.model.computed_experts import open_exchanges
+from gpu.model.matrix_formats import rounded
+from gpu.model.projections import Projections
+from gpu.model.spec import ModelError
+from gpu.model.weights import Weights, random_weights
+from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
+from tests.gpu.kernel_oracles import DEVICES
+from tests.gpu.test_families import off
+from tests.gpu.test_split_experts import draw_hidden, split
+from tests.tolerances import COMPUTED_EXPERTS_BFLOAT16, FAMILY_LOGITS
+from transfer.expert_exchange import LayerExperts
+
+TINY = "tiny-qwen3-moe"
+CPU = torch.device("cpu")
+
+
+def open_experts(layers: list[LayerExperts | None], max_rows: int, per_token: int) -> HostExperts:
+    return HostExperts(layers, max_rows, per_token, 2)
+
+
+def make(on_card: int, dtype: torch.dtype, device: str) -> tuple[Architecture, Weights, Weights, ExpertExchange]:
+    shape = named_shape(TINY)
+    whole = random_weights(shape, 3, dtype, torch.device(device), lambda fraction: None)
+    halved = split(whole, shape, on_card)
+    (exchange,) = open_exchanges(halved, shape, 40, torch.device(device), open_experts, 1)
+    return shape, whole, halved, exchange
+
+
+def compute(projections: Projections, layer: int, hidden: torch.Tensor, slots: torch.Tensor | None,
+            exchange: ExpertExchange) -> torch.Tensor:  # fmt: skip
+    """A layer's MLP; on a card, where the launch comes back before the answer, somebody else's thread gives it."""
+    exchange.take_asks()
+    if exchange.is_at_once:
+        return projections.mlp(layer, hidden, slots, exchange)
+    exchange.slot.release()  # while modules are loaded nobody may wait for who loads them
+    projections.mlp(layer, hidden, slots, exchange)
+    exchange.forget_asks()
+    exchange.take_asks()
+    got = projections.mlp(layer, hidden, slots, exchange)
+    asks = exchange.take_asks()
+    exchange.slot.advance(len(hidden))
+    exchange.worker.answer([(asks, exchange.slot)])
+    torch.cuda.synchronize()
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("on_card", [0, 3, 15])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_of_few_rows_gives_what_a_whole_layer_gives(device: str, on_card: int, dtype: torch.dtype) -> None:
+    shape, whole, halved, exchange = make(on_card, dtype, device)
+    one, other = Projections(whole, shape), Projections(halved, shape)
+    bound = FAMILY_LOGITS if dtype == torch.float32 else COMPUTED_EXPERTS_BFLOAT16
+    for tokens in (1, 2, 4, 5, MOST_COMPUTED_ROWS, 1):
+        hidden = draw_hidden(shape, tokens, dtype, device)
+        for layer in range(shape.num_layers):
+            wanted = one.mlp(layer, hidden)
+            assert off(compute(other, layer, hidden, None, exchange), wanted) < bound, (tokens, layer)
+    assert exchange.worker.counts.asks == 6 * sum(spec.experts is not None for spec in shape.layers)
+    host = halved.layers[-1].experts.host  # type: ignore[union-attr]
+    assert host is not None
+    assert isinstance(host.down, torch.Tensor)
+    host.down.copy_(host.down.view(host.count, -1).flip(1).view(host.down.shape))
+    hidden = draw_hidden(shape, 16, dtype, device)
+    layer = shape.num_layers - 1
+    wrong = compute(other, layer, hidden, None, exchange)
+    assert off(wrong, one.mlp(layer, hidden)) > COMPUTED_EXPERTS_BFLOAT16, "power: other weights"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_are_not_in_use_are_computed_for_nobody(device: str) -> None:
+    shape, whole, halved, exchange = make(0, torch.float32, device)
+    one, other = Projections(whole, shape), Projections(halved, shape)
+    hidden, layer = draw_hidden(shape, 3, torch.float32, device), shape.num_layers - 1
+    in_use = torch.tensor([0, -1, 5], dtype=torch.int32, device=device)
+    got = compute(other, layer, hidden, in_use, exchange)
+    assert off(got[[0, 2]], one.mlp(layer, hidden)[[0, 2]]) < FAMILY_LOGITS
+    assert exchange.worker.counts.pairs == 2 * 4
+    compute(other, layer, hidden, torch.full_like(in_use, -1), exchange)
+    assert exchange.worker.counts.pairs == 2 * 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_texts_are_those_of_a_model_that_is_whole_and_prompts_are_fetched(name: str) -> None:
+    """Steps through the runner: decode computes, prefill copies, and counts say so."""
+    shape = {"hidden_size": 128, "moe_intermediate_size": 64} if name == "qwen3_moe" else {
+        "hidden_size": 128, "intermediate_size": 64}  # fmt: skip
+    folder = checkpoint(name, **shape).folder
+    whole, halved = load(folder), load(folder, experts_on_card=1, open_experts=open_experts)
+    fetching = load(folder, experts_on_card=1)
+    for length in (2, 200):
+        (tokens, logits), (others, wanted) = (generate(runner, draw_prompt(length), 12) for runner in (halved, whole))
+        assert tokens == others
+        assert off(logits, wanted) < FAMILY_LOGITS
+        generate(fetching, draw_prompt(length), 12)
+    counts, fetched, none = halved.expert_counts(), fetching.expert_counts(), whole.expert_counts()
+    assert none is None
+    assert counts is not None
+    assert fetched is not None
+    assert counts.computed > 0
+    assert fetched.computed == 0
+    assert fetched.fetched > counts.fetched
+    assert fetched.copied == counts.copied > 0
+
+
+def test_more_rows_than_the_slot_has_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.model.computed_experts.MOST_COMPUTED_ROWS", 1)
+    folder = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=64).folder
+    runner = load(folder, experts_on_card=1, open_experts=open_experts)
+    steps = runner.decode_steps
+    assert steps._eager_experts(1) is not None
+    assert steps._eager_experts(2) is None
+
+
+def test_what_the_cpu_has_no_code_for_is_refused_by_name() -> None:
+    moe, plain = named_shape(TINY), named_shape("tiny")
+    gelu = replace(moe, layer_pattern=tuple(replace(spec, activation="gelu_tanh") for spec in moe.layer_pattern))
+    narrow = replace(moe, layer_pattern=tuple(
+        replace(spec, experts=spec.experts and replace(spec.experts, intermediate=48)) for spec in moe.layer_pattern
+    ))  # fmt: skip
+    cases = {
+        "tiny has no experts": plain,
+        "plain experts, and these are int4": rounded(moe, "int4", "weights"),
+        "another activation": gelu,
+        "multiples of 32 columns, and these have 256 and 48": narrow,
+    }
+    for words, shape in cases.items():
+        reason = why_not_computed(shape)
+        assert reason is not None
+        assert words in reason
+    assert why_not_computed(moe) is None
+    packed = random_weights(moe, 3, torch.float32, CPU, lambda fraction: None, 3)
+    with pytest.raises(ModelError, match=r"^gpu.host_experts: asked compute, but .* these are int4; have them fetched"):
+        open_exchanges(packed, rounded(moe, "int4", "weights"), 4, CPU, open_experts, 1)
+
+    def refuse(*_: object) -> HostExperts:
+        raise RuntimeError("processor: lacks avx2; attention on the host needs an x86-64 with AVX2 and FMA")
+
+    with pytest.raises(ModelError, match=r"^gpu.host_experts: asked compute, but processor: lacks avx2"):
+        open_exchanges(packed, moe, 4, CPU, refuse, 1)
+    whole = random_weights(moe, 3, torch.float32, CPU, lambda fraction: None)
+    assert open_exchanges(whole, moe, 4, CPU, open_experts, 1) == []

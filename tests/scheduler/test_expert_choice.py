@@ -1,0 +1,144 @@
+"""Experts in host memory are fetched or computed: by rates where nobody says, and never what cannot be had."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu.memory.demand import PlanError
+from gpu.memory.plan import MemoryPlan
+from scheduler.config import EngineConfig
+from scheduler.expert_choice import HOP_MS, READ_SHARE
+from scheduler.memory import find_expert_shares, plan_engine
+from server.config import Deployment
+from server.plan import find_architecture, resolve_plan
+from transfer.machine import MachineProfile, load_machine
+
+RTX = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090.json")
+SETTINGS: dict[str, Any] = {"device": "cuda", "memory_limit_gib": 23, "experts_gib": "auto", "kv_cache_gib": 2,
+                            "graph_batch_sizes": [1, 2]}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def make(
+    model: dict[str, Any] | None = None, rates: dict[str, float] | None = None, **gpu: Any
+) -> tuple[Deployment, MachineProfile]:
+    settings = {name: value for name, value in (SETTINGS | gpu).items() if value is not ...}
+    deployment = Deployment.model_validate({
+        "model": {"random_weights": "qwen3-30b-a3b"} | (model or {}), "gpu": settings,
+        "scheduler": {"max_running": 2, "max_context_tokens": 4096},
+    })  # fmt: skip
+    return deployment, RTX.model_copy(update={"rates": {**(RTX.rates or {}), **(rates or {})}})
+
+
+def plan(*arguments: Any, **settings: Any) -> MemoryPlan:
+    deployment, machine = make(*arguments, **settings)
+    return plan_engine(deployment, find_architecture(deployment.model)[0], machine)
+
+
+def said(made: MemoryPlan) -> str:
+    (note,) = [note for note in made.notes if note.startswith("experts in host memory")]
+    return note
+
+
+@pytest.mark.parametrize(
+    ("rates", "computes"),
+    [
+        ({}, True),  # 60 GB/s of host memory beside 25 of link
+        ({"host_stream_gb_s": 31.0}, True),
+        ({"host_stream_gb_s": 25.0}, False),
+        ({"host_to_device_gb_s": 50.0}, False),  # 85 % of 60 and 2.9 ms of hops
+        ({"host_to_device_gb_s": 55.0, "host_stream_gb_s": 80.0}, True),
+    ],
+)
+def test_auto_takes_what_is_faster_by_the_rates_and_says_what_both_would_take(
+    rates: dict[str, float], computes: bool
+) -> None:
+    made, known = plan(rates=rates), {"host_to_device_gb_s": 25.0, "host_stream_gb_s": 60.0, **rates}
+    assert made.computes_experts == computes
+    deployment, _ = make()
+    gb = find_expert_shares(find_architecture(deployment.model)[0], made).fetched_bytes(1) / 1e9
+    fetch = 1e3 * gb / known["host_to_device_gb_s"]
+    compute = 1e3 * gb / (READ_SHARE * known["host_stream_gb_s"]) + 48 * HOP_MS
+    assert (compute < fetch) == computes
+    assert f"{fetch:,.1f}" in said(made)
+    assert f"{compute:,.1f}" in said(made)
+    assert said(made).startswith(f"experts in host memory are {'computed by the CPU' if computes else 'fetched'}")
+
+
+def test_what_is_asked_for_is_done_whatever_the_rates_say() -> None:
+    assert not plan(host_experts="fetch").computes_experts
+    assert "are fetched: by rates 106" in said(plan(host_experts="fetch"))
+    slow = {"host_stream_gb_s": 5.0}
+    assert plan(rates=slow, host_experts="compute").computes_experts
+    assert not plan(rates=slow).computes_experts
+
+
+REASONS = {
+    "the CPU computes plain experts, and these are int8": {"model": {"weights": "int8"}, "experts_gib": 10},
+    "gpu.graph_batch_sizes names none": {"graph_batch_sizes": [33, 64]},
+    "gpu.check_coverage captures none": {"check_coverage": True},
+}
+
+
+@pytest.mark.parametrize("words", REASONS)
+def test_what_the_cpu_has_no_code_for_is_fetched_and_refused_by_name_where_it_was_asked_for(words: str) -> None:
+    made = plan(**REASONS[words])
+    assert not made.computes_experts
+    assert words in said(made)
+    with pytest.raises(PlanError, match=f"^gpu.host_experts: asked compute, but .*{words}; use fetch, or auto$"):
+        plan(**REASONS[words], host_experts="compute")
+
+
+@pytest.mark.parametrize("asked", ["fetch", "compute"])
+def test_a_model_all_of_which_lies_on_the_device_has_nothing_to_choose(asked: str) -> None:
+    whole = {"model": {"weights": "int4"}, "experts_gib": ...}
+    assert not [note for note in plan(**whole).notes if "experts in host memory" in note]
+    with pytest.raises(PlanError, match=f"^gpu.host_experts: asked {asked}, no expert lies in host memory beside"):
+        plan(**whole, host_experts=asked)
+
+
+@pytest.mark.parametrize("asked", ["auto", "fetch", "compute"])
+def test_a_resolved_deployment_names_the_way_and_resolves_to_itself(asked: str) -> None:
+    deployment, machine = make(host_experts=asked)
+    once = resolve_plan(deployment, machine)
+    assert once.deployment.gpu.host_experts == ("fetch" if asked == "fetch" else "compute")
+    again = resolve_plan(once.deployment, machine)
+    assert again.deployment == once.deployment
+    assert again.memory.computes_experts == once.memory.computes_experts
+    assert said(again.memory) == said(once.memory)
+
+
+def test_the_plan_is_what_the_engine_is_given() -> None:
+    deployment, machine = make()
+    assert isinstance(deployment, EngineConfig)
+    assert resolve_plan(deployment, machine).memory.computes_experts
+
+
+def slots(made: MemoryPlan) -> int:
+    return sum(one.bytes for one in made.items if one.name == "fetched experts")
+
+
+def test_steps_whose_experts_are_computed_have_no_memory_to_fetch_them_to() -> None:
+    """Of graphs beyond 32 rows, whose experts are fetched, there is some; what is spared is for more experts."""
+    few, many = {"graph_batch_sizes": [1, 2]}, {"graph_batch_sizes": [1, 64]}
+    assert slots(plan(**few, host_experts="fetch")) == 16 * 3 * 2048 * 768 * 2
+    assert slots(plan(**few)) == slots(plan(**few, host_experts="compute")) == 0
+    running = {"scheduler": {"max_running": 64, "max_context_tokens": 4096}}
+    fetching, computing = (wide(running, host_experts=way, **many) for way in ("fetch", "compute"))
+    assert slots(fetching) == slots(computing) > 0
+    fetching, computing = (wide(running, host_experts=way, graph_batch_sizes=[1, 32]) for way in ("fetch", "compute"))
+    assert slots(fetching) > slots(computing) == 0
+    assert fetching.experts_on_card is not None
+    assert computing.experts_on_card is not None
+    assert computing.experts_on_card > fetching.experts_on_card
+
+
+def wide(more: dict[str, Any], **gpu: Any) -> MemoryPlan:
+    deployment, machine = make(**gpu)
+    deployment = Deployment.model_validate(deployment.model_dump(exclude_unset=True) | more)
+    return plan_engine(deployment, find_architecture(deployment.model)[0], machine)

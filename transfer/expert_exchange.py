@@ -1,0 +1,104 @@
+"""Where a decode step's tokens wait for the experts that the CPU computes, and what is said of these experts.
+
+It refuses to know routing, and which experts lie where. An ask is one layer of a step, all its rows. Invariants: those
+of `transfer.exchange.Handshake`: a row's flag is written after all that the row asks, and `answered` after all rows of
+the answer; what a row wants of experts that are not here (NOT_HERE, or no number of one) adds nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from transfer.exchange import Handshake
+from transfer.tier import Answered
+
+NOT_HERE = -1  # in place of an expert's number
+LAYER, ROWS, ASK_COLUMNS = 0, 1, 2  # of a table of asks
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertSlot(Handshake):
+    """Host memory that the device reads and writes (pinned where it is CUDA).
+
+    hidden: float32 `[max_rows, hidden]`, behind the layer's norm; experts: int32 `[max_rows, per_token]`, numbers of
+    experts among the layer's in host memory, or NOT_HERE; shares: float32 `[max_rows, per_token]`, their weights; out:
+    float32 `[max_rows, hidden]`, of a row the weighed sum of what its experts here make of it.
+    """
+
+    hidden: Tensor
+    experts: Tensor
+    shares: Tensor
+    out: Tensor
+
+
+def new_expert_slot(max_rows: int, hidden: int, per_token: int, device: torch.device) -> ExpertSlot:
+    """A slot for asks of `device`. Its first ask has stamp 1."""
+
+    def zeros(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=of, pin_memory=device.type == "cuda")
+
+    return ExpertSlot(
+        hidden=zeros((max_rows, hidden), torch.float32),
+        experts=zeros((max_rows, per_token), torch.int32).fill_(NOT_HERE),
+        shares=zeros((max_rows, per_token), torch.float32),
+        out=zeros((max_rows, hidden), torch.float32),
+        flags=zeros((max_rows,), torch.int32),
+        answered=zeros((1,), torch.int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """Experts of a layer in host memory, bfloat16 or float32, contiguous: gate_up `[count * 2 * intermediate, hidden]`,
+    of each its gate first; down `[count * hidden, intermediate]`. The activation is SiLU.
+    """
+
+    count: int
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAsks:
+    """Those of a step, in order: int64 `[asks, ASK_COLUMNS]`, the layer's number and how many rows ask."""
+
+    table: np.ndarray
+
+    def give_up(self) -> None:
+        """The step will not be finished; nothing is held."""
+
+
+@dataclass(slots=True)
+class ExpertCounts:
+    """Sums over all asks. experts: that were read, each once an ask; pairs: of a row and an expert; wait_s: for the
+    device; compute_s: from an ask that is there to its answer; bytes_read: of matrices.
+    """
+
+    asks: int = 0
+    experts: int = 0
+    pairs: int = 0
+    bytes_read: int = 0
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+
+
+class ExpertWorker(Protocol):
+    """Computes what one slot asks, for one thread of callers at a time. Its results depend on no number of threads."""
+
+    @property
+    def counts(self) -> ExpertCounts: ...
+
+    def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
+        """All asks of a step: one pair of `ExpertAsks` and the slot, whose ask under way is the first, and afterwards
+        its last. Raises ExchangeError if the device does not ask.
+        """
+
+
+class OpenExperts(Protocol):
+    """Makes a worker. layers: of a model, None where nothing is computed here."""
+
+    def __call__(self, layers: Sequence[LayerExperts | None], max_rows: int, per_token: int) -> ExpertWorker: ...
