@@ -232,11 +232,12 @@ def whole(stand: Stand, kind: str, bytes_per_s: float, part: tuple[int, int] | N
     found: dict[int, list[float]] = {}
     layer = mlp.ExpertMlp(stand.weights, stand.experts, "silu")
     norm = torch.ones(stand.hidden, dtype=torch.bfloat16, device=stand.weights.router.device)
-    kept, alone = routing.ROUTED_EXPERTS, mlp.MOST_ALONE
+    kept, alone = routing.ROUTED_EXPERTS, (mlp.MOST_ALONE, mlp.MOST_PACKED_ALONE)
     for tokens in (1, 2, 4, 8, 16):
         runs = [lambda x=x: layer(x, norm, 1e-6) for x, _ in stand.draw(tokens)]
         found[tokens] = []
-        for mlp.MOST_ALONE in (16, 0):
+        for most in (16, 0):
+            mlp.MOST_ALONE = mlp.MOST_PACKED_ALONE = most
             runs[0]()
             if part is None:
                 found[tokens].append(round(graph_us(runs, 5), 1))
@@ -251,7 +252,7 @@ def whole(stand: Stand, kind: str, bytes_per_s: float, part: tuple[int, int] | N
             by_rows, by_tiles = found[tokens]
             print(f"{kind} MLP, {tokens:2} tokens: rows {by_rows:6.1f} us, tiles {by_tiles:6.1f}, floor {floor:6.1f}",
                   flush=True)  # fmt: skip
-    mlp.MOST_ALONE = alone
+    mlp.MOST_ALONE, mlp.MOST_PACKED_ALONE = alone
     return found
 
 

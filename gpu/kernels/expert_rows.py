@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
-from gpu.kernels.following import follow, following
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_numbers import beside
 from gpu.kernels.packed_tiles import row_tile, scaled, tensors_of, tile_layout
@@ -26,10 +25,10 @@ Stored = Tensor | Packed
 
 # Rows of each expert in a program, columns at once, num_warps, unroll. A program has so many rows of all the experts
 # that a token takes, MIXED_PLACES; where it takes fewer, more of each.
-CONFIGS = {"gate_up": (1, 256, 4, 2), "down": (2, 256, 4, 3)}
+CONFIGS = {"gate_up": (1, 256, 4, 1), "down": (2, 256, 4, 3)}
 MIXED_PLACES = 8
 # Of packed ones: rows of one expert, warps that share their columns out, num_stages.
-PACKED_CONFIGS = {"gate_up": (16, 4, 3), "down": (16, 4, 3)}
+PACKED_CONFIGS = {"gate_up": (16, 2, 3), "down": (16, 2, 3)}
 
 
 @triton.jit
@@ -73,9 +72,7 @@ def _gate_up_kernel(
     INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
     GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
-    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     EVEN: tl.constexpr = HIDDEN % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, is_ours = _take_rows(
@@ -108,9 +105,8 @@ def _down_kernel(
     product, weight, far, places, ids, shares, residual, out, residual_stride,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
     PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
-    UNROLL: tl.constexpr, FOLLOWS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     EVEN: tl.constexpr = INTERMEDIATE % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
@@ -181,9 +177,7 @@ def _packed_gate_up_kernel(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     IS_NORMALISED: tl.constexpr, GELU: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     token, slot = tl.program_id(2).to(tl.int64), tl.zeros([1], tl.int32) + tl.program_id(1)
     taken, share = take_experts(
         logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
@@ -218,9 +212,8 @@ def _packed_down_kernel(
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
-    PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, FOLLOWS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < HIDDEN
@@ -259,7 +252,7 @@ def gate_up_rows(
     shares = torch.empty(taken, dtype=torch.float32, device=normed.device)
     out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
     common = {**taking(experts), "INTERMEDIATE": experts.intermediate, "GELU": activation != "silu"}
-    common |= {"HAS_FAR": far is not None, **following(normed, far is None)}
+    common |= {"HAS_FAR": far is not None}
     there, places = far_matrix(gate_up, far, far and far.gate_up), places_of(far, ids)
     if isinstance(gate_up, Packed):
         config = _shared_out("gate_up")
@@ -291,7 +284,7 @@ def down_rows(
     check_experts("down_rows", "down", down, far, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
     out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
-    common = {"PER_TOKEN": experts.per_token, "HIDDEN": hidden, "HAS_FAR": far is not None, **following(product)}
+    common = {"PER_TOKEN": experts.per_token, "HIDDEN": hidden, "HAS_FAR": far is not None}
     there, places = far_matrix(down, far, far and far.down), places_of(far, ids)
     if isinstance(down, Packed):
         config = _shared_out("down")

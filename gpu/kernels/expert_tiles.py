@@ -18,7 +18,6 @@ from torch import Tensor
 from gpu.kernels.arguments import check
 from gpu.kernels.expert_rows import Stored, check_experts, dtype_of_sum, far_matrix
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
-from gpu.kernels.following import follow, following
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_numbers import beside
 from gpu.kernels.packed_tiles import row_tile, scaled, tensors_of, tile_layout
@@ -30,15 +29,15 @@ LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
 MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
 # By pairs of a tile, of gated products and of others: rows, columns at once, num_warps, num_stages.
 CONFIGS = {
-    (16, True): (32, 128, 4, 4), (16, False): (64, 128, 4, 4),
+    (16, True): (64, 64, 8, 4), (16, False): (128, 64, 4, 4),
     (32, True): (64, 64, 4, 4), (32, False): (64, 64, 4, 4),
     (64, True): (64, 64, 4, 3), (64, False): (128, 64, 4, 3),
-    (128, True): (64, 64, 8, 3), (128, False): (128, 64, 8, 3),
+    (128, True): (128, 32, 8, 4), (128, False): (256, 32, 8, 4),
 }  # fmt: skip
 PACKED_CONFIGS = {  # without columns: a unit of words
-    (16, True): (64, 4, 3), (16, False): (64, 4, 4),
+    (16, True): (64, 4, 3), (16, False): (64, 4, 2),
     (32, True): (64, 4, 3), (32, False): (64, 4, 4),
-    (64, True): (64, 8, 3), (64, False): (64, 4, 3),
+    (64, True): (64, 4, 3), (64, False): (64, 4, 2),
 }  # fmt: skip
 SUM_BLOCK = 1024
 
@@ -135,9 +134,8 @@ def _tiles_kernel(
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, FOLLOWS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
     expert, taker = _own_tile(
         logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
@@ -188,9 +186,8 @@ def _packed_expert_tiles_kernel(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
     NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, FOLLOWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     expert, taker = _own_tile(
         logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
@@ -245,9 +242,8 @@ def _packed_expert_tiles_kernel(
 @triton.jit
 def _sum_pairs_kernel(
     made, shares, residual, out, residual_stride, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr,
-    DIVIDES: tl.constexpr, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr,
+    DIVIDES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -329,7 +325,7 @@ def down_tiles(
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
         made, tiles.shares, residual, out, residual.stride(0), HIDDEN=hidden, PER_TOKEN=experts.per_token,
-        DIVIDES=tiles.logits is not None and experts.is_normalised, BLOCK=block, **following(product),
+        DIVIDES=tiles.logits is not None and experts.is_normalised, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
     return out
@@ -348,7 +344,6 @@ def _launch(
         "ROUTES": routes, "BY_PAIR": routes and tiles.shares.numel() < experts.num_experts,
         "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, **taking(experts),
         "GATES": gates, "GELU": activation == "gelu_tanh", "BLOCK_PAIRS": tiles.per_tile,
-        **following(x, tiles.logits is not None and (far is None or not gates)),
     }  # fmt: skip
     if isinstance(stored, Packed) and isinstance(there, Packed):
         rows, num_warps, num_stages = PACKED_CONFIGS[tiles.per_tile, gates]

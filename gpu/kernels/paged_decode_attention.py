@@ -21,7 +21,6 @@ from torch import Tensor
 from gpu.kernels.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
 from gpu.kernels.attended_blocks import MAXIMA_CELLS, attend_blocks, group_rows, store_partial
 from gpu.kernels.balanced_decode_attention import launch_balanced, num_places
-from gpu.kernels.following import follow, following
 from gpu.kernels.kv_rows import check_pages, kind_of
 from gpu.kernels.paged_decode_reference import attend_cells, attend_whole
 from transfer.partial import Partial
@@ -177,9 +176,8 @@ def _split_kernel(
 def _reduce_kernel(
     split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, num_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr, FOLLOWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
     num_blocks = tl.cdiv(context, BLOCK_TOKENS)
@@ -313,5 +311,5 @@ def _launch_splits(
         workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,
         context_lens, splits,
         HEADS=heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
-        BLOCK_TOKENS=block_tokens, COUNTED=is_counted, **following(query), num_warps=4,
+        BLOCK_TOKENS=block_tokens, COUNTED=is_counted, num_warps=4,
     )  # fmt: skip

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, check_contiguous, check_dtype, runs_on_triton
-from gpu.kernels.following import follow, following
 from gpu.kernels.head_norm import HeadNorms, head_norm
 from gpu.kernels.kv_rows import (
     PLAIN,
@@ -79,9 +78,7 @@ def _rope_kv_write_kernel(
     qkv_stride, max_pages, eps,
     NORMS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, KIND: tl.constexpr,
-    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    follow(FOLLOWS)
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -204,6 +201,6 @@ def rope_kv_write(
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
         BLOCK_ROTATED=triton.next_power_of_2(num_heads + kv_heads), BLOCK_KV=triton.next_power_of_2(kv_heads),
         BLOCK_HALF=triton.next_power_of_2(dim // 2), KIND=kind_of(key_pages),
-        **following(qkv, num_heads > 0), num_warps=8,
+        num_warps=8,
     )  # fmt: skip
     return query

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check, runs_on_triton
 from gpu.kernels.experts_reference import choose_reference
-from gpu.kernels.following import follow, following
 from gpu.kernels.linear import logits_linear
 from gpu.kernels.rms_norm import check_norm, rms_norm
 from gpu.model.spec import Experts
@@ -26,7 +25,7 @@ SORTED_BLOCKS = (128, 1024, 4096)  # pairs that a program looks at together: few
 @triton.jit
 def _router_logits_kernel(
     x, norm_weight, router, logits, normed, x_stride, eps, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
@@ -34,7 +33,6 @@ def _router_logits_kernel(
     inside = column < HIDDEN
     source = tl.minimum(expert, NUM_EXPERTS - 1)[:, None] * HIDDEN + column[None, :]
     rows = tl.load(router + source, mask=inside[None, :], other=0.0).to(tl.float32)
-    follow(FOLLOWS)
     values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(norm_weight + column, mask=inside, other=0.0)
     values *= tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
@@ -144,7 +142,7 @@ def router_logits(x: Tensor, norm: Tensor, eps: float, router: Tensor) -> tuple[
     logits = torch.empty(tokens, len(router), dtype=torch.float32, device=x.device)
     _router_logits_kernel[(triton.cdiv(len(router), ROUTED_EXPERTS), tokens)](
         x, norm, router, logits, normed, x.stride(0), eps, NUM_EXPERTS=len(router), HIDDEN=hidden,
-        BLOCK_EXPERTS=ROUTED_EXPERTS, BLOCK=triton.next_power_of_2(hidden), **following(x), num_warps=4,
+        BLOCK_EXPERTS=ROUTED_EXPERTS, BLOCK=triton.next_power_of_2(hidden), num_warps=4,
     )  # fmt: skip
     return normed, logits
 

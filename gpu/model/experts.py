@@ -23,7 +23,8 @@ from gpu.model.spec import Activation, Experts
 from gpu.model.staged_experts import StagedExperts
 from gpu.model.weights import ExpertWeights
 
-MOST_ALONE = 2  # tokens whose products are of vectors: of more, experts that several take are read too often
+MOST_ALONE = 4  # tokens whose products are of vectors: of more, experts that several take are read too often
+MOST_PACKED_ALONE = 1  # of matrices of few bits, whose numbers are widened for each token
 
 
 class ExpertMlp:
@@ -54,7 +55,8 @@ class ExpertMlp:
             made.add_(hidden)
             return made if exchange is None else exchange.add(made, hidden.dtype)
         normed, logits = router_logits(hidden, norm, eps, weights.router)
-        if len(hidden) <= MOST_ALONE:
+        has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
+        if len(hidden) <= (MOST_PACKED_ALONE if has_packed else MOST_ALONE):
             far = None
             if weights.host is not None:
                 far = self._find_far(normed, *choose(logits, experts), slots, exchange)
@@ -69,7 +71,6 @@ class ExpertMlp:
         else:
             ids, shares = choose(logits, experts)
             far = self._find_far(normed, ids, shares, slots, exchange)
-            has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
             tiles = pair_up(ids, shares, experts, has_packed)
         product = gate_up_tiles(normed, tiles, weights.gate_up, experts, self.activation, far)
         made = down_tiles(product, tiles, weights.down, hidden, experts, far)
@@ -79,6 +80,7 @@ class ExpertMlp:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
         counts = [
             1,
+            MOST_PACKED_ALONE + 1,
             MOST_ALONE + 1,
             LEAST_PAIRS,
             LEAST_PAIRS + 1,

@@ -30,7 +30,6 @@ from gpu.kernels.expert_rows import down_rows, gate_up_rows
 from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.fetch_experts import fetch_experts, list_experts
-from gpu.kernels.following import LEAST_MAJOR, _has_it
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.head_norm import HeadNorms
@@ -557,23 +556,16 @@ def family_launches() -> list[Launch]:
     return _record((LAUNCHES[name] for name in FAMILY_KERNELS), FAMILIES)
 
 
-def _record(
-    calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes: Sequence[str], major: int = 8
-) -> list[Launch]:
-    """major: of the card's capability."""
-    _has_it.cache_clear()
+def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes: Sequence[str]) -> list[Launch]:
     recorded: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-        patch.setattr(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128, major=major)
-        )
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128))
         for module, name, kernel in list(_kernels()):
             patch.setattr(module, name, Recorder(kernel, recorded))
         for call in dict.fromkeys(calls):
             for name in shapes:
                 for dtype in COMPILED_DTYPES:
                     call(NAMED_SHAPES[name], dtype)
-    _has_it.cache_clear()
     return recorded
 
 
@@ -623,26 +615,6 @@ def _compile_all(name: str, capability: int, launches: list[Launch]) -> None:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compile_options)
         assert compiled.metadata.shared <= SHARED_KIB[capability] * 1024, (name, options)
     assert seen, f"{name} is listed but was not launched"
-
-
-def test_kernels_that_follow_others_wait_before_they_look_at_what_those_write():
-    """One launch of each; the router's may read what no kernel writes. Where cards know none of it, none does."""
-    calls = (_experts, _rope, _attention)
-    assert not any("launch_pdl" in options for *_, options in _record(calls, MIXTURES[:1]))
-    launches = _record(calls, MIXTURES[:1], LEAST_MAJOR)
-    assert all(options["launch_pdl"] == options["FOLLOWS"] for *_, options in launches if "launch_pdl" in options)
-    followers = {kernel.__name__: launch for kernel, *_ in launches for launch in launches
-                 if launch[0] is kernel and "launch_pdl" in launch[2]}  # fmt: skip
-    assert followers.keys() >= {"_router_logits_kernel", "_gate_up_kernel", "_down_kernel", "_tiles_kernel",
-                                "_packed_gate_up_kernel", "_sum_pairs_kernel", "_rope_kv_write_kernel"}  # fmt: skip
-    for name, (kernel, args, options) in followers.items():
-        source, compile_options = _source(kernel, args, options)
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=compile_options).asm["ptx"]
-        wait = ptx.index("griddepcontrol.wait")
-        assert ptx.index("griddepcontrol.launch_dependents") < wait, name
-        before = ("st.global",) if name == "_router_logits_kernel" else ("st.global", "ld.global", "cp.async")
-        assert not any(access in ptx[:wait] for access in before), name
-        assert any(access in ptx[wait:] for access in ("ld.global", "cp.async")), name
 
 
 @pytest.mark.parametrize("name", ["_pack_kernel", "_ask_experts_kernel"])
