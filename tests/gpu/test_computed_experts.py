@@ -51,8 +51,9 @@ def compute(projections: Projections, layer: int, hidden: torch.Tensor, slots: t
     exchange.take_asks()
     got = projections.mlp(layer, hidden, slots, exchange)
     asks = exchange.take_asks()
-    exchange.slot.advance(len(hidden))
-    exchange.worker.answer([(asks, exchange.slot)])
+    if len(asks.table):  # a layer without experts asks nothing
+        exchange.slot.advance(len(hidden))
+        exchange.worker.answer([(asks, exchange.slot)])
     torch.cuda.synchronize()
     return got
 
