@@ -2,9 +2,9 @@
 
 It refuses to know attention. A layer of Qwen3-30B-A3B, random; each call has other tokens, which take other experts, so
 weights come from memory; launches run in a CUDA graph. Every configuration is compared with plain torch before it is
-timed. What is found best stands in the tables for what is timed after it, at last whole MLPs by rows and by tiles. A
-configuration marked * is for cards with more shared memory than 99 KiB, and is not taken. Floor: bytes of the experts
-that are taken, or FLOPs, over what the card was measured to do. The last line is JSON.
+timed. What is found best stands in the tables for what is timed after it, at last whole MLPs by tiles and, of bf16, by
+rows. A configuration marked * is for cards with more shared memory than 99 KiB, and is not taken. Floor: bytes of the
+experts that are taken, or FLOPs, over what the card was measured to do. The last line is JSON.
 
     python -m bench.experts_sweep --compile 0/8     what this part of the configurations needs, and no more
     python -m bench.experts_sweep --seconds 40
@@ -23,6 +23,7 @@ from torch import Tensor
 from bench.gpu_kernels_sweep import graph_us, measured_bytes_per_s, relative_error
 from gpu.kernels import expert_rows, expert_tiles, routing
 from gpu.kernels.experts_reference import experts_reference
+from gpu.kernels.packed import Packed
 from gpu.model import experts as mlp
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.shapes import NAMED_SHAPES
@@ -41,8 +42,6 @@ GRIDS: dict[str, list[Config]] = {
                      (1, 512, 8, 4), (1, 1024, 8, 1), (2, 256, 8, 2), (1, 128, 2, 4), (1, 256, 2, 2)],
     "down rows": [(1, 256, 2, 3), (1, 256, 4, 3), (2, 256, 4, 1), (2, 256, 4, 3), (2, 128, 2, 3), (2, 128, 4, 6),
                   (4, 256, 8, 3), (4, 128, 4, 3), (2, 256, 8, 3), (1, 256, 1, 3)],
-    "packed gate_up rows": [(16, 4, 3), (16, 4, 2), (16, 4, 1), (16, 2, 3), (16, 2, 2), (16, 8, 2), (32, 4, 2)],
-    "packed down rows": [(16, 4, 3), (16, 4, 2), (16, 4, 1), (16, 2, 3), (16, 2, 2), (16, 8, 2), (32, 2, 2)],
     "gate_up tiles of 16": [(32, 128, 4, 4), (32, 128, 4, 3), (64, 64, 4, 4), (32, 256, 4, 2), (16, 256, 4, 3),
                             (32, 64, 2, 6), (64, 64, 4, 5), (16, 128, 2, 4), (128, 64, 4, 3), (64, 64, 8, 4)],
     "down tiles of 16": [(64, 128, 4, 4), (64, 128, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5),
@@ -83,6 +82,18 @@ class Stand:
     weights: ExpertWeights
     bytes_of_expert: float
 
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.weights.gate_up, Packed)
+
+    @property
+    def plain(self) -> tuple[Tensor, Tensor]:
+        """Gates and ups, and downs, which rows are of."""
+        gate_up, down = self.weights.gate_up, self.weights.down
+        assert isinstance(gate_up, Tensor), "experts of few bits take tiles"
+        assert isinstance(down, Tensor), "experts of few bits take tiles"
+        return gate_up, down
+
     def draw(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Tokens behind the norm, and their logits, DRAWS times."""
         device = self.weights.router.device
@@ -112,11 +123,10 @@ def stand_for(kind: str, device: torch.device) -> Stand:
 def cases(kind: str) -> Iterator[Case]:
     is_packed = kind != "bf16"
     prefix, per_tile = ("packed ", 64) if is_packed else ("", 128)
-    rows = expert_rows.PACKED_CONFIGS if is_packed else expert_rows.CONFIGS
     tiles = expert_tiles.PACKED_CONFIGS if is_packed else expert_tiles.CONFIGS
     for name, gates in (("gate_up", True), ("down", False)):
-        for tokens in (4, 1):  # the last one decides
-            yield Case(f"{prefix}{name} rows", tokens, gates, is_packed, rows, name)
+        for tokens in () if is_packed else (4, 1):  # the last one decides
+            yield Case(f"{name} rows", tokens, gates, is_packed, expert_rows.CONFIGS, name)
         for tokens in (1, 16, 4):
             yield Case(f"{prefix}{name} tiles of 16", tokens, gates, is_packed, tiles, (16, gates))
         yield Case(f"{prefix}{name} tiles of {per_tile}", PREFILL_TOKENS, gates, is_packed, tiles, (per_tile, gates))
@@ -128,14 +138,14 @@ def calls(case: Case, stand: Stand) -> list[Callable[[], Tensor]]:
     found: list[Callable[[], Tensor]] = []
     for normed, logits in stand.draw(case.tokens)[: 1 if case.tokens == PREFILL_TOKENS else DRAWS]:
         if "rows" in case.what:
-            product, ids, shares = expert_rows.gate_up_rows(normed, logits, weights.gate_up, experts, "silu")
+            gate_up, down = stand.plain
+            product, ids, shares = expert_rows.gate_up_rows(normed, logits, gate_up, experts, "silu")
             if case.is_gate_up:
-                found.append(
-                    lambda n=normed, s=logits: expert_rows.gate_up_rows(n, s, weights.gate_up, experts, "silu")[0]
-                )
+                found.append(lambda n=normed, s=logits, g=gate_up: expert_rows.gate_up_rows(
+                    n, s, g, experts, "silu")[0])  # fmt: skip
             else:
-                found.append(lambda p=product, i=ids, s=shares, n=normed: expert_rows.down_rows(
-                    p, i, s, weights.down, n, experts))  # fmt: skip
+                found.append(lambda p=product, i=ids, s=shares, d=down, n=normed: expert_rows.down_rows(
+                    p, i, s, d, n, experts))  # fmt: skip
             continue
         if case.tokens <= expert_tiles.LEAST_PAIRS:
             tiles = expert_tiles.pair_few(logits, experts)
@@ -211,36 +221,39 @@ def sweep(case: Case, stand: Stand, floor: float, part: tuple[int, int] | None) 
 
 
 def check(stand: Stand) -> None:
-    """What is compared with: products by rows and by tiles equal plain torch's."""
+    """What is compared with: products by tiles and, of plain ones, by rows equal plain torch's."""
     experts, weights = stand.experts, stand.weights
     (normed, logits), *_ = stand.draw(3)
     ids, shares = routing.choose(logits, experts)
     wanted = normed + experts_reference(normed, ids, shares, weights.gate_up, weights.down, experts, "silu")
-    made = expert_rows.gate_up_rows(normed, logits, weights.gate_up, experts, "silu")
     tiles = expert_tiles.pair_few(logits, experts)
     product = expert_tiles.gate_up_tiles(normed, tiles, weights.gate_up, experts, "silu")
-    for got in (expert_rows.down_rows(*made, weights.down, normed, experts),
-                expert_tiles.down_tiles(product, tiles, weights.down, normed, experts)):  # fmt: skip
+    made = [expert_tiles.down_tiles(product, tiles, weights.down, normed, experts)]
+    if not stand.is_packed:
+        gate_up, down = stand.plain
+        rows = expert_rows.gate_up_rows(normed, logits, gate_up, experts, "silu")
+        made.append(expert_rows.down_rows(*rows, down, normed, experts))
+    for got in made:
         error = relative_error(got, wanted)
         assert error < MOST_ERROR, f"products of experts are wrong: relative error {error:.1e}"
 
 
-def whole(stand: Stand, kind: str, bytes_per_s: float, part: tuple[int, int] | None) -> dict[int, list[float]]:
-    """Microseconds of an MLP with its norm and router, by rows and by tiles, of each number of tokens; and of routers
-    with more programs.
+def whole(stand: Stand, kind: str, bytes_per_s: float, part: tuple[int, int] | None) -> dict[int, dict[str, float]]:
+    """Microseconds of an MLP with its norm and router, by tiles and, of plain experts, by rows, of each number of
+    tokens; and of routers with more programs.
     """
-    found: dict[int, list[float]] = {}
+    found: dict[int, dict[str, float]] = {}
     layer = mlp.ExpertMlp(stand.weights, stand.experts, "silu")
     norm = torch.ones(stand.hidden, dtype=torch.bfloat16, device=stand.weights.router.device)
-    kept, alone = routing.ROUTED_EXPERTS, (mlp.MOST_ALONE, mlp.MOST_PACKED_ALONE)
+    kept, alone = routing.ROUTED_EXPERTS, mlp.MOST_ALONE
+    ways = {"tiles": 0} if stand.is_packed else {"rows": 16, "tiles": 0}
     for tokens in (1, 2, 4, 8, 16):
         runs = [lambda x=x: layer(x, norm, 1e-6) for x, _ in stand.draw(tokens)]
-        found[tokens] = []
-        for most in (16, 0):
-            mlp.MOST_ALONE = mlp.MOST_PACKED_ALONE = most
+        found[tokens] = {}
+        for way, mlp.MOST_ALONE in ways.items():
             runs[0]()
             if part is None:
-                found[tokens].append(round(graph_us(runs, 5), 1))
+                found[tokens][way] = round(graph_us(runs, 5), 1)
         if part is None and tokens in (1, 16):
             routers = []
             for routing.ROUTED_EXPERTS in (1, 2, 4):
@@ -249,10 +262,9 @@ def whole(stand: Stand, kind: str, bytes_per_s: float, part: tuple[int, int] | N
         routing.ROUTED_EXPERTS = kept
         if part is None:
             floor = stand.experts.taken(tokens) * stand.bytes_of_expert / bytes_per_s * 1e6
-            by_rows, by_tiles = found[tokens]
-            print(f"{kind} MLP, {tokens:2} tokens: rows {by_rows:6.1f} us, tiles {by_tiles:6.1f}, floor {floor:6.1f}",
-                  flush=True)  # fmt: skip
-    mlp.MOST_ALONE, mlp.MOST_PACKED_ALONE = alone
+            shown = ", ".join(f"{way} {us:.1f} us" for way, us in found[tokens].items())
+            print(f"{kind} MLP, {tokens:2} tokens: {shown}, floor {floor:.1f}", flush=True)
+    mlp.MOST_ALONE = alone
     return found
 
 
@@ -291,8 +303,8 @@ def main() -> None:
         del stand
         torch.cuda.empty_cache()
     if part is None:
-        tables = {"rows": expert_rows.CONFIGS, "packed rows": expert_rows.PACKED_CONFIGS,
-                  "tiles": expert_tiles.CONFIGS, "packed tiles": expert_tiles.PACKED_CONFIGS}  # fmt: skip
+        tables = {"rows": expert_rows.CONFIGS, "tiles": expert_tiles.CONFIGS,
+                  "packed tiles": expert_tiles.PACKED_CONFIGS}  # fmt: skip
         best = {name: {str(key): value for key, value in table.items()} for name, table in tables.items()}
         print(json.dumps({"device": torch.cuda.get_device_name(), "best": best, "mlp_us": result}))
 

@@ -1,10 +1,10 @@
-"""A mixture of experts for a few tokens: each row of an expert that a token takes is a product of vectors. Of packed
-experts it is one of a tile with a single token, so that numbers go to tensor cores as those of other matrices do.
+"""A mixture of experts for a few tokens: each row of an expert that a token takes is a product of vectors.
 
 For so few, hardly an expert is taken twice, and bytes of experts are the whole cost. It refuses to know how experts are
-chosen. Invariant: a program owns whole output rows of one token and sums over its experts in the order of their places,
-so a result depends neither on scheduling nor on other tokens. Bytes moved: rows of those that are taken, once for each
-token that takes them, words, scales and zero points of packed ones; a token's own row again for each program, from L2.
+chosen, and those of few bits, which take tiles (`gpu.kernels.expert_tiles`). Invariant: a program owns whole output
+rows of one token and sums over its experts in the order of their places, so a result depends neither on scheduling nor
+on other tokens. Bytes moved: rows of those that are taken, once for each token that takes them; a token's own row again
+for each program, from L2.
 """
 
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor
 from gpu.kernels.arguments import check
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.kernels.packed import Packed
-from gpu.kernels.packed_numbers import beside
-from gpu.kernels.packed_tiles import row_tile, scaled, tensors_of, tile_layout
 from gpu.kernels.routing import take_experts, taking
 from gpu.kernels.swiglu import gated
 from gpu.model.spec import Activation, Experts
@@ -27,8 +25,6 @@ Stored = Tensor | Packed
 # that a token takes, MIXED_PLACES; where it takes fewer, more of each.
 CONFIGS = {"gate_up": (1, 256, 4, 1), "down": (2, 256, 4, 3)}
 MIXED_PLACES = 8
-# Of packed ones: rows of one expert, warps that share their columns out, num_stages.
-PACKED_CONFIGS = {"gate_up": (16, 2, 3), "down": (16, 2, 3)}
 
 
 @triton.jit
@@ -138,111 +134,18 @@ def _store_sum(
     tl.store(out + token * HIDDEN + row, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _packed_rows(
-    x, words, scales, zeros, source,
-    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr,
-    DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Products of one row of x, `[inner]`, with rows `source` of a packed matrix, int64 `[1, rows, 1]`: float32
-    `[rows]`. A tile of tokens has no fewer than TOKENS: the others are zero.
-    """
-    TOKENS: tl.constexpr = 8
-    STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
-    split, token = tl.arange(0, SPLITS)[:, None, None], tl.arange(0, TOKENS)[None, :, None]
-    sums = tl.zeros([SPLITS, BLOCK_ROWS, TOKENS], tl.float32)
-    scale, zero = beside(scales, zeros, source, split * COLUMNS, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK, KIND,
-                         False, AHEAD)  # fmt: skip
-    for begin in tl.range(0, STEPS, SPLITS):
-        now, zero_now = scale, zero
-        if AHEAD > 0 and NUM_GROUPS > 1:
-            scale, zero = beside(scales, zeros, source, (begin + SPLITS + split) * COLUMNS, INNER, GROUP, NUM_GROUPS,
-                                 NUM_RUNS, ROW_BLOCK, KIND, False, AHEAD)  # fmt: skip
-        sums = row_tile(
-            sums, x, words, scales, zeros, now, zero_now, source, token, begin + split, token < 1, 0,
-            INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-            AHEAD, False, DTYPE, SPLITS, BLOCK_ROWS, TOKENS,
-        )  # fmt: skip
-    return tl.sum(tl.sum(scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS), 0), 1)
-
-
-@triton.jit
-def _packed_gate_up_kernel(
-    x, words, scales, zeros, far_words, far_scales, far_zeros, places, logits, ids, shares, out,
-    HAS_FAR: tl.constexpr, INTERMEDIATE: tl.constexpr,
-    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
-    IS_NORMALISED: tl.constexpr, GELU: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    token, slot = tl.program_id(2).to(tl.int64), tl.zeros([1], tl.int32) + tl.program_id(1)
-    taken, share = take_experts(
-        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
-    )  # fmt: skip
-    place = token * PER_TOKEN + slot
-    is_first = tl.program_id(0) + slot * 0 == 0
-    tl.store(ids + place, taken, mask=is_first)
-    tl.store(shares + place, share, mask=is_first)
-    number, is_far = find_place(places, tl.sum(taken, 0), HAS_FAR)
-    words = base_of(words, far_words, is_far, HAS_FAR)
-    scales = base_of(scales, far_scales, is_far, HAS_FAR)
-    zeros = base_of(zeros, far_zeros, is_far, HAS_FAR)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    source = (number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1))[None, :, None]
-    x += token * INNER
-    gate = _packed_rows(
-        x, words, scales, zeros, source, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK,
-        KIND, HAS_ZEROS, IS_EXACT, AHEAD, DTYPE, SPLITS, BLOCK_ROWS,
-    )  # fmt: skip
-    up = _packed_rows(
-        x, words, scales, zeros, source + INTERMEDIATE, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS,
-        ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT, AHEAD, DTYPE, SPLITS, BLOCK_ROWS,
-    )  # fmt: skip
-    to = out + (token * PER_TOKEN + tl.program_id(1)) * INTERMEDIATE + row
-    tl.store(to, gated(gate, up, GELU).to(out.dtype.element_ty), mask=row < INTERMEDIATE)
-
-
-@triton.jit
-def _packed_down_kernel(
-    product, words, scales, zeros, far_words, far_scales, far_zeros, places, ids, shares, residual, out,
-    residual_stride, HAS_FAR: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
-    PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    inside = row < HIDDEN
-    result = tl.load(residual + token * residual_stride + row, mask=inside, other=0.0).to(tl.float32)
-    for slot in range(PER_TOKEN):
-        place = token * PER_TOKEN + slot
-        number, is_far = find_place(places, tl.load(ids + place), HAS_FAR)
-        source = (number * HIDDEN + tl.minimum(row, HIDDEN - 1))[None, :, None]
-        made = _packed_rows(
-            product + place * INNER, base_of(words, far_words, is_far, HAS_FAR),
-            base_of(scales, far_scales, is_far, HAS_FAR), base_of(zeros, far_zeros, is_far, HAS_FAR), source,
-            INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-            AHEAD, DTYPE, SPLITS, BLOCK_ROWS,
-        )  # fmt: skip
-        result += made * tl.load(shares + place)
-    tl.store(out + token * HIDDEN + row, result.to(out.dtype.element_ty), mask=inside)
-
-
 def gate_up_rows(
-    normed: Tensor, logits: Tensor, gate_up: Stored, experts: Experts, activation: Activation,
+    normed: Tensor, logits: Tensor, gate_up: Tensor, experts: Experts, activation: Activation,
     far: FarExperts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype, and who
     they are: ids int32 and weights float32, as `routing.choose` gives them.
 
     normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `gpu.model.weights.ExpertWeights`; far: of
-    experts that lie elsewhere. Raises ValueError for another shape, dtype or device.
+    experts that lie elsewhere. Raises ValueError for another shape, dtype or device, and for packed experts.
     """
     tokens, hidden = normed.shape
+    _refuse_packed("gate_up_rows", "gate_up", gate_up, far and far.gate_up)
     check_experts(
         "gate_up_rows", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
     )
@@ -251,54 +154,39 @@ def gate_up_rows(
     ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
     shares = torch.empty(taken, dtype=torch.float32, device=normed.device)
     out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
-    common = {**taking(experts), "INTERMEDIATE": experts.intermediate, "GELU": activation != "silu"}
-    common |= {"HAS_FAR": far is not None}
     there, places = far_matrix(gate_up, far, far and far.gate_up), places_of(far, ids)
-    if isinstance(gate_up, Packed):
-        config = _shared_out("gate_up")
-        grid = triton.cdiv(experts.intermediate, config["BLOCK_ROWS"]), experts.per_token, tokens
-        _packed_gate_up_kernel[grid](
-            normed, *tensors_of(gate_up), *tensors_of(there), places, logits, ids, shares, out,
-            **tile_layout(gate_up), **common, **config,
-        )  # fmt: skip
-    else:
-        rows, block, num_warps, unroll, slots = _sized(CONFIGS["gate_up"], experts)
-        _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
-            normed, gate_up, there, places, logits, ids, shares, out, **common, LEAVES_OUT=leaves_out(far),
-            SLOTS=slots, HIDDEN=hidden, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
-        )  # fmt: skip
+    rows, block, num_warps, unroll, slots = _sized(CONFIGS["gate_up"], experts)
+    _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
+        normed, gate_up, there, places, logits, ids, shares, out, **taking(experts), HAS_FAR=far is not None,
+        LEAVES_OUT=leaves_out(far), INTERMEDIATE=experts.intermediate, HIDDEN=hidden, SLOTS=slots,
+        GELU=activation != "silu", BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
+    )  # fmt: skip
     return out, ids, shares
 
 
 def down_rows(
-    product: Tensor, ids: Tensor, shares: Tensor, down: Stored, residual: Tensor, experts: Experts,
+    product: Tensor, ids: Tensor, shares: Tensor, down: Tensor, residual: Tensor, experts: Experts,
     far: FarExperts | None = None,
 ) -> Tensor:  # fmt: skip
     """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new, of its dtype, or
     float32 where some are left out.
 
     product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
-    `gpu.model.weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device.
+    `gpu.model.weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device,
+    and for packed experts.
     """
     tokens, hidden = residual.shape
+    _refuse_packed("down_rows", "down", down, far and far.down)
     check_experts("down_rows", "down", down, far, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
     out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
-    common = {"PER_TOKEN": experts.per_token, "HIDDEN": hidden, "HAS_FAR": far is not None}
     there, places = far_matrix(down, far, far and far.down), places_of(far, ids)
-    if isinstance(down, Packed):
-        config = _shared_out("down")
-        _packed_down_kernel[triton.cdiv(hidden, config["BLOCK_ROWS"]), tokens](
-            product, *tensors_of(down), *tensors_of(there), places, ids, shares, residual, out, residual.stride(0),
-            **tile_layout(down), **common, **config,
-        )  # fmt: skip
-    else:
-        rows, block, num_warps, unroll, slots = _sized(CONFIGS["down"], experts)
-        _down_kernel[triton.cdiv(hidden, rows), tokens](
-            product, down, there, places, ids, shares, residual, out, residual.stride(0), **common,
-            LEAVES_OUT=leaves_out(far), SLOTS=slots, BLOCK_ROWS=rows, INTERMEDIATE=experts.intermediate,
-            BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
-        )  # fmt: skip
+    rows, block, num_warps, unroll, slots = _sized(CONFIGS["down"], experts)
+    _down_kernel[triton.cdiv(hidden, rows), tokens](
+        product, down, there, places, ids, shares, residual, out, residual.stride(0), HAS_FAR=far is not None,
+        LEAVES_OUT=leaves_out(far), HIDDEN=hidden, INTERMEDIATE=experts.intermediate, PER_TOKEN=experts.per_token,
+        SLOTS=slots, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -344,14 +232,14 @@ def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> No
     return None
 
 
+def _refuse_packed(op: str, name: str, near: Stored, there: Stored | None) -> None:
+    for what, stored in ((name, near), (f"far {name}", there)):
+        if isinstance(stored, Packed):
+            raise ValueError(f"{op}: {what} is packed; wanted a tensor: experts of few bits are multiplied in tiles")
+
+
 def _sized(config: tuple[int, int, int, int], experts: Experts) -> tuple[int, int, int, int, int]:
     """A configuration, with as many rows together where fewer experts are taken than it is for, or more; and places."""
     rows, block, num_warps, unroll = config
     slots = triton.next_power_of_2(experts.per_token)
     return max(1, rows * MIXED_PLACES // slots), block, num_warps, unroll, slots
-
-
-def _shared_out(what: str) -> dict[str, int]:
-    """Of a product of packed experts, what the kernel is launched with."""
-    rows, splits, num_stages = PACKED_CONFIGS[what]
-    return {"BLOCK_ROWS": rows, "SPLITS": splits, "num_warps": splits, "num_stages": num_stages}

@@ -1,10 +1,10 @@
 """The MLP of a layer with experts: routing, the products of those that are taken, their sum and the residual.
 
 It refuses to know attention, and how matrices are stored. Invariants: experts that no token takes are not read; where
-they lie changes no bit, as long as it is the card that computes. Which products depends on the number of tokens alone,
-so a graph holds them: three launches for up to MOST_ALONE, four for up to LEAST_PAIRS, and six; where some lie in host
-memory two more, or one, and one for each tensor that is fetched; or, where the CPU computes these, four more, or three:
-it is asked before the card's own products and awaited behind them.
+they lie changes no bit, as long as it is the card that computes. Which products of a layer depends on the number of
+tokens alone, so a graph holds them: three launches for up to MOST_ALONE where no matrix is packed, else four for up to
+LEAST_PAIRS, and six; where some lie in host memory two more, or one, and one for each tensor that is fetched; or, where
+the CPU computes these, four more, or three: it is asked before the card's own products and awaited behind them.
 """
 
 from torch import Tensor
@@ -23,8 +23,9 @@ from gpu.model.spec import Activation, Experts
 from gpu.model.staged_experts import StagedExperts
 from gpu.model.weights import ExpertWeights
 
-MOST_ALONE = 4  # tokens whose products are of vectors: of more, experts that several take are read too often
-MOST_PACKED_ALONE = 1  # of matrices of few bits, whose numbers are widened for each token
+# Tokens whose products are of vectors: of more, experts that several take are read too often. Experts of few bits, of
+# which either matrix may be, are multiplied in tiles whatever the number of tokens.
+MOST_ALONE = 4
 
 
 class ExpertMlp:
@@ -55,13 +56,13 @@ class ExpertMlp:
             made.add_(hidden)
             return made if exchange is None else exchange.add(made, hidden.dtype)
         normed, logits = router_logits(hidden, norm, eps, weights.router)
-        has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
-        if len(hidden) <= (MOST_PACKED_ALONE if has_packed else MOST_ALONE):
+        gate_up, down = weights.gate_up, weights.down
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and len(hidden) <= MOST_ALONE:
             far = None
             if weights.host is not None:
                 far = self._find_far(normed, *choose(logits, experts), slots, exchange)
-            product, ids, shares = gate_up_rows(normed, logits, weights.gate_up, experts, self.activation, far)
-            made = down_rows(product, ids, shares, weights.down, hidden, experts, far)
+            product, ids, shares = gate_up_rows(normed, logits, gate_up, experts, self.activation, far)
+            made = down_rows(product, ids, shares, down, hidden, experts, far)
             return made if exchange is None else exchange.add(made, hidden.dtype)
         if len(hidden) <= LEAST_PAIRS:
             far = None
@@ -71,16 +72,16 @@ class ExpertMlp:
         else:
             ids, shares = choose(logits, experts)
             far = self._find_far(normed, ids, shares, slots, exchange)
+            has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
             tiles = pair_up(ids, shares, experts, has_packed)
-        product = gate_up_tiles(normed, tiles, weights.gate_up, experts, self.activation, far)
-        made = down_tiles(product, tiles, weights.down, hidden, experts, far)
+        product = gate_up_tiles(normed, tiles, gate_up, experts, self.activation, far)
+        made = down_tiles(product, tiles, down, hidden, experts, far)
         return made if exchange is None else exchange.add(made, hidden.dtype)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
         counts = [
             1,
-            MOST_PACKED_ALONE + 1,
             MOST_ALONE + 1,
             LEAST_PAIRS,
             LEAST_PAIRS + 1,

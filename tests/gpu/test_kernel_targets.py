@@ -226,14 +226,14 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         far = FarExperts(gate_up, down, places) if stored is None or stored.kind == "int4" else None
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
         others = FarExperts(None, None, places) if stored is None else far
-        for there in dict.fromkeys((far, others)):
+        for there in (far, others) if stored is None else ():
             product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts,
                                    "silu", there)  # fmt: skip
             down_rows(*product, down, x, experts, there)
         for tokens in {max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS}:
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
-            for there in dict.fromkeys((None, others if stored is None else None)):
+            for there in dict.fromkeys((None, others)):
                 product = gate_up_tiles(x, few, gate_up, experts, "silu", there)
                 down_tiles(product, few, down, x, experts, there)
         for mean in (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64):
@@ -463,8 +463,6 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_tile_pairs_kernel": _experts,
     "_gate_up_kernel": _experts,
     "_down_kernel": _experts,
-    "_packed_gate_up_kernel": _experts,
-    "_packed_down_kernel": _experts,
     "_tiles_kernel": _experts,
     "_packed_expert_tiles_kernel": _experts,
     "_sum_pairs_kernel": _experts,

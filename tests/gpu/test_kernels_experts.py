@@ -13,6 +13,7 @@ from gpu.kernels.arguments import INTERPRETED, runs_on_triton
 from gpu.kernels.expert_rows import down_rows, gate_up_rows
 from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.kernels.experts_reference import experts_reference
+from gpu.kernels.far_experts import FarExperts
 from gpu.kernels.packed import Packed
 from gpu.kernels.routing import choose, router_logits, tile_pairs
 from gpu.model.experts import MOST_ALONE, ExpertMlp
@@ -52,7 +53,7 @@ def draw_tokens(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> tu
 
 
 def computed(path: str, normed: Tensor, logits: Tensor, mixture: Mixture, residual: Tensor) -> Tensor:
-    """By either kind of kernels, whatever the number of tokens; where none run, by the reference."""
+    """By kernels of a kind, whatever the number of tokens; where none run, by the reference."""
     experts, weights = mixture.experts, mixture.weights
     if not runs_on_triton(normed):
         made = experts_reference(normed, *choose(logits, experts), weights.gate_up, weights.down, experts, "silu")
@@ -87,7 +88,7 @@ def test_experts_are_weighed_and_added(dtype, device, name, path, tokens):
     assert_is_mixture(path, tokens, draw_mixture(*MIXTURES[name], "plain", dtype, device), dtype, device)
 
 
-@pytest.mark.parametrize(("path", "tokens"), SIZES)
+@pytest.mark.parametrize(("path", "tokens"), [size for size in SIZES if size[0] != "rows"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
 @everywhere
 def test_experts_of_few_bits_are_those_of_their_numbers(dtype, device, kind, path, tokens):
@@ -107,7 +108,7 @@ def test_a_layer_is_its_norm_its_routing_and_its_experts(dtype, device, name, to
     assert np.mean(off < 2 * CHAIN_TOLERANCE[dtype]) >= (1.0 if dtype == torch.float32 else 0.9)
 
 
-@pytest.mark.parametrize("tokens", [3, 20, 65])
+@pytest.mark.parametrize("tokens", [1, MOST_ALONE, 20, 65])
 @pytest.mark.parametrize("packed", ["gate_up", "down"])
 @everywhere
 def test_one_of_two_matrices_may_have_few_bits(dtype, device, packed, tokens):
@@ -234,8 +235,9 @@ def test_experts_that_nobody_takes_are_not_read(dtype, device, path):
     assert distance(got, wanted) < CHAIN_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("path", ["rows", "few", "tiles"])
-@pytest.mark.parametrize("kind", ["plain", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "path"), [("plain", "rows"), *((kind, path) for kind in ("plain", "int4") for path in ("few", "tiles"))]
+)
 @everywhere
 def test_all_tokens_may_take_one_expert(dtype, device, kind, path):
     experts, hidden = MIXTURES["many"]
@@ -293,9 +295,26 @@ def test_matrices_of_another_shape_are_refused():
 
 
 def test_packed_experts_with_columns_out_of_order_are_refused():
-    mixture, normed, logits, _ = _arguments()
+    mixture, normed, _, pairs = _arguments()
     packed = draw_mixture(*MIXTURES["many"], "int4", torch.float32, "cpu").weights.gate_up
     assert isinstance(packed, Packed)
     moved = replace(packed, order=torch.arange(128))
     with pytest.raises(ValueError, match=r"columns in another order; wanted .* columns in order"):
-        gate_up_rows(normed, logits, moved, mixture.experts, "silu")
+        gate_up_tiles(normed, pairs, moved, mixture.experts, "silu")
+
+
+def test_packed_experts_are_refused_by_rows():
+    """Wherever they lie."""
+    mixture, normed, logits, pairs = _arguments()
+    experts, plain = mixture.experts, mixture.weights
+    packed = draw_mixture(*MIXTURES["many"], "int4", torch.float32, "cpu").weights
+    far = FarExperts(packed.gate_up, packed.down, torch.zeros(16, dtype=torch.int32))
+    product = torch.zeros(2, 4, 64)
+    with pytest.raises(ValueError, match=r"gate_up_rows: gate_up is packed; wanted a tensor: .* in tiles"):
+        gate_up_rows(normed, logits, packed.gate_up, experts, "silu")
+    with pytest.raises(ValueError, match=r"gate_up_rows: far gate_up is packed; wanted a tensor"):
+        gate_up_rows(normed, logits, plain.gate_up, experts, "silu", far)
+    with pytest.raises(ValueError, match=r"down_rows: down is packed; wanted a tensor"):
+        down_rows(product, pairs.takers, pairs.shares, packed.down, normed, experts)
+    with pytest.raises(ValueError, match=r"down_rows: far down is packed; wanted a tensor"):
+        down_rows(product, pairs.takers, pairs.shares, plain.down, normed, experts, far)

@@ -19,6 +19,7 @@ from tests.tolerances import FAR_SUM_BFLOAT16, FAR_SUM_FLOAT32
 
 EXPERTS, HIDDEN = Experts(6, 3, 64, True), 64
 SLOTS = (4, 1, 5)  # whose experts lie far, by slot
+CASES = [("rows", 2, "plain"), *((path, tokens, kind) for path, tokens in (("few", 2), ("tiles", 9)) for kind in KINDS)]
 
 
 def taken(stored: Stored, experts: tuple[int, ...]) -> Stored:
@@ -48,8 +49,7 @@ def computed(path: str, x: torch.Tensor, logits: torch.Tensor, weights: ExpertWe
     return down_tiles(product, pairs, weights.down, x, EXPERTS, far)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("path", "tokens"), [("rows", 2), ("tiles", 9)])
+@pytest.mark.parametrize(("path", "tokens", "kind"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_where_experts_lie_changes_no_bit(device: str, dtype: torch.dtype, path: str, tokens: int, kind: str) -> None:
@@ -105,7 +105,7 @@ def test_what_is_left_out_and_what_is_not_are_the_whole(
 def test_packed_experts_are_not_left_out() -> None:
     weights = draw_mixture(EXPERTS, HIDDEN, "int4", torch.float32, "cpu").weights
     own, far = split(weights, "cpu")
-    for path in ("rows", "few", "tiles"):
+    for path in ("few", "tiles"):
         with pytest.raises(ValueError, match="packed ones are not left out; have them fetched"):
             computed(path, torch.ones(2, HIDDEN), torch.ones(2, 6), own, FarExperts(None, None, far.places))
 
