@@ -44,7 +44,13 @@ def find_times(shares: ExpertShares, rates: Rates) -> ExpertTimes:
 
 
 def choose(
-    asked: Way, gpu: GpuConfig, shape: Architecture, plan: MemoryPlan, shares: ExpertShares, rates: Rates
+    asked: Way,
+    gpu: GpuConfig,
+    max_running: int,
+    shape: Architecture,
+    plan: MemoryPlan,
+    shares: ExpertShares,
+    rates: Rates,
 ) -> tuple[bool, str | None]:
     """Whether the CPU computes, and what to say of it; None where no experts lie in host memory. Raises PlanError where
     what was asked for cannot be had.
@@ -56,7 +62,7 @@ def choose(
                 "set gpu.experts_gib"
             )
         return False, None
-    reason = why_not_computed(shape) or _why_not_captured(gpu) or _why_not_plain(plan)
+    reason = why_not_computed(shape) or _why_not_captured(gpu, max_running) or _why_not_plain(plan)
     if reason is not None:
         if asked == "compute":
             raise PlanError(f"gpu.host_experts: asked compute, but {reason}; use fetch, or auto")
@@ -64,7 +70,7 @@ def choose(
     times = find_times(shares, rates)
     fetch, compute = times.fetch_ms(1), times.compute_ms(1)
     computes = compute < fetch if asked == "auto" else asked == "compute"
-    said = f"the host reads {times.host_gb_s:g} GB/s, the link {times.link_gb_s:g}"
+    said = f"the host reads {times.host_gb_s:g} GB/s, the link {times.link_gb_s:g}{_tell_assumed(rates)}"
     if computes:
         return True, (
             f"experts in host memory are computed by the CPU in decode steps of up to {MOST_COMPUTED_ROWS} rows: by "
@@ -76,10 +82,17 @@ def choose(
     )
 
 
-def _why_not_captured(gpu: GpuConfig) -> str | None:
+def _tell_assumed(rates: Rates) -> str:
+    """What of the two rates nobody has measured."""
+    sources = {"the host's": rates.sources["host_stream_gb_s"], "the link's": rates.sources["host_to_device_gb_s"]}
+    assumed = [whose for whose, source in sources.items() if source == "assumed"]
+    return f"; {' and '.join(assumed)} assumed, `tandem doctor --measure` measures" if assumed else ""
+
+
+def _why_not_captured(gpu: GpuConfig, max_running: int) -> str | None:
     if gpu.check_coverage:
         return "only captured steps have them computed, and gpu.check_coverage captures none"
-    if not any(size <= MOST_COMPUTED_ROWS for size in gpu.graph_batch_sizes):
+    if not any(min(size, max_running) <= MOST_COMPUTED_ROWS for size in gpu.graph_batch_sizes):
         few = f"only captured steps of up to {MOST_COMPUTED_ROWS} rows have them computed"
         return f"{few}, and gpu.graph_batch_sizes names none"
     return None

@@ -47,10 +47,11 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     )
     asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
     plan = share_out(computes_experts=asked == "compute")
-    computes, said = choose(asked, config.gpu, architecture, plan, find_expert_shares(architecture, plan), rates)
+    known = config.gpu, config.scheduler.max_running, architecture
+    computes, said = choose(asked, *known, plan, find_expert_shares(architecture, plan), rates)
     if computes and not plan.computes_experts:
         plan = share_out(computes_experts=True)
-        _, said = choose("compute", config.gpu, architecture, plan, find_expert_shares(architecture, plan), rates)
+        _, said = choose("compute", *known, plan, find_expert_shares(architecture, plan), rates)
     return plan if said is None else replace(plan, notes=(*plan.notes, said))
 
 

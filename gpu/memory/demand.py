@@ -9,7 +9,7 @@ from typing import Literal
 
 from gpu.decode.ladder import steps_to_capture
 from gpu.kv.layout import CODE_FORMATS, KvFormat, row_bytes
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts, why_not_computed
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture, LayerSpec
@@ -212,8 +212,17 @@ class Demand:
         return (
             self.item("staged experts", shares.staged_bytes, f"{on_host} of a layer and of the next, for prefill"),
             *([fetched] if slots else []),
+            *self._asking_items(),
             MemoryItem("experts", "host", shares.host_bytes, f"{on_host} of {of_all} of each layer, pinned"),
         )
+
+    def _asking_items(self) -> tuple[MemoryItem, ...]:
+        """Where the CPU is asked for experts, and what it computes in."""
+        if not self.computes_experts or why_not_computed(self.shape) is not None:
+            return ()
+        num_rows = min(self.max_running, MOST_COMPUTED_ROWS)
+        asking = self.num_lanes * self.expert_shares.asking_bytes(num_rows)
+        return (MemoryItem("asks for experts", "host", asking, f"{num_rows} rows: pinned states and sums, products"),)
 
     def context_items(self, context: int, hidden_tokens: int) -> tuple[MemoryItem, ...]:
         gathered = context * self.gathered_token_bytes

@@ -108,6 +108,21 @@ class ExpertShares:
             experts.taken(num_tokens) / experts.num_experts * count * each for count, each, experts in self._layers()
         )
 
+    def near_bytes(self, num_tokens: int) -> float:
+        """Of those on the card, likewise: what such a step reads of them there."""
+        return sum(
+            experts.taken(num_tokens) / experts.num_experts * (experts.num_experts - count) * each
+            for count, each, experts in self._layers()
+        )
+
+    def asking_bytes(self, num_rows: int) -> int:
+        """Of one lane, where the CPU computes experts for steps of so many rows: the slot in which it is asked
+        (`transfer.expert_exchange`), and what it computes in (`cpu.experts`), all float32 or int32.
+        """
+        experts, hidden = experts_of(self.shape), self.shape.hidden
+        slot = num_rows * (2 * hidden + 2 * experts.per_token + 1) + 1
+        return 4 * (slot + num_rows * experts.per_token * (experts.intermediate + hidden))
+
     def _layers(self) -> Iterator[tuple[int, int, Experts]]:
         """Of each layer with experts: how many lie in host memory, bytes of one, and what they are."""
         for layer, spec in enumerate(self.shape.layers):

@@ -1,9 +1,11 @@
 """Experts in host memory are fetched or computed: by rates where nobody says, and never what cannot be had."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpu.memory.demand import PlanError
 from gpu.memory.plan import MemoryPlan
@@ -12,6 +14,7 @@ from scheduler.expert_choice import HOP_MS, READ_SHARE
 from scheduler.memory import find_expert_shares, plan_engine
 from server.config import Deployment
 from server.plan import find_architecture, resolve_plan
+from transfer.expert_exchange import new_expert_slot
 from transfer.machine import MachineProfile, load_machine
 
 RTX = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090.json")
@@ -80,7 +83,6 @@ def test_what_is_asked_for_is_done_whatever_the_rates_say() -> None:
 
 REASONS = {
     "the CPU computes plain experts, and these are int8": {"model": {"weights": "int8"}, "experts_gib": 10},
-    "gpu.graph_batch_sizes names none": {"graph_batch_sizes": [33, 64]},
     "gpu.check_coverage captures none": {"check_coverage": True},
 }
 
@@ -117,6 +119,41 @@ def test_the_plan_is_what_the_engine_is_given() -> None:
     deployment, machine = make()
     assert isinstance(deployment, EngineConfig)
     assert resolve_plan(deployment, machine).memory.computes_experts
+
+
+def test_steps_are_captured_for_no_more_rows_than_run() -> None:
+    running = {"scheduler": {"max_running": 64, "max_context_tokens": 4096}}
+    assert wide(running, graph_batch_sizes=[32, 64]).computes_experts
+    made = wide(running, graph_batch_sizes=[33, 64])
+    assert not made.computes_experts
+    assert "gpu.graph_batch_sizes names none" in said(made)
+    with pytest.raises(PlanError, match=r"asked compute, but only captured steps .* names none; use fetch, or auto$"):
+        wide(running, graph_batch_sizes=[33, 64], host_experts="compute")
+    assert plan(graph_batch_sizes=[64]).computes_experts  # of 2
+
+
+def test_rates_that_nobody_measured_are_said_to_be_assumed() -> None:
+    assert "assumed" not in said(plan())
+    deployment, machine = make()
+    rates = {name: rate for name, rate in (machine.rates or {}).items() if name != "host_stream_gb_s"}
+    architecture = find_architecture(deployment.model)[0]
+    made = plan_engine(deployment, architecture, machine.model_copy(update={"rates": rates}))
+    assert said(made).endswith("; the host's assumed, `tandem doctor --measure` measures)")
+    made = plan_engine(deployment, architecture, machine.model_copy(update={"rates": None}))
+    assert said(made).endswith("; the host's and the link's assumed, `tandem doctor --measure` measures)")
+
+
+def test_what_asks_for_experts_are_written_in_and_computed_in_is_planned() -> None:
+    (item,) = [one for one in plan().items if one.name == "asks for experts"]
+    slot = new_expert_slot(2, 2048, 8, torch.device("cpu"))
+    found = [getattr(slot, one.name) for one in fields(slot)]
+    products = 2 * 8 * (768 + 2048) * 4
+    assert item.bytes == sum(one.nbytes for one in found if isinstance(one, torch.Tensor)) + products
+    assert item.place == "host"
+    running = {"scheduler": {"max_running": 64, "max_context_tokens": 4096}}
+    (wider,) = [one for one in wide(running).items if one.name == "asks for experts"]
+    assert wider.bytes == 16 * item.bytes - 15 * slot.answered.nbytes  # of 32 rows
+    assert not [one for one in plan(host_experts="fetch").items if one.name == "asks for experts"]
 
 
 def slots(made: MemoryPlan) -> int:
