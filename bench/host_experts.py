@@ -97,6 +97,12 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     rates, stream_gb_s = measure_floor_rates(step_bytes, count_physical_cores(), device)
     reason = why_not_computed(shape) if "compute" in benchmark.ways else None
     require(reason is None, f"{reason}; leave compute out of --ways")
+    most = max(benchmark.batches)
+    require(
+        "compute" not in benchmark.ways or most <= MOST_COMPUTED_ROWS,
+        f"the CPU computes steps of up to {MOST_COMPUTED_ROWS} rows, asked {most}; lower --batch, or leave compute out "
+        "of --ways",
+    )
     if "compute" in benchmark.ways and "host_stream_gb_s" not in rates:
         rates = rates | measure_host_rates(benchmark.num_threads)
     if device.type == "cuda":
@@ -190,6 +196,12 @@ def _count(runner: Runner, way: Way) -> int:
     return counts.fetched if way == "fetch" else counts.computed
 
 
+def _computed(runner: Runner) -> tuple[int, float]:
+    """Bytes of experts that the CPU read, and the seconds from asks to answers in which it did, since it was made."""
+    counts = runner.computed_counts()
+    return sum(one.bytes_read for one in counts), sum(one.compute_s for one in counts)
+
+
 @dataclass(frozen=True, slots=True)
 class _Bench:
     benchmark: HostExpertsBenchmark
@@ -227,7 +239,7 @@ class _Bench:
     def _decode_row(self, runner: Runner, batch: int, way: Way) -> Row:
         prompts = draw_prompts(batch, PROMPT_TOKENS, self.shape.vocab_size)
         decode(runner, prompts, WARMUP_STEPS)
-        before = _count(runner, way)
+        before, computed_before = _count(runner, way), _computed(runner)
         decoded = decode(runner, prompts, self.benchmark.steps)
         num_layers = sum(spec.experts is not None for spec in self.shape.layers)
         one_bytes = self.shares.host_bytes / (num_layers * self.shares.on_host)
@@ -235,23 +247,22 @@ class _Bench:
         moved, read = per_step * one_bytes, step_weight_bytes(self.shape, self.plan.dtype_bytes, True, batch)
         read -= self.shares.fetched_bytes(batch) if way == "compute" else 0  # which the card does not read
         gb_s = self.link_gb_s if way == "fetch" else self.rates["host_stream_gb_s"]
-        floor_ms = moved / gb_s / 1e6 + read / self.stream_gb_s / 1e6
+        near = self.shares.near_bytes(batch) if way == "compute" else 0  # which the card reads meanwhile
+        floor_ms = read / self.stream_gb_s / 1e6 + max(moved / gb_s - near / self.stream_gb_s, 0.0) / 1e6
         where = "over the link" if way == "fetch" else f"on {self.benchmark.num_threads} threads of the CPU"
         floor = (
             f"{moved / 1e9:.3f} GB of {per_step:.0f} experts {where} at {gb_s:.1f} GB/s, {read / 1e9:.3f} of weights "
-            f"over {self.stream_gb_s:.0f}"
+            f"over {self.stream_gb_s:.0f}" + (f", {near / 1e9:.3f} of them meanwhile" if near else "")
         )
         announce(self.console, f"decode step, {way}, batch {batch}", floor, floor_ms)
         extras = {"moved_bytes": moved, "expected_bytes": self.shares.fetched_bytes(batch)}
         if way == "compute":
-            extras["compute_gb_s"] = self._compute_gb_s(runner)
+            num_bytes, seconds = (
+                after - earlier for after, earlier in zip(_computed(runner), computed_before, strict=True)
+            )
+            extras["compute_gb_s"] = num_bytes / max(seconds, 1e-9) / 1e9
         return self._row(f"decode step, {way}", f"batch {batch}", decoded.step_ms[WARMUP_STEPS:], floor, floor_ms,
                          extras)  # fmt: skip
-
-    def _compute_gb_s(self, runner: Runner) -> float:
-        """At which experts were read while they were computed, since the runner was made; from an ask to its answer."""
-        (counts,) = runner.computed_counts()
-        return counts.bytes_read / max(counts.compute_s, 1e-9) / 1e9
 
     def _prefill_row(self, runner: Runner, length: int) -> Row:
         products = 2.0 * length * self.shape.num_layers * self.shape.num_layer_weights

@@ -62,7 +62,8 @@ class LongFloors:
         if fetched_bytes:
             computes = self.step.computes(batch)
             gb_s = self.rates["host_stream_gb_s" if computes else "host_to_device_gb_s"]
-            ms += fetched_bytes / gb_s / 1e6
+            beside_ms = self.step.beside(batch) / self.stream_gb_s / 1e6  # counted with the weights
+            ms += max(fetched_bytes / gb_s / 1e6 - beside_ms, 0.0)
             text += (
                 f", {fetched_bytes / 1e9:.3f} of experts {'on the CPU' if computes else 'over the link'} at {gb_s:.0f}"
             )

@@ -39,6 +39,11 @@ class StepBytes:
         """
         return find_expert_shares(self.architecture, self.plan).fetched_bytes(num_rows)
 
+    def beside(self, num_rows: int) -> float:
+        """Of `weights`, the experts that the device reads while the CPU computes those in host memory."""
+        shares = find_expert_shares(self.architecture, self.plan)
+        return shares.near_bytes(num_rows) if self.computes(num_rows) else 0.0
+
     @property
     def layer_token(self) -> int:
         """A token's keys and values in one layer, on the device."""

@@ -11,8 +11,11 @@ from bench import host_experts
 from bench.host_experts import HostExpertsBenchmark, host_expert_rows, parse_ways
 from bench.rows import GateError
 from cpu.experts import HostExperts
+from gpu.memory.expert_shares import ExpertShares
+from gpu.model.architecture import named_shape
 from gpu.model.host_experts import HostExperts as StoredExperts
 from gpu.model.host_experts import Slots
+from gpu.model.matrix_formats import step_weight_bytes
 from transfer.tier import Answered
 
 CPU = torch.device("cpu")
@@ -38,6 +41,12 @@ def test_steps_and_prompts_stand_beside_what_they_fetched() -> None:
     assert [row.name for row in computed] == ["decode step, compute, experts in host memory"] * 2
     assert "on 2 threads of the CPU at 20.0 GB/s" in computed[0].floor
     assert computed[1].extras["compute_gb_s"] > 0
+    shape = named_shape(TINY.shape)
+    shares, read = ExpertShares(shape, 2, TINY.on_card or 0), step_weight_bytes(shape, 2, True, 1)
+    here = read - shares.fetched_bytes(1) - shares.near_bytes(1)  # experts on the card are read while the CPU computes
+    assert computed[0].floor_ms == pytest.approx(computed[0].extras["moved_bytes"] / 20e6 + here / 100e6)
+    assert one.floor_ms == pytest.approx(one.extras["moved_bytes"] / 10e6 + read / 100e6)
+    assert shares.near_bytes(1) == pytest.approx(3 * 4 * 5 / 16 * expert_bytes)
     assert one.extras["expected_bytes"] == pytest.approx(3 * 4 * 11 / 16 * expert_bytes)
     assert prompt.floor_ms == pytest.approx(max(3 * 11 * expert_bytes / 10e6, prompt.extras["products_ms"]))
 
@@ -79,3 +88,5 @@ def test_ways_are_named() -> None:
         parse_ways("fetch,stay")
     with pytest.raises(GateError, match="plain experts, and these are int4; leave compute out of --ways"):
         host_expert_rows(replace(TINY, weights="int4"), CPU, Console(quiet=True))
+    with pytest.raises(GateError, match=r"up to 32 rows, asked 33; lower --batch, or leave compute out of --ways"):
+        host_expert_rows(replace(TINY, batches=(1, 33)), CPU, Console(quiet=True))

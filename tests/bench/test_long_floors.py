@@ -11,7 +11,8 @@ from gpu.profiles import resolve_profiles
 from scheduler.capacity import host_capacity
 from scheduler.memory import find_tier_shape, plan_engine
 from server.config import Deployment
-from transfer.machine import probe_machine
+from server.plan import find_architecture
+from transfer.machine import load_machine, probe_machine
 
 RATES = {
     "host_stream_gb_s": 10.0,
@@ -100,3 +101,26 @@ def test_attention_is_counted_causally_and_over_the_prefix(tiny):
     assert turn.ms == pytest.approx((100 * weights + logits + attention) / 1e9)
     both = floors.prefill(sampled, 300).ms + turn.ms
     assert floors.prefill(sampled, 400).ms == pytest.approx(both - logits / 1e9)
+
+
+def test_experts_that_the_cpu_computes_and_those_on_the_device_are_read_side_by_side():
+    machine = load_machine(Path("deploy/machines/rtx4090.json"))
+    deployment = Deployment.model_validate({
+        "model": {"random_weights": "qwen3-30b-a3b"},
+        "gpu": {"device": "cuda", "memory_limit_gib": 23, "experts_gib": 12, "host_experts": "compute"},
+        "host": {"memory_limit_gib": 4}, "scheduler": {"max_running": 2, "max_context_tokens": 4096},
+    })  # fmt: skip
+    architecture = find_architecture(deployment.model)[0]
+    plan = plan_engine(deployment, architecture, machine)
+    shape, profile = find_tier_shape(deployment, architecture, plan), resolve_profiles({}, deployment.host)["exact"]
+
+    def floor(host_gb_s, device_gb_s):
+        rates = RATES | {"host_stream_gb_s": host_gb_s}
+        return LongFloors(architecture, plan, shape, host_capacity(plan, shape), rates, device_gb_s)
+
+    step = floor(1.0, 1.0).step
+    read = step.weights(1) + step.device_kv(1000, 0)
+    slow = floor(10.0, 1000.0).decode(profile, 1000, 1, None)
+    assert slow.ms == pytest.approx((read - step.beside(1)) / 1e9 + step.fetched(1) / 1e7)
+    assert floor(1e9, 1000.0).decode(profile, 1000, 1, None).ms == pytest.approx(read / 1e9)
+    assert "of experts on the CPU at 10" in slow.text

@@ -1,6 +1,7 @@
 """What a step moves, by hand: rows in codes with their scales, windows as far as they see, layers that are down."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from transfer.machine import load_machine
 MACHINE = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "a100-80g.json")
 
 
-def step_of(shape: str, *, host: bool = False, **gpu: str) -> StepBytes:
+def step_of(shape: str, *, host: bool = False, **gpu: Any) -> StepBytes:
     tree = {"model": {"random_weights": shape, "weights": gpu.pop("weights", None)}, "gpu": gpu}
     tree |= {"host": {"rows": "int8"}} if host else {}
     plan = resolve_plan(Deployment.model_validate(tree), MACHINE)
@@ -63,3 +64,14 @@ def test_of_experts_a_step_reads_those_that_its_rows_take() -> None:
     few_bits = 48 * (attention - 2 * 2048 - 2 * 128 + 8 * expert) // 128 * group_bytes
     plain = 2 * (48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048)
     assert packed.weights(1) == few_bits + plain + 151_936 * 2048 // 128 * (128 + 2)
+
+
+def test_experts_on_the_card_are_read_beside_those_that_the_cpu_computes() -> None:
+    fetched, computed = (
+        step_of("qwen3-30b-a3b", memory_limit_gib=23, experts_gib=12, host_experts=way) for way in ("fetch", "compute")
+    )
+    expert, on_card = 2 * 3 * 2048 * 768, 12 * 2**30 // (48 * 2 * 3 * 2048 * 768)
+    assert fetched.beside(1) == 0
+    assert computed.beside(1) == pytest.approx(48 * 8 * on_card / 128 * expert)
+    assert computed.beside(1) + computed.fetched(1) == pytest.approx(48 * 8 * expert)
+    assert computed.beside(33) == 0  # whose experts are fetched
