@@ -54,6 +54,7 @@ class StagedExperts:
         self.num_listed = torch.zeros(1, dtype=torch.int64, device=device)
         """On the device: what was fetched one by one since the start, also by steps that are replayed."""
         self._told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._most_told = 0
         self.num_copied = 0
         """Experts of layers that were copied whole."""
 
@@ -64,7 +65,8 @@ class StagedExperts:
     @property
     def num_fetched(self) -> int:
         """As `num_listed`, up to the last step that is over; waits for nothing."""
-        return int(self._told)
+        self._most_told = max(self._most_told, int(self._told))  # a lane may tell less, behind one that told more
+        return self._most_told
 
     def end_step(self) -> None:
         """What the step launched last fetches is told once it is over."""

@@ -104,6 +104,15 @@ def make_staged(count: int) -> tuple[StagedExperts, list[HostExperts]]:
     return StagedExperts(layers, [ON_CARD] * count, torch.device("cpu")), layers
 
 
+def test_what_was_fetched_is_never_told_to_be_less_than_before() -> None:
+    """Lanes tell by themselves, and the one that counted first may tell last."""
+    staged, _ = make_staged(1)
+    assert staged.num_fetched == 0
+    for told, known in ((7, 7), (5, 7), (9, 9)):
+        staged._told.fill_(told)
+        assert staged.num_fetched == known
+
+
 def numbers_of(copied: list[HostExperts], layers: list[HostExperts]) -> list[int]:
     return [next(number for number, one in enumerate(layers) if one is layer) for layer in copied]
 
