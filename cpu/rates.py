@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import psutil
 
-from transfer.simd.memory import load_int64, prefetch_near
+from transfer.simd.sums import sum_block
 from transfer.simd.threads import start_threads
 from transfer.simd.vectors import address_of
 
@@ -23,10 +23,11 @@ ROW_BYTES = 256  # one bf16 row of a head of 128: the unit in which sampled atte
 CACHE_MULTIPLE = 4
 _INT64_BYTES = 8
 _BLOCK = 32_768  # int64 in a piece of work: 256 KiB
-_ROW = 512  # int64 of a row that is read beside three others: 4 KiB
-_LINE_BYTES = 64
+_MATRIX_ROW_BYTES = 4096  # of a row that is read beside three others
 _AHEAD_BYTES = 16_384
 _REPEATS = 7
+
+_sum_four = sum_block(4)
 
 
 @numba.njit(parallel=True, nogil=True, cache=True)
@@ -68,18 +69,10 @@ def _sum_fetched_ahead(values: np.ndarray) -> int:
     """
     total, first = 0, address_of(values)
     for block in numba.prange(len(values) // _BLOCK):
-        a = b = c = d = 0
-        for group in range(_BLOCK // (4 * _ROW)):
-            rows = first + _INT64_BYTES * (block * _BLOCK + group * 4 * _ROW)
-            for line in range(rows, rows + _INT64_BYTES * _ROW, _LINE_BYTES):
-                for row in range(4):
-                    prefetch_near(line + row * _INT64_BYTES * _ROW + _AHEAD_BYTES)
-                for word in range(line, line + _LINE_BYTES, _INT64_BYTES):
-                    a += load_int64(word)
-                    b += load_int64(word + _INT64_BYTES * _ROW)
-                    c += load_int64(word + 2 * _INT64_BYTES * _ROW)
-                    d += load_int64(word + 3 * _INT64_BYTES * _ROW)
-        total += a + b + c + d
+        part, begin = 0, first + _INT64_BYTES * _BLOCK * block
+        for rows in range(begin, begin + _INT64_BYTES * _BLOCK, 4 * _MATRIX_ROW_BYTES):
+            part += _sum_four(rows, _MATRIX_ROW_BYTES, _AHEAD_BYTES)
+        total += part
     return total
 
 
