@@ -123,6 +123,30 @@ def test_a_rows_sum_is_the_same_in_every_batch_and_on_any_number_of_threads(rows
     assert torch.equal(slot.out[0], sums[0][last])
 
 
+def test_two_lanes_that_compute_side_by_side_do_not_mix() -> None:
+    """Each has a worker, and both share the layers and numba's threads."""
+    layer, sums = draw_layer(0, torch.bfloat16), {}
+
+    def run(lane: int, name: str) -> None:
+        worker, slot = HostExperts([layer], 4, PER_TOKEN, 2), new_expert_slot(4, HIDDEN, PER_TOKEN, CPU)
+        draw, sums[lane, name] = np.random.default_rng(lane), []
+        for ask in range(50):
+            fill(slot, ask + 100 * lane, np.array([draw.permutation(COUNT)[:PER_TOKEN] for _ in range(4)]))
+            answer(worker, slot, 0, 4)
+            sums[lane, name].append(slot.out.clone())
+
+    for lane in (0, 1):
+        run(lane, "alone")
+    threads = [threading.Thread(target=run, args=(lane, "beside")) for lane in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10 * PATIENCE_S)
+    for lane in (0, 1):
+        assert len(sums[lane, "beside"]) == 50
+        assert torch.equal(torch.stack(sums[lane, "beside"]), torch.stack(sums[lane, "alone"]))
+
+
 def test_widths_of_a_real_model_and_blocks_that_do_not_divide_them() -> None:
     """Claims of whole blocks: rows of 2,048 and 768, and 4 rows a claim that ends in the middle of an expert."""
     for hidden, width in ((2048, 768), (32, 32), (4096, 96)):
