@@ -57,6 +57,11 @@ class Awaited:
     slots: Sequence[int]
 
 
+def is_decoded(awaited: Sequence[Awaited], decode: Timer | None) -> bool:
+    """Whether a step's rows are computed, drawn or not; decode: of them, None: there are none."""
+    return all(one.answers.is_over for one in awaited) and (decode is None or decode.is_over)
+
+
 @dataclass(eq=False, slots=True)
 class InFlight:
     """lane: that it goes in; finished_jobs, decoded: whose rows are drawn, perhaps later; released: slots that their

@@ -62,7 +62,8 @@ class _Use:
 
 class StepBuffers:
     """Steps in which some row asks have one set of buffers, and one exchange; those in which none does have another. A
-    step writes its rows there before anything else of it runs, so no two of a kind may be under way in two lanes.
+    step writes its rows there before anything else of it runs, so no two of a kind may be under way in two lanes. What
+    is over is forgotten, or rows of one kind alone would keep the last step of the other, and all behind it.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,8 @@ class StepBuffers:
             assert is_free, f"lanes: rows that {kind} in lane {plan.lane.value}, beside such rows in the other lane"
 
     def note(self, plan: StepPlan, is_over: Callable[[], bool]) -> None:
-        """It is launched."""
+        """It is launched. is_over: whether its rows are computed."""
+        self._uses = {asks: use for asks, use in self._uses.items() if not use.is_over()}
         for use in self._uses.values() if plan.is_fenced else ():
             use.lanes.add(plan.lane)
         self._uses |= {asks: _Use(is_over, {plan.lane}) for asks in _kinds(plan)}

@@ -8,6 +8,7 @@ device or the host left unanswered, gets token -1 and disturbs no other.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -21,7 +22,7 @@ from gpu.host.deposit import Depositor
 from gpu.host.expert_exchange import ExpertExchange
 from gpu.host.offload import Offload
 from gpu.host.slot_exchange import SlotExchange
-from gpu.in_flight import Awaited, InFlight, Timer
+from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.kernels.kv_rows import stored_dtype
 from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.layout import KvFormat
@@ -361,7 +362,7 @@ class Runner:
         if self._last is not None:
             self._last.behind = step
         self._last = step
-        self._buffers.note(plan, lambda: step.is_over)
+        self._buffers.note(plan, partial(is_decoded, awaited, decode))
         return step
 
     def _draw(self, drawing: Drawing, masks: Masks = NO_MASKS) -> None:

@@ -1,14 +1,17 @@
 """Steps in two lanes: side by side on a device, each with the logits that it has alone, and a fence holds one back."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from gpu.in_flight import InFlight
+from gpu.decode.answering import Answers
+from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.lanes import LaneStreams, StepBuffers
 from gpu.prefill.dense import Dense
 from gpu.prefill.query import Attended, PrefillQuery
@@ -65,6 +68,40 @@ def test_a_lane_has_steps_buffers_behind_those_who_had_them_last() -> None:
         buffers.check(StepPlan(Lane.DEVICE, decode=group(False)))
     over[5] = True
     buffers.check(StepPlan(Lane.DEVICE, decode=group(False)))
+
+
+def test_a_step_that_is_over_keeps_none_of_those_behind_it() -> None:
+    """Rows that ask may come once a day, and each step knows the next one."""
+    twins = Twins()
+    twins.prefill([PROMPTS[0], SHORT])
+    for slot in range(2):
+        check_steps(twins, [slot], 1)
+    keep_on_the_device(twins.deposits)
+    assert not launch_next(twins, [0]).collect().failures
+    before = count_steps()
+    for _ in range(6):
+        assert not launch_next(twins, [1]).collect().failures
+    assert count_steps() <= before
+    assert list(twins.deposits._buffers._uses) == [False]
+
+
+def count_steps() -> int:
+    gc.collect()
+    return sum(type(one) is InFlight for one in gc.get_objects())
+
+
+def test_rows_are_computed_where_their_answers_are_in_and_the_device_has_passed_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether they are drawn or not."""
+    answers = Answers(MagicMock(), [])
+    awaited, decode = [Awaited(answers, [0])], Timer(torch.device("cpu"))
+    assert not is_decoded(awaited, decode)
+    answers.end(None)
+    assert is_decoded(awaited, decode)
+    assert is_decoded([], None)
+    monkeypatch.setattr(Timer, "is_over", False)
+    assert not is_decoded(awaited, decode)
 
 
 def until(condition: Callable[[], bool]) -> bool:
@@ -157,11 +194,12 @@ def test_steps_with_the_same_buffers_are_not_launched_side_by_side(
             for lane in Lane:
                 launch_next(twins, slots, lane=lane).collect()
     may_answer = held_back(twins) if device == "cuda" else Event()
+    if device == "cpu":
+        monkeypatch.setattr(Timer, "is_over", False)
     steps = [launch_next(twins, [0], lane=Lane.HOST)]
     assert tokens_of(launch_next(twins, [2], lane=Lane.DEVICE))[0] == {}
     beside = {"rows that ask in lane device": (Lane.DEVICE, 1)}
     if device == "cpu":  # on CUDA the second one is over, and told of
-        monkeypatch.setattr(InFlight, "is_over", False)
         beside["rows that ask nothing in lane host"] = Lane.HOST, 3
     for words, (lane, slot) in beside.items():
         with pytest.raises(AssertionError, match=words):

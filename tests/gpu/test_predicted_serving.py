@@ -4,6 +4,7 @@ The twin that deposits serves rows with rings; the other one is exact. Where eve
 what is not, nothing may be missing; where some are dropped, the rest is what a softmax without them gives.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.config import Composition
 from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.choosing import pack_bits
-from gpu.methods.predicted.device import Predicted
+from gpu.methods.predicted.device import NEVER, Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
 from gpu.profiles import Part, resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
@@ -364,3 +366,68 @@ def test_on_the_device_a_ring_takes_no_more_than_is_planned(settings: dict[str, 
     rows = method.rings.num_rows(twins.part.settings, shape) * shape.dim * 4
     assert num_bytes == method.slot_bytes(twins.part.settings, shape) + rows
     assert shape.dim == DIM
+
+
+class _MeanwhileMode(TorchDispatchMode):
+    """Has something happen behind the `nth` operation, as another stream of the device would."""
+
+    def __init__(self, nth: int, happens: Callable[[], object]) -> None:
+        super().__init__()
+        self.left, self.happens = nth, happens
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.left -= 1
+        if self.left == 0:
+            self.happens()
+        return result
+
+
+def test_a_ring_that_is_assigned_while_others_choose_is_known_as_new() -> None:
+    """In the other lane: whenever it comes between the operations of a choice, sums of who had the ring are not his."""
+    side = PredictedTwins(NARROW, ringed=(0, 1)).side
+    cells, limits = torch.tensor([90, -1, -1]), torch.tensor([3, 0, 0])
+    left = nth = 0
+    while left <= 0:
+        nth += 1
+        side._last_cells[:2] = torch.tensor([89, 41])
+        with _MeanwhileMode(nth, lambda: side._last_cells[1].fill_(NEVER)) as mode:
+            side._choice(cells, limits)
+        left = mode.left
+        if left <= 0:
+            assert side._last_cells[:2].tolist() == [90, NEVER], f"behind operation {nth}"
+    assert nth > 10
+
+
+def test_sums_are_kept_where_they_see_what_they_saw_in_the_step_before() -> None:
+    """A block's score sees two blocks on either side, of those that its head has. Three rings: one goes on, one leaves
+    out steps of the batch, and one is assigned anew, asks nothing for a step, and steps again from where it was.
+    """
+    side = PredictedTwins(NARROW, ringed=(0, 1, 2)).side
+    steps = {0: list(range(40, 200)), 1: [cell for cell in range(70, 150) for _ in range(2)], 2: []}
+    steps[2] = [*range(60, 90), *range(91, 120), 119, *range(300, 390)]
+    last: dict[int, tuple[int, int]] = {}
+    num_kept = num_grown = 0
+    for number in range(160):
+        cells = [own[number] if number < len(own) else -1 for own in steps.values()]
+        cells[1] = cells[1] if number % 2 else -1  # in every other step
+        if number == 70:
+            side.assign(RingWrite(2, "", 2, False, None))
+            last.pop(2, None)
+        choice = side._choice(torch.tensor(cells), torch.full((3,), 99))
+        for ring, cell in enumerate(cells):
+            place = ring * NUM_KV_HEADS
+            width, got = int(choice.widths[place]), int(choice.stale[place])
+            assert bool(choice.is_in[place]) == (cell >= 0)
+            if cell < 0:
+                assert width == 0
+                continue
+            before, old = last.get(ring, (NEVER, 0))
+            goes_on = before == cell - 1
+            stale = [at for at in range(width) if not goes_on or min(at + 3, old) != min(at + 3, width)]
+            assert min(got, width) == min([*stale, width]), f"ring {ring}, cell {cell}"
+            num_kept += got > 0
+            num_grown += goes_on and old != width and got > 0
+            last[ring] = cell, width
+    assert num_kept > 250
+    assert num_grown > 10

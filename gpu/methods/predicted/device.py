@@ -117,7 +117,8 @@ class Predicted(RingSide):
         self._held: dict[int, int] = {}  # by slot, in the order of plans
         self._is_sampled = False  # one part of a profile has one way of reading; on the device:
         self._samples = torch.zeros(1, dtype=torch.bool, device=device)
-        self._last_cells = torch.full((num_rings,), NEVER, dtype=torch.int64, device=device)
+        self._num_rings = num_rings
+        self._last_cells = torch.full((num_rings + 1,), NEVER, dtype=torch.int64, device=device)  # and of who has none
         self._chosen: dict[int, tuple[int, int]] = {}  # by ring: the cell behind which blocks were chosen, of how many
         self._known_places: dict[int, np.ndarray] = {}
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
@@ -297,7 +298,7 @@ class Predicted(RingSide):
         wanted = ((rings < 0) | self._samples).to(torch.uint8)[:, None].expand(-1, heads).contiguous()
         if not asks:
             return _Rows(rings, wanted, None)
-        num_rings = len(self._last_cells)
+        num_rings = self._num_rings
         to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
         cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
         cells.index_copy_(0, to, rows.cells)
@@ -306,11 +307,15 @@ class Predicted(RingSide):
         return _Rows(rings, wanted, self._choice(cells[:num_rings], limits[:num_rings]))
 
     def _choice(self, cells: Tensor, limits: Tensor) -> _Choice:
-        """For the step behind each ring's cell, -1: none; limits: blocks that are in host memory alone. int64."""
+        """For the step behind each ring's cell, -1: none; limits: blocks that are in host memory alone. int64.
+
+        Other rings' last cells are not written, for one may be assigned meanwhile, in the other lane.
+        """
         rows, blocks = self.blocks.history.shape[2:]
         is_in = cells >= 0
-        is_whole = self._last_cells != cells - 1
-        self._last_cells.copy_(torch.where(is_in, cells, self._last_cells))
+        is_whole = self._last_cells[:-1] != cells - 1
+        to = torch.where(is_in, torch.arange(self._num_rings, device=cells.device), self._num_rings)
+        self._last_cells.index_copy_(0, to, cells)
         before, widths = ((cells + more - self.settings.local_tokens) // BLOCK_TOKENS for more in (1, 2))
         kept = widths - self._first_block - torch.where(before == widths, 0, EDGE_BLOCKS)
         stale = torch.where(is_whole, 0, kept.clamp(0, blocks))
@@ -350,7 +355,7 @@ class Predicted(RingSide):
 
     def _choose_now(self, behind: dict[int, tuple[int, int]]) -> None:
         """Before a step: by ring, the cell that was the last one, and how many blocks are in host memory alone."""
-        numbers = np.zeros((2, len(self._last_cells)), np.int64)
+        numbers = np.zeros((2, self._num_rings), np.int64)
         numbers[0] = -1
         for ring, own in behind.items():
             numbers[:, ring] = own
