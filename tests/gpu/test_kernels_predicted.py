@@ -157,7 +157,7 @@ def scores_of(wanted: np.ndarray, blocks: int, device: str) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("slots", "blocks"), [(1, 40), (96, 3000), (256, 3000), (64, 50)])
+@pytest.mark.parametrize(("slots", "blocks"), [(1, 40), (96, 3000), (256, 3000), (64, 50), (40, 20_000)])
 def test_the_best_are_chosen_as_the_reference_chooses_them(device: str, slots: int, blocks: int) -> None:
     """Of scores with many alike, of both signs, with limits within, and some that are never chosen, in turn."""
     draw = np.random.default_rng(slots)
