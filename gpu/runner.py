@@ -425,9 +425,10 @@ class Runner:
         timer.mark(0)
         decoded, awaited = [], []
         for group in groups:
+            asks = any(ask is not None for ask in group.asks or ())
             while (going_on := without_slots(group, self._failures)).slots:
                 try:
-                    launched = self._decode(going_on, lane)
+                    launched = self._decode(going_on, lane, asks)
                 except ContextLostError as error:  # before anything is launched: the others begin without it
                     self._failures |= _rows_of(going_on, error)
                     continue
@@ -442,11 +443,14 @@ class Runner:
         timer.mark(1)
         return decoded, awaited, timer
 
-    def _decode(self, group: DecodeGroup, lane: Lane) -> Launched:
-        """Raises ContextLostError, and ExchangeError where an eager step's device asks nothing."""
+    def _decode(self, group: DecodeGroup, lane: Lane, asks: bool) -> Launched:
+        """asks: some row of the plan's did, also one that has failed since: it is what the other lane's step goes by.
+
+        Raises ContextLostError, and ExchangeError where an eager step's device asks nothing.
+        """
         cells = group.positions if group.cells is None else group.cells
         reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
-        batch = Batch(group.slots, group.positions, cells, _asks_of(group), reuses)
+        batch = Batch(group.slots, group.positions, cells, _asks_of(group), reuses, asks_host=asks)
         if group.runs is not None:
             batch = self._with_runs(batch, group.runs, lane)
         launched = self.decode_steps.run(batch)
@@ -470,6 +474,7 @@ class Runner:
             [batch.asks[row] for row, _ in spread],
             batch.reuses,
             [next(places) if step else batch.slots[row] for row, step in spread],
+            batch.asks_host,
         )
 
 

@@ -76,7 +76,7 @@ class Asking:
 class Batch:
     """The rows of a step, one token each. asks: what a row asks the host for, or None; reuses: whether some row holds a
     ring. token_slots: where input tokens stand in `last_tokens`; None: at the row's slot. Rows of one slot are in the
-    order of their positions.
+    order of their positions. asks_host: it has the buffers of rows that ask, whether one is left of these or not.
     """
 
     slots: Sequence[int]
@@ -85,10 +85,14 @@ class Batch:
     asks: Sequence[HostAsk | None]
     reuses: bool = False
     token_slots: Sequence[int] | None = None
+    asks_host: bool = False
 
     def __getitem__(self, rows: slice) -> "Batch":
         places = None if self.token_slots is None else self.token_slots[rows]
-        return Batch(self.slots[rows], self.positions[rows], self.cells[rows], self.asks[rows], self.reuses, places)
+        return Batch(
+            self.slots[rows], self.positions[rows], self.cells[rows], self.asks[rows], self.reuses, places,
+            self.asks_host,
+        )  # fmt: skip
 
     @property
     def places(self) -> Sequence[int]:
@@ -147,7 +151,7 @@ class DecodeSteps:
         return launched
 
     def _launch(self, batch: Batch) -> Launched:
-        if any(ask is not None for ask in batch.asks):
+        if batch.asks_host or any(ask is not None for ask in batch.asks):
             return self._run_asking(batch)
         if self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)

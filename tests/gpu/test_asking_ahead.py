@@ -159,6 +159,31 @@ def test_a_lost_context_fails_its_own_rows_whoever_is_in_flight(monkeypatch: pyt
     check_steps(twins, [0, 2], 3)
 
 
+def test_rows_that_are_left_of_a_step_that_asks_keep_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the one that asked fails now or has failed: its plan was beside a step in the others' buffers."""
+    twins = captured_twins(monkeypatch)
+    twins.prefill([PROMPTS[0], SHORT])
+    check_steps(twins, [0, 1], 1)
+    attention, seen = twins.tier.attention, []
+
+    def lose(asks: list) -> object:
+        seen.append([ask.context_id for ask in asks])
+        if any(ask.context_id is not None for ask in asks):
+            raise ContextLostError(100, "rows cannot come")
+        return attention(asks)
+
+    monkeypatch.setattr(twins.tier, "attention", lose)
+    for step in [launch_next(twins, [0, 1]) for _ in range(2)]:
+        failures, tokens = tokens_of(step)
+        assert failures == {0: "rows cannot come"}
+        assert tokens[1] >= 0
+    assert seen == [[100, None], [None], [None]]
+    twins.sequences[1].num_tokens -= 2
+    check_steps(twins, [1], 3)
+    assert len(seen) == 3
+    twins.deposits.shutdown()
+
+
 def test_rows_that_ask_nothing_go_on_where_the_thread_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = captured_twins(monkeypatch)
     twins.prefill([PROMPTS[0], SHORT])
