@@ -5,11 +5,14 @@ Loading a model sets torch's threads for a whole process: a test among several p
 that wait do not spin, since two that spun beside another process took fifteen times one's time.
 httpx reads all authorities' certificates anew for each client and each `httpx.get`, 30 to 80 ms of CPU time: nothing in
 the tests speaks TLS, so here, and in the processes that tests start, there are none to read.
+A test that fails has no timeout from there on (pytest-timeout lets a debugger in): its teardown has one of its own.
 What hypothesis draws is the same in every run where CI is set, and elsewhere follows a seed that the run's end names.
 """
 
+import faulthandler
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
 SEED_VARIABLE = "TANDEM_TEST_SEED"
+_stderr = 2
 
 settings.register_profile("ci", derandomize=True, print_blob=True)
 settings.register_profile("random", print_blob=True)
@@ -24,6 +28,8 @@ settings.register_profile("random", print_blob=True)
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis looks for its options
 def pytest_configure(config: pytest.Config) -> None:
+    global _stderr
+    _stderr = os.dup(2)  # not captured yet: what is captured goes with a process that is ended
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = os.devnull
     is_ci = bool(os.environ.get("CI"))
@@ -45,6 +51,15 @@ def _torch_begins_with_one_thread() -> None:
 
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    faulthandler.dump_traceback_later(float(item.config.getini("timeout") or 0) or 300, exit=True, file=_stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

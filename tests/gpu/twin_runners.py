@@ -116,8 +116,8 @@ def round_what_is_written(runner: Runner, stored: torch.dtype) -> None:
     decoder, write = runner._prefill.decoder, runner._prefill.decoder._write
     runner.decode_steps._compiled = None  # which writes rows by itself
 
-    def write_rounded(index, qkv, positions, cells, slots, pages, num_heads):  # type: ignore[no-untyped-def]
-        query = write(index, qkv, positions, cells, slots, pages, num_heads)
+    def write_rounded(index, qkv, positions, cells, slots, pages, *heads):  # type: ignore[no-untyped-def]
+        query = write(index, qkv, positions, cells, slots, pages, *heads)
         pool, token = runner.pool, slots >= 0
         page_ids = pool.table_of(index)[slots[token].long(), cells[token] // pool.page_tokens].long()
         for held in (pool.key_pages[index], pool.value_pages[index]):
