@@ -4,10 +4,11 @@ AttentionPredictor, section 4.2. It refuses to know layers, requests and who rea
 head depend on its own history and width alone.
 
 A program takes one head's tile of blocks through the rows of its window. An activation row of the first convolution
-serves the three output rows that it touches, so it is computed once a row (three times for its neighbours' columns),
-as a product [blocks, 16] x [16, 16] whose tenth input is 1, for the bias; the second convolution is nine products
-[blocks, 16] x [16, 32]. Nothing but scores is written: H bytes (uint8) or 2H (bf16) are read a block, for
-2 * (144 + 4,608) * H operations, 3.6 TFLOP a token of an 8B model at 96K.
+serves the three output rows that it touches, so it is made once a row: at a block's own column and its neighbours', in
+one product [blocks, 16] x [16, 64], whose inputs are three rows of five columns and a 1 for the bias (a fourth quarter
+of its outputs is none). The second convolution is three products of that, [blocks, 64] x [64, 32], one an output row.
+Nothing but scores is written: H bytes (uint8) or 2H (bf16) are read a block, for 2 * (144 + 4,608) * H operations,
+3.6 TFLOP a token of an 8B model at 96K.
 
 What a step changes: the window moves by one row, and an output row depends on the five rows around it. So `interior`,
 the sum over output rows that see no edge of the window, gains one row and loses one, and the rows at the edges, two at
@@ -27,7 +28,9 @@ from gpu.kernels.arguments import check, runs_on_triton
 from gpu.predictor.history import SPARE_ROWS, STEPS_PER_OCTAVE, TOP_CODE, restore
 from gpu.predictor.network import CHANNELS, WIDE_CHANNELS, PredictorNetwork
 
-TAPS = 9
+SIDES = 3  # columns at which activations are made: the one before a block's own, its own, the next
+INPUTS = 3 * (SIDES + 2) + 1  # of the first convolution there: rows by columns, and 1
+SIDED_CHANNELS = 4 * CHANNELS  # of the three sides, to a power of two
 EDGE_ROWS = 2  # output rows at either end of a window that see its edge
 FEWEST_STEPS = 2 * EDGE_ROWS + 1
 EDGE_BLOCKS = 3  # last ones whose scores a block behind them changes, and that block
@@ -37,8 +40,9 @@ CODE_SCALE, CODE_TOP = tl.constexpr(1 / STEPS_PER_OCTAVE), tl.constexpr(TOP_CODE
 
 @dataclass(frozen=True, slots=True)
 class PackedNetwork:
-    """first: `[16, 16]`, nine taps, the bias and zeros by channels. second: `[9, 16, 32]`, taps by channels. Both
-    float32 or bf16, which is what products are made of. second_bias, last: float32 `[32]`; last_bias: float32 `[1]`.
+    """first: `[16, 64]`, taps of three rows and five columns, and the bias, by sides and their channels. second:
+    `[3, 64, 32]`, rows of taps, by sides and their channels. Both float32 or bf16, which is what products are made of,
+    with zeros where there is no tap. second_bias, last: float32 `[32]`; last_bias: float32 `[1]`.
     """
 
     first: Tensor
@@ -50,10 +54,14 @@ class PackedNetwork:
 
 def pack(network: PredictorNetwork, dtype: torch.dtype, device: torch.device) -> PackedNetwork:
     """The network's parameters as the kernel takes them."""
-    first = torch.zeros(CHANNELS, CHANNELS)
-    first[:TAPS] = network.conv1.weight.detach().flatten(1).t()
-    first[TAPS] = network.conv1.bias.detach()
-    second = network.conv2.weight.detach().flatten(2).permute(2, 1, 0).contiguous()  # [taps, 16, 32]
+    first = torch.zeros(INPUTS, SIDED_CHANNELS)
+    taps = first[:-1].view(3, SIDES + 2, SIDED_CHANNELS)
+    second = torch.zeros(3, SIDED_CHANNELS, WIDE_CHANNELS)
+    for side in range(SIDES):
+        own = slice(side * CHANNELS, (side + 1) * CHANNELS)
+        taps[:, side : side + 3, own] = network.conv1.weight.detach()[:, 0].permute(1, 2, 0)
+        first[-1, own] = network.conv1.bias.detach()
+        second[:, own] = network.conv2.weight.detach()[..., side].permute(2, 1, 0)
     narrow = [tensor.to(device, dtype) for tensor in (first, second)]
     wide = (network.conv2.bias, network.conv3.weight[0, :, 0], network.conv3.bias)
     return PackedNetwork(*narrow, *(tensor.detach().to(device, torch.float32).contiguous() for tensor in wide))
@@ -68,9 +76,11 @@ def predict_reference(
     rows = restore(history.gather(1, slots[..., None].long().expand(-1, -1, blocks)), dtype)
     is_inside = (torch.arange(blocks, device=history.device) < widths[:, None])[:, None, None]
     conv = torch.nn.functional.conv2d
-    kernel = network.first[:TAPS].to(dtype).t().reshape(CHANNELS, 1, 3, 3)
-    narrow = conv(rows[:, None] * is_inside, kernel, network.first[TAPS].to(dtype), padding=1).relu() * is_inside
-    kernel = network.second.to(dtype).permute(2, 1, 0).reshape(WIDE_CHANNELS, CHANNELS, 3, 3)
+    first = network.first[:, CHANNELS : 2 * CHANNELS].to(dtype)  # a block's own column
+    kernel = first[:-1].view(3, SIDES + 2, CHANNELS)[:, 1:-1].permute(2, 0, 1)[:, None]
+    narrow = conv(rows[:, None] * is_inside, kernel, first[-1], padding=1).relu() * is_inside
+    sides = network.second[:, : SIDES * CHANNELS].to(dtype).view(3, SIDES, CHANNELS, WIDE_CHANNELS)
+    kernel = sides.permute(3, 2, 0, 1)
     wide = conv(narrow, kernel, network.second_bias.to(dtype), padding=1).relu().mean(2)  # [heads, 32, blocks]
     scores = torch.einsum("hcb,c->hb", wide, network.last.to(dtype)) + network.last_bias.to(dtype)
     return scores.masked_fill(~is_inside[:, 0, 0], -torch.inf)
@@ -81,20 +91,22 @@ def _activate(
     history, row_stride, slots, oldest, row, low, high, column, width, first,
     CODED: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """The first convolution of one row at the columns, `[columns, 16]`; 0 outside the window and the head's blocks."""
+    """The first convolution of one row at the columns and those beside them, `[columns, 64]`; 0 outside the window and
+    the head's blocks."""
     tap = tl.arange(0, 16)
-    from_row, from_column = row + tap // 3 - 1, column[:, None] + (tap % 3 - 1)[None, :]
-    is_there = ((tap < 9) & (from_row >= low) & (from_row < high))[None, :]
+    from_row, from_column = row + tap // 5 - 1, column[:, None] + (tap % 5 - 2)[None, :]
+    is_there = ((tap < 15) & (from_row >= low) & (from_row < high))[None, :]
     is_there = is_there & (from_column >= 0) & (from_column < width)
     slot = (oldest + from_row + slots) % slots
     stored = tl.load(history + slot.to(tl.int64)[None, :] * row_stride + from_column, mask=is_there, other=0)
     value = stored.to(tl.float32)
     if CODED:
         value = tl.where(value > 0, tl.exp2((value - CODE_TOP) * CODE_SCALE), 0.0)
-    value = tl.where((tap == 9)[None, :], 1.0, value)
+    value = tl.where((tap == 15)[None, :], 1.0, value)
     narrow = tl.maximum(tl.dot(value.to(PRODUCT), first, input_precision="ieee"), 0.0)
-    is_valid = (column >= 0) & (column < width) & (row >= low) & (row < high)
-    return tl.where(is_valid[:, None], narrow, 0.0).to(PRODUCT)
+    at = column[:, None] + (tl.arange(0, 64) // 16 - 1)[None, :]
+    is_valid = (at >= 0) & (at < width) & (row >= low) & (row < high)
+    return tl.where(is_valid, narrow, 0.0).to(PRODUCT)
 
 
 @triton.jit
@@ -105,8 +117,8 @@ def _sum_rows(
 ):  # fmt: skip
     """What output rows [BEGIN, END) of the window [LOW, HIGH) add to the scores, summed: of rows outside and inside of
     [INNER_BEGIN, INNER_END), `[columns]` each."""
-    channel, wide = tl.arange(0, 16), tl.arange(0, 32)
-    tile = channel[:, None] * 32 + wide[None, :]
+    tile = second + tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    to_below, to_here, to_above = tl.load(tile), tl.load(tile + 2048), tl.load(tile + 4096)
     above = tl.zeros([BLOCKS, 32], tl.float32) + second_bias[None, :]  # of the output row before this one
     here = tl.zeros([BLOCKS, 32], tl.float32) + second_bias[None, :]
     outer = tl.zeros([BLOCKS], tl.float32)
@@ -114,14 +126,10 @@ def _sum_rows(
     FIRST: tl.constexpr = BEGIN - 1 if BEGIN > LOW else BEGIN
     STOP: tl.constexpr = END + 1 if END < HIGH else END
     for row in range(FIRST, STOP):
-        below = tl.zeros([BLOCKS, 32], tl.float32) + second_bias[None, :]
-        for side in tl.static_range(3):
-            narrow = _activate(
-                history, row_stride, slots, oldest, row, LOW, HIGH, column + side - 1, width, first, CODED, PRODUCT
-            )
-            below += tl.dot(narrow, tl.load(second + side * 512 + tile), input_precision="ieee")
-            here += tl.dot(narrow, tl.load(second + (3 + side) * 512 + tile), input_precision="ieee")
-            above += tl.dot(narrow, tl.load(second + (6 + side) * 512 + tile), input_precision="ieee")
+        narrow = _activate(history, row_stride, slots, oldest, row, LOW, HIGH, column, width, first, CODED, PRODUCT)
+        below = tl.dot(narrow, to_below, input_precision="ieee") + second_bias[None, :]
+        here = tl.dot(narrow, to_here, here, input_precision="ieee")
+        above = tl.dot(narrow, to_above, above, input_precision="ieee")
         adds = tl.sum(tl.maximum(above, 0.0) * last[None, :], 1)
         is_inner = (row > INNER_BEGIN) & (row <= INNER_END)  # the finished output row is row - 1
         inner += tl.where(is_inner, adds, 0.0)
@@ -151,8 +159,8 @@ def _predict_kernel(
         tl.store(to, float("-inf"), mask=column < blocks)
         return
     history += head * head_stride
-    channel, wide = tl.arange(0, 16), tl.arange(0, 32)
-    weights = tl.load(first + channel[:, None] * 16 + channel[None, :])
+    sided, wide = tl.arange(0, 64), tl.arange(0, 32)
+    weights = tl.load(first + tl.arange(0, 16)[:, None] * 64 + sided[None, :])
     bias, final = tl.load(second_bias + wide), tl.load(last + wide)
     kept = interior + head * interior_stride + column
     is_mine = column < width
@@ -207,8 +215,8 @@ def predict_blocks(
     check(op, "widths", widths, (heads,), torch.int32, device)
     check(op, "stale", stale, (heads,), torch.int32, device)
     check(op, "interior", interior, (heads, blocks), torch.float32, device)
-    check(op, "network.first", network.first, (CHANNELS, CHANNELS), network.first.dtype, device)
-    check(op, "network.second", network.second, (TAPS, CHANNELS, WIDE_CHANNELS), network.first.dtype, device)
+    check(op, "network.first", network.first, (INPUTS, SIDED_CHANNELS), network.first.dtype, device)
+    check(op, "network.second", network.second, (3, SIDED_CHANNELS, WIDE_CHANNELS), network.first.dtype, device)
     if not runs_on_triton(history):
         return predict_reference(history, oldest, widths, network, torch.float32)
     scores = torch.empty(heads, blocks, dtype=torch.float32, device=device)

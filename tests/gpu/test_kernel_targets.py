@@ -376,7 +376,7 @@ def _mac(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _predict(shape: Architecture, dtype: torch.dtype) -> None:
-    first, second = (torch.empty(*size, dtype=dtype, device="cuda") for size in ((16, 16), (9, 16, 32)))
+    first, second = (torch.empty(*size, dtype=dtype, device="cuda") for size in ((16, 64), (3, 64, 32)))
     wide = torch.empty(32, device="cuda")
     network = PackedNetwork(first, second, wide, torch.empty_like(wide), torch.empty(1, device="cuda"))
     heads = torch.empty(shape.num_heads, dtype=torch.int32, device="cuda")
