@@ -16,7 +16,7 @@ class PredictedSettings(Settings):
     budget_tokens: int = Field(2048, ge=32, le=4096, multiple_of=BLOCK_TOKENS, description="of a context's middle, "
                                "that a KV head reads at each step; 512 to 4096 are usual")  # fmt: skip
     history: int = Field(64, ge=5, le=256, description="earlier steps that the predictor looks at")
-    calibration: int = Field(64, ge=0, description="one block of so many is looked at anew in each step, in turn, by "
+    calibration: int = Field(256, ge=0, description="one block of so many is looked at anew in each step, in turn, by "
                              "its keys in host memory; 0: none")  # fmt: skip
     sink_tokens: int = Field(64, ge=1, le=1024, description="in front, always read, as far as the host section has "
                              "no more")  # fmt: skip
