@@ -225,7 +225,7 @@ def measure(
                 bench.capture()
                 for turnover in shares:
                     if not isinstance(turnover, str):
-                        forced.share.fill_(turnover)
+                        forced.share.fill_(1 - (1 - turnover) ** ways.steps_between(way))
                     bench.time(2)
                     before = side.fetch_counts()
                     median = bench.time(steps)

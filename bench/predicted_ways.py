@@ -6,6 +6,7 @@ no weights: a stated share is exchanged for others, drawn anew, or what a model 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from gpu.methods.device_side import LayerReads
 from gpu.methods.predicted.blocks import Blocks
 from gpu.methods.predicted.choosing import choose_blocks
-from gpu.methods.predicted.device import Predicted, _Choice
+from gpu.methods.predicted.device import Choice, Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
 
 Way = Literal["read", "predict", "across", "refetch", "layer", "demand"]
@@ -43,13 +44,17 @@ class Ways:
         self._fresh = torch.zeros(side.blocks.ids.shape, dtype=torch.uint8, device=side.blocks.ids.device)
         self._means: Tensor | None = None
 
+    def steps_between(self, way: Way) -> int:
+        """In which a layer keeps its blocks: what is a layer ahead is chosen in every step."""
+        return 1 if way in ("layer", "refetch") else self.side.settings.predict_every
+
     def set(self, way: Way, wanted: Wanted) -> None:
         side = self.side
         for name, serving in self._serving.items():
             setattr(side, name, serving)
         predict = self._serving["_score"]
 
-        def forced(layer: Blocks, choice: _Choice) -> Tensor:
+        def forced(layer: Blocks, choice: Choice) -> Tensor:
             if way not in ("layer", "refetch"):
                 predict(layer, choice)
             return wanted(layer, self._place_of(layer))
@@ -74,7 +79,7 @@ class Ways:
     def _demand(self) -> None:
         side, before, fresh_of = self.side, self._serving["before"], self._fresh
 
-        def choose(layer: Blocks, choice: _Choice, counts: Tensor, _: Any) -> None:
+        def choose(layer: Blocks, choice: Choice, counts: Tensor, _: Any) -> None:
             fresh_of[self._place_of(layer)].copy_(_replace(side, layer, choice, counts))
 
         def fetch_first(reads: LayerReads) -> None:
@@ -98,13 +103,15 @@ class Ways:
             after(reads, *rest)
             side._choose = serving  # type: ignore[method-assign]
             place, own = side._places.get(reads.layer), side._of_rows.get(reads.rows)
-            if place is None or own is None or own.choice is None or place + 1 == len(side._layers):
+            if place is None or own is None or not own.choices or place + 1 == len(side._layers):
                 return
             layer = side._layers[place + 1]
             with side._aside(0):  # a layer is waited for by the next one: one chain
                 query = reads.query.unflatten(1, (side._kv_heads, -1))
                 torch.einsum("rkgd,kbd->rkgb", query, means[place + 1]).amax(2)
-                fresh = _replace(side, layer, own.choice, side._counts[place + 1])
+                in_any = torch.stack([choice.is_in for choice in own.choices]).any(0)  # whosever turn it is
+                everyone = replace(own.choices[0], is_in=in_any)
+                fresh = _replace(side, layer, everyone, side._counts[place + 1])
                 fetch(side, layer, torch.ones_like(fresh) if is_whole else fresh)
 
         def wait(reads: LayerReads) -> None:
@@ -129,7 +136,7 @@ def force(layer: Blocks, turnover: float | Tensor) -> Tensor:
     return scores.scatter_add_(1, there, torch.where(layer.ids >= 0, held, 0.0))
 
 
-def _replace(side: Predicted, layer: Blocks, choice: _Choice, counts: Tensor) -> Tensor:
+def _replace(side: Predicted, layer: Blocks, choice: Choice, counts: Tensor) -> Tensor:
     scores = side._score(layer, choice)
     return choose_blocks(scores, choice.limits, layer.ids, layer.bits, choice.is_in, counts)
 

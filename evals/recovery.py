@@ -34,6 +34,7 @@ class Ablation:
     calibrations: tuple[int, ...]
     stored: tuple[str, ...]
     rotations: tuple[int, ...]
+    intervals: tuple[int, ...]
 
 
 def labels_of(budget: int, weights: Sequence[str], ablation: Ablation, choices: Sequence[str]) -> dict[str, str]:
@@ -43,13 +44,14 @@ def labels_of(budget: int, weights: Sequence[str], ablation: Ablation, choices: 
     """
     labels = {}
     tried = (weights, ablation.groups, ablation.blocks, ablation.histories, ablation.calibrations, ablation.stored,
-             ablation.rotations)  # fmt: skip
-    for file, group, block, history, calibrate, stored, rotate in product(*tried):
+             ablation.rotations, ablation.intervals)  # fmt: skip
+    for file, group, block, history, calibrate, stored, rotate, every in product(*tried):
         settings = (
-            f"group={group},block={block},history={history},calibrate={calibrate},stored={stored},rotate={rotate}"
+            f"group={group},block={block},history={history},calibrate={calibrate},stored={stored},rotate={rotate},"
+            f"every={every}"
         )
         says = (file.rsplit("/", 1)[-1], group, f"b={block}", f"H={history}", f"M={calibrate}", stored,
-                f"1/{rotate}" if rotate else "no share")  # fmt: skip
+                f"1/{rotate}" if rotate else "no share", f"every {every}")  # fmt: skip
         changed = [one for one, values in zip(says, tried, strict=True) if len(values) > 1]
         name = " ".join(["predicted", *changed])
         assert name not in labels, name

@@ -43,6 +43,7 @@ def recovery(
     calibrate: Annotated[str, typer.Option("--calibrate", help="steps (the paper's M), with commas")] = "5",
     stored: Annotated[str, typer.Option("--stored", help="float32, bfloat16 or uint8, with commas")] = "uint8",
     rotate: Annotated[str, typer.Option("--rotate", help="one block in so many calibrated a step, with commas")] = "",
+    every: Annotated[str, typer.Option("--every", help="steps between two predictions, with commas")] = "1",
     heads: Annotated[str, typer.Option("--heads", help="who chooses in the others: apart, together")] =
         "apart,together",
     text: Text = [],  # noqa: B006
@@ -77,6 +78,7 @@ def recovery(
             tuple(parse_numbers("--calibrate", calibrate)),
             tuple(stored.split(",")),
             tuple(parse_numbers("--rotate", rotate) if rotate else [0]),
+            tuple(parse_numbers("--every", every)),
         )
         chosen = heads.split(",")
         files, tokens = [str(path) for path in weights], parse_numbers("--budgets", budgets)

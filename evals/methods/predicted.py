@@ -32,12 +32,14 @@ from gpu.predictor.history import STORED, History, attended_maxima, block_maxima
 from gpu.predictor.network import load_network
 from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
 
+SPARE_ROWS = 1  # of a history: scores are made whole here, so no more is needed
+
 
 @dataclass(slots=True)
 class Seen:
     """history: of one layer, requests * heads; step: decode steps so far; network: packed for the device; deposits:
     where the rest is sampled; chosen: blocks behind the sink that the last step read, int64 `[requests, heads, most]`,
-    -1: none.
+    -1: none; scores: of the last prediction, `[requests, heads, blocks]`.
     """
 
     history: History
@@ -45,13 +47,15 @@ class Seen:
     network: PackedNetwork
     deposits: Deposits | None
     chosen: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
 
 class Predicted(DecodeMethod):
     """`group`: a KV head's score is the maximum over its query heads, after the network or before it, or each query
-    head reads for itself (apart). `calibrate`: every so many steps the history gets everything's attention. `rotate`:
-    in each step one block of so many is calibrated, in turn; 0: none. `rest=sampled`: what is not read is sampled, a
-    head each, and what that reads comes on top of the budget.
+    head reads for itself (apart). `every`: steps between two predictions, whose blocks stay meanwhile. `calibrate`:
+    every so many steps the history gets everything's attention. `rotate`: in each step one block of so many is
+    calibrated, in turn; 0: none. `rest=sampled`: what is not read is sampled, a head each, and what that reads comes
+    on top of the budget.
     """
 
     name: ClassVar[str] = "predicted"
@@ -60,6 +64,7 @@ class Predicted(DecodeMethod):
     weights: str = Field("", description="predictor: .safetensors, or the authors' .pth")
     block: int = Field(16, ge=1)
     history: int = Field(64, ge=5, description="steps (the paper's H)")
+    every: int = Field(1, ge=1)
     calibrate: int = Field(5, ge=1, description="steps (the paper's M); 1: always")
     rotate: int = Field(0, ge=0)
     sink: int = Field(64, ge=0)
@@ -87,7 +92,7 @@ class Predicted(DecodeMethod):
 
         rows = prompt.once(("block_maxima", self.history, self.block), maxima)
         device, blocks = rows.device, num_blocks(prompt.capacity, self.block)
-        history = new_history(1, rows.shape[0], self.history, blocks, STORED[self.stored], device)
+        history = new_history(1, rows.shape[0], self.history, SPARE_ROWS, blocks, STORED[self.stored], device)
         for row in rows.unbind(1):
             history.advance()
             history.put(0, row)
@@ -101,6 +106,7 @@ class Predicted(DecodeMethod):
         counts = (self.budget.of(step.lengths) - sink_blocks * self.block - local) // self.block
         most = num_blocks(self.budget.most(step.longest), self.block)
         scores = self._score(step, state, sink_blocks, cut - sink_blocks)
+        state.scores = scores
         blocks, chosen = choose_best(scores, counts.clamp(min=0), max(most, 1))
         state.chosen = blocks.masked_fill(~chosen, -1)
         index, chosen = self._spread(step, blocks + sink_blocks, chosen, sink_blocks, cut)
@@ -120,7 +126,11 @@ class Predicted(DecodeMethod):
     def _score(self, step: Step, state: Seen, sink_blocks: int, widths: torch.Tensor) -> torch.Tensor:
         """Scores `[requests, heads, blocks]` of the blocks from the sink's end on, -inf behind `widths [requests]`."""
         requests, heads = step.query.shape[:2]
-        ring = state.history.ring[0, :, :, sink_blocks : max(num_blocks(step.longest, self.block), sink_blocks + 1)]
+        end = max(num_blocks(step.longest, self.block), sink_blocks + 1)
+        if state.scores is not None and state.step % self.every:
+            grown = end - sink_blocks - state.scores.shape[2]
+            return torch.nn.functional.pad(state.scores, (0, grown), value=-torch.inf)
+        ring = state.history.ring[0, :, :, sink_blocks:end]
         if self.group == "before":
             ring = ring.unflatten(0, (-1, step.group)).amax(1)
         rows = ring.shape[0]
@@ -128,7 +138,8 @@ class Predicted(DecodeMethod):
         each = widths.int().repeat_interleave(rows // requests)
         stale = torch.zeros_like(oldest)
         interior = torch.empty(rows, ring.shape[2], device=ring.device)
-        scores = predict_blocks(ring, oldest, each, stale, interior, state.network).view(requests, rows // requests, -1)
+        scores = predict_blocks(ring, oldest, each, stale, interior, state.network, SPARE_ROWS)
+        scores = scores.view(requests, rows // requests, -1)
         if self.group == "after":
             scores = scores.unflatten(1, (-1, step.group)).amax(2)
         return scores.repeat_interleave(heads // scores.shape[1], 1)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-SPARE_ROWS = 1  # the row that left the window last: what the next step takes out of its sums
 STEPS_PER_OCTAVE = 8
 TOP_CODE = 255
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
@@ -48,7 +47,8 @@ def restore(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class History:
-    """ring: `[layers, heads, steps + 1, blocks]` float or uint8; newest: the slot of the last step that was put in.
+    """ring: `[layers, heads, steps + spare, blocks]` float or uint8; newest: the slot of the last step that was put in;
+    spare: rows that left the window last, which the next prediction takes out of its sums.
 
     `heads` may stand for requests times heads: a step is put in for all of a layer at once. All layers have put in the
     same number of steps whenever `advance` is called.
@@ -56,15 +56,16 @@ class History:
 
     ring: Tensor
     newest: int
+    spare: int
 
     @property
     def steps(self) -> int:
-        return self.ring.shape[2] - SPARE_ROWS
+        return self.ring.shape[2] - self.spare
 
     @property
     def oldest(self) -> int:
         """The slot of the window's first row; rows of the window follow it around the ring."""
-        return (self.newest + 1 + SPARE_ROWS) % self.ring.shape[2]
+        return (self.newest + 1 + self.spare) % self.ring.shape[2]
 
     def advance(self) -> None:
         """Begin a step: the oldest row's slot becomes the newest row, which holds zeros until it is put in."""
@@ -81,10 +82,12 @@ class History:
         return restore(self.ring[layer][:, rows, begin:end], dtype)
 
 
-def new_history(layers: int, heads: int, steps: int, blocks: int, stored: torch.dtype, device: torch.device) -> History:
-    """Zeros: what a head without steps has. Bytes: layers * heads * (steps + 1) * blocks, times the dtype's size."""
-    ring = torch.zeros(layers, heads, steps + SPARE_ROWS, blocks, dtype=stored, device=device)
-    return History(ring, steps - 1)
+def new_history(
+    layers: int, heads: int, steps: int, spare: int, blocks: int, stored: torch.dtype, device: torch.device
+) -> History:
+    """Zeros: what a head without steps has. Bytes: layers * heads * (steps + spare) * blocks, times the dtype's."""
+    ring = torch.zeros(layers, heads, steps + spare, blocks, dtype=stored, device=device)
+    return History(ring, steps - 1, spare)
 
 
 def prompt_maxima(queries: Tensor, keys: Tensor, context: int, block: int) -> Tensor:

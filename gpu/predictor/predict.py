@@ -10,11 +10,12 @@ of its outputs is none). The second convolution is three products of that, [bloc
 Nothing but scores is written: H bytes (uint8) or 2H (bf16) are read a block, for 2 * (144 + 4,608) * H operations,
 3.6 TFLOP a token of an 8B model at 96K.
 
-What a step changes: the window moves by one row, and an output row depends on the five rows around it. So `interior`,
-the sum over output rows that see no edge of the window, gains one row and loses one, and the rows at the edges, two at
-either end, are made again: 10 rows of activations instead of 64, a sixth. Tiles from a head's first `stale` block on
-are made whole: its last ones where its width has grown, all of them where older rows were changed. Whole, a tile takes
-its rows one after another, which is the longest that a launch can take however few tiles there are.
+What steps change: from one call to the next the window moves by `moved` rows, and an output row depends on the five
+rows around it. So `interior`, the sum over output rows that see no edge of the window, gains as many rows and loses as
+many, and the rows at the edges, two at either end, are made again: 8 + 2 * moved rows of activations instead of 64.
+Tiles from a head's first `stale` block on are made whole: its last ones where its width has grown, all of them where
+older rows were changed. Whole, a tile takes its rows one after another, which is the longest that a launch can take
+however few tiles there are.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check, runs_on_triton
-from gpu.predictor.history import SPARE_ROWS, STEPS_PER_OCTAVE, TOP_CODE, restore
+from gpu.predictor.history import STEPS_PER_OCTAVE, TOP_CODE, restore
 from gpu.predictor.network import CHANNELS, WIDE_CHANNELS, PredictorNetwork
 
 SIDES = 3  # columns at which activations are made: the one before a block's own, its own, the next
 INPUTS = 3 * (SIDES + 2) + 1  # of the first convolution there: rows by columns, and 1
 SIDED_CHANNELS = 4 * CHANNELS  # of the three sides, to a power of two
 EDGE_ROWS = 2  # output rows at either end of a window that see its edge
-FEWEST_STEPS = 2 * EDGE_ROWS + 1
 EDGE_BLOCKS = 3  # last ones whose scores a block behind them changes, and that block
 BLOCKS_A_TILE = 64
 CODE_SCALE, CODE_TOP = tl.constexpr(1 / STEPS_PER_OCTAVE), tl.constexpr(TOP_CODE)
@@ -68,10 +68,10 @@ def pack(network: PredictorNetwork, dtype: torch.dtype, device: torch.device) ->
 
 
 def predict_reference(
-    history: Tensor, oldest: Tensor, widths: Tensor, network: PackedNetwork, dtype: torch.dtype
+    history: Tensor, oldest: Tensor, widths: Tensor, network: PackedNetwork, moved: int, dtype: torch.dtype
 ) -> Tensor:
     """Plain torch in `dtype`: see `predict_blocks`; always whole."""
-    steps, blocks = history.shape[1] - SPARE_ROWS, history.shape[2]
+    steps, blocks = history.shape[1] - moved, history.shape[2]
     slots = (oldest[:, None] + torch.arange(steps, device=history.device)) % history.shape[1]
     rows = restore(history.gather(1, slots[..., None].long().expand(-1, -1, blocks)), dtype)
     is_inside = (torch.arange(blocks, device=history.device) < widths[:, None])[:, None, None]
@@ -149,7 +149,7 @@ def _sum_rows(
 def _predict_kernel(
     history, oldest_rows, widths, stale, interior, scores, first, second, second_bias, last, last_bias,
     head_stride, row_stride, interior_stride, score_stride, blocks,
-    STEPS: tl.constexpr, BLOCKS: tl.constexpr, CODED: tl.constexpr,
+    STEPS: tl.constexpr, MOVED: tl.constexpr, BLOCKS: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     width, oldest = tl.load(widths + head), tl.load(oldest_rows + head)
@@ -164,24 +164,24 @@ def _predict_kernel(
     bias, final = tl.load(second_bias + wide), tl.load(last + wide)
     kept = interior + head * interior_stride + column
     is_mine = column < width
-    # Window rows are 0 .. STEPS - 1, and -1 is the spare row. Inner output rows are 2 .. STEPS - 3.
+    # Window rows are 0 .. STEPS - 1, and those before them are spare. Inner output rows are 2 .. STEPS - 3.
     if (tl.program_id(0) + 1) * BLOCKS > tl.load(stale + head):
         outer, inner = _sum_rows(
-            history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
+            history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
             0, STEPS, 0, STEPS, 2, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
         )  # fmt: skip
     else:
         outer, _unused = _sum_rows(
-            history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
+            history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
             0, STEPS, 0, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
         )  # fmt: skip
         last_rows, entered = _sum_rows(
-            history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
-            0, STEPS, STEPS - 3, STEPS, STEPS - 3, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
+            history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
+            0, STEPS, STEPS - 2 - MOVED, STEPS, STEPS - 2 - MOVED, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
         )  # fmt: skip
         left, _unused = _sum_rows(
-            history, row_stride, STEPS + 1, oldest, column, width, weights, second, bias, final,
-            -1, STEPS, 1, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
+            history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
+            -MOVED, STEPS, 2 - MOVED, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
         )  # fmt: skip
         outer += last_rows
         inner = tl.load(kept, mask=is_mine, other=0.0) + entered - left
@@ -191,21 +191,22 @@ def _predict_kernel(
 
 
 def predict_blocks(
-    history: Tensor, oldest: Tensor, widths: Tensor, stale: Tensor, interior: Tensor, network: PackedNetwork
-) -> Tensor:
+    history: Tensor, oldest: Tensor, widths: Tensor, stale: Tensor, interior: Tensor, network: PackedNetwork,
+    moved: int,
+) -> Tensor:  # fmt: skip
     """Scores of the next step, float32 `[heads, blocks]`, -inf at and behind a head's width.
 
-    history: `[heads, steps + 1, blocks]` float32, bf16 or uint8 (`gpu.predictor.history`), heads and rows strided;
+    history: `[heads, steps + moved, blocks]` float32, bf16 or uint8 (`gpu.predictor.history`), heads and rows strided;
     heads of many layers and requests stand for one axis. oldest: int32 `[heads]`, the slot of the window's first row.
     widths: int32 `[heads]`. interior: float32 `[heads, blocks]`, kept from call to call and written here. stale: int32
-    `[heads]`, the first block whose `interior` is not of the step before, of the same rows and as wide (0: none is, a
-    head's width: all are, EDGE_BLOCKS less where it has grown by one); ignored off the GPU, where all is made whole.
-    Raises ValueError for another shape, dtype or device.
+    `[heads]`, the first block whose `interior` is not of `moved` steps before, of the same rows and as wide (0: none
+    is, a head's width: all are, EDGE_BLOCKS less where it has grown by one); ignored off the GPU, where all is made
+    whole. Raises ValueError for another shape, dtype or device, and for fewer rows than the window moves by.
     """
     op, (heads, slots, blocks), device = "predict_blocks", history.shape, history.device
-    steps = slots - SPARE_ROWS
-    if steps < FEWEST_STEPS:
-        raise ValueError(f"{op}: history of {steps} steps; wanted {FEWEST_STEPS} or more")
+    steps, fewest = slots - moved, 2 * EDGE_ROWS + moved
+    if steps < fewest:
+        raise ValueError(f"{op}: history of {steps} steps; wanted {fewest} or more where {moved} lie between calls")
     if history.dtype not in (torch.float32, torch.bfloat16, torch.uint8) or history.stride(2) != 1:
         raise ValueError(
             f"{op}: history is {history.dtype}, strides {history.stride()}; wanted float32, bfloat16 or uint8, blocks "
@@ -218,12 +219,12 @@ def predict_blocks(
     check(op, "network.first", network.first, (INPUTS, SIDED_CHANNELS), network.first.dtype, device)
     check(op, "network.second", network.second, (3, SIDED_CHANNELS, WIDE_CHANNELS), network.first.dtype, device)
     if not runs_on_triton(history):
-        return predict_reference(history, oldest, widths, network, torch.float32)
+        return predict_reference(history, oldest, widths, network, moved, torch.float32)
     scores = torch.empty(heads, blocks, dtype=torch.float32, device=device)
     _predict_kernel[(triton.cdiv(blocks, BLOCKS_A_TILE), heads)](
         history, oldest, widths, stale, interior, scores,
         network.first, network.second, network.second_bias, network.last, network.last_bias,
         history.stride(0), history.stride(1), interior.stride(0), scores.stride(0), blocks,
-        STEPS=steps, BLOCKS=BLOCKS_A_TILE, CODED=history.dtype == torch.uint8, num_warps=4,
+        STEPS=steps, MOVED=moved, BLOCKS=BLOCKS_A_TILE, CODED=history.dtype == torch.uint8, num_warps=4,
     )  # fmt: skip
     return scores

@@ -383,7 +383,7 @@ def _predict(shape: Architecture, dtype: torch.dtype) -> None:
     interior = torch.empty(shape.num_heads, 256, device="cuda")
     for stored in (torch.bfloat16, torch.uint8):
         history = torch.empty(shape.num_heads, 65, 256, dtype=stored, device="cuda")
-        predict_blocks(history, heads, heads, heads, interior, network)
+        predict_blocks(history, heads, heads, heads, interior, network, 1)
 
 
 def _blocks(shape: Architecture, dtype: torch.dtype) -> None:

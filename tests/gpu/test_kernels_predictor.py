@@ -36,10 +36,11 @@ class Driver:
     """A history that is filled a step at a time, and what the kernel says after each; NaN wherever it may not look."""
 
     def __init__(
-        self, widths: list[int], steps: int, room: int, stored: torch.dtype, product: torch.dtype, device: str
-    ):
+        self, widths: list[int], steps: int, room: int, stored: torch.dtype, product: torch.dtype, device: str,
+        moved: int = 1,
+    ):  # fmt: skip
         self.network, self.device, self.heads = packed(product, device), torch.device(device), len(widths)
-        self.history = new_history(1, self.heads, steps, room, stored, self.device)
+        self.history = new_history(1, self.heads, steps, moved, room, stored, self.device)
         if stored != torch.uint8:
             for head, width in enumerate(widths):
                 self.history.ring[0, head, :, width:] = torch.nan
@@ -58,7 +59,9 @@ class Driver:
         kept = self.widths - torch.where(self.widths == self.predicted, 0, EDGE_BLOCKS)
         stale = torch.where(torch.tensor(is_whole, device=self.device), 0, kept.clamp(0)).int()
         self.predicted = self.widths.clone()
-        return predict_blocks(self.history.ring[0], oldest, self.widths, stale, self.interior, self.network)
+        return predict_blocks(
+            self.history.ring[0], oldest, self.widths, stale, self.interior, self.network, self.history.spare
+        )
 
     def wanted(self, head: int) -> np.ndarray:
         width = int(self.widths[head])
@@ -92,18 +95,23 @@ def test_scores_are_those_of_the_published_network(widths, steps, room, stored, 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("product", DTYPES)
 @pytest.mark.parametrize("stored", [torch.float32, torch.uint8], ids=["in32", "in8"])
-def test_scores_made_step_by_step_are_those_made_whole(stored, product, device):
-    driver = Driver([64, 70], 6, 96, stored, product, device)
-    rows = attended(2, 6 + STEPS, 96, 3).transpose(1, 0, 2)
-    for row in rows[:6]:
+@pytest.mark.parametrize("moved", [1, 2, 4])
+def test_scores_made_step_by_step_are_those_made_whole(moved, stored, product, device):
+    """Or every few steps, in which the window moves on, down to one inner row that stays."""
+    steps = 5 + moved
+    driver = Driver([64, 70], steps, 96, stored, product, device, moved)
+    rows = attended(2, steps + moved * STEPS, 96, 3).transpose(1, 0, 2)
+    for row in rows[:steps]:
         driver.put(row)
     driver.predict([True] * 2)
-    for number, row in enumerate(rows[6:]):
-        if number % 2:  # a block leaves the recent window now and then
+    for number, row in enumerate(rows[steps:]):
+        call, is_between = divmod(number + 1, moved)
+        if not is_between and call % 2 == 0:  # a block leaves the recent window now and then
             driver.history.ring[0, 0, :, driver.widths[0]] = compress(torch.tensor(0.25), stored)
             driver.widths += torch.tensor([1, 0], dtype=torch.int32, device=device)
         driver.put(row)
-        driver.check(driver.predict([False, number == 4]), ATOL[product])
+        if not is_between:
+            driver.check(driver.predict([False, call == 5]), ATOL[product])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,8 +130,8 @@ def test_a_row_that_is_missing_or_shifted_is_seen(device):
 def test_a_wrong_argument_is_named():
     driver = Driver([70], 6, 70, torch.float32, torch.float32, "cpu")
     oldest = stale = torch.zeros(1, dtype=torch.int32)
-    ring, rest = driver.history.ring[0], (driver.interior, driver.network)
-    with pytest.raises(ValueError, match=r"history of 4 steps; wanted 5 or more"):
+    ring, rest = driver.history.ring[0], (driver.interior, driver.network, 1)
+    with pytest.raises(ValueError, match=r"history of 4 steps; wanted 5 or more where 1 lie between calls"):
         predict_blocks(ring[:, :5], oldest, driver.widths, stale, *rest)
     with pytest.raises(ValueError, match=r"history is torch.float16.*wanted float32, bfloat16 or uint8"):
         predict_blocks(ring.half(), oldest, driver.widths, stale, *rest)

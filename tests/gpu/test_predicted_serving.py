@@ -103,6 +103,25 @@ def test_where_every_block_is_fetched_the_logits_are_the_exact_profiles(kept_tok
     twins.check_slots(0)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_layers_blocks_change_in_its_turns_alone(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = PredictedTwins(NARROW | {"predict_every": every})
+    twins.prefill_down(0, PROMPT)
+    twins.step([0])  # its blocks were chosen before it
+    side, noise = twins.side, torch.Generator().manual_seed(5)
+    monkeypatch.setattr(side, "_score", lambda layer, _: torch.rand(layer.interior.shape, generator=noise))
+    monkeypatch.setattr(side, "_choose_now", lambda behind: pytest.fail("nothing goes down meanwhile"))
+    changed = []
+    for _ in range(2 * every):
+        before, cell = twins.ids(0).clone(), twins.sequences[0].num_tokens
+        twins.step([0])
+        now = [bool((old != new).any()) for old, new in zip(before, twins.ids(0), strict=True)]
+        assert now == [(cell + place) % every == 0 for place in range(len(now))]
+        changed += now
+    assert sum(changed) == 2 * len(before)
+    twins.check_slots(0)
+
+
 def test_a_context_that_goes_down_while_it_runs_has_its_blocks_from_the_first_step() -> None:
     twins = PredictedTwins(WIDE, check_coverage=True)
     twins.prefill([PROMPT])
@@ -299,7 +318,7 @@ def test_what_decode_leaves_in_a_history_is_what_a_prompt_of_the_same_tokens_lea
     fresh = PredictedTwins(WIDE)
     fresh.prefill([np.array(tokens, np.int32)])
     got, wanted = (one.side.blocks.history[:, :NUM_KV_HEADS].int() for one in (twins, fresh))
-    used = [cell % 9 for cell in range(len(tokens) - 8, len(tokens))]
+    used = [cell % twins.side.settings.num_rows for cell in range(len(tokens) - 8, len(tokens))]
     apart = (got - wanted)[:, :, used].abs()
     assert int(wanted[:, :, used].max()) > 200
     assert int((wanted[:, :, used] > 0).sum()) == 2 * NUM_KV_HEADS * 8 * (len(tokens) // BLOCK)
@@ -334,8 +353,9 @@ def test_a_ring_that_comes_to_another_slot_is_empty_and_a_fork_has_its_front() -
     rows = twins.side.blocks.history[:, :NUM_KV_HEADS].clone()
     twins.assign(1, 1, RingCopy(0, len(PROMPT) - 2, len(PROMPT) + 3))
     copied = twins.side.blocks.history[:, NUM_KV_HEADS : 2 * NUM_KV_HEADS]
-    kept = {cell % 9 for cell in range(len(PROMPT) + 3 - 9, len(PROMPT) - 2)}
-    for row in range(9):
+    num_rows = twins.side.settings.num_rows
+    kept = {cell % num_rows for cell in range(len(PROMPT) + 3 - num_rows, len(PROMPT) - 2)}
+    for row in range(num_rows):
         wanted = rows[:, :, row] if row in kept else torch.zeros_like(rows[:, :, row])
         assert torch.equal(copied[:, :, row], wanted)
     assert (twins.ids(1) == EMPTY).all()
@@ -392,42 +412,56 @@ def test_a_ring_that_is_assigned_while_others_choose_is_known_as_new() -> None:
         nth += 1
         side._last_cells[:2] = torch.tensor([89, 41])
         with _MeanwhileMode(nth, lambda: side._last_cells[1].fill_(NEVER)) as mode:
-            side._choice(cells, limits)
+            side._choices(cells, limits)
         left = mode.left
         if left <= 0:
             assert side._last_cells[:2].tolist() == [90, NEVER], f"behind operation {nth}"
     assert nth > 10
 
 
-def test_sums_are_kept_where_they_see_what_they_saw_in_the_step_before() -> None:
+@pytest.mark.parametrize("every", [1, 4, 16])
+def test_sums_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: int) -> None:
     """A block's score sees two blocks on either side, of those that its head has. Three rings: one goes on, one leaves
-    out steps of the batch, and one is assigned anew, asks nothing for a step, and steps again from where it was.
+    out steps of the batch, and one is assigned anew, asks nothing for a step, and steps again from where it was. Each
+    turn of a layer has sums of its own, and what is chosen before a step leaves none to be kept.
     """
-    side = PredictedTwins(NARROW, ringed=(0, 1, 2)).side
+    side = PredictedTwins(NARROW | {"predict_every": every, "history": 20}, ringed=(0, 1, 2)).side
     steps = {0: list(range(40, 200)), 1: [cell for cell in range(70, 150) for _ in range(2)], 2: []}
     steps[2] = [*range(60, 90), *range(91, 120), 119, *range(300, 390)]
-    last: dict[int, tuple[int, int]] = {}
+    begins: dict[int, tuple[int, int]] = {}  # by ring: of the cells that followed one another, and the last of them
+    last: dict[tuple[int, int], tuple[int, int]] = {}  # by ring and turn
     num_kept = num_grown = 0
     for number in range(160):
         cells = [own[number] if number < len(own) else -1 for own in steps.values()]
         cells[1] = cells[1] if number % 2 else -1  # in every other step
         if number == 70:
             side.assign(RingWrite(2, "", 2, False, None))
-            last.pop(2, None)
-        choice = side._choice(torch.tensor(cells), torch.full((3,), 99))
+            begins.pop(2, None)
+        if number == 140:
+            side._choose = lambda *_: None  # its blocks lie nowhere
+            side._choose_now({0: (cells[0] - 1, 99)})
+            begins[0] = cells[0], cells[0] - 1
+        choices = side._choices(torch.tensor(cells), torch.full((3,), 99))
+        assert len(choices) == every
         for ring, cell in enumerate(cells):
             place = ring * NUM_KV_HEADS
-            width, got = int(choice.widths[place]), int(choice.stale[place])
-            assert bool(choice.is_in[place]) == (cell >= 0)
+            assert sum(bool(choice.is_in[place]) for choice in choices) == (cell >= 0), "each is once some layer's turn"
             if cell < 0:
-                assert width == 0
+                assert all(int(choice.widths[place]) == 0 for choice in choices)
                 continue
-            before, old = last.get(ring, (NEVER, 0))
-            goes_on = before == cell - 1
-            stale = [at for at in range(width) if not goes_on or min(at + 3, old) != min(at + 3, width)]
-            assert min(got, width) == min([*stale, width]), f"ring {ring}, cell {cell}"
-            num_kept += got > 0
-            num_grown += goes_on and old != width and got > 0
-            last[ring] = cell, width
-    assert num_kept > 250
-    assert num_grown > 10
+            begin, before = begins.get(ring, (cell, NEVER))
+            begins[ring] = (begin if before == cell - 1 else cell), cell
+            for turn, choice in enumerate(choices):
+                if not choice.is_in[place]:
+                    assert int(choice.widths[place]) == 0
+                    continue
+                width, got = int(choice.widths[place]), int(choice.stale[place])
+                at_turn, old = last.get((ring, turn), (NEVER, 0))
+                goes_on = at_turn == cell - every and begins[ring][0] <= at_turn
+                stale = [at for at in range(width) if not goes_on or min(at + 3, old) != min(at + 3, width)]
+                assert min(got, width) == min([*stale, width]), f"ring {ring}, cell {cell}"
+                num_kept += got > 0
+                num_grown += goes_on and old != width and got > 0
+                last[ring, turn] = cell, width
+    assert num_kept > 250 - 10 * every
+    assert num_grown >= (10 if every == 1 else 1)

@@ -148,7 +148,7 @@ def test_stored_attention_is_near_what_it_was(stored, rtol):
 
 def test_a_ring_gives_the_last_steps_oldest_first():
     steps, blocks = 5, 7
-    history = new_history(2, 3, steps, blocks, torch.float32, torch.device("cpu"))
+    history = new_history(2, 3, steps, 1, blocks, torch.float32, torch.device("cpu"))
     assert history.window(0, 0, blocks, torch.float64).abs().sum() == 0
     put = []
     for number in range(14):

@@ -1,8 +1,9 @@
 """Attention to the blocks that are predicted to matter, fetched while the token before runs (AttentionPredictor,
 arXiv 2502.04077).
 
-What each KV head attended to in its last steps is kept by blocks of 16 tokens. At the end of a layer its next step's
-best blocks are predicted and those that are not on the device yet are brought there, beside the layers that follow. The
+What each KV head attended to in its last steps is kept by blocks of 16 tokens. At the end of a layer, in one of a few
+steps, its next steps' best blocks are predicted and those that are not on the device yet are brought there, beside the
+layers that follow. The
 rest of the context's middle is dropped, and counted. Nothing that is chosen depends on what a sample read.
 """
 
@@ -18,7 +19,7 @@ from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
 DEVICE_SIDE = "gpu.methods.predicted.device"
-HISTORY_SPARE, INTERIOR_BYTES, ID_BYTES, WORD_BYTES, PLACE_BYTES = 1, 4, 4, 4, 8
+INTERIOR_BYTES, ID_BYTES, WORD_BYTES, PLACE_BYTES = 4, 4, 4, 8
 FLOAT_BYTES = 4
 PIECE_TOKENS = 2_048  # of a run: a tail of so many, or more at once
 PROMPT_ROWS = 8  # queries of a prompt's end that are attended with together, for each query head of a group
@@ -27,6 +28,7 @@ KV_SETTINGS = {
     "by": "weights",
     "budget": "budget_tokens",
     "history": "history",
+    "every": "predict_every",
     "looks": "calibration",
     "sink": "sink_tokens",
     "local": "local_tokens",
@@ -53,7 +55,7 @@ def num_words(architecture: Architecture) -> int:
 def ring_bytes(settings: PredictedSettings, architecture: Architecture) -> int:
     """One sequence's: history and its sums, which blocks are there, where others lie; without keys and values."""
     blocks = most_blocks(architecture)
-    head = (settings.history + HISTORY_SPARE + INTERIOR_BYTES) * blocks
+    head = (settings.num_rows + INTERIOR_BYTES) * blocks
     head += ID_BYTES * settings.num_slots + WORD_BYTES * num_words(architecture)
     layer = architecture.num_kv_heads * head + PLACE_BYTES * COLUMNS * most_pieces(architecture)
     return len(settings.layers(architecture)) * layer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu.kernels.kv_rows import width_of
-from gpu.methods.predicted import HISTORY_SPARE, most_blocks, most_pieces, num_words
+from gpu.methods.predicted import most_blocks, most_pieces, num_words
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
 from transfer.places import COLUMNS
@@ -23,8 +23,8 @@ EMPTY = -1
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """history: uint8 `[places, steps + 1, blocks]` (`gpu.predictor.history`), cell m's row at m % (steps + 1);
-    interior: float32 `[places, blocks]`, the predictor's running sums; ids: int32 `[places, slots]`, or EMPTY; bits:
+    """history: uint8 `[places, rows, blocks]` (`gpu.predictor.history`), cell m's row at m % rows; interior: float32
+    `[places, blocks]`, the predictor's running sums; ids: int32 `[places, slots]`, or EMPTY; bits:
     int32 `[places, words]`; keys, values: `[places * slots, 1, BLOCK_TOKENS, dim]`, stored as in pages; lies: int64
     `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run, pieces behind its last one empty. All of a layer,
     or with one axis in front, of layers.
@@ -49,7 +49,7 @@ def new_blocks(
     places, blocks, slots = rings * shape.num_kv_heads, most_blocks(shape), settings.num_slots
     rows = (layers, places * slots, 1, BLOCK_TOKENS, width_of(stored, shape.dim))
     return Blocks(
-        history=torch.zeros(layers, places, settings.history + HISTORY_SPARE, blocks, dtype=torch.uint8, device=device),
+        history=torch.zeros(layers, places, settings.num_rows, blocks, dtype=torch.uint8, device=device),
         interior=torch.zeros(layers, places, blocks, device=device),
         ids=torch.full((layers, places, slots), EMPTY, dtype=torch.int32, device=device),
         bits=torch.zeros(layers, places, num_words(shape), dtype=torch.int32, device=device),

@@ -3,11 +3,12 @@
 It refuses to know requests and placements. A layer's next blocks are chosen behind its own attention and fetched beside
 the layers that follow, on streams that layers take in turn; the step ends behind the last of them, so that a block that
 is read is there, and a step is one graph. Invariants: what is chosen follows from histories, and these from what was
-read exactly, never from a sample; slots change only behind their layer's attention; a step that reads more of a context
-in host memory than was chosen from, or the first of a ring, has its blocks chosen and fetched before it begins. Where
-the settings leave late blocks to the host's sample, a step that is computed ends without those whose fetch has not
-begun, and they stand in no slot: which these are follows from time, never from what a table holds. A step of two parts
-ends with the second: the first one's end waits for nothing, or all of its blocks would be there in time.
+read exactly, never from a sample; in which steps a layer's are, from its number and the cell alone; slots change only
+behind their layer's attention; a step that reads more of a context in host memory than was chosen from, or the first of
+a ring, has its blocks chosen and fetched before it begins. Where the settings leave late blocks to the host's sample, a
+step that is computed ends without those whose fetch has not begun, and they stand in no slot: which these are follows
+from time, never from what a table holds. A step of two parts ends with the second: the first one's end waits for
+nothing, or all of its blocks would be there in time.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ CHAINS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class Choice:
     """Whose next blocks are chosen, by place, and from what: is_in bool, stale, widths, oldest int32 `[places]` (see
     `predict_blocks`); limits: int32 `[places]`, blocks that are in host memory alone.
     """
@@ -62,13 +63,13 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Of the rows of a step. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]` of the host; choice: None
-    where nothing is asked.
+    """Of the rows of a step. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]` of the host; choices: of
+    the layers, which take them in turn, none where nothing is asked.
     """
 
     rings: Tensor
     wanted: Tensor
-    choice: _Choice | None
+    choices: Sequence[Choice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,8 @@ class Predicted(RingSide):
         self._samples = torch.zeros(1, dtype=torch.bool, device=device)
         self._num_rings = num_rings
         self._last_cells = torch.full((num_rings + 1,), NEVER, dtype=torch.int64, device=device)  # and of who has none
-        self._chosen: dict[int, tuple[int, int]] = {}  # by ring: the cell behind which blocks were chosen, of how many
+        self._begins = self._last_cells.clone()  # of the cells that followed one another up to the last one
+        self._chosen: dict[int, tuple[int, int]] = {}  # by ring: the cell behind which blocks are known, of how many
         self._known_places: dict[int, np.ndarray] = {}
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._streams = Streams(device)
@@ -164,7 +166,7 @@ class Predicted(RingSide):
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         place = self._places.get(query.layer)
         if place is not None:
-            note_prompt(self.blocks.history[place], self._held[slot], query, self._first_block)
+            note_prompt(self.blocks.history[place], self._held[slot], query, self._first_block, self.settings.history)
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class Predicted(RingSide):
         note_step(
             layer.history, reads.maxima, lse, *lists, own.rings, rows.cells, self._first_block, self._kv_heads
         )  # fmt: skip
-        if own.choice is None or not reads.asks:
+        if not own.choices or not reads.asks:
             return
         self._used.extend((reads.query, lse))
         counts, every = self._counts[place], self.settings.calibration
@@ -244,10 +246,10 @@ class Predicted(RingSide):
                     self._dim**-0.5, self._is_int8, counts,
                 )  # fmt: skip
             late = Lateness(self._open_parts, layer.bits, counts) if self.settings.leaves_late else None
-            self._choose(layer, own.choice, counts, late)
+            self._choose(layer, own.choices[place % len(own.choices)], counts, late)
 
     def finish(self, rows: StepRows) -> None:
-        if self._of_rows[rows].choice is None:
+        if not self._of_rows[rows].choices:
             return
         self._open_parts.sub_(1)
         self._num_open -= 1
@@ -297,59 +299,72 @@ class Predicted(RingSide):
         heads = self._kv_heads * self._group
         wanted = ((rings < 0) | self._samples).to(torch.uint8)[:, None].expand(-1, heads).contiguous()
         if not asks:
-            return _Rows(rings, wanted, None)
+            return _Rows(rings, wanted, ())
         num_rings = self._num_rings
         to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
         cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
         cells.index_copy_(0, to, rows.cells)
         limits = torch.zeros(num_rings + 1, dtype=torch.int64, device=rings.device)
         limits.index_copy_(0, to, ((rows.holes[1] - rows.holes[0]) // BLOCK_TOKENS).long())
-        return _Rows(rings, wanted, self._choice(cells[:num_rings], limits[:num_rings]))
+        return _Rows(rings, wanted, self._choices(cells[:num_rings], limits[:num_rings]))
 
-    def _choice(self, cells: Tensor, limits: Tensor) -> _Choice:
-        """For the step behind each ring's cell, -1: none; limits: blocks that are in host memory alone. int64.
+    def _choices(self, cells: Tensor, limits: Tensor) -> list[Choice]:
+        """For the steps behind each ring's cell, -1: none, a choice for each turn that layers take: of the rings whose
+        turn it is. limits: blocks that are in host memory alone. int64.
 
         Other rings' last cells are not written, for one may be assigned meanwhile, in the other lane.
         """
-        rows, blocks = self.blocks.history.shape[2:]
-        is_in = cells >= 0
-        is_whole = self._last_cells[:-1] != cells - 1
-        to = torch.where(is_in, torch.arange(self._num_rings, device=cells.device), self._num_rings)
+        every = self.settings.predict_every
+        begins = torch.where(self._last_cells[:-1] == cells - 1, self._begins[:-1], cells)
+        self._note_cells(cells, begins)
+        is_kept = begins <= cells - every  # the sums are of this turn's last prediction, and of no row that is missing
+        turns = [(cells >= 0) & ((cells + turn) % every == 0) for turn in range(every)]
+        return [self._choice(is_in, is_kept, cells, limits) for is_in in turns]
+
+    def _note_cells(self, cells: Tensor, begins: Tensor) -> None:
+        to = torch.where(cells >= 0, torch.arange(self._num_rings, device=cells.device), self._num_rings)
         self._last_cells.index_copy_(0, to, cells)
-        before, widths = ((cells + more - self.settings.local_tokens) // BLOCK_TOKENS for more in (1, 2))
-        kept = widths - self._first_block - torch.where(before == widths, 0, EDGE_BLOCKS)
-        stale = torch.where(is_whole, 0, kept.clamp(0, blocks))
+        self._begins.index_copy_(0, to, begins)
+
+    def _choice(self, is_in: Tensor, is_kept: Tensor, cells: Tensor, limits: Tensor) -> Choice:
+        """By ring. is_kept: what the last prediction summed, `predict_every` steps ago, holds."""
+        rows, blocks = self.blocks.history.shape[2:]
+        every, local = self.settings.predict_every, self.settings.local_tokens
+        before, widths = ((cells + 2 - less - local) // BLOCK_TOKENS for less in (every, 0))
+        known = widths - self._first_block - torch.where(before == widths, 0, EDGE_BLOCKS)
+        stale = torch.where(is_kept, known.clamp(0, blocks), 0)
         widths = torch.where(is_in, (widths - self._first_block).clamp(0, blocks), 0)
 
         def spread(numbers: Tensor) -> Tensor:
             return numbers.repeat_interleave(self._kv_heads, 0)
 
-        return _Choice(
+        return Choice(
             spread(is_in),
             spread(stale.int()),
             spread(widths.int()),
-            spread(((cells + 2) % rows).int()),
+            spread(((cells + 1 - self.settings.history) % rows).int()),
             spread(limits.int()),
         )
 
-    def _choose(self, layer: Blocks, choice: _Choice, counts: Tensor, late: Lateness | None) -> None:
+    def _choose(self, layer: Blocks, choice: Choice, counts: Tensor, late: Lateness | None) -> None:
         scores = self._score(layer, choice)
         fresh = choose_blocks(scores, choice.limits, layer.ids, layer.bits, choice.is_in, counts)
         fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8, late)
 
-    def _score(self, layer: Blocks, choice: _Choice) -> Tensor:
+    def _score(self, layer: Blocks, choice: Choice) -> Tensor:
         """Float32 `[places, blocks]`."""
         if runs_on_triton(layer.history):
             return predict_blocks(
-                layer.history, choice.oldest, choice.widths, choice.stale, layer.interior, self._network
-            )
+                layer.history, choice.oldest, choice.widths, choice.stale, layer.interior, self._network,
+                self.settings.predict_every,
+            )  # fmt: skip
         scores = torch.full_like(layer.interior, -torch.inf)
         own, most = choice.is_in.nonzero().flatten(), int(choice.widths.max())  # the CPU computes what there is
         if most:
             history = layer.history[own, :, :most].contiguous()
             scores[own, :most] = predict_blocks(
                 history, choice.oldest[own], choice.widths[own], choice.stale[own],
-                torch.empty(len(own), most), self._network,
+                torch.empty(len(own), most), self._network, self.settings.predict_every,
             )  # fmt: skip
         return scores
 
@@ -360,7 +375,8 @@ class Predicted(RingSide):
         for ring, own in behind.items():
             numbers[:, ring] = own
         cells, limits = upload(numbers, self._last_cells.device)
-        choice = self._choice(cells, limits)
+        self._note_cells(cells, cells + 1)  # of what is summed now, no turn's sums are
+        choice = self._choice(cells >= 0, torch.zeros_like(cells, dtype=torch.bool), cells, limits)
         for layer, counts in zip(self._layers, self._counts, strict=True):
             self._choose(layer, choice, counts, None)
 

@@ -92,7 +92,7 @@ def note_step(
     history: Tensor, maxima: Tensor, lse: Tensor, fetched: Tensor | None, listed: Listed | None, rings: Tensor,
     cells: Tensor, first_block: int, kv_heads: int,
 ) -> None:  # fmt: skip
-    """Write the rows' newest rows of one layer's histories, uint8 `[places, steps + 1, blocks]`.
+    """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`.
 
     maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read; the run begins with block
     `first_block` of them. lse: float32 `[rows, heads]`, of `exact_lse`. fetched: float32 `[rows * kv_heads, group,

@@ -6,20 +6,20 @@ It refuses to know units and pages. Invariant: a row is of exact attention, what
 import torch
 from torch import Tensor
 
-from gpu.methods.predicted import HISTORY_SPARE, PROMPT_ROWS
+from gpu.methods.predicted import PROMPT_ROWS
 from gpu.predictor.history import compress, prompt_maxima
 from gpu.prefill.query import PrefillQuery
 from transfer.tier_shape import BLOCK_TOKENS
 
 
-def note_prompt(history: Tensor, ring: int, query: PrefillQuery, first_block: int) -> None:
-    """Write rows of one layer's history `[places, steps + 1, blocks]`, as far as the prompt's last ones are among the
-    queries. Asynchronous.
+def note_prompt(history: Tensor, ring: int, query: PrefillQuery, first_block: int, steps: int) -> None:
+    """Write the last `steps` rows of one layer's history `[places, rows, blocks]`, as far as the prompt's last ones are
+    among the queries. Asynchronous.
     """
     assert query.begin is not None, "predicted: positions of a prompt are consecutive"
     rows, kv_heads = history.shape[1], len(query.keys)
     end = query.begin + len(query.query)
-    begin = max(query.begin, query.num_prompt_tokens - (rows - HISTORY_SPARE))
+    begin = max(query.begin, query.num_prompt_tokens - steps)
     if begin >= end:
         return
     own = query.query[begin - query.begin :].unflatten(1, (kv_heads, -1)).float()
