@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 
 from server import answers
-from server.bodies import FIELDS, MOST_SECONDS, ChatBody, CompletionBody, DetokenizeBody, DocumentBody, TokenizeBody
+from server.bodies import ChatBody, CompletionBody, DetokenizeBody, DocumentBody, TokenizeBody
+from server.body_reader import FIELDS
 from server.body_schemas import BodyLimits, Tree, complete_schemas
 from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
+from server.ranges import MOST_SECONDS
 from server.registry import DOCUMENT_ID
 from server.routes_documents import DEFAULT_PAGE, MAX_PAGE
 from server.routes_responses import DEFAULT_ITEMS, MAX_ITEMS, ORDERS

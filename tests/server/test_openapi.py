@@ -41,11 +41,12 @@ from server import (
     routes_translated,
     routes_vectors,
 )
-from server.bodies import FIELDS, RANGES
+from server.body_reader import FIELDS
 from server.body_schemas import BodyLimits
 from server.fields import Neutral
 from server.openapi import build_document
 from server.openapi_page import write_page
+from server.ranges import RANGES
 from tests.server.program import Program
 
 CHECKS = [
