@@ -30,7 +30,6 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from server import (
-    answers,
     routes_discovery,
     routes_docs,
     routes_documents,
@@ -41,6 +40,7 @@ from server import (
     routes_translated,
     routes_vectors,
 )
+from server.answers.generation import ChatChunk, CompletionChunk
 from server.body_reader import FIELDS
 from server.body_schemas import BodyLimits
 from server.fields import Neutral
@@ -233,10 +233,10 @@ def test_3000_cases_of_whatever_is_sent_get_an_answer_that_is_in_the_document(ur
 @pytest.mark.parametrize(
     ("path", "chunk", "own"),
     [
-        (POSTS[0], answers.CompletionChunk, {"prompt": "one two three", "logprobs": 2, "echo": True}),
+        (POSTS[0], CompletionChunk, {"prompt": "one two three", "logprobs": 2, "echo": True}),
         (
             POSTS[1],
-            answers.ChatChunk,
+            ChatChunk,
             {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2},
         ),
     ],
