@@ -81,7 +81,7 @@ def run_constrained_benchmark(benchmark: ConstrainedBenchmark, deployment: Deplo
     try:
         for number in range(benchmark.rounds + 1):
             for kind, told in rounds.items():
-                engine.scheduler.jumps = kind == _AT_ONCE
+                engine.scheduler.jumps.is_on = kind == _AT_ONCE
                 told.append(_run(engine, benchmark, architecture.vocab_size, "" if kind == _FREE else grammar, number))
                 for text in told[-1].texts if kind != _FREE else []:
                     _require_schema(grammar, vocabulary.decode_bytes(text))

@@ -142,7 +142,7 @@ class Client:
     def kept_tokens(self) -> int:
         """Of what runs, tokens in host memory that have pages on the device as well."""
         scheduler = self.engine.scheduler
-        contexts = [sequence.open_context for sequence in scheduler._running]
+        contexts = [sequence.open_context for sequence in scheduler.roster.running]
         blocks = sum(context.num_resident for context in contexts if context is not None)
         return blocks * scheduler.residence.page_tokens
 

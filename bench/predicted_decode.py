@@ -12,7 +12,7 @@ eagerly, which tells that a command works and no times.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -203,7 +203,7 @@ class Steps:
 def measure(
     contexts: Contexts, weights_file: Path, cell: Cell, turnovers: Sequence[float], steps: int,
     selections: np.ndarray | None, trace: Path | None,
-) -> Iterator[Measured]:  # fmt: skip
+) -> Generator[Measured, None, None]:  # fmt: skip
     """Each way at each turnover, and at what is replayed; `read` and `predict` once. trace: of `across`, at the last
     of these; whoever stops earlier gets none.
     """
@@ -309,12 +309,12 @@ def measure_link(device: torch.device) -> float:
         host = torch.ones(2**26, dtype=torch.uint8)
         return host.nbytes / min(_seconds(host.clone) for _ in range(4))
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
+    on_card = torch.empty_like(host, device="cuda")
     best = 0.0
     for _ in range(4):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
-        device.copy_(host, non_blocking=True)
+        on_card.copy_(host, non_blocking=True)
         events[1].record()
         torch.cuda.synchronize()
         best = max(best, host.nbytes / events[0].elapsed_time(events[1]) * 1e3)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu.decode.answering import Answers
-from gpu.prefill.jobs import FinishedJob
+from gpu.prefill.outputs import FinishedJob
 from gpu.sampling.sampler import Drawing
 from gpu.step import NOT_FINITE, Lane, SampledToken, StepResult, TokenLogprob
 

@@ -36,7 +36,8 @@ from gpu.model.computed_experts import open_exchanges
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Progress, Weights
 from gpu.prefill.dense import Dense
-from gpu.prefill.jobs import FinishedJob, Prefill
+from gpu.prefill.jobs import Prefill
+from gpu.prefill.outputs import FinishedJob
 from gpu.prefill.query import PrefillQuery
 from gpu.profiles import Part
 from gpu.sampling.params import SamplingParams
@@ -195,7 +196,7 @@ class Runner:
 
     def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
         """Show what prompts attend to, for who measures; None: no more."""
-        self._prefill.watch = watch
+        self._prefill.attention.watch = watch
 
     def reuse_counts(self) -> dict[str, ReuseCounts]:
         """What reuse did, by the part that plans name; waits for nothing."""

@@ -70,23 +70,23 @@ class Engine:
         """Also once all requests are gone: what they held on the device and the host is given back now."""
         scheduler, documents = self.scheduler, self.scheduler.documents
         has_documents = documents is not None and documents.has_work
-        return scheduler.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_documents
+        return scheduler.roster.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_documents
 
     def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
         """What `queue` takes, its prompts hashed: the one thing that any thread may ask. `rest` is called every tenth
         of a millisecond or so. Raises TooLargeError and GrammarError."""
-        return self.scheduler.prepare(requests, rest)
+        return self.scheduler.intake.prepare(requests, rest)
 
     def queue(self, sequences: list[Sequence]) -> None:
         """Queue all or none. Raises QueueFullError."""
-        self.scheduler.queue(sequences)
+        self.scheduler.roster.queue(sequences)
 
     def submit(self, requests: list[EngineRequest]) -> None:
         """Prepare and queue all or none. Raises QueueFullError, TooLargeError or GrammarError."""
         self.queue(self.prepare(requests, lambda: None))
 
     def cancel(self, request_ids: list[str]) -> None:
-        self.scheduler.cancel(request_ids)
+        self.scheduler.roster.cancel(request_ids)
 
     def store_chunks(self, message: StoreChunks) -> None:
         """Answered by one of `take_stored`."""

@@ -1,4 +1,4 @@
-"""The JSON Schemas of request bodies: what `bodies.py` and `known_fields.py` accept, no more and no less.
+"""The JSON Schemas of request bodies: what `body_reader.py` and the checks accept, no more and no less.
 
 Types come from the structs, other known fields from the tables; here stands what checks by hand add to them. What
 compares two numbers (`min_tokens` and `max_tokens`, the prompt and the context) no schema can say.
@@ -8,41 +8,30 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from server.bodies import (
-    FIELDS,
-    FORMS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_BIASES,
-    MAX_CHOICES,
     MAX_DOCUMENTS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
     MAX_VARIABLES,
-    RANGES,
-    RESPONSE_FORMATS,
-    ROLE,
-    TOOL_NAME,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     DocumentBody,
-    Function,
     InlineDocument,
-    JsonSchema,
-    Message,
-    Part,
-    ResponseFormat,
-    StructuredOutputs,
     TokenizeBody,
-    Tool,
 )
+from server.body_reader import FIELDS
+from server.chat_message import ROLE, Message, Part
 from server.documents import DOCUMENTS_OFF
 from server.fields import Fate, Free, Neutral
+from server.form import FORMS, RESPONSE_FORMATS, JsonSchema, ResponseFormat, StructuredOutputs
 from server.other_bodies import MessagesBody, ResponsesBody
+from server.ranges import MAX_CHOICES, MAX_TOP_LOGPROBS, RANGES
 from server.registry import DOCUMENT_ID
+from server.tools import MAX_TOOLS, TOOL_NAME, Function, Tool
 from server.vector_bodies import MAX_INPUTS, EmbeddingsBody, RerankBody
 
 Tree = dict[str, Any]

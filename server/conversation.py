@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.bodies import ChatBody, Message, Tool, message_text
+from server.bodies import ChatBody
+from server.chat_message import Message, message_text
 from server.json_size import MOST_LEVELS, count_levels
+from server.tools import Tool
 
 Tree = dict[str, Any]
 Spell = Callable[[str], str]

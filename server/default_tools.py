@@ -25,7 +25,7 @@ or several in a row, as a message of the user:
 
 import msgspec
 
-from server.bodies import Message, message_text
+from server.chat_message import Message, message_text
 from server.conversation import Conversation, read_arguments
 from server.message.tools import encode_json
 

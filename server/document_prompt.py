@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from server.api_error import ApiError, invalid
-from server.bodies import Message, message_text
+from server.chat_message import Message, message_text
 from server.chunker import Chunks
 from server.control_tokens import ControlTokens
 from server.conversation import Conversation

@@ -1,8 +1,9 @@
 """What becomes of a field of a request, and the walk that checks a body against a table of them.
 
-A field is served (`bodies.py` has it), free of effect whatever it says, or accepted at the values that ask for nothing
-and refused by name at any other. What the table (`known_fields.py`) lacks is unknown. The walk looks at names and small
-values; types are `bodies.py`'s business. Invariant: what it keeps does not grow with the number of fields sent.
+A field is served (a body's struct has it), free of effect whatever it says, or accepted at the values that ask for
+nothing and refused by name at any other. What the table (`known_fields.py`) lacks is unknown. The walk looks at names
+and small values; types are the structs' business. Invariant: what it keeps does not grow with the number of fields that
+are sent.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ _decode = msgspec.json.decode
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """`bodies.py` reads it."""
+    """A body's struct has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Neutral:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """A list whose items are objects; of any other JSON type, `bodies.py` decides."""
+    """A list whose items are objects; of any other JSON type, its struct decides."""
 
     item: "Fields"
 

@@ -1,7 +1,8 @@
 """The fields of OpenAI's and vLLM's requests, and what becomes of each here: data, read by `fields.py`.
 
-Also those that SGLang's router `smg` adds to what it passes on. Served ones are the fields of the structs in
-`bodies.py`, to the name; a test compares them. A refusal's reason ends its message. `/openapi.json` is made of both.
+Also those that SGLang's router `smg` adds to what it passes on. Served ones are the fields of the structs
+that `body_reader.py` decodes, to the name; a test compares them. A refusal's reason ends its message. `/openapi.json`
+is made of both.
 """
 
 from server.fields import Each, Fate, Fields, free, refused, served

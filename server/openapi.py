@@ -8,10 +8,19 @@ from typing import Any
 
 import msgspec
 
-from server import answers
-from server.bodies import FIELDS, MOST_SECONDS, ChatBody, CompletionBody, DetokenizeBody, DocumentBody, TokenizeBody
+from server.answers.answer import Error
+from server.answers.documents import DeletedDocument, DocumentList, NewDocument, WholeDocument
+from server.answers.generation import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from server.answers.messages import AnsweredMessage, InputTokens, MessageError, MessageEvent
+from server.answers.responses import DeletedResponse, InputItems, Response, ResponseEvent
+from server.answers.status import Health, Live, Loads, Model, Models, ServerInfo, TokenizerInfo, Version
+from server.answers.tokens import Text, Tokens
+from server.answers.vectors import Embeddings, Ranking
+from server.bodies import ChatBody, CompletionBody, DetokenizeBody, DocumentBody, TokenizeBody
+from server.body_reader import FIELDS
 from server.body_schemas import BodyLimits, Tree, complete_schemas
 from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
+from server.ranges import MOST_SECONDS
 from server.registry import DOCUMENT_ID
 from server.routes_documents import DEFAULT_PAGE, MAX_PAGE
 from server.routes_responses import DEFAULT_ITEMS, MAX_ITEMS, ORDERS
@@ -20,12 +29,9 @@ from server.time_limit import TIME_HEADER
 from server.vector_bodies import EmbeddingsBody, RerankBody
 
 _ANSWERS = (
-    answers.Error, answers.Completion, answers.ChatCompletion, answers.Tokens, answers.Text, answers.Models,
-    answers.Model, answers.Health, answers.Live, answers.Version, answers.CompletionChunk, answers.ChatChunk,
-    answers.TokenizerInfo, answers.ServerInfo, answers.Loads, answers.NewDocument, answers.WholeDocument,
-    answers.DocumentList, answers.DeletedDocument, answers.Embeddings, answers.Ranking,
-    answers.Response, answers.ResponseEvent, answers.InputItems, answers.DeletedResponse,
-    answers.AnsweredMessage, answers.MessageEvent, answers.MessageError, answers.InputTokens,
+    Error, Completion, ChatCompletion, Tokens, Text, Models, Model, Health, Live, Version, CompletionChunk, ChatChunk,
+    TokenizerInfo, ServerInfo, Loads, NewDocument, WholeDocument, DocumentList, DeletedDocument, Embeddings, Ranking,
+    Response, ResponseEvent, InputItems, DeletedResponse, AnsweredMessage, MessageEvent, MessageError, InputTokens,
 )  # fmt: skip
 _REF = "#/components/schemas/{name}"
 _REFUSALS = {
@@ -52,13 +58,11 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
     _, components = msgspec.json.schema_components((*FIELDS, *_ANSWERS), ref_template=_REF)
     complete_schemas(components, limits)
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": {"enum": list(limits.model_ids)}}
-    completes = _posts("Continue a text", CompletionBody, answers.Completion, answers.CompletionChunk)
-    chats = _posts("Answer a chat", ChatBody, answers.ChatCompletion, answers.ChatChunk)
-    ranks = _posts("Rank documents by a query", RerankBody, answers.Ranking, None, generates=True)
-    messages = _of_messages(
-        _posts("Answer Anthropic's clients", MessagesBody, answers.AnsweredMessage, answers.MessageEvent)
-    )
-    counts = _of_messages(_posts("Tokens of such a prompt", CountTokensBody, answers.InputTokens, None))
+    completes = _posts("Continue a text", CompletionBody, Completion, CompletionChunk)
+    chats = _posts("Answer a chat", ChatBody, ChatCompletion, ChatChunk)
+    ranks = _posts("Rank documents by a query", RerankBody, Ranking, None, generates=True)
+    messages = _of_messages(_posts("Answer Anthropic's clients", MessagesBody, AnsweredMessage, MessageEvent))
+    counts = _of_messages(_posts("Tokens of such a prompt", CountTokensBody, InputTokens, None))
     document: Tree = {
         "openapi": "3.1.0",
         "info": {
@@ -69,26 +73,22 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
         "paths": {
             "/v1/completions": {"post": completes},
             "/v1/chat/completions": {"post": chats},
-            "/v1/responses": {
-                "post": _posts("Answer, and be followed", ResponsesBody, answers.Response, answers.ResponseEvent)
-            },
+            "/v1/responses": {"post": _posts("Answer, and be followed", ResponsesBody, Response, ResponseEvent)},
             **_response_paths(),
             "/v1/messages": {"post": messages},
             "/v1/messages/count_tokens": {"post": counts},
-            "/v1/embeddings": {
-                "post": _posts("Texts as vectors", EmbeddingsBody, answers.Embeddings, None, generates=True)
-            },
+            "/v1/embeddings": {"post": _posts("Texts as vectors", EmbeddingsBody, Embeddings, None, generates=True)},
             **{path: {"post": ranks | {"operationId": path.strip("/").replace("/", "_")}} for path in RANKING_PATHS},
-            "/tokenize": {"post": _posts("A text or messages in tokens", TokenizeBody, answers.Tokens, None)},
-            "/detokenize": {"post": _posts("Tokens as a text", DetokenizeBody, answers.Text, None)},
-            "/v1/models": {"get": _gets("The model that is served", answers.Models)},
-            "/v1/models/{model_id}": {"get": _gets("The model, by its id", answers.Model, parameters=[model_id])},
-            "/tokenizer_info": {"get": _gets("The tokenizer's settings", answers.TokenizerInfo)},
-            "/server_info": {"get": _gets("The model and the engine's limits, for routers", answers.ServerInfo)},
-            "/v1/loads": {"get": _gets("How busy the engine is, for routers", answers.Loads)},
-            "/health": {"get": _gets("Whether the engine serves", answers.Health, answers.Health)},
-            "/live": {"get": _gets("Whether this process can still do so", answers.Live, answers.Live)},
-            "/version": {"get": _gets("Tandem's version", answers.Version)},
+            "/tokenize": {"post": _posts("A text or messages in tokens", TokenizeBody, Tokens, None)},
+            "/detokenize": {"post": _posts("Tokens as a text", DetokenizeBody, Text, None)},
+            "/v1/models": {"get": _gets("The model that is served", Models)},
+            "/v1/models/{model_id}": {"get": _gets("The model, by its id", Model, parameters=[model_id])},
+            "/tokenizer_info": {"get": _gets("The tokenizer's settings", TokenizerInfo)},
+            "/server_info": {"get": _gets("The model and the engine's limits, for routers", ServerInfo)},
+            "/v1/loads": {"get": _gets("How busy the engine is, for routers", Loads)},
+            "/health": {"get": _gets("Whether the engine serves", Health, Health)},
+            "/live": {"get": _gets("Whether this process can still do so", Live, Live)},
+            "/version": {"get": _gets("Tandem's version", Version)},
             "/metrics": {"get": _gets("Prometheus metrics", None)},
         },
         "components": {"schemas": components},
@@ -110,9 +110,9 @@ def _response_paths() -> Tree:
         {"name": "order", "in": "query", "schema": {"enum": list(ORDERS), "default": "desc"}},
         {"name": "after", "in": "query", "schema": {"type": "string"}},
     ]
-    shows = _gets("A response that is kept", answers.Response, parameters=[response_id])
-    deletes = _gets("Forget a response", answers.DeletedResponse, parameters=[response_id])
-    lists = _gets("What was said up to a response", answers.InputItems, parameters=[response_id, *page])
+    shows = _gets("A response that is kept", Response, parameters=[response_id])
+    deletes = _gets("Forget a response", DeletedResponse, parameters=[response_id])
+    lists = _gets("What was said up to a response", InputItems, parameters=[response_id, *page])
     for reads in (shows, lists):
         reads["responses"] |= _errors(["400"])
     return {
@@ -127,13 +127,13 @@ def _document_paths() -> Tree:
         {"name": "limit", "in": "query", "schema": _PAGE},
         {"name": "after", "in": "query", "schema": _DOCUMENT_ID},
     ]
-    lists = _gets("The key's documents, oldest first", answers.DocumentList, parameters=page)
+    lists = _gets("The key's documents, oldest first", DocumentList, parameters=page)
     lists["responses"] |= _errors(["400"])
-    shows = _gets("A document and its text", answers.WholeDocument, parameters=[document_id])
-    deletes = _gets("Delete a document", answers.DeletedDocument, parameters=[document_id])
+    shows = _gets("A document and its text", WholeDocument, parameters=[document_id])
+    deletes = _gets("Delete a document", DeletedDocument, parameters=[document_id])
     return {
         "/v1/documents": {
-            "post": _posts("Store a document, and its chunks ahead of chats", DocumentBody, answers.NewDocument, None),
+            "post": _posts("Store a document, and its chunks ahead of chats", DocumentBody, NewDocument, None),
             "get": lists,
         },
         "/v1/documents/{document_id}": {"get": shows, "delete": deletes},
@@ -162,19 +162,19 @@ def _of_messages(operation: Tree) -> Tree:
     """Errors are Anthropic's, and so is the key's header beside the usual one."""
     for code, answer in operation["responses"].items():
         if code != "200":
-            answer["content"] = _content(answers.MessageError)
+            answer["content"] = _content(MessageError)
     return operation
 
 
 def _event(chunk: type) -> Tree:
     """The chunk, or the error that ends a stream early, as JSON; `[DONE]` ends one that is whole."""
-    schemas = [{"$ref": _REF.format(name=kind.__name__)} for kind in (chunk, answers.Error)]
+    schemas = [{"$ref": _REF.format(name=kind.__name__)} for kind in (chunk, Error)]
     tree = {"contentMediaType": "application/json", "contentSchema": {"anyOf": schemas}}
     data = {"type": "string", "if": {"const": "[DONE]"}, "else": tree}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def _gets(summary: str, answer: type | None, unavailable: type = answers.Error, parameters: Any = ()) -> Tree:
+def _gets(summary: str, answer: type | None, unavailable: type = Error, parameters: Any = ()) -> Tree:
     content = {"text/plain": {"schema": {"type": "string"}}} if answer is None else _content(answer)
     responses = {"200": {"description": "done", "content": content}} | _errors(_OF_ANY)
     responses["503"]["content"] = _content(unavailable)
@@ -182,7 +182,7 @@ def _gets(summary: str, answer: type | None, unavailable: type = answers.Error, 
 
 
 def _errors(codes: Any) -> Tree:
-    return {code: {"description": _REFUSALS[code], "content": _content(answers.Error)} for code in codes}
+    return {code: {"description": _REFUSALS[code], "content": _content(Error)} for code in codes}
 
 
 def _content(kind: type) -> Tree:

@@ -11,7 +11,7 @@ import msgspec
 
 from scheduler.messages import Progress
 from server.api_error import ApiError
-from server.bodies import CalledFunction, Message, MessageCall
+from server.chat_message import CalledFunction, Message, MessageCall
 from server.choice import TIME_LIMIT
 from server.generation import Generation, Update
 from server.message.parts import CallArguments, CallBegun, Content, Part, Reasoning

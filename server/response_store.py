@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from server.bodies import Message
+from server.chat_message import Message
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[Message]).decode

@@ -12,7 +12,9 @@ from fastapi import APIRouter, Request, Response
 
 from scheduler.messages import ChunksStored, Ready
 from server.api_error import ApiError, invalid, too_long
-from server.bodies import DocumentBody, Message, check_messages, message_text, read_body
+from server.bodies import DocumentBody
+from server.body_reader import read_body
+from server.chat_message import Message, check_messages, message_text
 from server.chunker import Chunks, count_tokens
 from server.documents import DOCUMENTS_OFF, Documents, unknown_document
 from server.registry import DocumentEntry

@@ -5,7 +5,8 @@ from fastapi import APIRouter, Request, Response
 from scheduler.messages import Ready
 from server import logs
 from server.api_error import invalid
-from server.bodies import ChatBody, CompletionBody, GenerationBody, check_chat, check_completion, read_body
+from server.bodies import ChatBody, CompletionBody, GenerationBody, check_chat, check_completion
+from server.body_reader import read_body
 from server.conversation import read_conversation
 from server.documents import DOCUMENTS_OFF, choose_fusion, find_texts, store_inline
 from server.generation import Disconnected, Generation, Job, collect

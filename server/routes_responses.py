@@ -7,7 +7,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server.api_error import ApiError, invalid
-from server.bodies import Message, message_text
+from server.chat_message import Message, message_text
 from server.response_shape import Tree
 from server.response_store import KeptResponse
 from server.service import Service, service_of

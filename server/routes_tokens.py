@@ -4,7 +4,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server.api_error import invalid
-from server.bodies import DetokenizeBody, TokenizeBody, check_messages, read_body
+from server.bodies import DetokenizeBody, TokenizeBody
+from server.body_reader import read_body
+from server.chat_message import check_messages
 from server.conversation import Conversation
 from server.prompts import chat_prompt, check_token_ids
 from server.service import service_of

@@ -3,7 +3,9 @@
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from server.bodies import Message, check_chat, read_body
+from server.bodies import check_chat
+from server.body_reader import read_body
+from server.chat_message import Message
 from server.conversation import read_conversation
 from server.generation import Generation
 from server.message_shape import MessageShape

@@ -16,7 +16,9 @@ from gpu.pooling import Pooling
 from scheduler.messages import Ready
 from server import logs
 from server.api_error import invalid
-from server.bodies import CompletionBody, Message, check_completion, read_body
+from server.bodies import CompletionBody, check_completion
+from server.body_reader import read_body
+from server.chat_message import Message
 from server.conversation import Conversation
 from server.generation import Disconnected, Generation, Job, collect
 from server.prompts import Prompt, chat_prompt, check_room, completion_prompts, context_of

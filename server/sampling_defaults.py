@@ -12,8 +12,8 @@ from typing import Any
 from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.spec import ModelError
 from server.api_error import ApiError
-from server.bodies import check_range
 from server.config import ConfigError, Deployment
+from server.ranges import check_range
 
 FILE = "generation_config.json"
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -16,7 +16,8 @@ from llguidance import LLMatcher, grammar_from
 
 from scheduler.grammar import MOST_BYTES
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid
-from server.bodies import GenerationBody, StructuredOutputs
+from server.bodies import GenerationBody
+from server.form import StructuredOutputs
 from server.grammar_checks import check_aside
 from server.json_size import MOST_LEVELS, count_levels
 

@@ -17,11 +17,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError, invalid
-from server.bodies import Function, Message, Tool
+from server.chat_message import Message
 from server.config import ConfigError
 from server.conversation import Conversation, Spell, Tree, plain_message, plain_tool, spell_tree
 from server.default_tools import write_tools
 from server.tokenizer import Tokenizer
+from server.tools import Function, Tool
 
 _PROBE = "probe_7f3a1c"
 _PROBE_CHAT = [Message(role="user", content="Hi")]

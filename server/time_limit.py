@@ -5,7 +5,7 @@ import re
 from starlette.datastructures import Headers
 
 from server.api_error import invalid
-from server.bodies import MOST_SECONDS
+from server.ranges import MOST_SECONDS
 
 TIME_HEADER = "x-request-timeout"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.api_error import UNSUPPORTED_GRAMMAR, invalid
-from server.bodies import ChatBody, NamedTool
+from server.bodies import ChatBody
 from server.conversation import Conversation
 from server.message.call_grammar import HeldArguments, HeldCalls, write_answer
 from server.message.formats import AnswerFormat, HeldForm, Tags, hold_format
@@ -17,6 +17,7 @@ from server.message.tools import Tools
 from server.prompts import Prompt, hold_to_form
 from server.service import Service
 from server.structured import asks_form, grammar_with_form, lark_grammar, schema_in_lark
+from server.tools import NamedTool
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from server.api_error import ApiError, invalid
-from server.bodies import (
-    CalledFunction,
-    ChatBody,
-    Function,
-    JsonSchema,
-    Message,
-    MessageCall,
-    NamedFunction,
-    NamedTool,
-    ResponseFormat,
-    Tool,
-)
+from server.bodies import ChatBody
+from server.chat_message import CalledFunction, Message, MessageCall
+from server.form import JsonSchema, ResponseFormat
 from server.other_bodies import (
     CallBlock,
     InputItem,
@@ -38,6 +29,7 @@ from server.other_bodies import (
     ToolNamed,
     Turn,
 )
+from server.tools import Function, NamedFunction, NamedTool, Tool
 
 _RESPONSES_NAMES = [
     (r"^tools\[(\d+)\]\.function", r"tools[\1]"),

@@ -1,4 +1,4 @@
-"""Request bodies of embeddings and of ranking: types alone, which `bodies.py` decodes."""
+"""Request bodies of embeddings and of ranking: types alone, which `body_reader.py` decodes."""
 
 from typing import Annotated, Literal
 

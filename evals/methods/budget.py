@@ -13,17 +13,22 @@ class Budget:
     fraction: float | None
     tokens: int | None
 
+    def __post_init__(self) -> None:
+        assert (self.fraction is None) != (self.tokens is None), f"budget: {self.fraction} and {self.tokens} tokens"
+
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
         """int64 `[requests]`: the tokens of each context that may be read, never more than it has."""
         if self.tokens is not None:
             return lengths.clamp(max=self.tokens)
+        assert self.fraction is not None
         return torch.ceil(lengths.double() * self.fraction).long().clamp(min=1)
 
     def most(self, longest: int) -> int:
         """The largest of `of(lengths)`, without asking the device."""
         if self.tokens is not None:
             return min(longest, self.tokens)
-        return max(1, math.ceil(float(longest) * float(self.fraction or 0.0)))
+        assert self.fraction is not None
+        return max(1, math.ceil(float(longest) * self.fraction))
 
     def __str__(self) -> str:
         return str(self.tokens) if self.tokens is not None else str(self.fraction)

@@ -274,7 +274,7 @@ class FirstStepWaits:
         self.ask_times = SimpleNamespace(ready_s=0.0)
         self._runner = self
         self.decode_steps = SimpleNamespace(drain=lambda: None)
-        self.scheduler = SimpleNamespace(_running=[], residence=SimpleNamespace(page_tokens=16))
+        self.scheduler = SimpleNamespace(roster=SimpleNamespace(running=[]), residence=SimpleNamespace(page_tokens=16))
         self._steps = 0
 
     def submit(self, requests) -> None:

@@ -19,7 +19,8 @@ from gpu.model.architecture import named_shape
 from gpu.model.decoder import Decoder
 from gpu.model.weights import Weights, random_weights
 from gpu.prefill.dense import Dense
-from gpu.prefill.jobs import FinishedJob, Prefill
+from gpu.prefill.jobs import Prefill
+from gpu.prefill.outputs import FinishedJob
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampled, Sampler
 from gpu.step import DENSE, HostPrompt, PageWrite, PrefillJob, PrefillPrompt, Unit

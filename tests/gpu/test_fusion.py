@@ -194,7 +194,7 @@ def test_methods_with_rings_see_the_end_of_a_fused_prompt_in_order(
     """All behind the last chunk, in every layer; where all is computed again, as of a prompt without chunks."""
     dense, fused = SeesPrompts(), SeesPrompts()
     for seer, spans in ((dense, []), (fused, SPANS)):
-        stand.prefill._reusing = (seer,)  # type: ignore[assignment]
+        stand.prefill.attention.reusing = (seer,)  # type: ignore[assignment]
         stand.serve(stand.prompt(TOKENS, spans, policy if spans else "vanilla", 1.0), unit_tokens)
     tail = SPANS[-1][1]
     for layer in range(6):
@@ -220,7 +220,7 @@ def test_what_the_question_looks_at_moves_up_behind_the_text_in_front(
     whole, less = make(tmp_path / "whole"), make(tmp_path / "less")
     wanted = whole.serve(whole.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
     seer = SeesPrompts()
-    whole.prefill._reusing = (seer,)  # type: ignore[assignment]
+    whole.prefill.attention.reusing = (seer,)  # type: ignore[assignment]
     whole.serve(whole.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
     got = less.serve(less.prompt(TOKENS, SPANS, policy, 0.15, keep_tokens=60), unit_tokens)
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)

@@ -126,7 +126,7 @@ def logits_of(settings: MomoSettings, chunk_tokens: int, num_shared: int) -> tor
     """Of a prompt of 210 tokens; `num_shared` of them stand in pages, computed as a prompt before."""
     ids = draw_tokens(210, 1)
     stand = Stand(has_tier=False)
-    stand.prefill._sides = {SPY: Momo(settings, Dense())}
+    stand.prefill.attention.sides = {SPY: Momo(settings, Dense())}
     pages: list[int] = []
     if num_shared:
         pages = list(stand.give_pages(0, len(ids), None))
@@ -153,7 +153,7 @@ def test_a_prompt_that_goes_down_is_prefilled_so_too() -> None:
     ids, told = draw_tokens(24 * PAGE + 5, 1), []
     for has_tier in (False, True):
         stand = Stand(has_tier=has_tier)
-        stand.prefill._sides = {SPY: Momo(SETTINGS, Dense())}
+        stand.prefill.attention.sides = {SPY: Momo(SETTINGS, Dense())}
         host = host_prompt(len(ids), 7) if has_tier else None
         stand.give_pages(0, len(ids), host)
         job = stand.job(1, 0, ids, host) if has_tier else stand.job(1, 0, ids)

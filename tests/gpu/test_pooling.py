@@ -66,7 +66,7 @@ def pool(runner: Runner, poolings: list[Pooling | None], chunk_tokens: int) -> d
 def test_vectors_of_packed_prompts_are_those_of_transformers(
     runner: Runner, oracle: list[dict[str, np.ndarray]], chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu.prefill.jobs.POOLED_TOKENS", 64)
+    monkeypatch.setattr("gpu.prefill.outputs.POOLED_TOKENS", 64)
     for shift in range(3):
         poolings = [None if slot == shift else KINDS[(slot + shift) % 3] for slot in range(len(PROMPTS))]
         pooled = pool(runner, poolings, chunk_tokens)

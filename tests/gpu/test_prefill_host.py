@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu.host.deposit import Sent
 from gpu.model.decoder import Pages
-from gpu.prefill.jobs import FinishedJob
+from gpu.prefill.outputs import FinishedJob
 from gpu.step import PageWrite, PrefillJob, PrefillUnit, Unit
 from tests.gpu.host_prefill import (
     DENSE_LAYERS,

@@ -48,7 +48,7 @@ def by_spy(units: list[Unit]) -> list[Unit]:
 
 def make_stand(has_tier: bool) -> tuple[Stand, Spy]:
     stand, spy = Stand(has_tier=has_tier), Spy()
-    stand.prefill._sides = {DENSE: Dense(), SPY: spy}
+    stand.prefill.attention.sides = {DENSE: Dense(), SPY: spy}
     return stand, spy
 
 

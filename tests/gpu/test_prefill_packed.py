@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import gpu.prefill.jobs
+import gpu.prefill.unit_attention
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
 from gpu.prefill.attention import Packing, packed_prefill_attention, prefill_attention_reference
@@ -73,7 +73,7 @@ def test_keys_and_values_of_several_prompts_lie_one_after_another(device: str) -
 def test_prompts_attended_to_together_are_told_what_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts, chunks that end within some of them, and prompts that go on from pages of others."""
     together = prompt_logprobs()
-    monkeypatch.setattr(gpu.prefill.jobs, "MOST_PACKED_TOKENS", 0)
+    monkeypatch.setattr(gpu.prefill.unit_attention, "MOST_PACKED_TOKENS", 0)
     apart = prompt_logprobs()
     for key, wanted in apart.items():
         assert np.isfinite(wanted).all()
@@ -106,8 +106,8 @@ def test_a_prompt_that_began_with_others_may_end_alone(monkeypatch: pytest.Monke
         return torch.cat(outs).to(query.dtype)
 
     alone = drawn(90)
-    monkeypatch.setattr(gpu.prefill.jobs, "has_flash", lambda query: True)
-    monkeypatch.setattr(gpu.prefill.jobs, "packed_prefill_attention", packed_reference)
+    monkeypatch.setattr(gpu.prefill.unit_attention, "has_flash", lambda query: True)
+    monkeypatch.setattr(gpu.prefill.unit_attention, "packed_prefill_attention", packed_reference)
     assert drawn(70) == drawn(90) == alone
     assert len(alone) == 2
 

@@ -149,7 +149,8 @@ def check(request: EngineRequest, kind: str, deltas: list[Delta]) -> None:
 
 
 def with_letters(engine: Engine) -> Engine:
-    engine.scheduler.constraints = Constraints(SHAPE.vocab_size, letters)
+    """As if the model's vocabulary were these."""
+    engine.scheduler.constraints._read_tokens = letters
     return engine
 
 
@@ -283,7 +284,7 @@ def test_a_grammar_that_fails_ends_its_request_alone_and_says_why(monkeypatch: p
     fails = held("fails", "grammar", prompt_of(20, 1), 30)
     beside = [held("free", "free", prompt_of(30)), held("held", "grammar", prompt_of(40))]
     engine.submit([fails, *beside])
-    (matcher,) = [one.constraint.matcher for one in engine.scheduler._sequences.values() if one.request_id == "fails"]
+    matcher = engine.scheduler.roster._unfinished["fails"].constraint.matcher
     deltas = {delta.request_id: [delta] for delta in engine.step()}
     while len(deltas.get("fails", [])) < 2:
         for delta in engine.step():

@@ -388,7 +388,7 @@ def test_one_that_gives_way_is_fused_again(tmp_path: Path) -> None:
     tokens: list[int] = []
     while len(tokens) < 9:
         tokens += [token for delta in engine.step() for token in delta.token_ids]
-    engine.scheduler._preempt_youngest(engine.scheduler._running)
+    engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
     tokens += [token for delta in run(engine)["b"] for token in delta.token_ids]
     assert len(tokens) == 30
     assert tokens[:9] == wanted[:9]
@@ -450,7 +450,7 @@ def test_a_prompt_that_is_done_keeps_what_the_question_looks_at_and_frees_the_re
     tokens = []
     while len(tokens) < 20:
         tokens += [token for delta in engine.step() for token in delta.token_ids]
-    (sequence,) = engine.scheduler._running
+    (sequence,) = engine.scheduler.roster.running
     assert sequence.num_evicted == num_tokens - 100
     assert num_free - pages.num_available == -(-(100 + len(tokens)) // 16), "pages of what went are free"
     run(engine)
@@ -470,7 +470,7 @@ def test_a_context_that_loses_little_goes_on_at_its_positions(tmp_path: Path) ->
         while engine.has_work:
             found += [dict(one.top) for delta in engine.step() for one in delta.logprobs or []]
             if gives_way and len(found) == 4:
-                engine.scheduler._preempt_youngest(engine.scheduler._running)
+                engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
                 gives_way = False
         return found
 

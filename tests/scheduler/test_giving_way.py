@@ -23,7 +23,7 @@ def run(engine: Engine, requests: list[EngineRequest]) -> list[str]:
 
 def start(engine: Engine, request: EngineRequest) -> None:
     engine.submit([request])
-    while request.request_id not in {sequence.request_id for sequence in engine.scheduler._running}:
+    while request.request_id not in {sequence.request_id for sequence in engine.scheduler.roster.running}:
         engine.step()
 
 

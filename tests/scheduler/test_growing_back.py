@@ -65,7 +65,7 @@ def test_nothing_comes_back_while_anybody_waits_or_pages_are_short() -> None:
     start(engine, first)
     press(engine, "a")
     engine.submit([ask("b", prompt_of(30, salt=2), max_tokens=3, profile="exact")])
-    while any(one.request_id == "a" for one in engine.scheduler._running):
+    while any(one.request_id == "a" for one in engine.scheduler.roster.running):
         engine.step()
     assert not fetches_of(runner), "b waits for its slot"
     drain(engine)
@@ -92,7 +92,7 @@ def test_pages_that_others_may_take_soon_and_some_more_stay_free() -> None:
     while engine.has_work:
         engine.step()
         if runner.plans[-1].fetches:
-            coming = sum(map(engine.scheduler.residence.num_coming_pages, engine.scheduler._running))
+            coming = sum(map(engine.scheduler.residence.num_coming_pages, engine.scheduler.roster.running))
             free.append(engine.scheduler.pages.num_available - coming)
     assert free
     assert min(free) >= 64 // 16
@@ -184,7 +184,7 @@ def test_what_is_on_its_way_back_is_settled_whatever_becomes_of_its_context(how:
         assert engine.scheduler.residence._free_pages(engine.scheduler.pages.num_available + 30, [])
         assert not frontier.is_restoring
     else:
-        engine.scheduler._preempt_youngest(engine.scheduler._running)
+        engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
     drain(engine)
     assert not frontier.is_restoring
     check_idle(engine, runner)

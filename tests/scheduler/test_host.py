@@ -102,7 +102,7 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert contexts.used_bytes == sum(context.charged_bytes for context in contexts._contexts.values())
     assert contexts.used_bytes <= contexts.limit_bytes
     assert residence.frontier.holders == {}
-    assert engine.scheduler.rings.num_free == {RINGS: engine.scheduler._capacity.num_rings[RINGS]}
+    assert engine.scheduler.rings.num_free == {RINGS: engine.scheduler.residence._capacity.num_rings[RINGS]}
     assert runner.ring_of == {}
     assert residence.windows.num_free == residence.windows.count
     assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
@@ -255,7 +255,7 @@ def test_a_context_that_host_memory_can_never_hold_is_refused_and_told_what_fits
     engine, _ = make_engine(limit_blocks=40)
     with pytest.raises(TooLargeError, match=r"700 \+ 50 = 750 tokens, host memory holds (\d+); .* host.memory_limit"):
         engine.submit([ask("a", prompt_of(700), max_tokens=50)])
-    fits = engine.scheduler._capacity.longest_tokens(PROFILES["offloaded"])
+    fits = engine.scheduler.residence._capacity.longest_tokens(PROFILES["offloaded"])
     assert fits < 750
     engine.submit([ask("a", prompt_of(fits - 50), max_tokens=50)])
     assert drain(engine)["a"][-1].finish_reason == "length"
@@ -265,13 +265,13 @@ def test_a_context_that_host_memory_can_never_hold_is_refused_and_told_what_fits
 
 def test_a_sampled_context_takes_its_tables_as_well() -> None:
     engine, _ = make_engine(limit_blocks=40)
-    longest = {name: engine.scheduler._capacity.longest_tokens(profile) for name, profile in PROFILES.items()}
+    longest = {name: engine.scheduler.residence._capacity.longest_tokens(profile) for name, profile in PROFILES.items()}
     assert RESIDENT < longest["sampled"] < longest["offloaded"] < longest["exact"]
 
 
 def test_dense_pages_bound_a_context() -> None:
     engine, runner = make_engine(num_pages=15)
-    fits = engine.scheduler._capacity.longest_tokens(PROFILES["offloaded"])
+    fits = engine.scheduler.residence._capacity.longest_tokens(PROFILES["offloaded"])
     assert fits == SINK + 4 * 4 * PAGE + WINDOW + PAGE - 1
     with pytest.raises(TooLargeError, match=rf"pages of dense layers hold {fits}; shorten .* or raise gpu.kv_cache"):
         engine.submit([ask("a", prompt_of(fits), max_tokens=1)])
@@ -432,7 +432,7 @@ def test_a_context_without_finite_logits_is_found_by_nobody(is_pipelined: bool) 
     engine.submit([ask("a", prompt_of(400), max_tokens=100)])
     while not engine.stats().num_running:
         engine.step()
-    runner.broken.add(engine.scheduler._running[0].slot)
+    runner.broken.add(engine.scheduler.roster.running[0].slot)
     deltas = drain(engine)["a"]
     assert deltas[-1].finish_reason == "error"
     runner.broken.clear()

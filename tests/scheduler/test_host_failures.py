@@ -210,7 +210,7 @@ def test_an_exchange_that_fails_ends_its_group_and_nobody_else(engine: Engine, m
 
     def watched(decoded: DecodeGroup, lane: Lane, asks_host: bool) -> Launched:
         stepped.clear()
-        stepped.update(one.request_id for one in engine.scheduler._running if one.slot in decoded.slots)
+        stepped.update(one.request_id for one in engine.scheduler.roster.running if one.slot in decoded.slots)
         return decode(decoded, lane, asks_host)
 
     def late(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
@@ -289,7 +289,7 @@ def test_rows_that_turn_into_nan_on_the_host_end_their_request_alone(engine: Eng
     spoilt: list[int] = []
 
     def spoil() -> None:
-        running = {one.request_id: one for one in engine.scheduler._running}
+        running = {one.request_id: one for one in engine.scheduler.roster.running}
         if not spoilt and "bad" in running:
             context = engine._tier._contexts[running["bad"].context.context_id]
             for piece in context.pieces:

@@ -9,7 +9,6 @@ import pytest
 from llguidance import LLMatcher
 
 from gpu.step import DecodeGroup
-from scheduler.constraints import Constraints
 from scheduler.engine import Engine
 from scheduler.messages import Delta, EngineRequest
 from tests.scheduler import test_host, test_scheduler
@@ -20,10 +19,9 @@ from tests.scheduler.test_constraints import (
     check,
     expected,
     held,
-    letters,
     with_letters,
 )
-from tests.scheduler.test_scheduler import PAGE, SHAPE, drain, make_engine, make_request, prompt_of, text
+from tests.scheduler.test_scheduler import PAGE, drain, make_engine, make_request, prompt_of, text
 
 
 def runs_of(runner: PageRunner) -> list[list[int]]:
@@ -114,7 +112,7 @@ def test_what_must_come_and_may_not_leaves_nothing_to_draw() -> None:
 def test_a_step_has_no_more_rows_than_it_may() -> None:
     for most_rows in (3, 5, 9):
         engine, runner = make_engine(max_running=3)
-        engine.scheduler._most_rows = most_rows
+        engine.scheduler.jumps.most_rows = most_rows
         requests = texts(3)
         deltas = serve(engine, requests)
         for request in requests:
@@ -141,9 +139,9 @@ def test_streams_beside_wait_for_a_share_of_their_step_at_most(monkeypatch: pyte
 
 def test_who_holds_a_ring_goes_token_by_token() -> None:
     engine, runner = test_host.make_engine()
-    engine.scheduler._most_rows = 40
+    engine.scheduler.jumps.most_rows = 40
     requests = [held("ring", "text", prompt_of(150), 40, "reusing"), held("other", "text", prompt_of(60, 2), 40)]
-    engine.scheduler.constraints = Constraints(SHAPE.vocab_size, letters)
+    with_letters(engine)
     engine.submit(requests)
     deltas = drain(engine)
     for request in requests:
@@ -162,7 +160,7 @@ def test_who_holds_a_ring_goes_token_by_token() -> None:
 def test_a_run_writes_over_nothing_that_its_first_tokens_see(num_windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_scheduler, "SPARE", 8)  # less than a word is long
     engine, runner = make_engine(max_running=4, num_windows=num_windows, num_pages=200)
-    engine.scheduler._most_rows = 40
+    engine.scheduler.jumps.most_rows = 40
     requests = [held(f"{i}", "text", prompt_of(60 + 30 * i, i), 60) for i in range(3)]
     deltas = serve(engine, requests)
     for request in requests:
@@ -178,8 +176,8 @@ def test_a_run_writes_over_nothing_that_its_first_tokens_see(num_windows: int, m
 @pytest.mark.parametrize("seed", range(2))
 def test_contexts_go_down_with_runs_as_well(is_adaptive: bool, seed: int) -> None:
     engine, runner = test_host.make_engine(is_adaptive=is_adaptive, order=Random(seed), num_pages=120)
-    engine.scheduler._most_rows = 40
-    engine.scheduler.constraints = Constraints(SHAPE.vocab_size, letters)
+    engine.scheduler.jumps.most_rows = 40
+    with_letters(engine)
     names = ("offloaded", "offloaded", "exact", "offloaded")
     requests = [held(f"{i}", "text", prompt_of(60 + 25 * i, i), 60, name) for i, name in enumerate(names)]
     engine.submit(requests)
@@ -196,10 +194,10 @@ def test_contexts_go_down_at_the_places_that_single_tokens_would_send_them() -> 
         asked: dict[bool, dict[int, int | None]] = {True: {}, False: {}}
         for jumps in (True, False):
             engine, runner = test_host.make_engine()
-            engine.scheduler._most_rows = 40
-            engine.scheduler.jumps = jumps
+            engine.scheduler.jumps.most_rows = 40
+            engine.scheduler.jumps.is_on = jumps
             request = held("a", "text", prompt_of(length, length), 100, "offloaded")
-            engine.scheduler.constraints = Constraints(SHAPE.vocab_size, letters)
+            with_letters(engine)
             engine.submit([request])
             check(request, "text", drain(engine)["a"])
             for plan in runner.plans:
@@ -287,7 +285,7 @@ def test_nobody_gives_way_to_a_run(num_free: int, most: int) -> None:
         deltas = serve(engine, requests)
         for request in requests[:2]:
             check(request, "text", deltas[request.request_id])
-        preemptions[jumps] = engine.scheduler.num_preemptions
+        preemptions[jumps] = engine.scheduler.roster.num_preemptions
     assert preemptions[True] <= preemptions[False]
     assert preemptions[True] < num_free, "one more gives way where runs take the last page"
 

@@ -89,7 +89,7 @@ def logprobs(deltas: list[Delta]) -> list[Logprob]:
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
     told, runs = {}, {}
     for jumps in (False, True):
-        engine.scheduler.jumps = jumps
+        engine.scheduler.jumps.is_on = jumps
         before = engine.stats().masks
         engine.submit([ask(number) for number in range(6)])
         told[jumps] = drain(engine)
@@ -109,11 +109,11 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> 
 
 def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine) -> None:
     """Each of these loses its pages, some of them with a run in flight; another is cancelled, and frees what it had."""
-    engine.scheduler.jumps = False
+    engine.scheduler.jumps.is_on = False
     engine.submit([ask(number) for number in range(4)])
     wanted = {name: text(deltas) for name, deltas in drain(engine).items()}
-    engine.scheduler.jumps = True
-    scheduler, preemptions = engine.scheduler, engine.scheduler.num_preemptions
+    engine.scheduler.jumps.is_on = True
+    scheduler, preemptions = engine.scheduler, engine.scheduler.roster.num_preemptions
     engine.submit([*(ask(number) for number in range(4)), ask(5)])
     told: dict[str, list[Delta]] = {}
     for step in range(20_000):
@@ -121,10 +121,10 @@ def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine) ->
             break
         for delta in engine.step():
             told.setdefault(delta.request_id, []).append(delta)
-        if step % 9 == 8 and scheduler._running:
-            scheduler._preempt_youngest([scheduler._running[step % len(scheduler._running)]])
+        if step % 9 == 8 and scheduler.roster.running:
+            scheduler.roster.preempt_youngest([scheduler.roster.running[step % len(scheduler.roster.running)]])
         if step == 20:
             engine.cancel(["5"])
-    assert scheduler.num_preemptions > preemptions + 3
+    assert scheduler.roster.num_preemptions > preemptions + 3
     assert {name: text(deltas) for name, deltas in told.items() if name != "5"} == wanted
     assert not scheduler.pages.num_held

@@ -36,7 +36,7 @@ def test_rows_that_ask_step_apart_from_the_others_and_from_prefills() -> None:
     runner.decode_times = [0.0]  # what it learns nothing from
     long, short = ask("long", prompt_of(600), 60), ask("short", prompt_of(300), 60, "exact")
     engine.submit([long])
-    while not engine.scheduler._running:
+    while not engine.scheduler.roster.running:
         engine.step()
     engine.submit([short])
     deltas = drain(engine)
@@ -53,7 +53,7 @@ def test_rows_that_ask_step_apart_from_the_others_and_from_prefills() -> None:
 def test_units_give_way_while_rows_wait_for_the_host_beside_them_alone() -> None:
     engine, runner = two_lanes()
     engine.submit([ask("long", prompt_of(600), 60), ask("short", prompt_of(30), 200, "exact")])
-    while len(engine.scheduler._running) < 2:
+    while len(engine.scheduler.roster.running) < 2:
         engine.step()
     engine.submit([ask("beside", prompt_of(900, salt=1), 2, "exact")])
     drain(engine)
@@ -78,7 +78,7 @@ def test_rows_that_ask_nothing_join_where_they_wait_little(joint: float, num_joi
     engine, runner = two_lanes()
     costs = engine.scheduler._costs
     engine.submit([ask("long", prompt_of(600), 200), ask("short", prompt_of(30), 200, "exact")])
-    while len(engine.scheduler._running) < 2:
+    while len(engine.scheduler.roster.running) < 2:
         engine.step()
     before = len(runner.plans)
     for _ in range(80):
@@ -120,7 +120,7 @@ def test_contexts_that_make_room_for_a_deposit_are_closed_with_it_whoever_steps(
     scheduler, contexts = engine.scheduler, engine.scheduler.residence.contexts
     run(engine, [ask("before", prompt_of(600, salt=1), 2)])
     engine.submit([ask("long", prompt_of(600), 60)])
-    while not scheduler._running:
+    while not scheduler.roster.running:
         engine.step()
     collect_all(engine)
     assert contexts.evict_idle([])
@@ -146,7 +146,7 @@ def test_what_a_release_moved_is_fenced_for_the_other_lane_however_often_that_ha
     engine, runner = two_lanes()
     scheduler = engine.scheduler
     engine.submit([ask("long", prompt_of(600), 300)])
-    while not scheduler._running:
+    while not scheduler.roster.running:
         engine.step()
     collect_all(engine)
     while not (host := scheduler.schedule(runner.is_ready, Lane.HOST)).releases:
@@ -162,12 +162,12 @@ def test_steps_of_rows_that_ask_do_not_put_off_those_that_do_not() -> None:
     engine, _ = two_lanes()
     scheduler = engine.scheduler
     engine.submit([ask("long", prompt_of(600), 30)])
-    while not scheduler._running:
+    while not scheduler.roster.running:
         engine.step()
     collect_all(engine)
-    scheduler._seconds_since_decode = 0.05
+    scheduler._gap.seconds_since_decode = 0.05
     assert scheduler.schedule(lambda ask: True, Lane.HOST).decode
-    assert scheduler._seconds_since_decode == 0.05
+    assert scheduler._gap.seconds_since_decode == 0.05
 
 
 class Step:

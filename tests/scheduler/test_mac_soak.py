@@ -76,18 +76,18 @@ def test_every_token_is_read_or_taken_over_whoever_else_runs(engine: Engine) -> 
     left = ["r2", "r7"]
 
     def leave() -> None:
-        running = {sequence.request_id: sequence for sequence in engine.scheduler._running}
+        running = {sequence.request_id: sequence for sequence in engine.scheduler.roster.running}
         for name in [name for name in left if name in running and running[name].num_drawn > 5]:
             engine.cancel([name])
             left.remove(name)
         if "r3" in running and running["r3"].num_drawn == 12:
-            engine.scheduler._preempt_youngest([running["r3"]])
+            engine.scheduler.roster.preempt_youngest([running["r3"]])
 
     deltas = run(engine, requests, leave)
     ended = [request.request_id for request in requests if request.request_id not in ("r2", "r7")]
     assert not left
     assert {deltas[name][-1].finish_reason for name in ended} == {"length"}
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.roster.num_preemptions > 0
     counts = counts_of(engine, 0.3)
     assert sum(counts.hits) > 0
     assert sum(counts.ages) > sum(counts.gaps), "some are chains"

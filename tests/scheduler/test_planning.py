@@ -45,7 +45,7 @@ def request_of(name: str, prompt: bytes, max_tokens: int = 8) -> EngineRequest:
 
 
 def submit(scheduler: Scheduler, *requests: EngineRequest) -> None:
-    scheduler.queue(scheduler.prepare(list(requests), lambda: None))
+    scheduler.roster.queue(scheduler.intake.prepare(list(requests), lambda: None))
 
 
 class Load:
@@ -78,7 +78,7 @@ class Load:
             self.scheduler.postprocess(StepResult(tokens, {}, 1e-3 * len(plan.units), 1e-3 if plan.decode else 0.0))
 
     def finish(self) -> None:
-        while self.scheduler.num_unfinished:
+        while self.scheduler.roster.num_unfinished:
             self.step()
 
 
@@ -152,10 +152,10 @@ def test_requests_of_one_prompt_share_what_travels_its_tokens_and_its_hashing(mo
     arrived = msgspec.msgpack.decode(message, type=Submit).requests()
     assert arrived == requests
     planner = make_scheduler(num_pages=2000, max_running=4)
-    sequences = planner.prepare(arrived, lambda: None)
+    sequences = planner.intake.prepare(arrived, lambda: None)
     assert num_hashed == 2 * (2000 // PAGE)
     assert len({id(sequence.prompt) for sequence in sequences}) == 2
-    planner.queue(sequences)
+    planner.roster.queue(sequences)
     plan = planner.schedule(lambda _: True)
     assert num_hashed == 2 * (2000 // PAGE)
     assert [len(job.prompts) for job in plan.new_jobs] == [1, 1], "127 wait for what the first computes"
@@ -166,7 +166,7 @@ def test_a_long_prompt_is_hashed_with_rests_between() -> None:
     rests: list[int] = []
     hashes: list[bytes] = []
     planner = make_scheduler(num_pages=2000)
-    (sequence,) = planner.prepare([request_of("a", pack_tokens(range(20_000)))], lambda: rests.append(1))
+    (sequence,) = planner.intake.prepare([request_of("a", pack_tokens(range(20_000)))], lambda: rests.append(1))
     scheduler.pages.extend_hashes(hashes, sequence.prompt, PAGE, planner.prefixes._seeds["exact"])
     assert sequence.hashes == hashes
     assert len(rests) >= len(hashes) // 64
@@ -174,7 +174,7 @@ def test_a_long_prompt_is_hashed_with_rests_between() -> None:
 
 def test_nothing_is_hashed_where_nothing_is_shared() -> None:
     planner = make_scheduler(num_pages=2000, prefix_cache=False)
-    (sequence,) = planner.prepare([request_of("a", pack_tokens(range(200)))], lambda: None)
+    (sequence,) = planner.intake.prepare([request_of("a", pack_tokens(range(200)))], lambda: None)
     assert sequence.hashes == []
 
 

@@ -71,18 +71,18 @@ def test_every_token_is_read_sampled_or_dropped_whoever_else_runs(engine: Engine
     left = ["r1", "r6"]
 
     def leave() -> None:
-        running = {sequence.request_id: sequence for sequence in engine.scheduler._running}
+        running = {sequence.request_id: sequence for sequence in engine.scheduler.roster.running}
         for name in [name for name in left if name in running and running[name].num_drawn > 5]:
             engine.cancel([name])
             left.remove(name)
         if "r2" in running and running["r2"].num_drawn == 12:
-            engine.scheduler._preempt_youngest([running["r2"]])
+            engine.scheduler.roster.preempt_youngest([running["r2"]])
 
     deltas = run(engine, requests, leave)
     ended = [request.request_id for request in requests if request.request_id not in ("r1", "r6")]
     assert not left
     assert {deltas[name][-1].finish_reason for name in ended} == {"length"}
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.roster.num_preemptions > 0
     counts = engine._runner.fetch_counts()
     assert sum(one.read_tokens for one in counts.values()) > 0
     assert sum(one.dropped_tokens for part, one in counts.items() if "sampled" in part.split(" ")[1]) == 0

@@ -65,7 +65,7 @@ class Served:
     def submit(self, prompt: list[int], profile: str, max_tokens: int = 1) -> None:
         name = f"{time.monotonic_ns()}"
         request = make_request(name, prompt, max_tokens, profile=profile)
-        self.scheduler.queue(self.scheduler.prepare([request], lambda: None))
+        self.scheduler.roster.queue(self.scheduler.intake.prepare([request], lambda: None))
 
     def run(self) -> list[StepPlan]:
         """Plans until nothing is left to do."""
@@ -165,7 +165,7 @@ def test_nobody_waits_for_the_last_block_of_a_prompt_under_way() -> None:
     served = Served()
     served.submit(prompt_of(6 * ALIGN), "blocky")
     served.scheduler.schedule(lambda ask: True)
-    (sequence,) = served.scheduler._sequences.values()
+    (sequence,) = served.scheduler.roster._unfinished.values()
     assert set(served.scheduler.prefixes._computing) == set(sequence.hashes[: 5 * ALIGN // PAGE])
 
 

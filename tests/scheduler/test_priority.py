@@ -69,11 +69,11 @@ def test_who_asks_for_less_gives_way_when_pages_run_out_and_loses_no_token() -> 
             engine.submit([request])
         deltas: dict[str, list] = {request.request_id: [] for request in requests}
         while engine.has_work:
-            before = engine.scheduler.num_preemptions
+            before = engine.scheduler.roster.num_preemptions
             for delta in engine.step():
                 deltas[delta.request_id].append(delta)
                 ended += [delta.request_id] if delta.finish_reason else []
-            if engine.scheduler.num_preemptions > before:
+            if engine.scheduler.roster.num_preemptions > before:
                 gave_way |= {sequence.request_id for sequence in engine.scheduler._admission.waiting}
         assert gave_way == {victim}
         for request in requests:

@@ -24,13 +24,13 @@ def start(engine: Engine, *requests) -> list:
     """Until all of these run; what was said meanwhile."""
     engine.submit(list(requests))
     deltas, names = [], {request.request_id for request in requests}
-    while not names <= {sequence.request_id for sequence in engine.scheduler._running}:
+    while not names <= {sequence.request_id for sequence in engine.scheduler.roster.running}:
         deltas += engine.step()
     return deltas
 
 
 def context_of(engine: Engine, name: str):
-    return next(one for one in engine.scheduler._running if one.request_id == name).context
+    return next(one for one in engine.scheduler.roster.running if one.request_id == name).context
 
 
 def test_a_context_that_fits_the_device_is_written_and_never_asked_for() -> None:
@@ -299,7 +299,7 @@ def test_sampled_ones_are_written_down_first_and_then_the_longest() -> None:
     for _ in range(20):
         engine.step()
     order = []
-    while engine.scheduler.residence.write_down(engine.scheduler._running):
+    while engine.scheduler.residence.write_down(engine.scheduler.roster.running):
         order.append(engine.scheduler.residence._deposits._written_down[-1][0].request_id)
     assert order == ["sample", "long", "whole"]
     drain(engine)
@@ -313,9 +313,9 @@ def test_one_that_gives_way_in_the_plan_that_writes_it_down_leaves_nothing() -> 
     for _ in range(20):
         deltas += engine.step()
     scheduler = engine.scheduler
-    assert scheduler.residence.write_down(scheduler._running)
+    assert scheduler.residence.write_down(scheduler.roster.running)
     assert scheduler.residence._free_pages(scheduler.pages.num_available + 2, [])
-    scheduler._preempt_youngest(scheduler._running)
+    scheduler.roster.preempt_youngest(scheduler.roster.running)
     assert len(scheduler.residence.contexts) == 0
     deltas += drain(engine)["a"]
     check_output(request, deltas)

@@ -20,7 +20,7 @@ def start(engine: Engine, requests: list) -> dict[str, list]:
     deltas: dict[str, list] = {request.request_id: [] for request in requests}
     engine.submit(requests)
     for _ in range(2000):
-        if len(engine.scheduler._running) >= len(requests):
+        if len(engine.scheduler.roster.running) >= len(requests):
             return deltas
         for delta in engine.step():
             deltas[delta.request_id].append(delta)
@@ -75,7 +75,7 @@ def test_who_gives_way_gives_its_ring_back_and_begins_again_with_an_empty_one(pr
     engine, runner = make_engine(num_rings=2, num_pages=60, prefix_cache=False)
     request = ask("a", prompt_of(200), 60, profile)
     deltas = start(engine, [request])
-    engine.scheduler._preempt_youngest(engine.scheduler._running)
+    engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
     assert engine.scheduler.rings.num_free == {RINGS: 2}
     finish(engine, [request], deltas)
     assert [write.source for write in ring_writes(runner)] == [None, None]
@@ -95,7 +95,7 @@ def test_a_request_that_is_cancelled_while_its_prompt_is_computed_gives_its_ring
 def test_a_row_that_fails_gives_its_ring_back() -> None:
     engine, runner = make_engine(num_rings=1)
     start(engine, [ask("a", prompt_of(150), 60, "reusing")])
-    runner.broken.add(engine.scheduler._running[0].slot)
+    runner.broken.add(engine.scheduler.roster.running[0].slot)
     assert drain(engine)["a"][-1].finish_reason == "error"
     check_idle(engine, runner)
 

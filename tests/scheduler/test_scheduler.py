@@ -90,7 +90,7 @@ def drain(engine: Engine, most_steps: int = 20_000) -> dict[str, list[Delta]]:
             return deltas
         for delta in engine.step():
             deltas.setdefault(delta.request_id, []).append(delta)
-    raise AssertionError(f"still {engine.scheduler.num_unfinished} unfinished after {most_steps} steps")
+    raise AssertionError(f"still {engine.scheduler.roster.num_unfinished} unfinished after {most_steps} steps")
 
 
 def text(deltas: list[Delta]) -> list[int]:
@@ -212,7 +212,7 @@ def test_the_page_runner_notices_a_page_given_away_twice() -> None:
     engine.submit([first])
     for _ in range(12):
         engine.step()
-    stolen = engine.scheduler._running[0].pages[0]
+    stolen = engine.scheduler.roster.running[0].pages[0]
     engine.scheduler.pages._blank.appendleft(stolen)
     engine.submit([make_request("b", prompt_of(20, salt=3), max_tokens=30)])
     with pytest.raises(AssertionError):
@@ -396,7 +396,7 @@ def test_what_gave_no_finite_logits_is_found_by_nobody(is_pipelined: bool) -> No
     engine.submit([request])
     deltas = [delta for _ in range(6) for delta in engine.step()]
     assert deltas
-    runner.broken.add(engine.scheduler._running[0].slot)
+    runner.broken.add(engine.scheduler.roster.running[0].slot)
     deltas += drain(engine)["a"]
     runner.broken.clear()
     check_broken(engine, request, deltas)
@@ -407,9 +407,9 @@ def test_what_gave_no_finite_logits_is_found_by_nobody_though_it_was_preempted_m
     request = make_request("a", prompt_of(70), max_tokens=30)
     engine.submit([request])
     deltas = [delta for _ in range(6) for delta in engine.step()]
-    runner.broken.add(engine.scheduler._running[0].slot)
+    runner.broken.add(engine.scheduler.roster.running[0].slot)
     engine.step()
-    engine.scheduler._preempt_youngest(engine.scheduler._running)
+    engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
     assert engine.stats().num_waiting == 1
     deltas += drain(engine)["a"]
     runner.broken.clear()
@@ -424,10 +424,10 @@ def test_a_draw_from_which_nothing_is_left_ends_its_request_and_leaves_what_othe
     other = make_request("other", shared + prompt_of(9, salt=1), max_tokens=40)
     engine.submit([other, make_request("a", shared + prompt_of(9, salt=2), max_tokens=30)])
     deltas = {"a": [], "other": []}
-    while not any(sequence.request_id == "a" for sequence in engine.scheduler._running):
+    while not any(sequence.request_id == "a" for sequence in engine.scheduler.roster.running):
         for delta in engine.step():
             deltas[delta.request_id].append(delta)
-    runner.exhausted = {one.slot for one in engine.scheduler._running if one.request_id == "a"}
+    runner.exhausted = {one.slot for one in engine.scheduler.roster.running if one.request_id == "a"}
     for name, more in drain(engine).items():
         deltas[name] += more
     assert deltas["a"][-1].finish_reason == "error"

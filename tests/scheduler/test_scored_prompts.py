@@ -131,7 +131,7 @@ def test_a_scored_prompt_that_gives_way_between_two_pieces_is_scored_anew_and_wh
         for delta in engine.step():
             deltas[delta.request_id].append(delta)
     check_output(scored, deltas["scored"])
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.roster.num_preemptions > 0
     begins = [unit.job_id for unit in logits_of(runner) if unit.begin == 0]
     assert len(begins) == 2, "it had begun when it gave way"
     check_empty(engine)

@@ -123,7 +123,7 @@ def test_a_branch_is_given_up_with_its_prefill_and_with_a_context_that_failed() 
     third = parting("third", 12)
     engine.submit([third])
     engine.step()
-    (sequence,) = engine.scheduler._holding()
+    (sequence,) = engine.scheduler.roster.holding()
     windows.retract(sequence)
     check_output(third, drain(engine)["third"])
     fourth = parting("fourth", 13)
@@ -142,7 +142,7 @@ def test_a_prefix_whose_window_is_gone_is_computed_again() -> None:
     deltas = drain(engine)["again"]
     check_output(again, deltas)
     assert deltas[0].num_cached_tokens == 0
-    hashes = engine.scheduler.prepare([again], lambda: None)[0].hashes
+    hashes = engine.scheduler.intake.prepare([again], lambda: None)[0].hashes
     assert engine.scheduler.pages.count_known(hashes, 0, 12) == 12
     check_empty(engine)
 
@@ -184,9 +184,9 @@ def test_those_that_gave_way_finish_with_their_own_text() -> None:
 def test_nothing_is_kept_of_a_context_without_finite_logits() -> None:
     engine, runner = make_engine(num_windows=4)
     engine.submit([make_request("a", prompt_of(200), max_tokens=40)])
-    while not engine.scheduler._running:
+    while not engine.scheduler.roster.running:
         engine.step()
-    runner.broken = {engine.scheduler._running[0].slot}
+    runner.broken = {engine.scheduler.roster.running[0].slot}
     drain(engine)
     assert not engine.scheduler.residence.windows._kept, "its prompt's copy was, before it failed"
     runner.broken = set()
@@ -201,12 +201,12 @@ def test_nothing_is_kept_of_what_began_behind_a_context_that_failed() -> None:
     """The second one has a copy of the first one's window when that is known to be bad."""
     engine, runner = make_engine(num_windows=6, num_pages=200)
     engine.submit([make_request("first", prompt_of(150), max_tokens=90)])
-    while not engine.scheduler._running:
+    while not engine.scheduler.roster.running:
         engine.step()
     engine.submit([make_request("second", prompt_of(150), max_tokens=90)])
-    while len(engine.scheduler._running) < 2:
+    while len(engine.scheduler.roster.running) < 2:
         engine.step()
-    runner.broken = {engine.scheduler._running[0].slot}
+    runner.broken = {engine.scheduler.roster.running[0].slot}
     deltas = drain(engine)
     assert deltas["second"][0].num_cached_tokens == 144
     assert not engine.scheduler.residence.windows._kept

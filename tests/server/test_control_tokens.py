@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api_error import ApiError
-from server.bodies import Message, check_messages
+from server.chat_message import Message, check_messages
 from server.control_tokens import _MARKS, ControlTokens
 from server.template import ChatTemplate, load_template
 from server.tokenizer import Tokenizer

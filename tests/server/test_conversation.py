@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api_error import ApiError
-from server.bodies import ChatBody, Message
+from server.bodies import ChatBody
+from server.chat_message import Message
 from server.control_tokens import ControlTokens
 from server.conversation import Conversation, read_arguments, read_conversation
 from server.default_tools import write_tools

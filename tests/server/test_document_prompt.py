@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api_error import ApiError
-from server.bodies import Message
+from server.chat_message import Message
 from server.chunker import Chunker
 from server.control_tokens import ControlTokens
 from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt

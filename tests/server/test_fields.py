@@ -11,16 +11,8 @@ import pytest
 from openai.types import chat as openai_chat
 
 from server.api_error import ApiError
-from server.bodies import (
-    FIELDS,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    check_chat,
-    check_completion,
-    decode_body,
-)
+from server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_chat, check_completion
+from server.body_reader import FIELDS, decode_body
 from server.fields import Each, Fields, Neutral, Served
 from server.known_fields import (
     CHAT,

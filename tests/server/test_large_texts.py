@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server import bodies
+from server import body_reader
 from server.api_error import ApiError
-from server.bodies import MAX_BIASES, decode_body
+from server.bodies import MAX_BIASES
+from server.body_reader import decode_body
 from server.json_size import MOST, MOST_LEVELS, check_json_size, count_items, count_levels
 from server.template import ChatTemplate
 from server.text_pool import TextPool
@@ -240,7 +241,7 @@ async def test_a_large_body_is_decoded_in_a_thread_and_a_small_one_at_once(live,
         threads.append(threading.current_thread())
         return decode_body(*given)
 
-    monkeypatch.setattr(bodies, "decode_body", decode)
+    monkeypatch.setattr(body_reader, "decode_body", decode)
     for num_chars in (10, 100_000):
         await live.http.post(COMPLETION, json={"prompt": "a" * num_chars, "max_tokens": 1})
     own = threading.current_thread()

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from server.api_error import ApiError
-from server.bodies import ChatBody, decode_body
+from server.bodies import ChatBody
+from server.body_reader import decode_body
 from server.literals import literals_at
 from server.other_bodies import MessagesBody, ResponsesBody
 from server.vector_bodies import EmbeddingsBody

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from server.app import create_app
 from server.config import Deployment
-from server.bodies import Message
+from server.chat_message import Message
 from server.plan import resolve_plan
 from transfer.machine import load_machine
 machine = load_machine(Path({str(LAPTOP)!r}))

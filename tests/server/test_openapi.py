@@ -30,7 +30,6 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from server import (
-    answers,
     routes_discovery,
     routes_docs,
     routes_documents,
@@ -41,11 +40,13 @@ from server import (
     routes_translated,
     routes_vectors,
 )
-from server.bodies import FIELDS, RANGES
+from server.answers.generation import ChatChunk, CompletionChunk
+from server.body_reader import FIELDS
 from server.body_schemas import BodyLimits
 from server.fields import Neutral
 from server.openapi import build_document
 from server.openapi_page import write_page
+from server.ranges import RANGES
 from tests.server.program import Program
 
 CHECKS = [
@@ -232,10 +233,10 @@ def test_3000_cases_of_whatever_is_sent_get_an_answer_that_is_in_the_document(ur
 @pytest.mark.parametrize(
     ("path", "chunk", "own"),
     [
-        (POSTS[0], answers.CompletionChunk, {"prompt": "one two three", "logprobs": 2, "echo": True}),
+        (POSTS[0], CompletionChunk, {"prompt": "one two three", "logprobs": 2, "echo": True}),
         (
             POSTS[1],
-            answers.ChatChunk,
+            ChatChunk,
             {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2},
         ),
     ],

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from server import response_store
-from server.bodies import Message
+from server.chat_message import Message
 from server.response_store import ResponseStore
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import HERMES, Script, make_model, scripted_server

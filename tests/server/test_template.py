@@ -6,7 +6,7 @@ import pytest
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError
-from server.bodies import Message, Part
+from server.chat_message import Message, Part
 from server.config import ConfigError
 from server.template import ChatTemplate, load_template
 from server.tokenizer import Tokenizer

@@ -1,0 +1,104 @@
+"""A prefill job on the device: its packed tokens, what is kept of them between units, and which are whose.
+
+It refuses to know how a layer is computed. Invariant: what is packed stands in the prompts' order, and `offsets` say
+where each begins, also once a job is narrowed to some of its tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.fusion.eviction import Eviction
+from gpu.fusion.fused_prompt import FusedPrompt
+from gpu.prefill.attention import Packing
+from gpu.prefill.staging import StagedPrompt
+from gpu.prefill.windows import WindowedUnit
+from gpu.sampling.logprobs import Logprobs
+from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, Unit
+from gpu.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a unit has of one prompt: tokens `[begin, end)` of the job, the last of the prompt's first `context`."""
+
+    prompt: PrefillPrompt
+    begin: int
+    end: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Tokens `[begin, end)` of a job, whose prompts are attended to together: the same in every layer."""
+
+    begin: int
+    end: int
+    packing: Packing
+    rows: Tensor
+
+
+@dataclass(slots=True)
+class JobState:
+    """A job on the device: packed token ids, positions (int64) and slots (int32), all `[tokens]`; prompts' offsets."""
+
+    job: PrefillJob
+    offsets: list[int]
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    hidden: Tensor | None
+    staged: StagedPrompt | None
+    has_failed: bool
+    scored: dict[int, list[Logprobs]]  # by slot: pieces so far, in order
+    method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
+    fused: FusedPrompt | None
+    eviction: Eviction | None = None
+    packed: Packed | None = None
+    windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
+
+    def num_of_tail(self, unit: PrefillUnit) -> int:
+        """Tokens at the unit's end that stand behind all chunks."""
+        assert self.fused is not None
+        num_own = self.fused.num_tail_tokens - (self.offsets[-1] - unit.end)
+        return min(unit.end - unit.begin, max(0, num_own))
+
+    def narrow(self, ids: Tensor) -> None:
+        """From now on only these tokens are computed: packed ids, ascending, int64, the last one among them."""
+        self.token_ids, self.positions, self.slots = self.token_ids[ids], self.positions[ids], self.slots[ids]
+        self.hidden = None if self.hidden is None else self.hidden[ids]
+        self.offsets = [0, len(ids)]
+
+    def parts(self, unit_begin: int, unit_end: int) -> list[Part]:
+        """Of a unit, prompt by prompt."""
+        parts = []
+        for prompt, prompt_begin, prompt_end in zip(self.job.prompts, self.offsets, self.offsets[1:], strict=False):
+            begin, end = max(unit_begin, prompt_begin), min(unit_end, prompt_end)
+            if begin < end:
+                parts.append(Part(prompt, begin, end, prompt.begin + end - prompt_begin))
+        return parts
+
+
+def pack_job(job: PrefillJob, device: torch.device) -> JobState:
+    """Before its first unit; what goes down, or takes chunks, is for who knows where from and to."""
+    offsets = [0]
+    for prompt in job.prompts:
+        offsets.append(offsets[-1] + prompt.num_computed_tokens)
+    packed = np.empty((3, offsets[-1]), dtype=np.int64)
+    for prompt, begin, end in zip(job.prompts, offsets, offsets[1:], strict=False):
+        packed[0, begin:end] = prompt.token_ids[prompt.begin :]
+        packed[1, begin:end] = np.arange(prompt.begin, len(prompt.token_ids))
+        packed[2, begin:end] = prompt.slot
+    token_ids, positions, slots = upload(packed, device).unbind(0)
+    scored: dict[int, list[Logprobs]] = {prompt.slot: [] for prompt in job.prompts if prompt.is_scored}
+    return JobState(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False, scored, {}, None)
+
+
+def ends_with(job: PrefillJob, unit: Unit, num_layers: int) -> bool:
+    """Whether nothing of the job comes after."""
+    if isinstance(unit, LogitsUnit):
+        return unit.end == job.num_scored_tokens
+    is_last = unit.layer == num_layers - 1 and unit.end == job.num_tokens_in(unit.layer)
+    return is_last and job.num_scored_tokens == 0

@@ -1,0 +1,97 @@
+"""What a job gives once its tokens are through all layers: logits to draw of, logprobs of prompts, and vectors.
+
+It refuses to know units before that, and when draws are made. Invariant: what a prompt gets depends on its own hidden
+states alone, and no bit of it on where units of logits are cut.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.model.decoder import Decoder
+from gpu.pooling import Pooling
+from gpu.prefill.job_state import JobState
+from gpu.prefill.scored_rows import cut_rows
+from gpu.sampling.logprobs import Logprobs, join_logprobs
+from gpu.sampling.sampler import Drawing, Sampled, gather_logprobs, to_pinned
+from gpu.step import LogitsUnit, TokenLogprob
+from gpu.upload import upload
+
+POOLED_TOKENS = 2048  # normed at once for a mean
+
+
+@dataclass(slots=True)
+class FinishedJob:
+    """Next tokens of a job's prompts, in order; by slot, what those get that asked: prompt logprobs, and vectors of
+    float32 (`gpu.pooling`).
+    """
+
+    drawing: Drawing
+    prompt_logprobs: dict[int, Logprobs]
+    pooled: dict[int, Tensor]
+
+    @property
+    def sampled(self) -> Sampled:
+        return self.drawing.sampled
+
+    def copy_to_host(self) -> None:
+        """Start the copies to the host, on the current stream."""
+        self.sampled.copy_to_host()
+        self.prompt_logprobs = {slot: logprobs.copy_to_host() for slot, logprobs in self.prompt_logprobs.items()}
+        self.pooled = {slot: to_pinned(vector) for slot, vector in self.pooled.items()}
+
+    def prompt_logprobs_to_host(self) -> dict[int, list[TokenLogprob]]:
+        """After the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
+        return {slot: logprobs.to_list() for slot, logprobs in self.prompt_logprobs.items()}
+
+
+def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:
+    """Logprobs of a unit's tokens, prompt by prompt."""
+    assert state.hidden is not None
+    first = 0
+    for prompt, offset in zip(state.job.prompts, state.offsets, strict=False):
+        begin, end = max(unit.begin - first, 0), min(unit.end - first, prompt.num_scored_tokens)
+        first += prompt.num_scored_tokens
+        if begin >= end:
+            continue
+        assert prompt.begin == 0, "prompt logprobs need every prompt token's hidden state; begin at 0"
+        hidden = state.hidden[offset : offset + prompt.num_scored_tokens]
+        token_ids = state.token_ids[offset + 1 : offset + 1 + prompt.num_scored_tokens]
+        num_top = prompt.sampling.num_prompt_logprobs
+        assert num_top is not None
+        for rows in cut_rows(begin, end, prompt.num_scored_tokens):
+            logits = decoder.logits(hidden[rows.computed])[rows.wanted]
+            state.scored[prompt.slot].append(gather_logprobs(logits, token_ids[rows.told], num_top))
+
+
+def finish_job(decoder: Decoder, state: JobState) -> FinishedJob:
+    prompts, hidden = state.job.prompts, state.hidden
+    assert hidden is not None
+    last_rows = upload(np.array(state.offsets[1:], dtype=np.int64) - 1, decoder.pool.device)
+    logits = decoder.logits(hidden.index_select(0, last_rows))
+    scored = {slot: join_logprobs(pieces) for slot, pieces in state.scored.items()}
+    drawing = Drawing(logits, [prompt.slot for prompt in prompts], [prompt.samples for prompt in prompts])
+    return FinishedJob(drawing, scored, _pool(decoder, state, hidden, logits))
+
+
+def _pool(decoder: Decoder, state: JobState, hidden: Tensor, logits: Tensor) -> dict[int, Tensor]:
+    """By slot, of prompts that ask: `hidden` is of all tokens of the job, `logits` of the prompts' last ones."""
+    pooled = {}
+    for row, prompt in enumerate(state.job.prompts):
+        begin, end = state.offsets[row], state.offsets[row + 1]
+        match prompt.pooling:
+            case None:
+                continue
+            case Pooling(kind="logits", token_ids=token_ids):
+                wanted = upload(np.array(token_ids, dtype=np.int64), decoder.pool.device)
+                pooled[prompt.slot] = logits[row].index_select(0, wanted)
+            case Pooling(kind="last"):
+                pooled[prompt.slot] = decoder.final_norm(hidden[end - 1 : end])[0].float()
+            case _:
+                assert prompt.begin == 0, "the mean needs every prompt token's hidden state; begin at 0"
+                blocks = hidden[begin:end].split(POOLED_TOKENS)
+                sums = [decoder.final_norm(block).sum(0, dtype=torch.float32) for block in blocks]
+                pooled[prompt.slot] = torch.stack(sums).sum(0) / (end - begin)
+    return pooled

@@ -1,0 +1,178 @@
+"""What the queries of a unit attend to in a layer: which keys and values, by which method, and who looks on.
+
+It refuses to know what is computed before and behind attention. Invariants: a query is told what it would be told if
+its prompt were alone; methods that will reuse what queries read are shown a prompt's in order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.methods.device_side import RingSide
+from gpu.methods.prefill_side import PrefillSide
+from gpu.model.decoder import Decoder
+from gpu.prefill.attention import (
+    Packing,
+    has_flash,
+    packed_prefill_attention,
+    scattered_attention,
+    windowed_attention,
+)
+from gpu.prefill.gathered import GatheredKv
+from gpu.prefill.job_state import JobState, Packed, Part
+from gpu.prefill.query import PrefillQuery
+from gpu.step import DENSE, PrefillPrompt, PrefillUnit
+from gpu.upload import upload
+
+MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of more is worth a launch of its own
+
+
+class UnitAttention:
+    """sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of
+    slots that hold its rings. gathered: where rows of pages are copied to.
+    """
+
+    def __init__(
+        self, decoder: Decoder, gathered: GatheredKv, sides: Mapping[str, PrefillSide], reusing: Sequence[RingSide]
+    ) -> None:
+        self.sides = sides
+        self.reusing = reusing
+        self.watch: Callable[[PrefillQuery], None] | None = None
+        """Sees what a prompt that is alone in its unit attends to, in each layer that attends to everything."""
+        self._decoder = decoder
+        self._gathered = gathered
+        self._device = gathered.pool.device
+        self._most_packed_tokens = min(MOST_PACKED_TOKENS, gathered.pool.max_pages * gathered.pool.page_tokens)
+
+    def attend(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
+        """Attention of a unit whose keys and values are written; all `[tokens, heads, dim]`, both queries the unit's:
+        rotated, and not.
+        """
+        if state.job.is_scattered(unit.layer):
+            return self._attend_scattered(state, unit, query, pre_rope_query)
+        return self._attend_packed(state, unit, query, pre_rope_query)
+
+    def whole(self, state: JobState, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all of the one prompt's tokens, as they stand now."""
+        self._gathered.forget()
+        prompt = state.job.prompts[0]
+        return self._keys_and_values(state, prompt, layer, len(prompt.token_ids))
+
+    def _attend_scattered(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
+        """Dense attention of a unit of few tokens among the prompt's."""
+        keys, values = self.whole(state, unit.layer)
+        positions, window = state.positions[unit.begin : unit.end], self._decoder.specs[unit.layer].window_tokens
+        num_tokens, scale = keys.shape[1], self._decoder.scale
+        asked = PrefillQuery(
+            unit.layer, query, pre_rope_query, keys, values, positions, None, num_tokens, scale, None
+        )  # fmt: skip
+        if self.watch is not None and window is None:
+            self.watch(asked)
+        if window is None:
+            self._show_tail(state, unit, asked)
+        return scattered_attention(query, keys, values, positions, scale, window).out
+
+    def _show_tail(self, state: JobState, unit: PrefillUnit, asked: PrefillQuery) -> None:
+        """To the methods that want a prompt's last queries in order: all tokens behind the last chunk are computed."""
+        num_own, slot = state.num_of_tail(unit), state.job.prompts[0].slot
+        if not num_own or not any(method.has_ring(slot) for method in self.reusing):
+            return
+        end, own = asked.num_prompt_tokens - (state.offsets[-1] - unit.end), slice(len(asked.query) - num_own, None)
+        tail = replace(
+            asked, query=asked.query[own], pre_rope_query=asked.pre_rope_query[own], keys=asked.keys[:, :end],
+            values=asked.values[:, :end], positions=asked.positions[own], begin=end - num_own,
+        )  # fmt: skip
+        self._show(tail, slot)
+
+    def _attend_packed(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
+        """Attention of a packed chunk: all prompts at once, or prompt by prompt; all `[tokens, heads, dim]`."""
+        parts = state.parts(unit.begin, unit.end)
+        window = self._decoder.specs[unit.layer].window_tokens
+        is_packed = (unit.method == DENSE or window is not None) and len(parts) > 1 and has_flash(query)
+        if is_packed and sum(part.context for part in parts) <= self._most_packed_tokens:
+            packed = self._pack(state, unit, parts)
+            keys, values = self._gathered.pack(unit.layer, packed.rows)
+            out = packed_prefill_attention(query, keys, values, packed.packing, self._decoder.scale, window)
+            for part in parts if window is None else ():
+                if any(method.has_ring(part.prompt.slot) for method in self.reusing):
+                    self._show(self._ask(state, unit, part, query, pre_rope_query), part.prompt.slot)
+            return out
+        attended = [self._attend_part(state, unit, part, query, pre_rope_query) for part in parts]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend_part(
+        self, state: JobState, unit: PrefillUnit, part: Part, query: Tensor, pre_rope_query: Tensor
+    ) -> Tensor:
+        """Attention of one prompt's part by the unit's method; both queries are the unit's."""
+        side, prompt = self.sides[unit.method], part.prompt
+        num_prompt_tokens = len(prompt.token_ids)
+        window = self._decoder.specs[unit.layer].window_tokens
+        if window is not None:  # which methods have no part in
+            keys, values = self._keys_and_values(state, prompt, unit.layer, part.context)
+            own = slice(part.begin - unit.begin, part.end - unit.begin)
+            return windowed_attention(query[own], keys, values, window, self._decoder.scale).out
+        begin = part.context - (part.end - part.begin)
+        keeps_state = unit.method != DENSE  # whose prompts may have begun packed with others
+        if keeps_state and begin == prompt.begin:
+            state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
+        asked = self._ask(state, unit, part, query, pre_rope_query)
+        if self.watch is not None:
+            self.watch(asked)
+        attended = side.attend(replace(asked, state=state.method_states[prompt.slot] if keeps_state else None))
+        self._show(asked, prompt.slot)
+        if keeps_state and part.context == num_prompt_tokens:
+            del state.method_states[prompt.slot]
+        return attended.out
+
+    def _show(self, query: PrefillQuery, slot: int) -> None:
+        """To the methods that will reuse what queries like these read."""
+        for method in self.reusing:
+            if method.has_ring(slot):
+                method.see_prompt(slot, query, self.sides[DENSE].attend)
+
+    def _ask(
+        self, state: JobState, unit: PrefillUnit, part: Part, query: Tensor, pre_rope_query: Tensor
+    ) -> PrefillQuery:
+        """A prompt's part of a unit; both queries are the unit's."""
+        keys, values = self._keys_and_values(state, part.prompt, unit.layer, part.context)
+        own = slice(part.begin - unit.begin, part.end - unit.begin)
+        return PrefillQuery(
+            layer=unit.layer,
+            query=query[own],
+            pre_rope_query=pre_rope_query[own],
+            keys=keys,
+            values=values,
+            positions=state.positions[part.begin : part.end],
+            begin=part.context - (part.end - part.begin),
+            num_prompt_tokens=len(part.prompt.token_ids),
+            scale=self._decoder.scale,
+            state=None,
+        )
+
+    def _pack(self, state: JobState, unit: PrefillUnit, parts: list[Part]) -> Packed:
+        """What the last layer's unit had, if it was of the same tokens."""
+        known = state.packed
+        if known is not None and (known.begin, known.end) == (unit.begin, unit.end):
+            return known
+        begins = np.array([[0, 0], *((part.end - part.begin, part.context) for part in parts)], np.int32)
+        most_queries, most_keys = begins.max(0).tolist()
+        query_begins, key_begins = upload(begins.cumsum(0, dtype=np.int32).T.copy(), self._device).unbind(0)
+        tokens = (
+            [np.full(part.context, part.prompt.slot) for part in parts],
+            [np.arange(part.context) for part in parts],
+        )
+        slots, positions = upload(np.stack([np.concatenate(one) for one in tokens]), self._device).unbind(0)
+        packing = Packing(query_begins, key_begins, most_queries, most_keys)
+        state.packed = Packed(unit.begin, unit.end, packing, self._gathered.rows_of(slots, positions))
+        return state.packed
+
+    def _keys_and_values(self, state: JobState, prompt: PrefillPrompt, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """`[kv_heads, end, dim]` of a prompt's tokens `[0, end)`: staged, or gathered from pages."""
+        place = state.staged.place(layer) if state.staged is not None else None
+        if state.staged is None or place is None:
+            return self._gathered.gather(state.job.job_id, prompt.slot, layer, end)
+        keys, values = state.staged.staging.buffer(place)
+        return keys[:, :end], values[:, :end]

@@ -1,0 +1,196 @@
+"""The requests that are not finished: who waits, who holds slots and pages, who gives way to whom, and who is done.
+
+Gives back all that one leaves behind; refuses to know steps and what requests are told. Invariants: a page belongs to a
+sequence from admission until it is finished or preempted; one that gives way waits in front, with the tokens it has.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from gpu.step import Lane, PageWrite
+from scheduler.admission import Admission
+from scheduler.documents import Documents
+from scheduler.host_context import HostContext
+from scheduler.lanes import Lanes
+from scheduler.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.residence import Residence
+from scheduler.rings import Rings
+from scheduler.sequence import Sequence, State
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Changes:
+    """What happened to slots and jobs since the last plan, for the runner to hear of first."""
+
+    released_slots: list[int] = field(default_factory=list)
+    dropped_jobs: list[int] = field(default_factory=list)
+
+
+class Roster:
+    """`running`: in the order in which their prefills ended."""
+
+    def __init__(
+        self,
+        residence: Residence,
+        rings: Rings,
+        admission: Admission,
+        prefill: PrefillQueue,
+        lanes: Lanes,
+        documents: Documents | None,
+    ) -> None:
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._residence = residence
+        self._rings = rings
+        self._admission = admission
+        self._prefill = prefill
+        self._lanes = lanes
+        self._documents = documents
+        self._changes = Changes()
+        self._unfinished: dict[str, Sequence] = {}
+
+    def queue(self, sequences: list[Sequence]) -> None:
+        """All of these, as `Intake` has prepared them, or none. Raises QueueFullError."""
+        self._admission.queue(sequences)
+        if self._documents is not None:
+            for sequence in sequences:
+                self._documents.hold(sequence)
+        self._unfinished |= {sequence.request_id: sequence for sequence in sequences}
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Forget these requests: pages and slots are free at once, and so is what a prefill has brought to the host.
+
+        The context of one that runs stays, idle, for those that begin with its tokens. Unknown ids are ignored.
+        """
+        for request_id in request_ids:
+            sequence = self._unfinished.get(request_id)
+            if sequence is not None:
+                self.retire(sequence)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    def holding(self) -> Iterator[Sequence]:
+        """Those that hold slots and pages."""
+        yield from self.running
+        for entry in self._prefill.jobs:
+            yield from entry.sequences
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there are slots or jobs that nobody needs, and the runner has not heard of it."""
+        return bool(self._changes.released_slots or self._changes.dropped_jobs)
+
+    def take_changes(self) -> Changes:
+        """Since the last call."""
+        changes, self._changes = self._changes, Changes()
+        return changes
+
+    def start(self, entry: JobInProgress) -> dict[int, Sequence]:
+        """A job's last unit is planned: its blocks can be shared, and its prompts' first draws are in flight."""
+        for sequence in entry.sequences:
+            self._residence.prefixes.stop(sequence)
+            self._residence.finish_prefill(sequence)
+            self._residence.publish(sequence, sequence.num_tokens)
+            self._residence.windows.keep_prompt(sequence)
+            sequence.state = State.RUNNING
+            sequence.num_in_flight += 1
+            self.running.append(sequence)
+        return {sequence.slot: sequence for sequence in entry.sequences}
+
+    def grow(self, stepping: list[Sequence]) -> list[PageWrite]:
+        """What the next token of each of these needs, by priority and then the oldest first. If there is not enough,
+        short ones are written to the host and give up pages; after that the last in this order give way.
+        """
+        writes = []
+        spared = self._spared_contexts()
+        for sequence in sorted(stepping, key=_turn):
+            while sequence.wants_draw and (short := self._residence.reserve(sequence, spared)) is not None:
+                if short == "pages" and self._residence.write_down(self.running):
+                    continue
+                others = [other for other in self.holding() if short == "pages" or other.context is not None]
+                self.preempt_youngest([sequence, *others])
+                spared = self._spared_contexts()
+            if sequence.wants_draw:
+                writes += self._residence.grow(sequence)
+        held = {sequence.slot for sequence in self.running}
+        return [write for write in writes if write.slot in held]
+
+    def preempt_youngest(self, candidates: Iterable[Sequence]) -> None:
+        """The last of these by priority and then by age gives way, with its whole job if it is in one."""
+        candidates = list(candidates)
+        victim = max(candidates, key=_turn)
+        victim.num_overtaken += any(_arrival(one) > _arrival(victim) for one in candidates)
+        log.warning("preempted request=%s context_tokens=%d", victim.request_id, victim.num_tokens)
+        self.num_preemptions += 1
+        if victim.state is State.PREFILLING:
+            self._drop_job(victim)
+        else:
+            self.running.remove(victim)
+            self._requeue(victim)
+
+    def retire(self, sequence: Sequence) -> None:
+        """It is done with, whatever it was doing; what else was in its job waits again."""
+        if sequence.state is State.PREFILLING:
+            self._drop_job(sequence)
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+            self._vacate(sequence)
+        else:
+            self._admission.waiting.remove(sequence)
+        sequence.state = State.FINISHED
+        self.let_go(sequence)
+        del self._unfinished[sequence.request_id]
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Of documents' chunks: they are read, or will not be."""
+        if self._documents is not None:
+            self._documents.let_go(sequence)
+
+    def _spared_contexts(self) -> list[HostContext]:
+        """Idle contexts that give no pages to one that grows: others gave way and will begin with them.
+
+        Where it has the device to itself it gets them, or it would give way to nobody.
+        """
+        is_alone = len(self.running) <= 1 and not self._prefill.jobs
+        return [] if is_alone else self._admission.awaited()
+
+    def _drop_job(self, member: Sequence) -> None:
+        """Take the job that `member` is in off the device; all its sequences wait again, in front."""
+        entry = next(entry for entry in self._prefill.jobs if member in entry.sequences)
+        self._prefill.drop(entry)
+        self._changes.dropped_jobs.append(entry.job.job_id)
+        for sequence in reversed(entry.sequences):
+            self._residence.prefixes.stop(sequence)
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        sequence.state = State.WAITING
+        if self._documents is not None:
+            self._documents.hold(sequence)
+        self._admission.requeue(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Give back slot and pages. What a prefill has brought to the host is of no use before it ends."""
+        is_kept = sequence.state is State.RUNNING and not sequence.has_failed
+        self._residence.windows.give_back(sequence, is_kept)
+        self._residence.leave(sequence, is_kept)
+        self._rings.give_back(sequence)
+        self._lanes.give_back(sequence.lane)
+        sequence.lane = Lane.DEVICE
+        self._changes.released_slots.append(sequence.slot)
+        self._admission.free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+
+def _arrival(sequence: Sequence) -> float:
+    return sequence.request.arrival_s
+
+
+def _turn(sequence: Sequence) -> tuple[float, float]:
+    return sequence.priority, _arrival(sequence)

@@ -1,0 +1,177 @@
+"""Reads request bodies: from the connection to the struct, all of whose fields are known, or all used.
+
+A body is decoded straight into a msgspec struct: wrong types, NaN, invalid UTF-8 and lone surrogates end as a 400 that
+names the field. Refuses to know what fields mean; ranges and combinations are checked by who asked for the body.
+Invariant: no more of a body is in memory than the room that all bodies share has given.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from server.api_error import ApiError, invalid
+from server.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    DocumentBody,
+    FusionChoice,
+    InlineDocument,
+    StreamOptions,
+    TokenizeBody,
+)
+from server.body_room import BodyRoom
+from server.chat_message import CalledFunction, Message, MessageCall, Part
+from server.config import ServerConfig
+from server.fields import Fields, look_into
+from server.form import JsonSchema, ResponseFormat, StructuredOutputs
+from server.json_fault import describe_fault
+from server.json_size import check_json_size
+from server.known_fields import (
+    CALLED_FUNCTION,
+    CHAT,
+    COMPLETION,
+    CUSTOM,
+    DETOKENIZE,
+    DOCUMENT,
+    EMBEDDINGS,
+    FUNCTION,
+    FUSION,
+    INLINE_DOCUMENT,
+    JSON_SCHEMA,
+    MESSAGE,
+    MESSAGE_CALL,
+    NAMED_FUNCTION,
+    NAMED_TOOL,
+    PART,
+    RANKED_TEXT,
+    RERANK,
+    RESPONSE_FORMAT,
+    STREAM_OPTIONS,
+    STRUCTURED_OUTPUTS,
+    TOKENIZE,
+    TOOL,
+)
+from server.known_other_fields import COUNT_TOKENS, MESSAGES, RESPONSES
+from server.literals import literals_at
+from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
+from server.text_pool import TextPool
+from server.tools import Custom, Function, NamedFunction, NamedTool, Tool
+from server.vector_bodies import EmbeddingsBody, RankedText, RerankBody
+
+_INLINE_BYTES = 64 * 1024  # of a body that is decoded at once: milliseconds, whatever it holds
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+FIELDS: dict[type[msgspec.Struct], Fields] = {
+    CompletionBody: COMPLETION,
+    ChatBody: CHAT,
+    TokenizeBody: TOKENIZE,
+    DetokenizeBody: DETOKENIZE,
+    ResponsesBody: RESPONSES,
+    MessagesBody: MESSAGES,
+    CountTokensBody: COUNT_TOKENS,
+    EmbeddingsBody: EMBEDDINGS,
+    RerankBody: RERANK,
+    RankedText: RANKED_TEXT,
+    DocumentBody: DOCUMENT,
+    InlineDocument: INLINE_DOCUMENT,
+    FusionChoice: FUSION,
+    StreamOptions: STREAM_OPTIONS,
+    ResponseFormat: RESPONSE_FORMAT,
+    JsonSchema: JSON_SCHEMA,
+    StructuredOutputs: STRUCTURED_OUTPUTS,
+    Message: MESSAGE,
+    MessageCall: MESSAGE_CALL,
+    CalledFunction: CALLED_FUNCTION,
+    Part: PART,
+    NamedTool: NAMED_TOOL,
+    NamedFunction: NAMED_FUNCTION,
+    Tool: TOOL,
+    Function: FUNCTION,
+    Custom: CUSTOM,
+}
+
+
+async def read_body(
+    request: Request, wanted: type[Body], room: BodyRoom, texts: TextPool, settings: ServerConfig
+) -> Body:
+    """Read and decode a JSON body. Raises ApiError 413 (before the body is in memory), 415, 429, 503 and 400."""
+    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise ApiError(415, f"content-type: got {media!r}, wanted application/json", code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415, f"content-encoding: got {encoding!r}, wanted an uncompressed body", code="unsupported_encoding"
+        )
+    declared = request.headers.get("content-length", "0")
+    room.check(int(declared) if declared.isdigit() and len(declared) < 20 else 0)
+    raw = bytearray()
+    try:
+        async for piece in request.stream():
+            room.check(len(raw) + len(piece))
+            room.take(len(piece))
+            raw += piece
+        size = len(raw) if len(raw) > _INLINE_BYTES else 0
+        return await texts.run(size, decode_body, bytes(raw), wanted, settings.unknown_fields == "refuse")
+    finally:
+        room.give(len(raw))
+
+
+def decode_body(raw: bytes, wanted: type[Body], refuse_unknown: bool) -> Body:
+    """The struct of a JSON text whose fields are all known, or all used. Raises ApiError 400."""
+    check_json_size(raw)
+    try:
+        nested = FIELDS[wanted].look(raw, "", refuse_unknown)
+        body = _decode_typed(raw, wanted)
+        look_into(nested, refuse_unknown)
+        return body
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".").partition("[...]")[0] or None
+        if param is None and "required field" in what:
+            param = what.split("`")[1]
+            what = "missing"
+        what = what.replace("`", "").replace(" | null", "")
+        what = _name_literals(what, wanted, path.rstrip("`"))
+        raise invalid(param or "body", what[0].lower() + what[1:]) from None
+    except UnicodeDecodeError as error:
+        raise invalid("body", f"not valid UTF-8 ({error.reason})") from None
+    except RecursionError:
+        raise invalid("body", "nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise invalid("body", describe_fault(raw, str(error))) from None
+
+
+def _name_literals(what: str, wanted: type, path: str) -> str:
+    """What msgspec says of a value that is none of those that the type names, with their names."""
+    got = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
+    literals = literals_at(wanted, path) if got != what else []
+    if not literals:
+        return what
+    *others, last = [repr(value) for value in literals]
+    return f"got {got}, wanted {', '.join(others) + ' or ' if others else ''}{last}"
+
+
+def _decode_typed(raw: bytes, wanted: type[Body]) -> Body:
+    """Decode into the struct; where an integer is wanted, 16.0 is one (JSON knows one kind of number)."""
+    try:
+        return msgspec.json.decode(raw, type=wanted)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        tree = _with_integers(msgspec.json.decode(raw))
+        return msgspec.convert(tree, type=wanted)
+
+
+def _with_integers(tree: Any) -> Any:
+    """The same tree with integers for the floats that are whole, if any field could take one so large."""
+    if isinstance(tree, float) and tree.is_integer() and abs(tree) < 2**64:
+        return int(tree)
+    if isinstance(tree, list):
+        return [_with_integers(item) for item in tree]
+    if isinstance(tree, dict):
+        return {key: _with_integers(value) for key, value in tree.items()}
+    return tree

@@ -1,0 +1,87 @@
+"""A message of a chat: its parts and its calls as types, and what a list of messages may say.
+
+Refuses to know templates, and what goes beside messages. Invariant: in a list that passes, every message has a content
+or calls, and what a tool says answers a call before it.
+"""
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from server.api_error import invalid
+
+MAX_CALL_ID_CHARS = 256
+ROLE = "[A-Za-z0-9_-]{1,64}"  # a template writes it as it is, so no control token may be spelled out in it
+
+CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID_CHARS)]
+
+
+class Part(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    text: str | None = None
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """`arguments`: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, kw_only=True):
+    """A call that the assistant made before."""
+
+    id: CallId
+    function: CalledFunction
+    type: Literal["function"] | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+def check_messages(messages: list[Message]) -> None:
+    if not messages:
+        raise invalid("messages", "empty; wanted at least one message")
+    called: set[str] = set()
+    for i, message in enumerate(messages):
+        if re.fullmatch(ROLE, message.role) is None:
+            raise invalid(f"messages[{i}].role", f"got {message.role[:80]!r}, wanted a name: {ROLE}")
+        if message.content is None and not message.tool_calls:
+            raise invalid(f"messages[{i}].content", "missing; wanted a string or a list of text parts")
+        if isinstance(message.content, list):
+            for j, part in enumerate(message.content):
+                at = f"messages[{i}].content[{j}]"
+                if part.type != "text":
+                    raise invalid(f"{at}.type", f"got {part.type!r}, only 'text' is supported")
+                if part.text is None:
+                    raise invalid(f"{at}.text", "missing; wanted a string")
+        _check_calls(i, message, called)
+
+
+def _check_calls(i: int, message: Message, called: set[str]) -> None:
+    """Calls are the assistant's, and what a tool says answers one; `called`: the ids of those so far."""
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"messages[{i}].tool_calls", f"got them of {message.role!r}; they are the assistant's")
+    called.update(call.id for call in message.tool_calls or ())
+    if message.role != "tool":
+        return
+    if message.tool_call_id is None:
+        raise invalid(f"messages[{i}].tool_call_id", "missing; wanted the id of the call that this answers")
+    if message.tool_call_id not in called:
+        got = message.tool_call_id[:80]
+        raise invalid(f"messages[{i}].tool_call_id", f"got {got!r}; no message before it has a call with this id")
+
+
+def message_text(message: Message) -> str:
+    """A message's content as one string; text parts are joined as they are."""
+    if isinstance(message.content, list):
+        return "".join(part.text or "" for part in message.content)
+    return message.content or ""

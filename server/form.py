@@ -1,0 +1,57 @@
+"""The form that an answer is to have, as bodies ask for it: by OpenAI's names or by vLLM's.
+
+Types, and what one body may say of it. Refuses to know schemas and grammars, which are `structured.py`'s business.
+Invariant: a body that passes asks for one form or for none.
+"""
+
+from typing import Any
+
+import msgspec
+
+from server.api_error import invalid
+
+RESPONSE_FORMATS = ("text", "json_object", "json_schema")
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """A form by OpenAI's names. `strict` is always meant."""
+
+    schema: Any = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """A form by vLLM's names, of which one is given. `json`: a schema, or its text."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+def check_form(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | None) -> None:
+    """What an answer is held to is said once, and as its type says. Raises ApiError 400."""
+    if by_openai is not None:
+        if by_openai.type not in RESPONSE_FORMATS:
+            served = ", ".join(map(repr, RESPONSE_FORMATS))
+            raise invalid("response_format.type", f"got {(by_openai.type or '')[:80]!r}; served are {served}")
+        if by_openai.type == "json_schema" and (by_openai.json_schema is None or by_openai.json_schema.schema is None):
+            raise invalid("response_format.json_schema.schema", "missing; wanted a JSON schema")
+    if by_vllm is None:
+        return
+    given = [name for name in FORMS if getattr(by_vllm, name) is not None]
+    if by_vllm.json_object is False:
+        given.remove("json_object")
+    if len(given) != 1:
+        raise invalid("structured_outputs", f"got {' and '.join(given) or 'none'}, wanted one of {', '.join(FORMS)}")
+    if by_openai is not None and by_openai.type != "text":
+        raise invalid("structured_outputs", "beside response_format; send one of the two")

@@ -1,0 +1,46 @@
+"""Ranges of the numbers in request bodies, and how a refusal says them. Knows no body: a range is its field's name's.
+
+Invariant: a number has one range, whichever body it comes in, and `/openapi.json` says the same one.
+"""
+
+from server.api_error import invalid
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MOST_SECONDS = 10**6  # of a request
+
+# field -> (least, most, whether the least itself is allowed)
+RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 2, True),
+    "top_p": (0, 1, False),
+    "top_k": (-1, 2**31 - 1, True),
+    "min_p": (0, 1, True),
+    "repetition_penalty": (0.01, 10, True),  # less, and a float32 score divided by it is infinite
+    "presence_penalty": (-2, 2, True),
+    "frequency_penalty": (-2, 2, True),
+    "seed": (-(2**63), 2**63 - 1, True),
+    "n": (1, MAX_CHOICES, True),
+    "max_tokens": (0, 2**31 - 1, True),
+    "max_completion_tokens": (1, 2**31 - 1, True),
+    "min_tokens": (0, 2**31 - 1, True),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS, True),
+    "priority": (-(2**31), 2**31 - 1, True),
+    "max_seconds": (0, MOST_SECONDS, False),
+}
+
+
+def check_range(field: str, value: float) -> None:
+    """Raises ApiError 400 for a value that the field's range excludes."""
+    least, most, closed = RANGES[field]
+    if not (least <= value <= most) or (value == least and not closed):
+        raise invalid(field, f"got {spell(value)}, wanted {describe_range(least, most, closed)}")
+
+
+def describe_range(least: float, most: float, closed: bool) -> str:
+    """`from 0 to 2`, or `above 0 to 1` where the least itself is not allowed."""
+    return f"{'from' if closed else 'above'} {spell(least)} to {spell(most)}"
+
+
+def spell(value: float) -> str:
+    """A number as people write it: whole ones in full, others in as many digits as they have."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 2**64 else repr(value)
