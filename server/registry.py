@@ -25,6 +25,7 @@ DOCUMENT_ID = "^doc-[0-9a-f]{32}$"
 
 _VERSION = 1
 _LOCK_SECONDS = 5.0  # another process's turn
+_LOOK_SECONDS = 0.01
 _USED_SECONDS = 60.0  # a use is noted at most this often
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS documents (
@@ -73,6 +74,22 @@ class Document:
     text: str
 
 
+def _log_ahead(file: sqlite3.Connection) -> None:
+    """Write-ahead log, which a file keeps. SQLite waits for nobody here: of two that change a new file one is told at
+    once that it is locked.
+    """
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            file.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(_LOOK_SECONDS)
+        else:
+            return
+
+
 class DocumentRegistry:
     """A SQLite file. `close` ends it."""
 
@@ -84,7 +101,7 @@ class DocumentRegistry:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._file = sqlite3.connect(path, timeout=_LOCK_SECONDS, check_same_thread=False, isolation_level=None)
-            self._file.execute("PRAGMA journal_mode=WAL")
+            _log_ahead(self._file)
             self._file.execute("PRAGMA synchronous=NORMAL")  # a cut of power takes the last ones, and nothing else
             version = self._file.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _VERSION):

@@ -5,11 +5,12 @@ import hashlib
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from server.registry import DocumentRegistry, RegistryError, RegistryFull, TextsTooLarge
+from server.registry import DocumentRegistry, RegistryError, RegistryFull, TextsTooLarge, _log_ahead
 from tests.server.live_server import ROOT
 
 MIB = 2**20
@@ -150,6 +151,36 @@ async def test_two_processes_write_at_once_and_one_that_is_killed_leaves_whole_d
         assert texts == [f"{i} " * 200 for i in range(len(texts))], "all that was told, in order, and none torn"
         assert len(texts) > told[name]
     registry.close()
+
+
+async def test_processes_that_open_a_new_file_at_once_wait_for_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite does not, where the way of its journal changes: one in fifty pairs found it locked."""
+    path = tmp_path / "documents.sqlite3"
+    tries = 0
+
+    class Locked:
+        def execute(self, command: str) -> None:
+            nonlocal tries
+            tries += 1
+            if tries < 4:
+                error = sqlite3.OperationalError("database is locked")
+                error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+                raise error
+
+    _log_ahead(Locked())
+    assert tries == 4
+    began = time.monotonic()
+    with sqlite3.connect(path, isolation_level=None) as other:
+        other.execute("PRAGMA locking_mode=EXCLUSIVE")
+        other.execute("CREATE TABLE a (b)")
+        monkeypatch.setattr("server.registry._LOCK_SECONDS", 0.2)
+        with pytest.raises(RegistryError, match="locked"):
+            DocumentRegistry(path, 10, MIB)
+    other.close()
+    assert time.monotonic() - began > 0.2
+    DocumentRegistry(path, 10, MIB).close()
 
 
 async def test_a_file_that_is_none_of_ours_is_told_of_and_left_alone(tmp_path: Path) -> None:
