@@ -9,8 +9,9 @@ import torch
 from pydantic import ValidationError
 
 from gpu.config import Composition, GpuConfig
+from gpu.memory.counting import RING_SHARE
 from gpu.memory.demand import PlanError
-from gpu.memory.plan import RING_SHARE, MemoryPlan, plan_memory
+from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.methods.kept import Kept
 from gpu.methods.mac.break_even import PAUSE_WINDOWS, WINDOW_STEPS, BreakEven
 from gpu.methods.mac.match import Count

@@ -1,0 +1,111 @@
+"""How many: experts on the card, rings of methods, windows, and pages of a window; where nobody says, by shares.
+
+No torch. It refuses to know where contexts' bytes go. Invariant: a count is what was asked for, or what leaves the
+others theirs.
+"""
+
+from dataclasses import replace
+
+from gpu.config import GpuConfig
+from gpu.memory.demand import Demand, PlanError
+from gpu.memory.expert_shares import KV_SHARE, most_experts
+from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
+from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
+from gpu.model.architecture import Architecture
+from transfer.machine import GIB
+
+RING_SHARE = 1 / 8  # of what weights and workspaces leave, where nobody says how many rings there are
+WINDOW_SHARE = 1 / 2  # likewise, at most, for windows of layers that keep no more, where other layers have pages
+ONLY_WINDOWS_SHARE = 3 / 4  # and where none has: the rest is for prompts under way
+WINDOWS_PER_SEQUENCE = 2  # at most: its own, and one that is kept for the next turn
+
+
+def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None) -> Demand:
+    """With the number of each layer's experts on the card: as many as were asked for fit, or as many as leave contexts
+    what they want. Raises PlanError where there is nothing to ask for.
+    """
+    asked, shape, most = gpu.experts_gib, demand.shape, most_experts(demand.shape)
+    if asked is None:
+        return demand
+    if not most:
+        raise PlanError(f"gpu.experts_gib: asked {asked}, {shape.name} has no experts; leave it out")
+    if demand.device == "cpu":
+        raise PlanError(
+            f"gpu.experts_gib: asked {asked}, the CPU is the device and has all experts in its memory; leave it out"
+        )
+    counts = [replace(demand, experts_on_card=count) for count in range(most, -1, -1)]
+    if asked != "auto":
+        return next(one for one in counts if one.expert_shares.card_bytes <= asked * GIB)
+    left = {one.experts_on_card: limit - sum(item.bytes for item in one.fixed_items() if item.place == "gpu")
+            for one in counts}  # fmt: skip
+    least = counts[-1]
+    bare = left[0] + sum(item.bytes for item in least.fetching_items() if item.place == "gpu")
+    wanted = _bytes_of_contexts(demand, bare, gpu, context, hidden_tokens)
+    return next((one for one in counts if left[one.experts_on_card or 0] >= wanted), least)
+
+
+def _bytes_of_contexts(
+    demand: Demand, bare: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None
+) -> int:
+    """What experts leave contexts of `bare` bytes: what was asked for, or a share of it; and in any case what one of
+    the longest takes that was asked for. Of one that goes down that is what keeps it going.
+    """
+    longest, tier = context or min(SMALLEST_CONTEXT_TOKENS, demand.shape.max_context_tokens), demand.host
+    if tier is None:
+        pages = -(-longest // demand.page_tokens)
+    else:
+        down = tier.deposited_tokens(longest)
+        pages = -(-tier.floor_tokens(longest, 1) // demand.page_tokens) + tier.dense_blocks(down)
+    kv_bytes = pages * demand.page_bytes + demand.window_bytes * bool(demand.window_layers)
+    if gpu.kv_cache_gib is not None:
+        kv_bytes = max(kv_bytes, int(gpu.kv_cache_gib * GIB))
+        if context is None and tier is None and demand.kv_token_bytes:
+            longest = min(demand.shape.max_context_tokens, kv_bytes // demand.kv_token_bytes)
+    hidden_tokens = hidden_tokens or longest + 4 * demand.chunk_tokens  # as `Demand.default_hidden_tokens` may have
+    one = kv_bytes + sum(item.bytes for item in demand.context_items(longest, hidden_tokens))
+    return one if gpu.kv_cache_gib is not None else max(one, int(bare * KV_SHARE))
+
+
+def count_rings(demand: Demand, limit: int) -> Demand:
+    """With the number of each method's rings: as it is asked for, or an equal part of RING_SHARE; never more than there
+    may be sequences.
+    """
+    uncounted = [state for state in demand.states if state.is_ring and state.count is None]
+    left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
+    share = max(0, left) * RING_SHARE / max(1, len(uncounted))
+    counted = []
+    for state in demand.states:
+        count = max(1, int(share / state.size(demand.row_bytes))) if state in uncounted else state.count
+        counted.append(replace(state, count=min(count, demand.max_running)) if state.is_ring and count else state)
+    return replace(demand, states=tuple(counted))
+
+
+def spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:
+    """Of a window, beyond what layers see: where a prefix may end behind which a prompt begins. The tokens of a turn's
+    last pages, and, of a context that goes down, all that is not down.
+    """
+    return 2 * page_tokens + (host.window_tokens + 2 * LUMP_TOKENS if host is not None else 0)
+
+
+def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, context: int | None) -> int:
+    """Of one window; 0: pages hold all, since there are none, or nobody asked for them and they save less than half."""
+    longest = max((spec.window_tokens for spec in shape.layer_pattern if spec.window_tokens is not None), default=0)
+    num_pages = -(-(longest + spare_tokens) // gpu.page_tokens)
+    saves = 2 * num_pages * gpu.page_tokens <= (context or shape.max_context_tokens)
+    return num_pages if longest and (saves or gpu.kv_windows is not None) else 0
+
+
+def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
+    """With the number of windows: as it is asked for, or for each sequence and as many prefixes, if they take no more
+    than their share.
+    """
+    if not demand.window_layers:
+        return demand
+    if gpu.kv_windows is not None:
+        return replace(demand, num_windows=gpu.kv_windows)
+    left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
+    if gpu.kv_cache_gib is not None:
+        left = min(left, int(gpu.kv_cache_gib * GIB))
+    share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
+    count = max(1, int(max(0, left) * share) // demand.window_bytes)
+    return replace(demand, num_windows=min(count, WINDOWS_PER_SEQUENCE * demand.max_running))

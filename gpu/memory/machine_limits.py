@@ -1,0 +1,79 @@
+"""What a machine and the settings leave to choose: the device, its dtype, how pages hold rows, how much may be taken.
+
+No torch. It refuses to know models' weights and contexts. Invariant: what is refused is refused by the setting's name.
+"""
+
+from typing import Literal
+
+from gpu.config import GpuConfig
+from gpu.kv.layout import CODE_FORMATS, KvFormat
+from gpu.memory.demand import Place, PlanError
+from gpu.model.architecture import Architecture
+from transfer.machine import GIB, GpuProfile, MachineProfile
+
+GPU_SHARE = 0.92  # of the card, where no limit is set: a desktop's other programs need the rest
+HOST_SHARE = 0.5  # of the host, where the CPU is the device and no limit is set
+SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence is refused
+CODES_DIM_STEP = 16  # of a row in codes: what a load takes at once
+
+
+def in_gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def resolve_device(gpu: GpuConfig, machine: MachineProfile) -> Literal["cuda", "cpu"]:
+    if gpu.device == "cpu" or (gpu.device == "auto" and machine.gpu is None):
+        return "cpu"
+    require_gpu(machine.gpu, machine.name)
+    return "cuda"
+
+
+def require_gpu(gpu: GpuProfile | None, machine_name: str) -> GpuProfile:
+    if gpu is None:
+        raise PlanError(
+            f"gpu.device: asked cuda, machine {machine_name!r} has no usable NVIDIA GPU; use auto or cpu, or "
+            "plan for another machine with --machine"
+        )
+    if gpu.compute_capability < (8, 0):
+        major, minor = gpu.compute_capability
+        raise PlanError(f"gpu.device: {gpu.name} has compute capability {major}.{minor}, wanted 8.0; use device: cpu")
+    return gpu
+
+
+def require_memory(asked: int, total: int, what: str) -> None:
+    if asked > total:
+        raise PlanError(f"gpu.memory_limit_gib: asked {in_gib(asked)}, {what} has {in_gib(total)}; lower it")
+
+
+def resolve_dtype(gpu: GpuConfig, device: str) -> Literal["bfloat16", "float32"]:
+    if gpu.dtype == "auto":
+        return "bfloat16" if device == "cuda" else "float32"
+    return gpu.dtype
+
+
+def resolve_kv(gpu: GpuConfig, dtype: Literal["bfloat16", "float32"], shape: Architecture) -> KvFormat:
+    """How pages hold rows. Raises PlanError."""
+    if gpu.kv == "auto":
+        return dtype
+    if gpu.kv == "bfloat16" and dtype != "bfloat16":
+        raise PlanError(
+            f"gpu.kv: asked bfloat16, gpu.dtype is {dtype} here; wanted auto, fp8 or int8, or dtype: bfloat16"
+        )
+    if gpu.kv in CODE_FORMATS and shape.dim % CODES_DIM_STEP:
+        raise PlanError(
+            f"gpu.kv: {gpu.kv} rows are of a multiple of {CODES_DIM_STEP} elements, heads of {shape.name} have "
+            f"{shape.dim}; use auto"
+        )
+    return gpu.kv
+
+
+def resolve_limits(gpu: GpuConfig, device: str, machine: MachineProfile) -> dict[Place, int]:
+    asked = None if gpu.memory_limit_gib is None else int(gpu.memory_limit_gib * GIB)
+    if device == "cuda" and machine.gpu is not None:
+        total, share, what = machine.gpu.memory_bytes, GPU_SHARE, machine.gpu.name
+    else:
+        total, share, what = machine.memory_bytes, HOST_SHARE, f"machine {machine.name!r}"
+    if asked is not None:
+        require_memory(asked, total, what)
+    limit = int(total * share) if asked is None else asked
+    return {"gpu": limit, "host": machine.memory_bytes} if device == "cuda" else {"host": limit}

@@ -1,0 +1,89 @@
+"""What no plan can be made of: each says what was asked for, what there is, and which setting to change. No torch."""
+
+from collections.abc import Sequence
+
+from gpu.config import GpuConfig
+from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
+from gpu.memory.expert_shares import PINNED_SHARE, most_experts
+from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib
+from transfer.machine import GIB, MachineProfile
+
+
+def check_fixed(
+    fixed: tuple[MemoryItem, ...], place: Place, limits: dict[Place, int], left: int, demand: Demand
+) -> None:
+    key = "gpu.memory_limit_gib" if place == "gpu" else "gpu.memory_limit_gib (host memory: the CPU is the device)"
+    weights, limit = fixed[0].bytes, limits[place]
+    if weights > limit:
+        can_split = place == "gpu" and demand.experts_on_card is None and most_experts(demand.shape)
+        raise PlanError(
+            f"{key}: the weights take {in_gib(weights)}, the limit is {in_gib(limit)}; raise the limit, or use a "
+            "smaller model or, if it is float32, dtype bfloat16"
+            + (", or set gpu.experts_gib: auto, which leaves experts in host memory" if can_split else "")
+            + (", or lower gpu.experts_gib" if demand.experts_on_card else "")
+        )
+    if left <= 0:
+        raise PlanError(
+            f"{key}: weights and workspaces take {in_gib(limit - left)}, the limit is {in_gib(limit)}; raise it, or "
+            "lower scheduler.prefill.chunk_tokens or scheduler.max_running"
+            + (", or gpu.kv_windows" if any(item.name == "KV windows" for item in fixed) else "")
+            + (", or a profile's `capacity` or `rings`" if demand.reuses else "")
+            + (", or gpu.experts_gib" if demand.experts_on_card is not None else "")
+            + (", or documents.memory_limit_gib" if any(item.name == "documents" for item in fixed) else "")
+        )
+
+
+def check_pinned(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:
+    """Raises PlanError where the host has no room for the experts that lie there."""
+    shares = demand.expert_shares
+    if not shares.host_bytes:
+        return
+    beside = sum(item.bytes for item in fixed if item.place == "host") - shares.host_bytes
+    most = int(machine.memory_bytes * PINNED_SHARE) - beside
+    if shares.host_bytes > most:
+        raise PlanError(
+            f"gpu.experts_gib: {in_gib(shares.card_bytes)} of experts would lie on the card, the other "
+            f"{in_gib(shares.host_bytes)} in pinned host memory, where there is room for {in_gib(max(most, 0))} of "
+            f"{in_gib(machine.memory_bytes)}; raise it, or use fewer bits (model.weights)"
+        )
+
+
+def check_asked(
+    demand: Demand, gpu: GpuConfig, left: int, limit: int, context: int | None, hidden_tokens: int | None
+) -> None:
+    if gpu.kv_cache_gib is not None and int(gpu.kv_cache_gib * GIB) - demand.num_windows * demand.window_bytes > left:
+        raise PlanError(
+            f"gpu.kv_cache_gib: asked {gpu.kv_cache_gib:g} GiB, {in_gib(left)} left of {in_gib(limit)} after "
+            "weights and workspaces; lower it, or leave it out to take what is left"
+        )
+    longest = demand.shape.max_context_tokens
+    if context is not None and context > longest:
+        raise PlanError(
+            f"scheduler.max_context_tokens: asked {context:,}, the model has {longest:,} positions; lower it"
+        )
+    if context is not None and hidden_tokens is not None and hidden_tokens < context:
+        raise PlanError(
+            f"scheduler.prefill.max_hidden_tokens: asked {hidden_tokens:,}, a prompt may have {context:,} tokens; "
+            "raise it or lower scheduler.max_context_tokens"
+        )
+
+
+def check_pages(
+    demand: Demand, num_pages: int, context: int, asked: int | None, hidden_tokens: int, spare: int, gpu: GpuConfig
+) -> None:
+    wanted = asked if asked is not None else min(SMALLEST_CONTEXT_TOKENS, demand.shape.max_context_tokens)
+    tokens = max(num_pages, 0) * demand.page_tokens
+    if context >= wanted and tokens >= wanted:
+        return
+    needed = in_gib(wanted * demand.kv_token_bytes)
+    have = f"{tokens:,} tokens fit" if tokens else "not one page fits"
+    lower = "scheduler.max_context_tokens" if asked is not None else "scheduler.prefill.chunk_tokens"
+    if gpu.kv_cache_gib is not None and gpu.kv_cache_gib * GIB <= spare:
+        raise PlanError(
+            f"gpu.kv_cache_gib: asked {gpu.kv_cache_gib:g} GiB, one sequence of {wanted:,} tokens needs {needed}, "
+            f"{have}; raise it, leave it out to take what is left, or lower scheduler.max_context_tokens"
+        )
+    raise PlanError(
+        f"gpu.memory_limit_gib: one sequence of {wanted:,} tokens needs {needed} of KV pages, {in_gib(max(spare, 0))} "
+        f"is left beside {hidden_tokens:,} tokens of hidden states, {have}; raise it or lower {lower}"
+    )
