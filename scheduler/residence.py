@@ -24,9 +24,7 @@ from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
 from scheduler.windows import Windows
 
-_AHEAD_TOKENS = (
-    2048  # of a long context's output, paid for when it is admitted: it runs a while before it must give way
-)
+_AHEAD_TOKENS = 2048  # of a long context's output, paid for when it is admitted: it runs a while before it gives way
 
 Shortage = Literal["pages", "host"]
 

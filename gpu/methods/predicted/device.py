@@ -318,16 +318,16 @@ class Predicted(RingSide):
         begins = torch.where(self._last_cells[:-1] == cells - 1, self._begins[:-1], cells)
         self._note_cells(cells, begins)
         is_kept = begins <= cells - every  # the sums are of this turn's last prediction, and of no row that is missing
-        turns = [(cells >= 0) & ((cells + turn) % every == 0) for turn in range(every)]
-        return [self._choice(is_in, is_kept, cells, limits) for is_in in turns]
+        turns = torch.arange(every, device=cells.device)[:, None]
+        return self._of_turns((cells >= 0) & ((cells + turns) % every == 0), is_kept, cells, limits)
 
     def _note_cells(self, cells: Tensor, begins: Tensor) -> None:
         to = torch.where(cells >= 0, torch.arange(self._num_rings, device=cells.device), self._num_rings)
         self._last_cells.index_copy_(0, to, cells)
         self._begins.index_copy_(0, to, begins)
 
-    def _choice(self, is_in: Tensor, is_kept: Tensor, cells: Tensor, limits: Tensor) -> Choice:
-        """By ring. is_kept: what the last prediction summed, `predict_every` steps ago, holds."""
+    def _of_turns(self, is_in: Tensor, is_kept: Tensor, cells: Tensor, limits: Tensor) -> list[Choice]:
+        """is_in: bool `[turns, rings]`; is_kept: bool `[rings]`, whose sums of `predict_every` steps ago hold."""
         rows, blocks = self.blocks.history.shape[2:]
         every, local = self.settings.predict_every, self.settings.local_tokens
         before, widths = ((cells + 2 - less - local) // BLOCK_TOKENS for less in (every, 0))
@@ -336,15 +336,11 @@ class Predicted(RingSide):
         widths = torch.where(is_in, (widths - self._first_block).clamp(0, blocks), 0)
 
         def spread(numbers: Tensor) -> Tensor:
-            return numbers.repeat_interleave(self._kv_heads, 0)
+            return numbers.repeat_interleave(self._kv_heads, -1)
 
-        return Choice(
-            spread(is_in),
-            spread(stale.int()),
-            spread(widths.int()),
-            spread(((cells + 1 - self.settings.history) % rows).int()),
-            spread(limits.int()),
-        )
+        of_all = (spread(stale.int()), spread(((cells + 1 - self.settings.history) % rows).int()), spread(limits.int()))
+        of_turns = zip(spread(is_in).unbind(), spread(widths.int()).unbind(), strict=True)
+        return [Choice(own, of_all[0], width, *of_all[1:]) for own, width in of_turns]
 
     def _choose(self, layer: Blocks, choice: Choice, counts: Tensor, late: Lateness | None) -> None:
         scores = self._score(layer, choice)
@@ -376,7 +372,8 @@ class Predicted(RingSide):
             numbers[:, ring] = own
         cells, limits = upload(numbers, self._last_cells.device)
         self._note_cells(cells, cells + 1)  # of what is summed now, no turn's sums are
-        choice = self._choice(cells >= 0, torch.zeros_like(cells, dtype=torch.bool), cells, limits)
+        nothing_kept = torch.zeros_like(cells, dtype=torch.bool)
+        (choice,) = self._of_turns((cells >= 0)[None], nothing_kept, cells, limits)
         for layer, counts in zip(self._layers, self._counts, strict=True):
             self._choose(layer, choice, counts, None)
 
