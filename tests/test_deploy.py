@@ -105,6 +105,14 @@ def test_the_image_copies_every_package_and_nothing_that_is_missing() -> None:
     assert "[cuda]" in text
 
 
+def test_the_image_takes_the_packages_that_have_no_wheel_as_the_makefile_does() -> None:
+    files = ((ROOT / "Makefile").read_text(), (DEPLOY / "Dockerfile").read_text())
+    made, image = (re.search(r"--only-binary :all: (?:\\\n *)?--no-binary (\S+)", text) for text in files)
+    assert made is not None
+    assert image is not None, "pip finds no wheel of jieba or rouge-score, so the image cannot be built"
+    assert made.group(1) == image.group(1)
+
+
 def test_a_python_that_fits_is_found_and_one_that_does_not_is_refused(tmp_path: Path) -> None:
     script = DEPLOY / "find-python.sh"
     found = subprocess.run([str(script)], capture_output=True, text=True)
