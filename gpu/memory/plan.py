@@ -271,14 +271,21 @@ def _host_budget(
     planned = sum(item.bytes for item in fixed if item.place == "host")
     have = left if demand.place == "host" else machine.memory_bytes - planned
     asked = None if host.memory_limit_gib is None else int(host.memory_limit_gib * GIB)
+    others = [item for item in fixed if item.name == "documents"]
+    also = f", or documents.memory_limit_gib, which is {in_gib(others[0].bytes)}" if others else ""
     if asked is not None and asked > have:
         raise PlanError(
-            f"host.memory_limit_gib: asked {in_gib(asked)}, {in_gib(max(have, 0))} of host memory left; lower it"
+            f"host.memory_limit_gib: asked {in_gib(asked)}, {in_gib(max(have, 0))} of host memory left; lower it{also}"
         )
     default = min(max(have, 0), int(machine.memory_bytes * HOST_SHARE))
     if demand.expert_shares.host_bytes:  # which nobody can page out
         default = min(default, max(0, int(machine.memory_bytes * PINNED_SHARE) - planned))
     kv = None if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB) - window_bytes
+    if demand.place == "host" and asked is not None and kv is not None and kv + asked > left:
+        raise PlanError(
+            f"gpu.kv_cache_gib: asked {gpu.kv_cache_gib:g} GiB, {in_gib(left - asked)} left beside "
+            f"host.memory_limit_gib, which is {in_gib(asked)}; lower one of them{also}"
+        )
     return Budget(left, kv, asked, default, hidden)
 
 

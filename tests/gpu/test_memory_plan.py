@@ -28,13 +28,13 @@ from gpu.methods.kept import keep_as_set
 from gpu.methods.method import NoSettings
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections
-from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape
+from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.prefill.staging import Staging
 from gpu.sampling import logprobs
 from tests.gpu.cpu_decoder import cpu_decoder
 from tests.reference_tier import ReferenceTier
-from transfer.config import HostConfig, SampledConfig
+from transfer.config import DocumentsConfig, HostConfig, SampledConfig
 from transfer.copies import Streams
 from transfer.exchange import new_slot
 from transfer.machine import GIB, MachineProfile, load_machine
@@ -56,6 +56,7 @@ def make_plan(
     max_running: int = 64,
     chunk_tokens: int = 2048,
     host: HostConfig | None = None,
+    documents: DocumentsConfig | None = None,
 ) -> MemoryPlan:
     return plan_memory(
         shape,
@@ -68,6 +69,7 @@ def make_plan(
         max_context_tokens=max_context_tokens,
         max_hidden_tokens=max_hidden_tokens,
         machine=MACHINES[machine] if isinstance(machine, str) else machine,
+        documents=documents,
     )
 
 
@@ -473,6 +475,23 @@ def test_what_does_not_fit_with_host_memory_names_the_key_to_change(
         make_plan(SHAPE_8B, "rtx4090", gpu, context, host=host)
     for part in parts:
         assert part in str(error.value)
+
+
+def test_on_the_cpu_pages_and_host_memory_that_were_asked_for_fit_together_beside_documents_or_are_refused() -> None:
+    reference = read_architecture(Path(__file__).parents[2] / "deploy" / "models" / "reference")
+    documents = DocumentsConfig(memory_limit_gib=4)
+
+    def planned(kv_gib: float, host_gib: float, documents: DocumentsConfig | None) -> MemoryPlan:
+        gpu, host = GpuConfig(device="cpu", kv_cache_gib=kv_gib), HostConfig(memory_limit_gib=host_gib)
+        return make_plan(reference, "laptop", gpu, host=host, documents=documents)
+
+    plan = planned(1, 1, documents)
+    assert plan.kv_bytes > 0.99 * GIB, "what was asked for, not what is left"
+    with pytest.raises(PlanError, match=r"^gpu\.kv_cache_gib: asked 2 GiB, .* host\.memory_limit_gib, which is 1\.00"):
+        planned(2, 1, documents)
+    with pytest.raises(PlanError, match=r"^host\.memory_limit_gib: asked 4\.00 .* or documents\.memory_limit_gib"):
+        planned(1, 4, documents)
+    assert planned(2, 1, None).kv_bytes > 1.99 * GIB
 
 
 def test_without_host_memory_there_is_none_of_it_in_the_plan() -> None:
