@@ -40,7 +40,7 @@ from server.connection import Connection, Limits, connection_type
 from server.grammar_checks import end_checks
 from server.registry import RegistryError, RegistryFull
 from server.request_scope import RequestScope, error_response
-from server.service import Service, build_service
+from server.service import Service, build_service, require_tls
 
 ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine_process")
 
@@ -165,6 +165,7 @@ def http_config(app: FastAPI) -> uvicorn.Config:
     Raises ConfigError if the certificate, its key or the clients' CA cannot be used.
     """
     settings = app.state.service.settings
+    require_tls(settings)
     limits = Limits(
         allowed_connections(settings.max_connections),
         settings.header_seconds,
@@ -187,12 +188,7 @@ def http_config(app: FastAPI) -> uvicorn.Config:
         ssl_ca_certs=None if settings.tls_client_ca is None else str(settings.tls_client_ca),
         ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_ca is None else ssl.CERT_REQUIRED,
     )
-    try:
-        config.load()
-    except OSError as error:  # of which SSLError is one; it tells no file
-        files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-        named = ", ".join(str(path) for path in files if path is not None)
-        raise ConfigError(f"server.tls: one of {named} cannot be used: {error.strerror or error}") from None
+    config.load()
     return config
 
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
 from gpu.memory.plan import MemoryPlan
-from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture, shape_with_rope
+from gpu.model.architecture import (
+    NAMED_SHAPES,
+    Architecture,
+    ModelError,
+    named_shape,
+    read_architecture,
+    shape_with_rope,
+)
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
 from scheduler.memory import find_expert_shares, plan_engine
@@ -41,6 +48,8 @@ def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
     if model.random_weights is not None:
         return shape_with_rope(model.random_weights, model.rope), ("random weights: the text means nothing",)
     assert model.path is not None, "ModelConfig gives a path or random weights"
+    if model.shape is not None and model.shape not in NAMED_SHAPES:
+        raise ModelError(f"model.shape: unknown shape {model.shape!r}; known: {', '.join(NAMED_SHAPES)}")
     if model.shape is not None and not model.path.exists():
         shape = shape_with_rope(model.shape, model.rope)
         return shape, (f"{model.path} is not there: planned with the shape {model.shape}; serving needs the folder",)

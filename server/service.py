@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -171,6 +172,21 @@ def read_keys(settings: ServerConfig) -> list[str]:
     if settings.cache_isolation == "key" and not named:
         raise ConfigError("server.cache_isolation: got key, but there are no keys; set server.api_keys_file")
     return [key for _, key in named]
+
+
+def require_tls(settings: ServerConfig) -> None:
+    """Raises ConfigError if the certificate, its key or the clients' CA cannot be used."""
+    if settings.tls_certificate is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+        if settings.tls_client_ca is not None:
+            context.load_verify_locations(settings.tls_client_ca)
+    except OSError as error:  # of which SSLError is one; it tells no file
+        files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        named = ", ".join(str(path) for path in files if path is not None)
+        raise ConfigError(f"server.tls: one of {named} cannot be used: {error.strerror or error}") from None
 
 
 def _keys_in(path: Path) -> list[str]:

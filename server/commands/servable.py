@@ -11,14 +11,14 @@ from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.profiles import get_profile, resolve_profiles
 from server.config import Deployment
 from server.documents import check_documents
-from server.service import load_parts
+from server.service import load_parts, require_tls
 
 _INDEX = "model.safetensors.index.json"
 
 
 def require_servable(deployment: Deployment) -> None:
     """Raises ModelError, ConfigError or ProfileError with one line: the model's files, tokenizer, template, keys,
-    documents, profiles.
+    certificate, documents, profiles.
     """
     require_settings(deployment)
     path = deployment.model.path
@@ -27,6 +27,7 @@ def require_servable(deployment: Deployment) -> None:
             raise ModelError(f"model.path: {path} is missing; put the model's Hugging Face folder or GGUF file there")
         require_weights(path)
     load_parts(deployment)
+    require_tls(deployment.server)
     check_documents(deployment)
 
 

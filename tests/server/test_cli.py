@@ -110,6 +110,8 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
     yield made({"model": reference | {"chat_template": template}}), "does not compile"
     yield made({"model": {"random_weights": "tiny"}}), "model.tokenizer: missing"
     yield made({"model": reference, "server": {"api_keys_file": folder / "keys"}}), "server.api_keys_file"
+    certificate = {"tls_certificate": folder / "none.pem"}
+    yield made({"model": reference, "server": certificate}), "server.tls: one of"
     yield made({"model": reference, "scheduler": {"default_profile": "sampled"}}), "has no `host` section"
     yield made({"model": reference, "scheduler": {"default_profile": "psychic"}}), "scheduler.default_profile"
     host = {"memory_limit_gib": 0.1, "resident_tokens": 256}

@@ -143,6 +143,9 @@ def test_a_folder_that_is_there_decides_over_the_named_shape(tmp_path: Path) -> 
     reference = DEPLOY / "models" / "reference"
     with pytest.raises(ModelError, match=r"model\.shape: tiny has"):
         find_architecture(ModelConfig(path=reference, shape="tiny"))
+    for path in (reference, tmp_path / "no"):
+        with pytest.raises(ModelError, match=r"^model\.shape: unknown shape 'huge'; known: tiny, "):
+            find_architecture(ModelConfig(path=path, shape="huge"))
     architecture, notes = find_architecture(ModelConfig(path=reference))
     assert architecture.vocab_size == 8192
     assert notes == ()
