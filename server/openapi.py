@@ -68,7 +68,8 @@ def build_document(limits: BodyLimits, has_keys: bool) -> Tree:
         "info": {
             "title": "Tandem",
             "version": version("tandem"),
-            "description": "OpenAI's completions and chat completions, and what a server says about itself.",
+            "description": "OpenAI's completions, chats, responses and embeddings, Anthropic's messages, ranking, "
+            "documents, and what a server says about itself.",
         },
         "paths": {
             "/v1/completions": {"post": completes},
