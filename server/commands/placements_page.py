@@ -42,21 +42,26 @@ def _describe_step(step: Step) -> dict[str, float]:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """A row a placement, a column a batch; then what is taken, whether sampling pays, and where rates are from."""
-    title = f"placements, ms a token of each context of {comparison.context_tokens:,} tokens"
+    """A row a placement, a column a batch, which fit 80 characters; then what batch 1 is made of or why there is none,
+    what is taken, whether sampling pays, and where rates are from.
+    """
+    title = f"placements, ms a token of each context of {comparison.context_tokens:,} tokens, by batch"
     table = Table(title=title, title_justify="left")
     table.add_column("placement")
     table.add_column("contexts", justify="right")
     for batch in comparison.batches:
-        table.add_column(f"batch {batch}", justify="right")
-    table.add_column("of batch 1", overflow="fold")
+        table.add_column(str(batch), justify="right", no_wrap=True)
+    whys = []
     for placement in comparison.placements:
         mark = " (taken)" if placement.name == comparison.taken else ""
         steps = ["-" if step is None else f"{step.ms:,.1f}" for step in placement.steps]
-        why = placement.why_not or ("" if placement.first is None else _parts(placement.first))
-        table.add_row(WORDS[placement.name] + mark, f"{placement.most_contexts:,}", *steps, why)
+        table.add_row(WORDS[placement.name] + mark, f"{placement.most_contexts:,}", *steps)
+        if placement.why_not is not None:
+            whys.append(f"{WORDS[placement.name]}: {placement.why_not}")
+        elif placement.first is not None:
+            whys.append(f"{WORDS[placement.name]}, batch 1: {_parts(placement.first)}")
     console.print(table)
-    for line in (comparison.verdict, comparison.sampling, comparison.experts):
+    for line in (*whys, comparison.verdict, comparison.sampling, comparison.experts):
         if line is None:
             continue
         console.print(line, highlight=False, markup=False)

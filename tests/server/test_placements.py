@@ -327,6 +327,11 @@ def test_the_page_and_the_json_say_the_same() -> None:
     ):
         assert said in text
     assert "sampled (taken)" in text
+    narrow = io.StringIO()
+    print_comparison(found, Console(width=80, file=narrow))
+    table = narrow.getvalue().split("takes device and host")[0]
+    assert "…" not in table, "a terminal of 80 characters has room for all of it"
+    assert all(len(line) <= 80 for line in table.splitlines())
 
 
 def test_the_readme_has_the_plans_of_both_deployments() -> None:
