@@ -11,6 +11,7 @@ from bench.load.metrics import Spread, Summary
 from bench.load.run import LoadRun
 
 _REFRESH_S = 0.25
+MOST_REASONS = 8  # of failures, on the terminal: some name a number of their own each
 LATENCIES = (
     ("ttft", "time to first token"),
     ("later_ttft", "... of later turns"),
@@ -63,8 +64,11 @@ def print_summary(summary: Summary, notes: list[str], console: Console) -> None:
     for label, value in list_facts(summary):
         facts.add_row(label, value)
     console.print(facts)
-    for reason, count in summary.reasons.items():
+    for reason, count in list(summary.reasons.items())[:MOST_REASONS]:
         console.print(f"[red]{count} ×[/red] ", Text(reason), sep="")
+    others = list(summary.reasons.values())[MOST_REASONS:]
+    if others:
+        console.print(f"[red]{sum(others)} ×[/red] {len(others)} other reasons, in the JSON")
     for note in notes:
         console.print("note: ", Text(note), sep="", style="yellow")
 

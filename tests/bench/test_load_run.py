@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from bench.load.client import StreamFault
+from bench.load.console import print_summary
 from bench.load.measure import LoadResult, measure
 from bench.load.settings import LoadPlan, parse_lengths
 from tests.bench.load_plans import make_plan
@@ -107,6 +109,11 @@ async def test_each_failure_is_counted_with_its_reason_and_the_others_complete()
     assert sum(summary.reasons.values()) == len(FAILURES)
     assert summary.ttft.num == 4
     assert "9 of 13 requests did not complete" in result.notes[0]
+    page = io.StringIO()
+    print_summary(replace(summary, reasons={f"reason {n};": 2 for n in range(12)}), [], Console(file=page, width=200))
+    assert "2 × reason 7;" in page.getvalue()
+    assert "reason 8;" not in page.getvalue()
+    assert "8 × 4 other reasons" in page.getvalue()
 
 
 async def test_a_429_is_sent_again_if_asked_and_the_wait_is_part_of_the_latency() -> None:
