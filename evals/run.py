@@ -5,6 +5,7 @@ cell see the same prompts and share one prefill of each; a sample that fails is 
 a sample that the store already has is not run again.
 """
 
+import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,9 @@ class Prompt:
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The Hugging Face tokenizer of a model folder, or of a GGUF file's vocabulary."""
+    """The Hugging Face tokenizer of a model folder, or of a GGUF file's vocabulary. It knows no longest text: texts are
+    tokenised before they are cut, of which transformers would warn.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if is_gguf(model):
@@ -60,7 +63,7 @@ def load_tokenizer(model: Path) -> Any:
         return PreTrainedTokenizerFast(
             tokenizer_object=vocabulary, chat_template=settings.get("chat_template"), **names
         )  # fmt: skip
-    return AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model, model_max_length=sys.maxsize)
 
 
 def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:

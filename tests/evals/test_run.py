@@ -141,6 +141,11 @@ def test_baselines_rank_on_needles_as_their_papers_say() -> None:
     assert right["oracle"] > right["streaming"]
 
 
+def test_a_text_that_is_cut_after_it_is_tokenised_is_not_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
+    assert len(load_tokenizer(MODEL)("a house " * 20_000).input_ids) > 16_384
+    assert "longer than" not in capfd.readouterr().err
+
+
 def test_the_full_set_holds_every_baseline_budget_and_length() -> None:
     cells = cells_of("full", (4096, 8192, 16384), None, (), ())
     assert {cell.length_tokens for cell in cells} == {4096, 8192, 16384}
