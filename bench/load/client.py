@@ -180,7 +180,8 @@ class Client:
         try:
             async with asyncio.timeout(self.timeout_s), self.session.get(self.base_url + path) as response:
                 if response.status != 200:
-                    raise StreamFault(f"{self.base_url}{path}: HTTP {response.status}")
+                    why = _describe_error(await response.text(errors="replace"))
+                    raise StreamFault(f"{self.base_url}{path}: HTTP {response.status}: {why}")
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
             raise StreamFault(f"{self.base_url}{path}: {error or type(error).__name__}; is the server up?") from None

@@ -126,6 +126,8 @@ async def test_a_429_is_sent_again_if_asked_and_the_wait_is_part_of_the_latency(
 
 
 async def test_a_server_that_is_not_there_is_one_clear_fault() -> None:
+    with scripted_server() as server, pytest.raises(StreamFault, match=r"/no/v1/models: HTTP 404: .*Not Found"):
+        await run_load(server, url=f"{server.url}/no")
     with pytest.raises(StreamFault, match="is the server up"):
         await measure(make_plan(), Console(file=io.StringIO()))
 
