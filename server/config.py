@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
-from rapidfuzz import process
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from rapidfuzz import fuzz, process
 
 from gpu.config import Composition, MethodChoice, ModelConfig
 from gpu.methods.method import Slot
@@ -14,6 +14,7 @@ from gpu.methods.registry import list_methods
 from scheduler.config import EngineConfig
 from transfer.settings import Settings
 
+_SLIP = 70  # of 100, how alike two keys are of which one is the other with a letter or two amiss
 _NAMED = re.compile(r"\b(alias|anchor|tag) .*", re.DOTALL)  # what PyYAML calls wrong, and its name
 
 
@@ -149,14 +150,35 @@ def describe(error: ValidationError, text: str | None) -> str:
     if first["type"] != "extra_forbidden":
         return f"{key}: {first['msg']}{_got(first)}{more}"
     if text is None or (len(loc) > 1 and loc[0] != "server"):
-        return f"{key}: unknown key{more}"
+        known = () if text is None else _known_keys(loc[:-1])
+        nearest = f"; the nearest known one is {_nearest(str(loc[-1]), known)!r}" if known else ""
+        return f"{key}: unknown key{nearest}{more}"
     return _unknown(loc, text) + more
+
+
+def _nearest(key: str, known: tuple[str, ...]) -> str:
+    """Of the same letters, but for a slip; else one of which the key is a part."""
+    found = process.extractOne(key, known, scorer=fuzz.ratio, score_cutoff=_SLIP) or process.extractOne(key, known)
+    return str(found[0])
+
+
+def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
+    """Of a section of the deployment, by the keys that lead there; none of one that has no fixed keys."""
+    model: type[BaseModel] = Deployment
+    for key in section:
+        field = model.model_fields.get(str(key))
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
+            return ()
+        model = inner[0]
+    return tuple(model.model_fields)
 
 
 def _unknown(loc: tuple[str, ...], text: str) -> str:
     """Where an API key may have slipped, an unknown key is told by its line and the nearest known one."""
     section, known = ("server", ServerConfig) if len(loc) > 1 else ("(top)", Deployment)
-    nearest, _, _ = process.extractOne(str(loc[-1]), list(known.model_fields))
+    nearest = _nearest(str(loc[-1]), tuple(known.model_fields))
     return f"{section}: unknown key at line {_line_of(loc, text)}; the nearest known one is {nearest!r}"
 
 

@@ -203,8 +203,13 @@ BAD_CONFIGURATIONS = [
     (None, "is missing"),
     ("model: {path: nowhere}", "nowhere"),
     ("model: {random_weights: huge}", "unknown shape 'huge'"),
-    ("model: {random_weights: tiny}\ngpu: {divice: cpu}", "gpu.divice: unknown key"),
+    ("model: {random_weights: tiny}\ngpu: {divice: cpu}", "gpu.divice: unknown key; the nearest known one is 'device'"),
+    ("model: {random_weights: tiny}\nhost: {sampled: {bits: 9}}", "the nearest known one is 'bits_per_table'"),
     ("model: {random_weights: tiny}\ngpu: {memory_limit_gib: 0.001, device: cpu}", "gpu.memory_limit_gib"),
+    (
+        "model: {random_weights: tiny}\nserver: {prot: 1}",
+        "server: unknown key at line 2; the nearest known one is 'port'",
+    ),
     ("model: [", "is not YAML"),
     ("- 1", "holds list"),
 ]
