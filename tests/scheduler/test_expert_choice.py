@@ -82,7 +82,6 @@ def test_what_is_asked_for_is_done_whatever_the_rates_say() -> None:
 
 
 REASONS = {
-    "the CPU computes plain experts, and these are int8": {"model": {"weights": "int8"}, "experts_gib": 10},
     "gpu.check_coverage captures none": {"check_coverage": True},
 }
 
