@@ -9,6 +9,7 @@ import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.fetch_experts import Listed
+from gpu.kernels.packed import Packed
 from gpu.load import load_runner
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.checkpoint import load_packed
@@ -101,10 +102,12 @@ def random_packed(shape: Architecture, dtype: torch.dtype) -> Weights:
         if layer.experts is not None and known.experts is not None:
             layer.experts.router.copy_(known.experts.router)
         for matrix in layer.matrices.values():
-            words, scales, *rest = tensors_of(matrix)
-            for tensor in (words, *rest):
-                tensor.view(torch.uint8).copy_(torch.tensor(draw.integers(0, 16, tensor.view(torch.uint8).shape)))
-            scales.fill_(0.01)
+            assert isinstance(matrix, Packed)
+            drawn = draw.integers(0, 256, matrix.words.view(torch.uint8).shape)
+            matrix.words.view(torch.uint8).copy_(torch.tensor(drawn & (0xF7 if matrix.kind == "fp8" else 0xFF)))
+            if matrix.zeros is not None:
+                matrix.zeros.copy_(torch.tensor(draw.integers(0, 16, matrix.zeros.shape)))
+            matrix.scales.fill_(0.01 if matrix.kind == "int4" else 0.01 / 16)
     return packed
 
 
