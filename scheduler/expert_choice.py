@@ -17,11 +17,11 @@ from transfer.rates import Rates
 
 Way = Literal["auto", "fetch", "compute"]  # as `gpu.host_experts` is asked for
 READ_SHARE = 0.85  # of a stream's rate, what products of rows with a few vectors reach (docs/LAB.md)
-# What a core makes of bytes and multiplies, in 1e9 numbers a second, by how they are stored (None: bf16), with vectors
-# of AVX2; and products with one more row each, where several take an expert. Of few bits few cores may be slower than
-# their memory.
-CORE_NUMBERS: dict[Kind | None, float] = {None: 8.0, "int4": 13.0, "int8": 7.0, "fp8": 7.0}
-CORE_PRODUCTS = 30.0
+# What a core makes of bytes and multiplies, in 1e9 numbers a second, by how they are stored (None: bf16), and products
+# with one more row each, where several take an expert: seven tenths of what AVX2 reached on one core (docs/LAB.md), of
+# the slowest groups. Of few bits few cores may be slower than their memory.
+CORE_NUMBERS: dict[Kind | None, float] = {None: 9.0, "int4": 10.0, "int8": 8.0, "fp8": 8.0}
+CORE_PRODUCTS = 35.0
 HOP_MS = 0.06  # of a layer: the ask over the link, a region's start and its three stages, the answer seen
 
 

@@ -92,7 +92,7 @@ def test_experts_of_few_bits_cost_the_bytes_that_they_are_stored_in(weights: str
 
 
 @pytest.mark.parametrize(("weights", "threads", "is_bound"), [
-    ("int4", 4, True), ("int4", 8, False), ("int8", 4, True), ("int8", 8, False), (None, 4, False),
+    ("int4", 8, True), ("int4", 16, False), ("int8", 4, True), ("int8", 8, False), (None, 4, False),
 ])  # fmt: skip
 def test_few_cores_may_be_slower_at_few_bits_than_the_memory(weights: str | None, threads: int, is_bound: bool) -> None:
     """At 60 GB/s: what cores make of bytes counts, whatever the memory could give."""
