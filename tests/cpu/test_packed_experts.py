@@ -1,5 +1,8 @@
 """Experts of few bits computed on the CPU as they lie there: a float64 oracle of every format, and what is refused."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +21,7 @@ from tests.cpu.test_experts import TAKEN, answer, draw_layer, fill, off
 from tests.cpu.test_experts import oracle as plain_oracle
 from tests.tolerances import HOST_EXPERTS_FLOAT32, HOST_EXPERTS_SHARE
 from transfer.expert_exchange import NOT_HERE, LayerExperts, PackedRows, new_expert_slot
+from transfer.simd.features import LANES
 
 COUNT, PER_TOKEN, MOST_ROWS = 11, 4, 9
 
@@ -191,3 +195,19 @@ def test_a_matrix_is_as_many_columns_as_the_context_has_room_for() -> None:
     rows, _ = draw_rows(FORMATS["Q8_0"], 8, 64)
     assert len(columns_of(rows)) == packed_gains.MATRIX_COLUMNS
     assert len(columns_of(torch.zeros(4, 64))) == packed_gains.MATRIX_COLUMNS
+
+
+NARROW = ["make_of_them and (Q4_0 or Q8_0 or FP8 and rows)",
+          pytest.param("make_of_them or threads", marks=pytest.mark.long)]  # fmt: skip
+
+
+@pytest.mark.skipif(LANES == 8, reason="this process has the narrow vectors already")
+@pytest.mark.parametrize("names", NARROW, ids=["each number", "every format"])
+def test_the_narrow_vectors_compute_the_same(names: str) -> None:
+    """Which convert 4 bits where wide ones look them up."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", names],
+        env=os.environ | {"TANDEM_SIMD": "avx2"}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[100%]" in done.stdout
