@@ -135,7 +135,9 @@ class HostExperts:
         self._answer = _compile_answer(code)
         self.counts = ExpertCounts()
         most_pairs, most = max_rows * per_token, max((one.count for one in layers if one is not None), default=0)
-        self._table = np.array([_layer_columns(one, code) for one in layers], np.int64)
+        lines = [one and _layer_columns(one, code) for one in layers]
+        any_line = next(line for line in lines if line is not None)
+        self._table = np.array([line or [0, *any_line[1:]] for line in lines], np.int64)
         gains = max(max(2 * num_gains(one.gate_up), num_gains(one.down)) for one in layers if one is not None)
         tile_floats = -(-(TILE_FLOATS + 2 * BLOCK * gains) // TILE_FLOATS) * TILE_FLOATS
         self._arrays = {
@@ -211,10 +213,8 @@ class _Kinds:
         return hash(self._types)
 
 
-def _layer_columns(one: LayerExperts | None, code: int) -> list[int]:
-    """A line of the context's table."""
-    if one is None:
-        return [0] * LAYER_COLUMNS
+def _layer_columns(one: LayerExperts, code: int) -> list[int]:
+    """A line of the context's table; a layer without experts has another's, of none."""
     work = _compile(_Kinds(kind_of(one.gate_up), kind_of(one.down)), code).address
     expert_bytes = (nbytes_of(one.gate_up) + nbytes_of(one.down)) // one.count
     return [one.count, int(work), expert_bytes, *columns_of(one.gate_up), *columns_of(one.down)]

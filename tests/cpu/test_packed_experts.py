@@ -83,6 +83,9 @@ def test_each_layer_and_each_matrix_may_have_a_format_of_its_own() -> None:
         gate_up, down = formats[number]
         read += 3 * (512 * row_bytes[gate_up] + 256 * row_bytes[down])
         assert worker.counts.bytes_read == read
+    answer(worker, slot, 2, 2)
+    assert bool((slot.out == 0).all()), "a layer that has none here"
+    assert worker.counts.bytes_read == read
 
 
 @settings(max_examples=25, deadline=None)
