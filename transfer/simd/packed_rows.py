@@ -27,6 +27,7 @@ from transfer.simd.emission import (
     accumulate,
     addresses,
     broadcast,
+    fused,
     int64,
     lane_sums,
     prefetch,
@@ -148,14 +149,14 @@ class _Block:
         offset = broadcast(builder, builder.add(gain_at, self.offset_bytes))
         if self.number == "int4" and SIMD == "avx512":
             levels = ir.Constant(VECTOR, [float(level) for level in range(16)])
-            table = _fma(builder, levels, gain, offset)
+            table = fused(builder, levels, gain, offset)
             return lambda halves, place: _chosen(builder, table, _shifted(builder, halves, 4 * place))
         bits = BITS[self.number]
         mask = ir.Constant(_WORDS, [2**bits - 1] * LANES)
 
         def scaled(halves: Any, place: int) -> Any:
             numbers = builder.and_(_shifted(builder, halves, bits * place), mask)
-            return _fma(builder, builder.sitofp(numbers, VECTOR), gain, offset)
+            return fused(builder, builder.sitofp(numbers, VECTOR), gain, offset)
 
         return scaled
 
@@ -179,12 +180,6 @@ def _chosen(builder: ir.IRBuilder, table: Any, numbers: Any) -> Any:
     function_type = ir.FunctionType(VECTOR, [VECTOR, _WORDS])
     choose = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512.permvar.sf.512")
     return builder.call(choose, [table, numbers])
-
-
-def _fma(builder: ir.IRBuilder, first: Any, second: Any, third: Any) -> Any:
-    function_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{LANES}f32"),
-                        [first, second, third])  # fmt: skip
 
 
 @intrinsic
