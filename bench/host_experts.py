@@ -33,10 +33,12 @@ from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_c
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import Architecture, named_shape
 from gpu.model.computed_experts import open_exchanges
+from gpu.model.gguf.kinds import BLOCK_KINDS
+from gpu.model.gguf.tensors import stored_as
 from gpu.model.host_experts import joined
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
 from gpu.model.projections import Projections
-from gpu.model.weights import LayerWeights, Weights, random_weights
+from gpu.model.weights import LayerWeights, Weights, random_packed_weights
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
@@ -51,8 +53,9 @@ MOST_OFF = 2.0**-6  # of the largest number of a result: four roundings of bf16
 
 @dataclass(frozen=True, slots=True)
 class HostExpertsBenchmark:
-    """on_card: experts of each layer, None: what the plan of `memory_gib` says, for the longest of `prompts`. ways: in
-    which steps are timed, in this order; threads: of the CPU that computes, None: physical cores.
+    """weights: as `model.weights`, or a GGUF file's kind, None: bf16. on_card: experts of each layer, None: what the
+    plan of `memory_gib` says, for the longest of `prompts`. ways: in which steps are timed, in this order; threads: of
+    the CPU that computes, None: physical cores.
     """
 
     shape: str
@@ -87,7 +90,9 @@ def parse_ways(text: str) -> tuple[Way, ...]:
 
 def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, console: Console) -> list[Row]:
     """A row a way and a batch, and one a prompt. Raises GateError, PlanError or ModelError."""
-    shape = rounded(named_shape(benchmark.shape), benchmark.weights, "--weights")
+    shape, kind = named_shape(benchmark.shape), benchmark.weights
+    is_block = kind is not None and kind in BLOCK_KINDS
+    shape = stored_as(shape, kind) if is_block else rounded(shape, kind, "--weights")
     plan = _plan(benchmark, shape, device, probe_machine())
     dtype, on_card = DTYPES[plan.dtype], benchmark.on_card if benchmark.on_card is not None else plan.experts_on_card
     require(on_card is not None, f"all experts of {benchmark.shape} lie in the memory that computes; give --on-card")
@@ -111,7 +116,7 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
         ).total_memory
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
     began = time.perf_counter()
-    weights = random_weights(shape, RANDOM_SEED, dtype, device, lambda fraction: None, on_card)
+    weights = random_packed_weights(shape, RANDOM_SEED, dtype, device, lambda fraction: None, on_card)
     console.print(f"{shares.host_bytes / GIB:.1f} GiB of experts in host memory, all weights drawn in "
                   f"{time.perf_counter() - began:.1f} s", highlight=False)  # fmt: skip
     has_same_bits = _check(shape, weights, device, benchmark)

@@ -282,7 +282,10 @@ def chunks(
 @app.command("host-experts")
 def host_experts(
     shape: Annotated[str, typer.Option(help="a named shape of a mixture of experts")] = "qwen3-30b-a3b",
-    weights: Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="rounded to this")] = None,
+    weights: Annotated[
+        Literal["fp8", "int8", "int4", "Q8_0", "Q6_K", "Q4_0", "Q4_K"] | None,
+        typer.Option(help="rounded to this, or as a GGUF file's; default: bf16"),
+    ] = None,
     memory_gib: Annotated[float, typer.Option(help="of the card, all included")] = 23.0,
     on_card: Annotated[int | None, typer.Option(min=0, help="experts of a layer; default: what the plan says")] = None,
     batch: Batch = "1,4",

@@ -5,16 +5,19 @@ read once for all that take it: four of its rows stay in the cache while pair af
 refuses to know devices, stamps and who asks. Addresses stand in a context, an int64 array, since a region's function
 takes one address. Invariant: a number is one dot product over its own row and pair in one order, and a row's sum goes
 by places, so results depend on no other row and on no number of threads. Bytes moved: each expert that is taken, once.
+Experts of few bits are multiplied as they lie there (`transfer.simd.packed_rows`); the scales of four rows are widened
+before these are (`cpu.packed_gains`), once for all pairs.
 """
 
 import numba
 import numpy as np
 
+from cpu.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, ROWS, fill_gains
 from transfer.simd.exp import exp
 from transfer.simd.memory import load_float32, load_int32, load_int64, store_float32, store_int32
+from transfer.simd.packed_rows import is_packed, product_block
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage
-from transfer.simd.vectors import dot_block, size_of
 
 BLOCK = 4  # rows of a matrix, taken together
 ITEM_BYTES = 32_768  # of a matrix, a thread's claim
@@ -22,21 +25,24 @@ AHEAD_BYTES = 6144  # how far before its use a weight is fetched
 SUM_COLUMNS = 512  # of a row's sum, a thread's claim
 STAGES = 3
 PAIRS_AT_ONCE = 4  # of `down`; of gate and up two, whose tokens may lie anywhere
-TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a line to itself
+TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a line to itself; gains are behind them
 
 # The context. Of the model: widths, and a table of layers, LAYER_COLUMNS each. Of the slot: addresses. Of the ask: how
-# many rows, pairs and experts. Of the workspace: addresses, by expert (number, first pair), by pair (row, place's
-# share is the slot's), and of each of a row's places its pair or -1.
+# many rows, pairs and experts, and the layer's matrices. Of the workspace: addresses, by expert (number, first pair),
+# by pair (row, place's share is the slot's), of each of a row's places its pair or -1, and bytes of a thread's tile.
 HIDDEN, INTERMEDIATE, PER_TOKEN, LAYERS = range(4)
 X, EXPERTS, SHARES, OUT = range(4, 8)
-NUM_ROWS, NUM_PAIRS, NUM_TAKEN, GATE_UP, DOWN = range(8, 13)
-TAKEN, BEGINS, ROW_OF_PAIR, PAIR_OF_PLACE, FOUND, GATED, MADE, TILES, COUNTERS = range(13, 22)
-CONTEXT_INT64 = 24
-LAYER_COUNT, LAYER_GATE_UP, LAYER_DOWN, LAYER_COLUMNS = range(4)
+NUM_ROWS, NUM_PAIRS, NUM_TAKEN = range(8, 11)
+TAKEN, BEGINS, ROW_OF_PAIR, PAIR_OF_PLACE, FOUND, GATED, MADE, TILES, COUNTERS, TILE_BYTES = range(11, 21)
+GATE_UP, DOWN = 21, 21 + MATRIX_COLUMNS
+CONTEXT_INT64 = 21 + 2 * MATRIX_COLUMNS
+# Of a layer: its experts, the C function that computes them, bytes of one, and both matrices.
+LAYER_COUNT, LAYER_WORK, LAYER_EXPERT_BYTES, LAYER_MATRICES = range(4)
+LAYER_COLUMNS = LAYER_MATRICES + 2 * MATRIX_COLUMNS
 
-_dot_four = dot_block(BLOCK, PAIRS_AT_ONCE)
-_dot_two = dot_block(BLOCK, 2)
-_dot_one = dot_block(BLOCK, 1)
+_dot_four = product_block(BLOCK, PAIRS_AT_ONCE)
+_dot_two = product_block(BLOCK, 2)
+_dot_one = product_block(BLOCK, 1)
 
 
 @numba.njit(nogil=True)
@@ -52,7 +58,8 @@ def plan(context, layer, rows, threads):
     c = open_row(context)
     at = c[LAYERS] + 8 * LAYER_COLUMNS * layer
     count, places = load_int64(at + 8 * LAYER_COUNT), rows * c[PER_TOKEN]
-    c[GATE_UP], c[DOWN] = load_int64(at + 8 * LAYER_GATE_UP), load_int64(at + 8 * LAYER_DOWN)
+    for column in range(2 * MATRIX_COLUMNS):
+        c[GATE_UP + column] = load_int64(at + 8 * (LAYER_MATRICES + column))
     for expert in range(count):
         store_int32(c[FOUND] + 4 * expert, 0)
     for place in range(places):
@@ -91,31 +98,36 @@ def _rows_an_item(row_bytes):
 @numba.njit(nogil=True)
 def _gate_up(team, c, kind):
     """Stage one: `gated[pair] = silu(gate) * up`."""
-    inner, width = c[HIDDEN], c[INTERMEDIATE]
-    row_bytes = inner * size_of(kind)
+    inner, width, m = c[HIDDEN], c[INTERMEDIATE], c[GATE_UP:DOWN]
+    row_bytes, room = m[ROW_BYTES], m[GAINS]
     step = _rows_an_item(2 * row_bytes)
     items_each = -(-width // step)
     items, done = c[NUM_TAKEN] * items_each, 0
-    gates_at = c[TILES] + 4 * TILE_FLOATS * team.me
+    gates_at = c[TILES] + c[TILE_BYTES] * team.me
     ups_at = gates_at + 4 * 2 * BLOCK
+    gate_gains = gates_at + 4 * TILE_FLOATS
+    up_gains = gate_gains + 4 * 2 * room * BLOCK
     item = claim(team, 0, items)
     while item >= 0:
         place, part = item // items_each, item % items_each
         first, last = load_int32(c[BEGINS] + 4 * place), load_int32(c[BEGINS] + 4 * (place + 1))
-        matrix = c[GATE_UP] + load_int32(c[TAKEN] + 4 * place) * 2 * width * row_bytes
+        expert = load_int32(c[TAKEN] + 4 * place) * 2 * width
         for row in range(part * step, min(width, (part + 1) * step), BLOCK):
-            gates, ups = matrix + row * row_bytes, matrix + (width + row) * row_bytes
+            gates, ups = m[ROWS] + (expert + row) * row_bytes, m[ROWS] + (expert + width + row) * row_bytes
+            if is_packed(kind):
+                fill_gains(m, expert + row, BLOCK, gate_gains)
+                fill_gains(m, expert + width + row, BLOCK, up_gains)
             for pair in range(first, last, 2):
                 x = c[X] + 4 * inner * load_int32(c[ROW_OF_PAIR] + 4 * pair)
                 if pair + 1 < last:
                     other = c[X] + 4 * inner * load_int32(c[ROW_OF_PAIR] + 4 * (pair + 1))
                     apart = (other - x) // 4  # wherever it lies, it is a stride away
-                    _dot_two(kind, gates, inner, x, apart, inner, gates_at, BLOCK, AHEAD_BYTES)
-                    _dot_two(kind, ups, inner, x, apart, inner, ups_at, BLOCK, AHEAD_BYTES)
+                    _dot_two(kind, gates, gate_gains, room, x, apart, inner, gates_at, BLOCK, AHEAD_BYTES)
+                    _dot_two(kind, ups, up_gains, room, x, apart, inner, ups_at, BLOCK, AHEAD_BYTES)
                     _gate(gates_at + 4 * BLOCK, ups_at + 4 * BLOCK, c[GATED] + 4 * ((pair + 1) * width + row))
                 else:
-                    _dot_one(kind, gates, inner, x, 0, inner, gates_at, BLOCK, AHEAD_BYTES)
-                    _dot_one(kind, ups, inner, x, 0, inner, ups_at, BLOCK, AHEAD_BYTES)
+                    _dot_one(kind, gates, gate_gains, room, x, 0, inner, gates_at, BLOCK, AHEAD_BYTES)
+                    _dot_one(kind, ups, up_gains, room, x, 0, inner, ups_at, BLOCK, AHEAD_BYTES)
                 _gate(gates_at, ups_at, c[GATED] + 4 * (pair * width + row))
         done += 1
         item = claim(team, 0, items)
@@ -132,8 +144,9 @@ def _gate(gates_at, ups_at, out_at):
 @numba.njit(nogil=True)
 def _down(team, c, kind):
     """Stage two: `made[pair] = down @ gated[pair]`."""
-    inner, width = c[INTERMEDIATE], c[HIDDEN]
-    row_bytes = inner * size_of(kind)
+    inner, width, m = c[INTERMEDIATE], c[HIDDEN], c[DOWN:CONTEXT_INT64]
+    row_bytes, room = m[ROW_BYTES], m[GAINS]
+    gains = c[TILES] + c[TILE_BYTES] * team.me + 4 * TILE_FLOATS
     step = _rows_an_item(row_bytes)
     items_each = -(-width // step)
     items, done = c[NUM_TAKEN] * items_each, 0
@@ -141,19 +154,21 @@ def _down(team, c, kind):
     while item >= 0:
         place, part = item // items_each, item % items_each
         first, last = load_int32(c[BEGINS] + 4 * place), load_int32(c[BEGINS] + 4 * (place + 1))
-        matrix = c[DOWN] + load_int32(c[TAKEN] + 4 * place) * width * row_bytes
+        expert = load_int32(c[TAKEN] + 4 * place) * width
         for row in range(part * step, min(width, (part + 1) * step), BLOCK):
-            rows, pair = matrix + row * row_bytes, first
+            rows, pair = m[ROWS] + (expert + row) * row_bytes, first
+            if is_packed(kind):
+                fill_gains(m, expert + row, BLOCK, gains)
             while pair < last:
                 x, out = c[GATED] + 4 * pair * inner, c[MADE] + 4 * (pair * width + row)
                 if last - pair >= PAIRS_AT_ONCE:
-                    _dot_four(kind, rows, inner, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_four(kind, rows, gains, room, x, inner, inner, out, width, AHEAD_BYTES)
                     pair += PAIRS_AT_ONCE
                 elif last - pair >= 2:
-                    _dot_two(kind, rows, inner, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_two(kind, rows, gains, room, x, inner, inner, out, width, AHEAD_BYTES)
                     pair += 2
                 else:
-                    _dot_one(kind, rows, inner, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_one(kind, rows, gains, room, x, inner, inner, out, width, AHEAD_BYTES)
                     pair += 1
         done += 1
         item = claim(team, 1, items)
@@ -186,11 +201,13 @@ def _sum_up(team, c):
 
 
 @numba.njit(nogil=True)
-def compute(me, threads, context, kind):
-    """All that thread `me` does of an ask that is planned."""
+def compute(me, threads, context, gate_up, down):
+    """All that thread `me` does of an ask that is planned. gate_up, down: kinds of their rows, as `product_block` has
+    them.
+    """
     c = open_row(context)
     shape = (STAGES, threads + 1, COUNTER_INT64)
     team = Team(numba.carray(pointer_to(c[COUNTERS]), shape, np.int64), me, threads)
-    _gate_up(team, c, kind)
-    _down(team, c, kind)
+    _gate_up(team, c, gate_up)
+    _down(team, c, down)
     _sum_up(team, c)

@@ -7,18 +7,18 @@ come in time the call ends and says which.
 """
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
-import torch
-from torch import Tensor
 
-from cpu import expert_products
+from cpu import expert_products, packed_gains
 from cpu.decode_step import ASK_LIMIT_S
+from cpu.expert_matrices import check_matrix, columns_of, inner_of, kind_of, nbytes_of, num_gains
 from cpu.expert_products import (
     BEGINS,
+    BLOCK,
     CONTEXT_INT64,
     COUNTERS,
     EXPERTS,
@@ -27,6 +27,8 @@ from cpu.expert_products import (
     HIDDEN,
     INTERMEDIATE,
     LAYER_COLUMNS,
+    LAYER_EXPERT_BYTES,
+    LAYER_WORK,
     LAYERS,
     MADE,
     NUM_PAIRS,
@@ -38,6 +40,7 @@ from cpu.expert_products import (
     SHARES,
     STAGES,
     TAKEN,
+    TILE_BYTES,
     TILE_FLOATS,
     TILES,
     X,
@@ -49,30 +52,29 @@ from transfer import exchange
 from transfer.exchange import LAST_STAMP, LOOKS, await_rows, late
 from transfer.expert_exchange import ASK_COLUMNS, ROWS, ExpertAsks, ExpertCounts, ExpertSlot, LayerExperts
 from transfer.expert_exchange import LAYER as ASKED_LAYER
-from transfer.simd import emission, exp, memory, region, team, vectors
+from transfer.simd import emission, exp, memory, packed_rows, region, team, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.memory import load_int64, store_int64, store_release_int32
 from transfer.simd.region import start, version
 from transfer.simd.team import new_counters, now_ns
-from transfer.simd.vectors import LINE_BYTES
 from transfer.tier import Answered
 
-_KINDS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
-_MODULES = (emission, exchange, exp, expert_products, memory, region, team, vectors)
+_MODULES = (emission, exchange, exp, expert_products, memory, packed_gains, packed_rows, region, team, vectors)
 
 # Of a step's call: what it is told, and its sums.
-FLAGS, ANSWERED, STAMP, LIMIT_NS, WAITED_NS, COMPUTED_NS, NUM_EXPERTS, ALL_PAIRS, STEP_INT64 = range(9)
+FLAGS, ANSWERED, STAMP, LIMIT_NS, WAITED_NS, COMPUTED_NS, NUM_EXPERTS, ALL_PAIRS, ALL_BYTES, STEP_INT64 = range(10)
 
 
-@lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
-def _compile(kind: Any, version: int) -> Any:
+@cache
+def _compile(kinds: "_Kinds", version: int) -> Any:
     """`expert_products.compute` as a C function of the context's address; `version` stands for the sources of all that
     is called, which numba's file cache does not look at."""
+    gate_up, down = kinds.gate_up, kinds.down
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
     def work(me, threads, context):  # type: ignore[no-untyped-def]
         if version >= 0:
-            compute(me, threads, context, kind)
+            compute(me, threads, context, gate_up, down)
 
     return work
 
@@ -81,8 +83,8 @@ def _compile(kind: Any, version: int) -> Any:
 def _compile_answer(version: int) -> Any:
     """All asks of a step, likewise: how many were answered; if not all, the next one did not come."""
 
-    @numba.njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
-    def answer(work, threads, context, step, asks, num_asks):  # type: ignore[no-untyped-def]
+    @numba.njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def answer(threads, context, step, asks, num_asks):  # type: ignore[no-untyped-def]
         if version < 0:
             return 0
         for ask in range(num_asks):
@@ -95,12 +97,14 @@ def _compile_answer(version: int) -> Any:
                     return ask
             there_ns = now_ns()
             taken = plan(context, layer, rows, threads)
-            start(work, threads if taken > 0 else 1, context)
+            own = open_row(context)[LAYERS] + 8 * LAYER_COLUMNS * layer
+            start(load_int64(own + 8 * LAYER_WORK), threads if taken > 0 else 1, context)
             store_release_int32(load_int64(step + 8 * ANSWERED), stamp)
             _add(step, WAITED_NS, there_ns - began_ns)
             _add(step, COMPUTED_NS, now_ns() - there_ns)
             _add(step, NUM_EXPERTS, open_row(context)[NUM_TAKEN])
             _add(step, ALL_PAIRS, open_row(context)[NUM_PAIRS])
+            _add(step, ALL_BYTES, taken * load_int64(own + 8 * LAYER_EXPERT_BYTES))
         return num_asks
 
     return answer
@@ -125,17 +129,17 @@ class HostExperts:
         """
         require_vectors()
         self._layers = layers  # which own the memory that addresses point to
-        hidden, width, dtype = _check(layers)
+        hidden, width = _check(layers)
         self._threads, self._limit_s = min(threads, int(numba.config.NUMBA_NUM_THREADS)), limit_s
-        self._expert_bytes = 3 * hidden * width * dtype.itemsize
         code = version(*_MODULES)
-        self._work, self._answer = int(_compile(_KINDS[dtype](0), code).address), _compile_answer(code)
+        self._answer = _compile_answer(code)
         self.counts = ExpertCounts()
         most_pairs, most = max_rows * per_token, max((one.count for one in layers if one is not None), default=0)
-        self._table = np.array(
-            [[0] * LAYER_COLUMNS if one is None else [one.count, one.gate_up.data_ptr(), one.down.data_ptr()]
-             for one in layers], np.int64,
-        )  # fmt: skip
+        lines = [one and _layer_columns(one, code) for one in layers]
+        any_line = next(line for line in lines if line is not None)
+        self._table = np.array([line or [0, *any_line[1:]] for line in lines], np.int64)
+        gains = max(max(2 * num_gains(one.gate_up), num_gains(one.down)) for one in layers if one is not None)
+        tile_floats = -(-(TILE_FLOATS + 2 * BLOCK * gains) // TILE_FLOATS) * TILE_FLOATS
         self._arrays = {
             LAYERS: self._table,
             TAKEN: np.zeros(most_pairs, np.int32),
@@ -145,11 +149,11 @@ class HostExperts:
             FOUND: np.zeros(max(most, 1), np.int32),
             GATED: np.full((most_pairs, width), np.nan, np.float32),
             MADE: np.full((most_pairs, hidden), np.nan, np.float32),
-            TILES: np.zeros((self._threads, TILE_FLOATS), np.float32),
+            TILES: np.full((self._threads, tile_floats), np.nan, np.float32),
             COUNTERS: new_counters(STAGES, self._threads),
         }
         self._context = np.zeros(CONTEXT_INT64, np.int64)
-        self._context[[HIDDEN, INTERMEDIATE, PER_TOKEN]] = hidden, width, per_token
+        self._context[[HIDDEN, INTERMEDIATE, PER_TOKEN, TILE_BYTES]] = hidden, width, per_token, 4 * tile_floats
         for column, array in self._arrays.items():
             self._context[column] = array.ctypes.data
         self._step = np.zeros(STEP_INT64, np.int64)
@@ -162,15 +166,15 @@ class HostExperts:
         assert isinstance(slot, ExpertSlot), "experts: a slot of theirs"
         self._open(slot, asks.table)
         answered = self._answer(
-            self._work, self._threads, self._context.ctypes.data, self._step.ctypes.data, asks.table.ctypes.data,
+            self._threads, self._context.ctypes.data, self._step.ctypes.data, asks.table.ctypes.data,
             len(asks.table),
         )  # fmt: skip
-        waited, computed, experts, pairs = self._step[WAITED_NS : ALL_PAIRS + 1].tolist()
+        waited, computed, experts, pairs, num_bytes = self._step[WAITED_NS : ALL_BYTES + 1].tolist()
         counts = self.counts
         counts.asks += answered
         counts.experts += experts
         counts.pairs += pairs
-        counts.bytes_read += experts * self._expert_bytes
+        counts.bytes_read += num_bytes
         counts.wait_s += waited / 1e9
         counts.compute_s += computed / 1e9
         last = min(answered, len(asks.table) - 1)
@@ -195,28 +199,35 @@ class HostExperts:
         )  # fmt: skip
 
 
-def _check(layers: Sequence[LayerExperts | None]) -> tuple[int, int, torch.dtype]:
-    """Widths of hidden states and of an expert, and the dtype: of all layers alike."""
-    found = {
-        (one.gate_up.shape[1], one.down.shape[1], one.gate_up.dtype, one.down.dtype)
-        for one in layers if one is not None
-    }  # fmt: skip
+class _Kinds:
+    """Of the rows of both matrices; alike where their types are: a zero of one type equals that of another."""
+
+    def __init__(self, gate_up: Any, down: Any) -> None:
+        self.gate_up, self.down = gate_up, down
+        self._types = str(numba.typeof(gate_up)), str(numba.typeof(down))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kinds) and self._types == other._types
+
+    def __hash__(self) -> int:
+        return hash(self._types)
+
+
+def _layer_columns(one: LayerExperts, code: int) -> list[int]:
+    """A line of the context's table; a layer without experts has another's, of none."""
+    work = _compile(_Kinds(kind_of(one.gate_up), kind_of(one.down)), code).address
+    expert_bytes = (nbytes_of(one.gate_up) + nbytes_of(one.down)) // one.count
+    return [one.count, int(work), expert_bytes, *columns_of(one.gate_up), *columns_of(one.down)]
+
+
+def _check(layers: Sequence[LayerExperts | None]) -> tuple[int, int]:
+    """Widths of hidden states and of an expert: of all layers alike."""
+    found = {(inner_of(one.gate_up), inner_of(one.down)) for one in layers if one is not None}
     if len(found) != 1:
-        raise ValueError(f"experts on the CPU: got layers of {len(found)} shapes or types; wanted one")
-    ((hidden, width, dtype, other),) = found
-    if dtype not in _KINDS or other != dtype:
-        raise ValueError(f"experts on the CPU: got {dtype} and {other}; wanted torch.bfloat16, or torch.float32")
-    line = LINE_BYTES // dtype.itemsize
-    if hidden % line or width % line:
-        raise ValueError(f"experts on the CPU: got rows of {hidden} and {width}; wanted multiples of {line}")
+        raise ValueError(f"experts on the CPU: got layers of {len(found)} shapes; wanted one")
+    ((hidden, width),) = found
     for one in layers:
         if one is not None:
-            _check_matrix("gate_up", one.gate_up, (one.count * 2 * width, hidden))
-            _check_matrix("down", one.down, (one.count * hidden, width))
-    return hidden, width, dtype
-
-
-def _check_matrix(name: str, matrix: Tensor, wanted: tuple[int, int]) -> None:
-    if tuple(matrix.shape) != wanted or matrix.device.type != "cpu" or not matrix.is_contiguous():
-        got = f"{tuple(matrix.shape)} on {matrix.device}, strides {matrix.stride()}"
-        raise ValueError(f"experts on the CPU: {name} is {got}; wanted {wanted} in host memory, contiguous")
+            check_matrix("gate_up", one.gate_up, one.count * 2 * width, hidden)
+            check_matrix("down", one.down, one.count * hidden, width)
+    return hidden, width

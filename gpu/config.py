@@ -104,7 +104,7 @@ class GpuConfig(Settings):
     host_experts: Literal["auto", "fetch", "compute"] = Field(
         "auto",
         description="what decode steps do with experts in host memory: fetch those that they take, or have the CPU "
-        "compute them where they lie (plain ones, in steps of up to 32 rows; prompts and other steps fetch). auto: "
+        "compute them where they lie (in steps of up to 32 rows; prompts and other steps fetch). auto: "
         "what the machine's rates say is faster",
     )
     page_tokens: Literal[16, 32, 64] = 16

@@ -12,35 +12,57 @@ from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
+from gpu.model.matrix_format import Kind
 from transfer.rates import Rates
 
 Way = Literal["auto", "fetch", "compute"]  # as `gpu.host_experts` is asked for
-READ_SHARE = 0.85  # of a stream's rate, what products of bf16 rows with a few vectors reach (docs/LAB.md)
+READ_SHARE = 0.85  # of a stream's rate, what products of rows with a few vectors reach (docs/LAB.md)
+# What a core makes of bytes and multiplies, in 1e9 numbers a second, by how they are stored (None: bf16), and products
+# with one more row each, where several take an expert: seven tenths of what AVX2 reached on one core (docs/LAB.md), of
+# the slowest groups. Of few bits few cores may be slower than their memory.
+CORE_NUMBERS: dict[Kind | None, float] = {None: 9.0, "int4": 10.0, "int8": 8.0, "fp8": 8.0}
+CORE_PRODUCTS = 35.0
 HOP_MS = 0.06  # of a layer: the ask over the link, a region's start and its three stages, the answer seen
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTimes:
-    """What a step's experts in host memory take, either way. Rates in 1e9 bytes a second."""
+    """What a step's experts in host memory take, either way. Rates in 1e9 bytes a second; threads: of the CPU."""
 
     shares: ExpertShares
     link_gb_s: float
     host_gb_s: float
+    threads: int
 
     def fetch_ms(self, num_rows: int) -> float:
         return self.shares.fetched_bytes(num_rows) / self.link_gb_s / 1e6
 
     def compute_ms(self, num_rows: int) -> float:
+        """Bytes from memory or arithmetic, whichever takes longer, and a hop a layer."""
         hops_ms = HOP_MS * self.shares.num_host_layers
-        return self.shares.fetched_bytes(num_rows) / (READ_SHARE * self.host_gb_s) / 1e6 + hops_ms
+        return max(self._read_ms(num_rows), self._arithmetic_ms(num_rows)) + hops_ms
+
+    def is_bound_by_cores(self, num_rows: int) -> bool:
+        return self._arithmetic_ms(num_rows) > self._read_ms(num_rows)
+
+    def _read_ms(self, num_rows: int) -> float:
+        return self.shares.fetched_bytes(num_rows) / (READ_SHARE * self.host_gb_s) / 1e6
+
+    def _arithmetic_ms(self, num_rows: int) -> float:
+        numbers = self.shares.computed_numbers(num_rows)
+        core_ms = sum(
+            (read / CORE_NUMBERS[kind] + max(products - read, 0.0) / CORE_PRODUCTS) / 1e6
+            for kind, (read, products) in numbers.items()
+        )
+        return core_ms / self.threads
 
     def ms(self, num_rows: int, computes: bool) -> float:
         """As the plan has them, in a step of so many rows."""
         return self.compute_ms(num_rows) if computes and num_rows <= MOST_COMPUTED_ROWS else self.fetch_ms(num_rows)
 
 
-def find_times(shares: ExpertShares, rates: Rates) -> ExpertTimes:
-    return ExpertTimes(shares, rates.of["host_to_device_gb_s"], rates.of["host_stream_gb_s"])
+def find_times(shares: ExpertShares, rates: Rates, threads: int) -> ExpertTimes:
+    return ExpertTimes(shares, rates.of["host_to_device_gb_s"], rates.of["host_stream_gb_s"], threads)
 
 
 def choose(
@@ -67,10 +89,12 @@ def choose(
         if asked == "compute":
             raise PlanError(f"gpu.host_experts: asked compute, but {reason}; use fetch, or auto")
         return False, f"experts in host memory are fetched: {reason}"
-    times = find_times(shares, rates)
+    times = find_times(shares, rates, plan.threads)
     fetch, compute = times.fetch_ms(1), times.compute_ms(1)
     computes = compute < fetch if asked == "auto" else asked == "compute"
     said = f"the host reads {times.host_gb_s:g} GB/s, the link {times.link_gb_s:g}{_tell_assumed(rates)}"
+    if times.is_bound_by_cores(1):
+        said = f"{said}; its {plan.threads} threads are slower than that at such numbers"
     if computes:
         return True, (
             f"experts in host memory are computed by the CPU in decode steps of up to {MOST_COMPUTED_ROWS} rows: by "

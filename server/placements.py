@@ -132,7 +132,7 @@ def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> s
     if not moved.fetched(1):
         return None
     link, shares = rates.of["host_to_device_gb_s"], find_expert_shares(plan.architecture, plan.memory)
-    times, computes = find_times(shares, rates), plan.memory.computes_experts
+    times, computes = find_times(shares, rates, plan.memory.threads), plan.memory.computes_experts
 
     def steps(computes: bool) -> str:
         return ", ".join(
@@ -247,7 +247,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
     tflop_s = rates.of["bf16_matmul_tflop_s" if is_cuda else "host_matmul_tflop_s"]
     experts_ms = 0.0
     if moved.fetched(batch):
-        times = find_times(find_expert_shares(architecture, memory), rates)
+        times = find_times(find_expert_shares(architecture, memory), rates, memory.threads)
         experts_ms = times.ms(batch, memory.computes_experts)
     products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
     link_ms = host_ms = 0.0

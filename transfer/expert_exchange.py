@@ -7,7 +7,7 @@ the answer; what a row wants of experts that are not here (NOT_HERE, or no numbe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -52,14 +52,41 @@ def new_expert_slot(max_rows: int, hidden: int, per_token: int, device: torch.de
 
 
 @dataclass(frozen=True, slots=True)
+class PackedRows:
+    """A matrix of few bits, as cards read it, contiguous. Units of 16 words hold runs of 32 columns, one for each two
+    places of a word: word w has columns 2 w and 2 w + 1 of run p in its lower and its upper half, at the bits from `p *
+    bits` on. Number `q` is `(q - zero) * scale`, zero in the middle where none are stored; of FP8 (e4m3) the number of
+    its byte times the scale; where there are runs `q * d * scale - least * offset`.
+
+    inner: columns; group: to a scale; row_block: rows that share scales. words int32 `[rows, words]`; scales bfloat16,
+    float16 or float32 `[ceil(rows / row_block), ceil(inner / group)]`; zeros uint8 of that shape, or None; runs int32
+    `[rows, inner / run]`, the float16 bits of d below those of least, or None: scales are then int16, of signed bytes a
+    scale below an offset.
+    """
+
+    number: Literal["int4", "int8", "fp8"]
+    inner: int
+    group: int
+    row_block: int
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    runs: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [one for one in (self.words, self.scales, self.zeros, self.runs) if one is not None]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """Experts of a layer in host memory, bfloat16 or float32, contiguous: gate_up `[count * 2 * intermediate, hidden]`,
-    of each its gate first; down `[count * hidden, intermediate]`. The activation is SiLU.
+    """Experts of a layer in host memory, bfloat16 or float32, contiguous, or packed: gate_up `[count * 2 *
+    intermediate, hidden]`, of each its gate first; down `[count * hidden, intermediate]`. The activation is SiLU.
     """
 
     count: int
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | PackedRows
+    down: Tensor | PackedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ def gate_up_rows(
     ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
     shares = torch.empty(taken, dtype=torch.float32, device=normed.device)
     out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
-    there, places = far_matrix(gate_up, far, far and far.gate_up), places_of(far, ids)
+    there, places = far_matrix(gate_up, far and far.gate_up), places_of(far, ids)
     rows, block, num_warps, unroll, slots = _sized(CONFIGS["gate_up"], experts)
     _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
         normed, gate_up, there, places, logits, ids, shares, out, **taking(experts), HAS_FAR=far is not None,
@@ -180,7 +180,7 @@ def down_rows(
     check_experts("down_rows", "down", down, far, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
     out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
-    there, places = far_matrix(down, far, far and far.down), places_of(far, ids)
+    there, places = far_matrix(down, far and far.down), places_of(far, ids)
     rows, block, num_warps, unroll, slots = _sized(CONFIGS["down"], experts)
     _down_kernel[triton.cdiv(hidden, rows), tokens](
         product, down, there, places, ids, shares, residual, out, residual.stride(0), HAS_FAR=far is not None,
@@ -195,10 +195,8 @@ def dtype_of_sum(product: Tensor, far: FarExperts | None) -> torch.dtype:
     return torch.float32 if leaves_out(far) else product.dtype
 
 
-def far_matrix(near: Stored, far: FarExperts | None, stored: Stored | None) -> Stored:
-    """The far one, or anything where nothing is read there. Raises ValueError for packed experts that are left out."""
-    if leaves_out(far) and isinstance(near, Packed):
-        raise ValueError("experts: packed ones are not left out; have them fetched")
+def far_matrix(near: Stored, stored: Stored | None) -> Stored:
+    """The far one, or anything where nothing is read there."""
     return near if stored is None else stored
 
 

@@ -176,11 +176,23 @@ def _store_tile(
     tl.store(place, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & (row < NUM_ROWS)[None, :])
 
 
+@triton.jit
+def _leave_out(places, expert, taker, out, NUM_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The expert, or -1 where somebody else computes it: what it makes is zero here, and nothing of it is read."""
+    _, is_far = find_place(places, tl.maximum(expert, 0), True)
+    pair = tl.where(tl.where(is_far, expert, -1) >= 0, taker, -1)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    place = out + tl.maximum(pair, 0).to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
+    none = tl.zeros([BLOCK_PAIRS, BLOCK_ROWS], out.dtype.element_ty)
+    tl.store(place, none, mask=(pair >= 0)[:, None] & (row < NUM_ROWS)[None, :])
+    return tl.where(is_far, -1, expert)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _packed_expert_tiles_kernel(
     x, words, scales, zeros, far_words, far_scales, far_zeros, places, logits, tile_experts, takers, shares, out,
     num_tokens, ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
-    HAS_FAR: tl.constexpr,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
@@ -193,6 +205,8 @@ def _packed_expert_tiles_kernel(
         logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
         BY_PAIR, BLOCK_PAIRS,
     )  # fmt: skip
+    if LEAVES_OUT:
+        expert = _leave_out(places, expert, taker, out, NUM_ROWS, BLOCK_PAIRS, BLOCK_ROWS)
     if expert >= 0:
         pair = tl.maximum(taker, 0)
         row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -302,7 +316,7 @@ def gate_up_tiles(
         "gate_up_tiles", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
     )
     check("gate_up_tiles", "normed", normed, (len(tiles.shares), normed.shape[1]), normed.dtype, tiles.shares.device)
-    there = far_matrix(gate_up, far, far and far.gate_up)
+    there = far_matrix(gate_up, far and far.gate_up)
     return _launch(normed, gate_up, there, far, tiles, experts, experts.intermediate, experts.per_token, activation)
 
 
@@ -319,7 +333,7 @@ def down_tiles(
     tokens, hidden = residual.shape
     check_experts("down_tiles", "down", down, far, far and far.down, experts, hidden, product)
     check("down_tiles", "residual", residual, (tokens, hidden), product.dtype, product.device)
-    there = far_matrix(down, far, far and far.down)
+    there = far_matrix(down, far and far.down)
     made = _launch(product, down, there, far, tiles, experts, hidden, 1, None)
     out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
@@ -351,7 +365,8 @@ def _launch(
             rows, num_warps, num_stages = 16, 4, 1
         _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
             x, *tensors_of(stored), *tensors_of(there), places, *listed, out, len(tiles.shares),
-            **tile_layout(stored), **common, BLOCK_ROWS=rows, num_warps=num_warps, num_stages=num_stages,
+            **tile_layout(stored), **common, LEAVES_OUT=leaves_out(far), BLOCK_ROWS=rows, num_warps=num_warps,
+            num_stages=num_stages,
         )  # fmt: skip
         return out
     rows, block, num_warps, num_stages = CONFIGS[tiles.per_tile, gates]

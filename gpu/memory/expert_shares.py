@@ -8,13 +8,15 @@ Invariant: the parts add up to all experts, and these bytes are what `gpu.model.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpu.model.matrix_format import Kind
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes
 from gpu.model.spec import Architecture, Experts
 
 STAGED_STACKS = 2  # of a layer's experts in host memory, whole, for prefill: those it reads, and the next layer's
 KV_SHARE = 1 / 4  # of what is left without experts, kept for contexts where experts take what they can get
 MOST_COMPUTED_ROWS = 32  # of a step whose experts in host memory the CPU computes: of more they are fetched
-COMPUTED_COLUMNS = 32  # rows of experts that the CPU computes are whole lines of bfloat16
+COMPUTED_COLUMNS = 32  # rows of experts that the CPU computes are whole lines of bfloat16, or runs of few bits
+COMPUTED_GROUP = 16  # columns, of those that share a scale there: a vector's
 PINNED_SHARE = 0.8  # of the host's memory, at most, with all that is planned there: the system's own is beside it
 
 
@@ -38,12 +40,13 @@ def why_not_computed(shape: Architecture) -> str | None:
     layers = [(number, spec) for number, spec in enumerate(shape.layers) if spec.experts is not None]
     if not layers:
         return f"{shape.name} has no experts"
-    packed = {
-        stored.kind for number, _ in layers for name in OF_EXPERTS
-        if (stored := layer_formats(shape, number)[name]) is not None
+    groups = {
+        stored.group for number, _ in layers for name, stored in layer_formats(shape, number).items()
+        if name in OF_EXPERTS and stored is not None and stored.group is not None
     }  # fmt: skip
-    if packed:
-        return f"the CPU computes plain experts, and these are {', '.join(sorted(packed))}"
+    odd = sorted(group for group in groups if group % COMPUTED_GROUP)
+    if odd:
+        return f"the CPU computes groups of multiples of {COMPUTED_GROUP} columns, and these have {odd[0]}"
     if {spec.activation for _, spec in layers} != {"silu"}:
         return f"the CPU computes experts with SiLU, and {shape.name} has another activation"
     if len({spec.experts for _, spec in layers}) > 1:
@@ -108,6 +111,24 @@ class ExpertShares:
             experts.taken(num_tokens) / experts.num_experts * count * each for count, each, experts in self._layers()
         )
 
+    def computed_numbers(self, num_tokens: int) -> dict[Kind | None, tuple[float, float]]:
+        """Of such a step's experts in host memory, in expectation: by what their numbers are stored as, None: plain,
+        how many there are, and how many products with a row's.
+        """
+        found: dict[Kind | None, tuple[float, float]] = {}
+        for layer, (count, _, experts) in zip(self._numbers_of_layers(), self._layers(), strict=True):
+            share = count / experts.num_experts
+            formats, shapes = layer_formats(self.shape, layer), matrix_shapes(self.shape, self.shape.layers[layer])
+            for name in OF_EXPERTS:
+                each = shapes[name][0] * shapes[name][1] / experts.num_experts
+                stored = formats[name]
+                read, products = found.get(stored and stored.kind, (0.0, 0.0))
+                found[stored and stored.kind] = (
+                    read + experts.taken(num_tokens) * share * each,
+                    products + num_tokens * experts.per_token * share * each,
+                )
+        return found
+
     def near_bytes(self, num_tokens: int) -> float:
         """Of those on the card, likewise: what such a step reads of them there."""
         return sum(
@@ -123,9 +144,14 @@ class ExpertShares:
         slot = num_rows * (2 * hidden + 2 * experts.per_token + 1) + 1
         return 4 * (slot + num_rows * experts.per_token * (experts.intermediate + hidden))
 
+    def _numbers_of_layers(self) -> Iterator[int]:
+        """Of those with experts."""
+        return (layer for layer, spec in enumerate(self.shape.layers) if spec.experts is not None)
+
     def _layers(self) -> Iterator[tuple[int, int, Experts]]:
         """Of each layer with experts: how many lie in host memory, bytes of one, and what they are."""
-        for layer, spec in enumerate(self.shape.layers):
-            if spec.experts is not None:
-                count, num_experts = max(0, spec.experts.num_experts - self.on_card), spec.experts.num_experts
-                yield count, experts_layer_bytes(self.shape, layer, self.dtype_bytes) // num_experts, spec.experts
+        for layer in self._numbers_of_layers():
+            experts = self.shape.layers[layer].experts
+            assert experts is not None, "layers with experts"
+            count = max(0, experts.num_experts - self.on_card)
+            yield count, experts_layer_bytes(self.shape, layer, self.dtype_bytes) // experts.num_experts, experts

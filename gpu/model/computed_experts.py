@@ -8,9 +8,10 @@ import torch
 
 from gpu.host.expert_exchange import ExpertExchange
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, experts_of, why_not_computed
+from gpu.model.host_experts import HostExperts, Stored
 from gpu.model.spec import Architecture, ModelError
 from gpu.model.weights import Weights
-from transfer.expert_exchange import LayerExperts, OpenExperts
+from transfer.expert_exchange import LayerExperts, OpenExperts, PackedRows
 
 
 def open_exchanges(
@@ -26,7 +27,7 @@ def open_exchanges(
     reason = why_not_computed(shape)
     if reason is not None:
         raise ModelError(f"gpu.host_experts: asked compute, but {reason}; have them fetched")
-    layers = [None if host is None else _layer_of(host.count, host.gate_up, host.down) for host in hosts]
+    layers = [None if host is None else _layer_of(host) for host in hosts]
     per_token, max_rows = experts_of(shape).per_token, min(max_running, MOST_COMPUTED_ROWS)
     try:
         workers = [open_experts(layers, max_rows, per_token) for _ in range(num_lanes)]
@@ -35,7 +36,16 @@ def open_exchanges(
     return [ExpertExchange(max_rows, shape.hidden, per_token, device, worker) for worker in workers]
 
 
-def _layer_of(count: int, gate_up: object, down: object) -> LayerExperts:
-    assert isinstance(gate_up, torch.Tensor), "experts that the CPU computes are plain"
-    assert isinstance(down, torch.Tensor), "experts that the CPU computes are plain"
-    return LayerExperts(count, gate_up, down)
+def _layer_of(host: HostExperts) -> LayerExperts:
+    return LayerExperts(host.count, rows_of(host.gate_up), rows_of(host.down))
+
+
+def rows_of(stored: Stored) -> torch.Tensor | PackedRows:
+    """A matrix as the CPU is told of it."""
+    if isinstance(stored, torch.Tensor):
+        return stored
+    assert stored.order is None, "experts: columns in order"
+    return PackedRows(
+        stored.kind, stored.inner, stored.group, stored.row_block, stored.words, stored.scales, stored.zeros,
+        stored.runs,
+    )  # fmt: skip

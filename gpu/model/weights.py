@@ -132,9 +132,15 @@ def _unpacked(stored: Stored) -> Tensor:
 
 def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
                    on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """Draw weights on the device: activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD.
+    """As `random_packed_weights`; on the CPU matrices of few bits are unpacked."""
+    weights = random_packed_weights(architecture, seed, dtype, device, on_progress, experts_on_card)
+    return unpacked(weights) if device.type == "cpu" and architecture.quantisation is not None else weights
 
-    Matrices of few bits are drawn as such, all scales alike; on the CPU they are unpacked.
+
+def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
+                          on_progress: Progress, experts_on_card: int | None) -> Weights:  # fmt: skip
+    """Draw weights on the device: activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD.
+    Matrices of few bits are drawn as such, all scales alike.
     """
     weights = allocate_weights(architecture, dtype, device, torch.bfloat16, experts_on_card)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -178,7 +184,7 @@ def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, de
     if not architecture.tied_embeddings:
         weights.embedding.normal_(0.0, 1.0, generator=generator)
     on_progress(1.0)
-    return unpacked(weights) if device.type == "cpu" and architecture.quantisation is not None else weights
+    return weights
 
 
 def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:

@@ -51,6 +51,18 @@ def test_steps_and_prompts_stand_beside_what_they_fetched() -> None:
     assert prompt.floor_ms == pytest.approx(max(3 * 11 * expert_bytes / 10e6, prompt.extras["products_ms"]))
 
 
+@pytest.mark.parametrize(("weights", "expert_bytes"), [("int4", 49_152 + 2304), ("Q8_0", 98_304 + 6144)])
+def test_bytes_of_few_bits_are_those_that_are_stored(weights: str, expert_bytes: int) -> None:
+    """3 * 256 * 128 numbers, and a scale of two bytes and a zero point of 128 of them, or a scale of 32; both ways."""
+    fetched, _, computed = host_expert_rows(replace(TINY, weights=weights, batches=(1,)), CPU, Console(quiet=True))
+    for row in (fetched, computed):
+        assert row.extras["moved_bytes"] % (expert_bytes / TINY.steps) == 0
+        assert row.extras["expected_bytes"] == pytest.approx(3 * 4 * 11 / 16 * expert_bytes)
+        assert row.extras["has_same_bits"]
+        assert f" {weights}, 5 of 16" in row.shape
+    assert computed.extras["compute_gb_s"] > 0
+
+
 def test_wrong_experts_give_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = StoredExperts.copy
 
@@ -86,7 +98,7 @@ def test_ways_are_named() -> None:
     assert parse_ways("compute") == ("compute",)
     with pytest.raises(typer.BadParameter, match="got 'stay'; wanted fetch, compute, or both with a comma"):
         parse_ways("fetch,stay")
-    with pytest.raises(GateError, match="plain experts, and these are int4; leave compute out of --ways"):
-        host_expert_rows(replace(TINY, weights="int4"), CPU, Console(quiet=True))
+    with pytest.raises(GateError, match="tiny has no experts; leave compute out of --ways"):
+        host_expert_rows(replace(TINY, shape="tiny"), CPU, Console(quiet=True))
     with pytest.raises(GateError, match=r"up to 32 rows, asked 33; lower --batch, or leave compute out of --ways"):
         host_expert_rows(replace(TINY, batches=(1, 33)), CPU, Console(quiet=True))

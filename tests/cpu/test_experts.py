@@ -233,9 +233,9 @@ def test_an_ask_that_does_not_come_is_named_and_nothing_hangs() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": 80}, "rows of 80 and 64; wanted multiples of 32"),
-        ({"width": 40}, "rows of 96 and 40; wanted multiples of 32"),
-        ({"dtype": torch.float16}, "got torch.float16 and torch.float16; wanted torch.bfloat16, or torch.float32"),
+        ({"hidden": 80}, "gate_up has rows of 80; wanted a multiple of 32"),
+        ({"width": 40}, "down has rows of 40; wanted a multiple of 32"),
+        ({"dtype": torch.float16}, "gate_up is torch.float16; wanted torch.bfloat16, or torch.float32"),
     ],
 )
 def test_experts_that_there_is_no_code_for_are_refused_by_name(change: dict, message: str) -> None:
@@ -245,7 +245,7 @@ def test_experts_that_there_is_no_code_for_are_refused_by_name(change: dict, mes
 
 def test_layers_that_differ_and_matrices_of_another_size_are_refused_by_name() -> None:
     one = draw_layer(0, torch.bfloat16)
-    with pytest.raises(ValueError, match="layers of 2 shapes or types; wanted one"):
+    with pytest.raises(ValueError, match="layers of 2 shapes; wanted one"):
         HostExperts([one, draw_layer(0, torch.bfloat16, width=32)], 1, 1, 1)
     with pytest.raises(ValueError, match="layers of 0 shapes"):
         HostExperts([None], 1, 1, 1)

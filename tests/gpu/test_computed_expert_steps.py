@@ -207,23 +207,22 @@ def test_a_card_waits_for_experts_and_for_attention_in_its_graphs(monkeypatch: p
 
 
 @pytest.mark.gpu
-def test_a_captured_step_computes_what_a_whole_model_computes() -> None:
+@pytest.mark.parametrize("few_bits", [None, "int4", "int8", "fp8"])
+def test_a_captured_step_computes_what_a_whole_model_computes(few_bits: str | None) -> None:
     """In float32, where no router's choice hangs on the order of a sum: texts and logits, prompts in between."""
     texts, seen = [], []
     for on_card in (None, 2):
         runner = load_runner(
-            ModelConfig(random_weights="tiny-qwen3-moe"),
+            ModelConfig(random_weights="tiny-qwen3-moe", weights=few_bits),
             GpuConfig(device="cuda", dtype="float32", graph_batch_sizes=(1, 4)),
             max_running=4, max_context_tokens=1024, chunk_tokens=128, max_hidden_tokens=1024, num_pages=256, tier=None,
             parts=(), on_progress=lambda stage, fraction: None, experts_on_card=on_card,
             open_experts=None if on_card is None else partial(HostExperts, threads=4),
         )  # fmt: skip
         if on_card is None:
-            kept = [
-                (one.experts.gate_up.clone(), one.experts.down.clone()) for one in runner.weights.layers if one.experts
-            ]
+            whole = runner.weights
         else:
-            fill(runner.weights, kept, on_card)
+            fill(runner.weights, whole)
         made = [generate(runner, draw_prompt(length, 1024), 24) for length in (3, 300, 9)]
         texts.append([tokens for tokens, _ in made])
         seen.append([logits for _, logits in made])

@@ -3,6 +3,7 @@ failure that leaves anybody waiting. On the CPU device both sides are one thread
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +12,21 @@ from cpu.experts import HostExperts
 from gpu.host.expert_exchange import ExpertExchange
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, why_not_computed
 from gpu.model.architecture import Architecture, named_shape
+from gpu.model.checkpoint import load_packed
 from gpu.model.computed_experts import open_exchanges
+from gpu.model.host_experts import tensors_of
+from gpu.model.matrix_format import MatrixFormat, Quantisation
 from gpu.model.matrix_formats import rounded
 from gpu.model.projections import Projections
 from gpu.model.spec import ModelError
 from gpu.model.weights import Weights, random_weights
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
+from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.kernel_oracles import DEVICES
+from tests.gpu.quantised_files import FORMATS, write
+from tests.gpu.test_experts import WIDE
 from tests.gpu.test_families import off
-from tests.gpu.test_split_experts import draw_hidden, split
+from tests.gpu.test_split_experts import draw_hidden, random_packed, split
 from tests.tolerances import COMPUTED_EXPERTS_BFLOAT16, FAMILY_LOGITS
 from transfer.expert_exchange import LayerExperts
 
@@ -31,9 +38,14 @@ def open_experts(layers: list[LayerExperts | None], max_rows: int, per_token: in
     return HostExperts(layers, max_rows, per_token, 2)
 
 
-def make(on_card: int, dtype: torch.dtype, device: str) -> tuple[Architecture, Weights, Weights, ExpertExchange]:
-    shape = named_shape(TINY)
-    whole = random_weights(shape, 3, dtype, torch.device(device), lambda fraction: None)
+def make(
+    on_card: int, dtype: torch.dtype, device: str, few_bits: str | None = None
+) -> tuple[Architecture, Weights, Weights, ExpertExchange]:
+    shape = rounded(named_shape(TINY), few_bits, "weights")
+    if device == "cpu" and few_bits is not None:
+        whole = random_packed(shape, dtype)
+    else:
+        whole = random_weights(shape, 3, dtype, torch.device(device), lambda fraction: None)
     halved = split(whole, shape, on_card)
     (exchange,) = open_exchanges(halved, shape, 40, torch.device(device), open_experts, 1)
     return shape, whole, halved, exchange
@@ -58,11 +70,16 @@ def compute(projections: Projections, layer: int, hidden: torch.Tensor, slots: t
     return got
 
 
+SPLITS = [(0, None), (3, None), (15, None), (0, "int4"), (3, "int4"), (3, "int8"), (15, "fp8")]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("on_card", [0, 3, 15])
+@pytest.mark.parametrize(("on_card", "few_bits"), SPLITS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_layer_of_few_rows_gives_what_a_whole_layer_gives(device: str, on_card: int, dtype: torch.dtype) -> None:
-    shape, whole, halved, exchange = make(on_card, dtype, device)
+def test_a_layer_of_few_rows_gives_what_a_whole_layer_gives(
+    device: str, on_card: int, few_bits: str | None, dtype: torch.dtype
+) -> None:
+    shape, whole, halved, exchange = make(on_card, dtype, device, few_bits)
     one, other = Projections(whole, shape), Projections(halved, shape)
     bound = FAMILY_LOGITS if dtype == torch.float32 else COMPUTED_EXPERTS_BFLOAT16
     for tokens in (1, 2, 4, 5, MOST_COMPUTED_ROWS, 1):
@@ -73,8 +90,8 @@ def test_a_layer_of_few_rows_gives_what_a_whole_layer_gives(device: str, on_card
     assert exchange.worker.counts.asks == 6 * sum(spec.experts is not None for spec in shape.layers)
     host = halved.layers[-1].experts.host  # type: ignore[union-attr]
     assert host is not None
-    assert isinstance(host.down, torch.Tensor)
-    host.down.copy_(host.down.view(host.count, -1).flip(1).view(host.down.shape))
+    down = tensors_of(host.down)[0]
+    down.copy_(down.view(host.count, -1).flip(1).view(down.shape))
     hidden = draw_hidden(shape, 16, dtype, device)
     layer = shape.num_layers - 1
     wrong = compute(other, layer, hidden, None, exchange)
@@ -117,6 +134,37 @@ def test_texts_are_those_of_a_model_that_is_whole_and_prompts_are_fetched(name: 
     assert fetched.copied == counts.copied > 0
 
 
+PACKED = {"awq": (2, 200), "fp8-blocks": (2,), "Q4_K": (2,), "Q8_0": (2,)}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_texts_of_experts_of_few_bits_are_those_of_their_files(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the file to the last token, through the runner, with matrices as a card has them."""
+    folder = tmp_path / "model"
+    if name in FORMATS:
+        plain = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+        write(plain.folder, folder, *FORMATS[name])
+    else:
+        plain = checkpoint("qwen3_moe", **WIDE["qwen3_moe"])
+        folder = write_gguf(plain.folder, tmp_path / "model.gguf", lambda _: name)
+    whole = load(folder)
+    monkeypatch.setattr("gpu.load.load_weights", load_packed)
+    halved = load(folder, experts_on_card=1, open_experts=open_experts)
+    for length in PACKED[name]:
+        (tokens, logits), (others, wanted) = (generate(runner, draw_prompt(length), 8) for runner in (halved, whole))
+        assert tokens == others
+        assert off(logits, wanted) < FAMILY_LOGITS
+    host = next(layer.experts.host for layer in halved.weights.layers if layer.experts is not None)
+    assert host is not None
+    stored = [*tensors_of(host.gate_up), *tensors_of(host.down)]
+    (exchange,) = halved.decode_steps._experts
+    counts, one_bytes = exchange.worker.counts, sum(tensor.nbytes for tensor in stored) // host.count
+    assert len(stored) > 2, "words, and what stands beside them"
+    assert counts.bytes_read == counts.experts * one_bytes > 0
+
+
 def test_more_rows_than_the_slot_has_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu.model.computed_experts.MOST_COMPUTED_ROWS", 1)
     folder = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=64).folder
@@ -134,7 +182,9 @@ def test_what_the_cpu_has_no_code_for_is_refused_by_name() -> None:
     ))  # fmt: skip
     cases = {
         "tiny has no experts": plain,
-        "plain experts, and these are int4": rounded(moe, "int4", "weights"),
+        "groups of multiples of 16 columns, and these have 8": replace(
+            moe, quantisation=Quantisation("awq", MatrixFormat("int4", 8, has_zeros=True), None)
+        ),
         "another activation": gelu,
         "multiples of 32 columns, and these have 256 and 48": narrow,
     }
@@ -143,14 +193,18 @@ def test_what_the_cpu_has_no_code_for_is_refused_by_name() -> None:
         assert reason is not None
         assert words in reason
     assert why_not_computed(moe) is None
-    packed = random_weights(moe, 3, torch.float32, CPU, lambda fraction: None, 3)
-    with pytest.raises(ModelError, match=r"^gpu.host_experts: asked compute, but .* these are int4; have them fetched"):
-        open_exchanges(packed, rounded(moe, "int4", "weights"), 4, CPU, open_experts, 1)
+    for few_bits in ("int4", "int8", "fp8"):
+        assert why_not_computed(rounded(moe, few_bits, "weights")) is None
+    split_weights = random_weights(moe, 3, torch.float32, CPU, lambda fraction: None, 3)
+    with pytest.raises(ModelError, match=r"^gpu.host_experts: asked compute, but .* and these have 8; have them fetch"):
+        open_exchanges(
+            split_weights, cases["groups of multiples of 16 columns, and these have 8"], 4, CPU, open_experts, 1
+        )
 
     def refuse(*_: object) -> HostExperts:
         raise RuntimeError("processor: lacks avx2; attention on the host needs an x86-64 with AVX2 and FMA")
 
     with pytest.raises(ModelError, match=r"^gpu.host_experts: asked compute, but processor: lacks avx2"):
-        open_exchanges(packed, moe, 4, CPU, refuse, 1)
+        open_exchanges(split_weights, moe, 4, CPU, refuse, 1)
     whole = random_weights(moe, 3, torch.float32, CPU, lambda fraction: None)
     assert open_exchanges(whole, moe, 4, CPU, open_experts, 1) == []

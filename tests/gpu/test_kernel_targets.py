@@ -225,7 +225,7 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         places = torch.empty(experts.num_experts, dtype=torch.int32, device=device)
         far = FarExperts(gate_up, down, places) if stored is None or stored.kind == "int4" else None
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
-        others = FarExperts(None, None, places) if stored is None else far
+        others = far and FarExperts(None, None, places)
         for there in (far, others) if stored is None else ():
             product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts,
                                    "silu", there)  # fmt: skip
@@ -233,7 +233,7 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         for tokens in {max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS}:
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
-            for there in dict.fromkeys((None, others)):
+            for there in dict.fromkeys((None, far if isinstance(gate_up, Packed) else None, others)):
                 product = gate_up_tiles(x, few, gate_up, experts, "silu", there)
                 down_tiles(product, few, down, x, experts, there)
         for mean in (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64):

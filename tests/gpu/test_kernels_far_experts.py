@@ -75,14 +75,20 @@ def test_all_may_lie_far(device: str) -> None:
         assert torch.equal(computed(path, x, logits, none, far), computed(path, x, logits, weights, None))
 
 
-@pytest.mark.parametrize(("path", "tokens"), [("rows", 3), ("few", 1), ("few", 9), ("tiles", 9)])
+LEFT_OUT = [
+    ("rows", 3, "plain"), *(("few", tokens, "plain") for tokens in (1, 9)),
+    *((path, tokens, kind) for path, tokens in (("few", 2), ("tiles", 9)) for kind in KINDS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "tokens", "kind"), LEFT_OUT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_left_out_and_what_is_not_are_the_whole(
-    device: str, dtype: torch.dtype, path: str, tokens: int
+    device: str, dtype: torch.dtype, path: str, tokens: int, kind: str
 ) -> None:
     """Both in float32, and each without what the other has; a token of which all are left out keeps its residual."""
-    weights = draw_mixture(EXPERTS, HIDDEN, "plain", dtype, device).weights
+    weights = draw_mixture(EXPERTS, HIDDEN, kind, dtype, device).weights
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype)
     logits = torch.randn(tokens, 6, generator=generator).to(device)
@@ -99,15 +105,6 @@ def test_what_is_left_out_and_what_is_not_are_the_whole(
     assert off < (FAR_SUM_FLOAT32 if dtype == torch.float32 else FAR_SUM_BFLOAT16)
     power = (near - whole).abs().max() / whole.abs().max()
     assert power > FAR_SUM_BFLOAT16, "power: without the others"
-
-
-@pytest.mark.skipif(not runs_on_triton(torch.empty(0)), reason="of launchers, which the reference has none of")
-def test_packed_experts_are_not_left_out() -> None:
-    weights = draw_mixture(EXPERTS, HIDDEN, "int4", torch.float32, "cpu").weights
-    own, far = split(weights, "cpu")
-    for path in ("few", "tiles"):
-        with pytest.raises(ValueError, match="packed ones are not left out; have them fetched"):
-            computed(path, torch.ones(2, HIDDEN), torch.ones(2, 6), own, FarExperts(None, None, far.places))
 
 
 @pytest.mark.skipif(not runs_on_triton(torch.empty(0)), reason="of launchers, which the reference has none of")

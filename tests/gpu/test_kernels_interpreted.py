@@ -46,7 +46,7 @@ SELECTED = " or ".join(
         "(test_kernels_packed and every_make and float32-cpu and (int4-zeros or fp8-rows))",
         "(test_kernels_fetch_experts and (cpu or any_choice))",
         "(test_kernels_far_experts and (cpu-float32 and (plain or few-2-int4-)) or may_lie_far or is_named)",
-        "(test_kernels_far_experts and (cpu-float32 and left_out or not_left_out))",
+        "(test_kernels_far_experts and cpu-float32 and left_out and (plain or few-2-int8 or tiles-9-int4-runs))",
         "(test_kernels_expert_ask and not cuda and not bfloat16)",
         "(test_kernels_fused and cpu and float32 and not shape3)",
         "(test_kernels_merge and cpu and float32 and not shape2)",

@@ -1,5 +1,6 @@
 """Where experts lie changes no bit: a model with experts in host memory, fetched as steps want them, and without."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.fetch_experts import Listed
+from gpu.kernels.packed import Packed
 from gpu.load import load_runner
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.checkpoint import load_packed
 from gpu.model.host_experts import HostExperts, Slots, Stored, tensors_of, with_tensors
 from gpu.model.matrix_formats import OF_EXPERTS, rounded
 from gpu.model.projections import Projections
-from gpu.model.weights import LayerWeights, Weights, allocate_weights, random_weights
+from gpu.model.weights import LayerWeights, Weights, allocate_weights, random_packed_weights, random_weights
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.kernel_oracles import DEVICES
@@ -101,10 +103,12 @@ def random_packed(shape: Architecture, dtype: torch.dtype) -> Weights:
         if layer.experts is not None and known.experts is not None:
             layer.experts.router.copy_(known.experts.router)
         for matrix in layer.matrices.values():
-            words, scales, *rest = tensors_of(matrix)
-            for tensor in (words, *rest):
-                tensor.view(torch.uint8).copy_(torch.tensor(draw.integers(0, 16, tensor.view(torch.uint8).shape)))
-            scales.fill_(0.01)
+            assert isinstance(matrix, Packed)
+            drawn = draw.integers(0, 256, matrix.words.view(torch.uint8).shape)
+            matrix.words.view(torch.uint8).copy_(torch.tensor(drawn & (0xF7 if matrix.kind == "fp8" else 0xFF)))
+            if matrix.zeros is not None:
+                matrix.zeros.copy_(torch.tensor(draw.integers(0, 16, matrix.zeros.shape)))
+            matrix.scales.fill_(0.01 if matrix.kind == "int4" else 0.01 / 16)
     return packed
 
 
@@ -199,6 +203,16 @@ def _same(one: Stored, other: Stored) -> bool:
     return all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in pairs)
 
 
+def test_numbers_of_a_whole_model_are_put_where_its_parts_lie() -> None:
+    shape = rounded(named_shape(TINY), "int4", "weights")
+    whole = random_packed(shape, torch.float32)
+    parts = random_packed_weights(shape, 7, torch.float32, CPU, lambda fraction: None, 3)
+    fill(parts, whole)
+    for ours, theirs in zip(parts.layers, split(whole, shape, 3).layers, strict=True):
+        for name in theirs.matrices:
+            assert all(_same(*pair) for pair in zip(ours.stacks(name), theirs.stacks(name), strict=True)), name
+
+
 @pytest.mark.gpu
 def test_a_captured_step_fetches_what_its_tokens_take_and_says_what_a_whole_model_says() -> None:
     """Graphs of one row, and prompts between: one that is fetched by its tokens, and one that is copied."""
@@ -221,19 +235,18 @@ def test_a_captured_step_fetches_what_its_tokens_take_and_says_what_a_whole_mode
 def fill(weights: Weights, whole: Weights) -> None:
     """The numbers of a model that is whole: tensors of other sizes are drawn otherwise on CUDA."""
     weights.embedding.copy_(whole.embedding)
-    weights.logits.copy_(whole.logits)
+    _copy([weights.logits], whole.logits)
     for layer, other in zip(weights.layers, whole.layers, strict=True):
-        layer.qkv.copy_(other.qkv)
-        layer.output.copy_(other.output)
-        if layer.experts is None:
-            layer.gate_up.copy_(other.gate_up)
-            layer.down.copy_(other.down)
-            continue
-        mine, theirs = layer.experts, other.experts
-        assert theirs is not None
-        assert mine.host is not None
-        mine.router.copy_(theirs.router)
-        for name in ("gate_up", "down"):
-            stack, card = getattr(theirs, name), getattr(mine, name)
-            card.copy_(stack[: len(card)])
-            getattr(mine.host, name).copy_(stack[len(card) :])
+        for name in other.matrices:
+            _copy(layer.stacks(name), other.matrices[name])
+        if layer.experts is not None and other.experts is not None:
+            layer.experts.router.copy_(other.experts.router)
+
+
+def _copy(stacks: Sequence[Stored], whole: Stored) -> None:
+    """Into matrices that are one below the other, with what stands beside their words."""
+    for parts in zip(tensors_of(whole), *(tensors_of(stack) for stack in stacks), strict=True):
+        begin = 0
+        for part in parts[1:]:
+            part.copy_(parts[0][begin : begin + len(part)])
+            begin += len(part)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from gpu.memory.demand import PlanError
+from gpu.memory.expert_shares import ExpertShares
 from gpu.memory.plan import MemoryPlan
 from scheduler.config import EngineConfig
-from scheduler.expert_choice import HOP_MS, READ_SHARE
+from scheduler.expert_choice import CORE_NUMBERS, CORE_PRODUCTS, HOP_MS, READ_SHARE, ExpertTimes
 from scheduler.memory import find_expert_shares, plan_engine
 from server.config import Deployment
 from server.plan import find_architecture, resolve_plan
@@ -73,6 +74,54 @@ def test_auto_takes_what_is_faster_by_the_rates_and_says_what_both_would_take(
     assert said(made).startswith(f"experts in host memory are {'computed by the CPU' if computes else 'fetched'}")
 
 
+@pytest.mark.parametrize("weights", ["int4", "int8", "fp8"])
+def test_experts_of_few_bits_cost_the_bytes_that_they_are_stored_in(weights: str) -> None:
+    packed = {"model": {"weights": weights}, "experts_gib": 4}
+    made, deployment = plan(**packed), make(**packed)[0]
+    assert made.computes_experts
+    shares = find_expert_shares(find_architecture(deployment.model)[0], made)
+    numbers = 48 * 8 / 128 * shares.on_host * 3 * 2048 * 768
+    a_number = {"int4": 67 / 128, "int8": 130 / 128, "fp8": 1 + 4 * (1 / 2048 * 2 + 1 / 768) / 3}[weights]
+    assert shares.fetched_bytes(1) == pytest.approx(numbers * a_number, rel=1e-3)
+    ms = 1e3 * numbers * a_number / (READ_SHARE * 60e9) + 48 * HOP_MS
+    assert f"by rates {ms:,.1f} ms a token, fetched they would take {numbers * a_number / 25e6:,.1f} (" in said(made)
+    assert shares.computed_numbers(1) == {weights: pytest.approx((numbers, numbers))}
+    read, products = shares.computed_numbers(4)[weights]
+    assert products == pytest.approx(4 * numbers)
+    assert read == pytest.approx(numbers * 128 / 8 * (1 - (1 - 8 / 128) ** 4))
+
+
+@pytest.mark.parametrize(("weights", "threads", "is_bound"), [
+    ("int4", 8, True), ("int4", 16, False), ("int8", 4, True), ("int8", 8, False), (None, 4, False),
+])  # fmt: skip
+def test_few_cores_may_be_slower_at_few_bits_than_the_memory(weights: str | None, threads: int, is_bound: bool) -> None:
+    """At 60 GB/s: what cores make of bytes counts, whatever the memory could give."""
+    made = plan(model={"weights": weights}, experts_gib=4 if weights else 10, threads=threads, host_experts="compute")
+    words = f"; its {threads} threads are slower than that at such numbers)"
+    assert (words in said(made)) == is_bound
+    if is_bound:
+        assert weights is not None
+        shares = find_expert_shares(find_architecture(make(model={"weights": weights})[0].model)[0], made)
+        ((numbers, _),) = shares.computed_numbers(1).values()
+        assert f"by rates {numbers / (CORE_NUMBERS[weights] * 1e6 * threads) + 48 * HOP_MS:,.1f} ms" in said(made)
+
+
+def test_a_core_or_two_have_experts_fetched_that_memory_could_give() -> None:
+    few = {"model": {"weights": "int4"}, "experts_gib": 4}
+    assert not plan(**few, threads=1).computes_experts
+    assert plan(**few, threads=8).computes_experts
+
+
+def test_rows_that_take_the_same_experts_cost_arithmetic_and_no_bytes() -> None:
+    deployment, _ = make(model={"random_weights": "mixtral-8x7b", "weights": "int4"})
+    architecture = find_architecture(deployment.model)[0]
+    times = ExpertTimes(ExpertShares(architecture, 2, 0), 25.0, 1e6, 8)
+    read, products = times.shares.computed_numbers(32)["int4"]
+    assert products > 7 * read  # 2 of 8 experts a row
+    wanted = (read / CORE_NUMBERS["int4"] + (products - read) / CORE_PRODUCTS) / 8e6
+    assert times.compute_ms(32) == pytest.approx(wanted + architecture.num_layers * HOP_MS)
+
+
 def test_what_is_asked_for_is_done_whatever_the_rates_say() -> None:
     assert not plan(host_experts="fetch").computes_experts
     assert "are fetched: by rates 106" in said(plan(host_experts="fetch"))
@@ -82,7 +131,6 @@ def test_what_is_asked_for_is_done_whatever_the_rates_say() -> None:
 
 
 REASONS = {
-    "the CPU computes plain experts, and these are int8": {"model": {"weights": "int8"}, "experts_gib": 10},
     "gpu.check_coverage captures none": {"check_coverage": True},
 }
 

@@ -47,10 +47,15 @@ def broadcast(builder: ir.IRBuilder, address: Any) -> Any:
     return shuffle(builder, alone, alone, [0] * LANES)
 
 
-def accumulate(builder: ir.IRBuilder, total: Any, first: Any, second: Any) -> None:
+def fused(builder: ir.IRBuilder, first: Any, second: Any, third: Any) -> Any:
+    """`first * second + third`, rounded once."""
     function_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{LANES}f32")
-    builder.store(builder.call(fma, [first, second, builder.load(total)]), total)
+    return builder.call(fma, [first, second, third])
+
+
+def accumulate(builder: ir.IRBuilder, total: Any, first: Any, second: Any) -> None:
+    builder.store(fused(builder, first, second, builder.load(total)), total)
 
 
 def prefetch(builder: ir.IRBuilder, address: Any, where: int) -> None:

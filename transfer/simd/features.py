@@ -9,7 +9,10 @@ import os
 import llvmlite.binding as llvm
 from numba import config
 
-NEEDED = {"avx2": ("avx2", "fma"), "avx512": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
+NEEDED = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+}
 _NO_WIDER = "haswell"  # the first processor with AVX2 and FMA
 
 

@@ -53,30 +53,37 @@ def dot_block(rows: int, vectors: int) -> Any:
         size = item_bytes(kind)
 
         def emit(context, builder, signature, arguments):
-            _, weights, weight_stride, x, x_stride, inner, out, out_stride, ahead = arguments
-            row_at = list(addresses(builder, weights, weight_stride, size, rows))
-            vector_at = list(addresses(builder, x, x_stride, 4, vectors))
-            sums = [cgutils.alloca_once_value(builder, zero()) for _ in range(rows * vectors)]
-            lines = builder.udiv(inner, int64(LINE_BYTES // size))
-            with cgutils.for_range(builder, lines, intp=I64) as line:
-                at = builder.mul(line.index, int64(LINE_BYTES))
-                x_line = builder.mul(line.index, int64(LINE_BYTES // size * 4))
-                for address in row_at:
-                    prefetch(builder, builder.add(builder.add(address, at), ahead), NEAR)
-                for part in range(LINE_BYTES // size // LANES):
-                    ours = [widened(builder, builder.add(row, at), part * LANES, size) for row in row_at]
-                    for vector, address in enumerate(vector_at):
-                        theirs = widened(builder, builder.add(address, x_line), part * LANES, 4)
-                        for row in range(rows):
-                            accumulate(builder, sums[vector * rows + row], ours[row], theirs)
-            totals = lane_sums(builder, [builder.load(total) for total in sums])
-            for vector, address in enumerate(addresses(builder, out, out_stride, 4, vectors)):
-                store_part(builder, totals, vector * rows, rows, address)
+            emit_dots(builder, size, rows, vectors, *arguments[1:])
             return context.get_dummy_value()
 
         return types.void(kind, *[types.int64] * 8), emit
 
     return dot
+
+
+def emit_dots(
+    builder: ir.IRBuilder, size: int, rows: int, vectors: int, weights: Any, weight_stride: Any, x: Any, x_stride: Any,
+    inner: Any, out: Any, out_stride: Any, ahead: Any,
+) -> None:  # fmt: skip
+    """The code of `dot_block`, of weights of `size` bytes."""
+    row_at = list(addresses(builder, weights, weight_stride, size, rows))
+    vector_at = list(addresses(builder, x, x_stride, 4, vectors))
+    sums = [cgutils.alloca_once_value(builder, zero()) for _ in range(rows * vectors)]
+    lines = builder.udiv(inner, int64(LINE_BYTES // size))
+    with cgutils.for_range(builder, lines, intp=I64) as line:
+        at = builder.mul(line.index, int64(LINE_BYTES))
+        x_line = builder.mul(line.index, int64(LINE_BYTES // size * 4))
+        for address in row_at:
+            prefetch(builder, builder.add(builder.add(address, at), ahead), NEAR)
+        for part in range(LINE_BYTES // size // LANES):
+            ours = [widened(builder, builder.add(row, at), part * LANES, size) for row in row_at]
+            for vector, address in enumerate(vector_at):
+                theirs = widened(builder, builder.add(address, x_line), part * LANES, 4)
+                for row in range(rows):
+                    accumulate(builder, sums[vector * rows + row], ours[row], theirs)
+    totals = lane_sums(builder, [builder.load(total) for total in sums])
+    for vector, address in enumerate(addresses(builder, out, out_stride, 4, vectors)):
+        store_part(builder, totals, vector * rows, rows, address)
 
 
 def weighted_sum(members: int, columns: int) -> Any:

@@ -1,0 +1,212 @@
+"""Products of rows of few bits, emitted as LLVM IR: numbers go from words to float32 in registers, there scaled.
+
+Functions for use inside numba code; addresses, strides and counts are int64. A row is what cards read: units of 64
+bytes, taken as 32 numbers of 16 bits each of which has one column of every run of 32: of run p at the bits from `p *
+bits` on. So a shift and a mask give neighbouring columns in their order. A number of a column is `q * gain + offset`,
+of FP8 (e4m3) `q * gain`; both stand beside the row in float32, so many a unit. It refuses to know how files and cards
+have scales. Invariant: that of `transfer.simd.vectors`: a result depends on its own row and vector only. Bytes moved:
+each row once a block.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from transfer.simd.emission import (
+    F32,
+    I16,
+    I32,
+    I64,
+    NEAR,
+    VECTOR,
+    accumulate,
+    addresses,
+    broadcast,
+    fused,
+    int64,
+    lane_sums,
+    prefetch,
+    store_part,
+    widened,
+    zero,
+)
+from transfer.simd.features import LANES, SIMD
+from transfer.simd.vectors import LINE_BYTES, emit_dots, item_bytes
+
+RUN = 32  # columns of a place, behind each other
+LEAST_GROUP = 16  # columns that share a gain: a vector's, at its widest
+FLOAT_GAIN = 256.0  # FP8 in the bits of a float16 is so much less than it is
+BITS = {"int4": 4, "int8": 8, "fp8": 8}
+_TAGS = {"int4": np.uint8, "int8": np.uint16, "fp8": np.float32}
+_NUMBERS = {types.uint8: "int4", types.uint16: "int8", types.float32: "fp8"}
+_HALVES, _WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
+
+
+def places_of(number: str) -> int:
+    """Runs of a unit."""
+    return 16 // BITS[number]
+
+
+def unit_columns(number: str) -> int:
+    return RUN * places_of(number)
+
+
+def packed_kind(number: str, gains_a_unit: int) -> tuple[Any, ...]:
+    """What stands for rows of "int4", "int8" or "fp8" in numba code, as a float32 or a uint16 does for plain ones."""
+    return (_TAGS[number](0),) * gains_a_unit
+
+
+def product_block(rows: int, vectors: int) -> Any:
+    """A numba function: `out[v, r] = sum(row[r] * x[v, :])` for so many rows, plain or packed, and vectors.
+
+    Both are powers of two. Rows are behind each other; gains: of a packed row `gain_stride` float32, and as many
+    offsets behind them. The inner length is whole lines of 64 bytes of plain rows, of packed ones whole runs.
+    """
+
+    @intrinsic
+    def products(typing_context, kind, weights, gains, gain_stride, x, x_stride, inner, out, out_stride, ahead):
+        if not isinstance(kind, types.UniTuple):
+            size = item_bytes(kind)
+
+        def emit(context, builder, signature, arguments):
+            _, weights, gains, gain_stride, x, x_stride, inner, out, out_stride, ahead = arguments
+            if isinstance(kind, types.UniTuple):
+                block = _Block(builder, _NUMBERS[kind.dtype], kind.count, rows, vectors)
+                block.emit(weights, gains, gain_stride, x, x_stride, inner, out, out_stride, ahead)
+            else:
+                emit_dots(builder, size, rows, vectors, weights, inner, x, x_stride, inner, out, out_stride, ahead)
+            return context.get_dummy_value()
+
+        return types.void(kind, *[types.int64] * 9), emit
+
+    return products
+
+
+class _Block:
+    """The code of one block of packed rows, as it is emitted."""
+
+    def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, rows: int, vectors: int) -> None:
+        self.builder, self.number, self.gains_a_unit, self.rows = builder, number, gains_a_unit, rows
+        self.places, self.columns = places_of(number), unit_columns(number)
+        self.sums = [cgutils.alloca_once_value(builder, zero()) for _ in range(rows * vectors)]
+
+    def emit(self, weights: Any, gains: Any, gain_stride: Any, x: Any, x_stride: Any, inner: Any, out: Any,
+             out_stride: Any, ahead: Any) -> None:  # fmt: skip
+        builder, columns = self.builder, int64(self.columns)
+        vectors = len(self.sums) // self.rows
+        whole, left = builder.udiv(inner, columns), builder.urem(inner, columns)
+        units = builder.udiv(builder.add(inner, int64(self.columns - 1)), columns)
+        self.row_at = list(addresses(builder, weights, units, LINE_BYTES, self.rows))
+        self.gain_at = list(addresses(builder, gains, builder.mul(gain_stride, int64(2)), 4, self.rows))
+        self.offset_bytes = builder.mul(gain_stride, int64(4))
+        self.x_at = list(addresses(builder, x, x_stride, 4, vectors))
+        with cgutils.for_range(builder, whole, intp=I64) as unit:
+            for address in self.row_at:
+                at = builder.add(address, builder.mul(unit.index, int64(LINE_BYTES)))
+                prefetch(builder, builder.add(at, ahead), NEAR)
+            self._emit_places(unit.index, range(self.places))
+        for place in range(self.places - 1):  # of a unit that is not whole
+            is_there = builder.icmp_unsigned(">", left, int64(place * RUN))
+            with builder.if_then(is_there):
+                self._emit_places(whole, range(place, place + 1))
+        totals = lane_sums(builder, [builder.load(total) for total in self.sums])
+        for vector, address in enumerate(addresses(builder, out, out_stride, 4, vectors)):
+            store_part(builder, totals, vector * self.rows, self.rows, address)
+
+    def _emit_places(self, unit: Any, places: range) -> None:
+        """Of one unit, in straight code: what is made of gains is made once."""
+        builder, made = self.builder, {}
+        row_byte, x_byte = builder.mul(unit, int64(LINE_BYTES)), builder.mul(unit, int64(4 * self.columns))
+        first_gain = builder.mul(unit, int64(4 * self.gains_a_unit))
+        for place in places:
+            for begin in range(0, RUN, LANES):
+                column = place * RUN + begin
+                gain = column * self.gains_a_unit // self.columns
+                ours = []
+                for row in range(self.rows):
+                    if (row, gain) not in made:
+                        made[row, gain] = self._scale(row, builder.add(first_gain, int64(4 * gain)))
+                    at = builder.inttoptr(builder.add(builder.add(self.row_at[row], row_byte), int64(2 * begin)),
+                                          _HALVES.as_pointer())  # fmt: skip
+                    ours.append(made[row, gain](builder.load(at, align=2), place))
+                for vector, address in enumerate(self.x_at):
+                    theirs = widened(builder, builder.add(address, x_byte), column, 4)
+                    for row in range(self.rows):
+                        accumulate(builder, self.sums[vector * self.rows + row], ours[row], theirs)
+
+    def _scale(self, row: int, byte: Any) -> Callable[[Any, int], Any]:
+        """What makes float32 of the numbers at a place of a row's words, by the gain and offset there."""
+        builder = self.builder
+        gain_at = builder.add(self.gain_at[row], byte)
+        gain = broadcast(builder, gain_at)
+        if self.number == "fp8":
+            return lambda halves, place: builder.fmul(_floats(builder, halves, place), gain)
+        offset = broadcast(builder, builder.add(gain_at, self.offset_bytes))
+        if self.number == "int4" and SIMD == "avx512":
+            levels = ir.Constant(VECTOR, [float(level) for level in range(16)])
+            table = fused(builder, levels, gain, offset)
+            return lambda halves, place: _chosen(builder, table, _shifted(builder, halves, 4 * place))
+        bits = BITS[self.number]
+        mask = ir.Constant(_WORDS, [2**bits - 1] * LANES)
+
+        def scaled(halves: Any, place: int) -> Any:
+            numbers = builder.and_(_shifted(builder, halves, bits * place), mask)
+            return fused(builder, builder.sitofp(numbers, VECTOR), gain, offset)
+
+        return scaled
+
+
+def _shifted(builder: ir.IRBuilder, halves: Any, bits: int) -> Any:
+    words = builder.zext(halves, _WORDS)
+    return builder.lshr(words, ir.Constant(_WORDS, [bits] * LANES)) if bits else words
+
+
+def _floats(builder: ir.IRBuilder, halves: Any, place: int) -> Any:
+    """FP8 bytes, of which the lower one is at place 0, as float16 of 1 / FLOAT_GAIN: the sign where it is, the exponent
+    and the mantissa one bit lower, so that subnormal ones are right, too."""
+    one = ir.Constant(_HALVES, [1] * LANES)
+    top = builder.shl(halves, ir.Constant(_HALVES, [8] * LANES)) if place == 0 else halves
+    bits = builder.and_(builder.ashr(top, one), ir.Constant(_HALVES, [0xBF80] * LANES))
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+
+
+def _chosen(builder: ir.IRBuilder, table: Any, numbers: Any) -> Any:
+    """Of 16 float32 the one that the lowest 4 bits of each lane say."""
+    function_type = ir.FunctionType(VECTOR, [VECTOR, _WORDS])
+    choose = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512.permvar.sf.512")
+    return builder.call(choose, [table, numbers])
+
+
+@intrinsic
+def is_packed(typing_context, kind):
+    """Whether rows of a kind are: a constant of the compiled code."""
+
+    def emit(context, builder, signature, arguments):
+        return ir.Constant(ir.IntType(1), int(isinstance(kind, types.UniTuple)))
+
+    return types.boolean(kind), emit
+
+
+@intrinsic
+def float_of_half(typing_context, bits):
+    """A float16, of its bits, as float32."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), F32)
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic
+def float_of_bfloat16(typing_context, bits):
+    """A bfloat16, of its bits, as float32."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], I32), ir.Constant(I32, 16)), F32)
+
+    return types.float32(types.uint16), emit
