@@ -14,7 +14,6 @@ from itertools import permutations
 from typing import Any, get_args
 
 from pydantic import ValidationError
-from rapidfuzz import process
 
 from gpu.config import Composition, MethodChoice
 from gpu.methods.kept import Kept, join_kept
@@ -23,6 +22,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.step import DENSE
 from transfer.config import HostConfig
+from transfer.nearest_name import nearest_name
 from transfer.settings import Settings
 
 UNCHANGED = "exact"
@@ -216,7 +216,7 @@ def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method
         raise ProfileError(f"{where}: method {name!r} fills the slot `{method.slot}`; write `{method.slot}: {name}`")
     known = [other.name for other in methods.values() if other.slot == slot]
     raise ProfileError(
-        f"{where}: unknown method {name!r}; the nearest known one is {_nearest(name, known)!r} (of {', '.join(known)})"
+        f"{where}: unknown method {name!r}; the nearest known one is {nearest_name(name, known)!r} (of {', '.join(known)})"
     )
 
 
@@ -226,7 +226,7 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
     known = list(method.settings.model_fields)
     for key in given:
         if key not in known:
-            what = f"the nearest known one is {_nearest(key, known)!r}" if known else "it has none"
+            what = f"the nearest known one is {nearest_name(key, known)!r}" if known else "it has none"
             raise ProfileError(f"{where}: unknown setting {key!r} of {method.name!r}; {what}")
     try:
         settings = method.settings.model_validate({**(shared.model_dump() if shared else {}), **given})
@@ -254,10 +254,6 @@ def _word(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return "default" if value is None else str(value)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    return process.extractOne(name, known)[0]
 
 
 def _listed(settings: Settings) -> str:

@@ -6,15 +6,14 @@ from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from rapidfuzz import fuzz, process
 
 from gpu.config import Composition, MethodChoice, ModelConfig
 from gpu.methods.method import Slot
 from gpu.methods.registry import list_methods
 from scheduler.config import EngineConfig
+from transfer.nearest_name import nearest_name
 from transfer.settings import Settings
 
-_SLIP = 70  # of 100, how alike two keys are of which one is the other with a letter or two amiss
 _NAMED = re.compile(r"\b(alias|anchor|tag) .*", re.DOTALL)  # what PyYAML calls wrong, and its name
 
 
@@ -151,15 +150,9 @@ def describe(error: ValidationError, text: str | None) -> str:
         return f"{key}: {first['msg']}{_got(first)}{more}"
     if text is None or (len(loc) > 1 and loc[0] != "server"):
         known = () if text is None else _known_keys(loc[:-1])
-        nearest = f"; the nearest known one is {_nearest(str(loc[-1]), known)!r}" if known else ""
+        nearest = f"; the nearest known one is {nearest_name(str(loc[-1]), known)!r}" if known else ""
         return f"{key}: unknown key{nearest}{more}"
     return _unknown(loc, text) + more
-
-
-def _nearest(key: str, known: tuple[str, ...]) -> str:
-    """Of the same letters, but for a slip; else one of which the key is a part."""
-    found = process.extractOne(key, known, scorer=fuzz.ratio, score_cutoff=_SLIP) or process.extractOne(key, known)
-    return str(found[0])
 
 
 def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
@@ -178,7 +171,7 @@ def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
 def _unknown(loc: tuple[str, ...], text: str) -> str:
     """Where an API key may have slipped, an unknown key is told by its line and the nearest known one."""
     section, known = ("server", ServerConfig) if len(loc) > 1 else ("(top)", Deployment)
-    nearest = _nearest(str(loc[-1]), tuple(known.model_fields))
+    nearest = nearest_name(str(loc[-1]), tuple(known.model_fields))
     return f"{section}: unknown key at line {_line_of(loc, text)}; the nearest known one is {nearest!r}"
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw
-from rapidfuzz import process
 
 from server.api_error import ApiError, invalid
+from transfer.nearest_name import nearest_name
 
 _LONGEST_NEUTRAL = 64  # bytes; a longer value is none of the neutral ones, and is refused unread
 _LONGEST_NAME = 64  # characters of an unknown field's name that a message repeats
@@ -91,7 +91,7 @@ class Fields:
 
     def _unknown(self, path: str, name: str) -> ApiError:
         shown = name[:_LONGEST_NAME] if name[:_LONGEST_NAME].isprintable() else repr(name[:_LONGEST_NAME])
-        nearest, _, _ = process.extractOne(name[:_LONGEST_NAME], list(self.fates))
+        nearest = nearest_name(name[:_LONGEST_NAME], self.fates)
         return invalid(_join(path, shown), f"unknown field; the nearest known one is {nearest!r}", "unknown_parameter")
 
 
