@@ -216,7 +216,8 @@ def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method
         raise ProfileError(f"{where}: method {name!r} fills the slot `{method.slot}`; write `{method.slot}: {name}`")
     known = [other.name for other in methods.values() if other.slot == slot]
     raise ProfileError(
-        f"{where}: unknown method {name!r}; the nearest known one is {nearest_name(name, known)!r} (of {', '.join(known)})"
+        f"{where}: unknown method {name!r}; the nearest known one is {nearest_name(name, known)!r} (of "
+        f"{', '.join(known)})"
     )
 
 
