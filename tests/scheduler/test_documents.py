@@ -53,6 +53,7 @@ def make_engine(
     model: ModelConfig = MODEL,
     checks: bool = False,
     profiles: dict[str, Composition] | None = None,
+    max_jobs: int = 8,
     **documents: object,
 ) -> Engine:
     config = EngineConfig(
@@ -64,7 +65,9 @@ def make_engine(
             **{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}  # type: ignore[arg-type]
         ),
         scheduler=SchedulerConfig(
-            max_running=4, max_context_tokens=2048, prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096)
+            max_running=4,
+            max_context_tokens=2048,
+            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096, max_jobs=max_jobs),
         ),
     )
     plan = plan_engine(config, load_architecture(model), probe_machine())
@@ -152,6 +155,90 @@ def test_a_prompt_with_chunks_takes_no_prefix_beyond_its_first(engine: Engine) -
     serve(engine, ask("a", None))
     fused = serve(engine, ask("b", A3))
     assert fused[-1].num_cached_tokens == FRONT // 16 * 16
+
+
+def test_after_a_restart_the_first_prompt_brings_chunks_into_memory(tmp_path: Path) -> None:
+    """Also the layers that a policy which looks computes in full, and never asks for."""
+    fusion = Fusion(policy="a3", ratio=0.2, select_layer=2)
+    engine = make_engine(tmp_path)
+    wanted = text(serve(engine, ask("a", fusion)))
+    engine.shutdown()
+    again = make_engine(tmp_path)
+    assert text(serve(again, ask("b", fusion))) == wanted
+    assert again.scheduler.documents is not None
+    store = again.scheduler.documents.store_of_chunks
+    while any(entry.num_missing for entry in list(store._entries.values())):
+        time.sleep(0.01)
+    for file in tmp_path.rglob("*.kv"):
+        file.unlink()
+    found = serve(again, ask("c", fusion))
+    assert text(found) == wanted
+    assert found[-1].reused_tokens > 0
+    again.shutdown()
+
+
+def test_documents_that_are_stored_already_give_up_no_memory(engine: Engine) -> None:
+    serve(engine, ask("a", A3))
+    assert engine.scheduler.documents is not None
+    store = engine.scheduler.documents.store_of_chunks
+    before, kept = store.counts(), store.bytes_in_memory
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    run(engine)
+    assert STORED[-1].num_known == len(CHUNKS)
+    assert (store.counts(), store.bytes_in_memory) == (before, kept)
+
+
+def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first in the queue they are, so that it can begin as soon as it may."""
+    monkeypatch.setattr("transfer.chunks.library.LEAST_ROOM_BYTES", 1)
+    engine = make_engine(tmp_path, memory_limit_gib=0.0, disk_limit_gib=1e-9)
+    assert engine.scheduler.documents is not None
+    library = engine.scheduler.documents._library
+    others = [ask(f"plain{number}", None, max_tokens=400, cache_salt=str(number)) for number in range(4)]
+    engine.submit(others)
+    while len(engine.scheduler._running) < 4:
+        engine.step()
+    engine.submit([ask(f"{number}", A3, chunks=salted(number)) for number in range(3)])
+    for _ in range(60):
+        engine.step()
+    assert len(engine.scheduler._running) == 4
+    own = library.store.folder.shape
+    assert library._bytes_kept == sum(own.chunk_bytes(size) for size in SIZES), "the first one's alone"
+    engine.store_chunks(StoreChunks("s", [pack_tokens(draw(20, 99))], ""))
+    engine.cancel([one.request_id for one in others])
+    STORED.clear()
+    told = run(engine)
+    assert len({tuple(text(told[f"{number}"])) for number in range(3)}) == 1
+    assert [one.request_id for one in STORED] == ["s"]
+    assert library.room_bytes == 1
+    engine.shutdown()
+
+
+def salted(number: int) -> list[ChunkSpan]:
+    return [structs.replace(span, salt=str(number)) for span in ask("", None).chunks]
+
+
+def test_who_waits_for_chunks_is_passed_a_bounded_number_of_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' prompts take every job as it becomes free, which the chunks need as well."""
+    monkeypatch.setattr("scheduler.admission._MOST_BYPASSES", 5)
+    engine = make_engine(tmp_path, max_jobs=1)
+    engine.submit([ask("documents", A3, max_tokens=1)])
+    told: list[str] = []
+    for number in range(200):
+        if len(engine.scheduler._admission.waiting) < 3:
+            other = {"prompt": pack_tokens(draw(20, 100 + number)), "chunks": []}
+            engine.submit([structs.replace(ask(f"{number}", None, max_tokens=1), **other)])
+        told += [delta.request_id for delta in engine.step()]
+        if "documents" in told:
+            break
+    assert told[-1] == "documents"
+    assert 4 < len(told) < 20
+    run(engine)
+    engine.shutdown()
 
 
 def see_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
