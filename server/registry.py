@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from server import logs
+
 R = TypeVar("R")
 
 DOCUMENT_ID = "^doc-[0-9a-f]{32}$"
@@ -213,8 +215,15 @@ class DocumentRegistry:
             *entry, text, used, is_kept = row
             found[document_id] = Document(DocumentEntry(*entry), text.decode())
             if not is_kept and now - used > _USED_SECONDS:
-                self._file.execute("UPDATE documents SET used = ? WHERE id = ?", (now, document_id))
+                self._note_use(document_id, now)
         return found
+
+    def _note_use(self, document_id: str, now: float) -> None:
+        """What can be read is, whether the disk takes this note or not."""
+        try:
+            self._file.execute("UPDATE documents SET used = ? WHERE id = ?", (now, document_id))
+        except sqlite3.Error as error:
+            logs.warning("document_use_not_noted", document=document_id, reason=str(error))
 
     def _page(self, owner: str, after: str | None, limit: int) -> list[DocumentEntry] | None:
         number = 0

@@ -62,6 +62,19 @@ async def test_the_same_title_and_text_are_one_document_and_any_other_is_another
     assert len(others | {one.id}) == 4
 
 
+async def test_a_disk_that_takes_nothing_more_gives_what_it_has(registry, monkeypatch, caplog) -> None:
+    inline = await registry.add("a", "", "inline", is_kept=False)
+    monkeypatch.setattr("server.registry._USED_SECONDS", -1.0)
+    registry._file.execute("PRAGMA query_only=1")
+    found = await registry.find("a", [inline.id], MIB)
+    assert found[inline.id].text == "inline"
+    assert f"document_use_not_noted document={inline.id}" in caplog.text
+    with pytest.raises(RegistryError, match="attempt to write a readonly database"):
+        await registry.add("a", "", "another", is_kept=False)
+    registry._file.execute("PRAGMA query_only=0")
+    assert await registry.add("a", "", "another", is_kept=False)
+
+
 async def test_pages_are_in_the_order_of_arrival(registry) -> None:
     ids = [(await registry.add("a", "", f"text {i}", is_kept=True)).id for i in range(7)]
     pages, after = [], None
