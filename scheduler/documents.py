@@ -138,6 +138,11 @@ class Documents:
             for chunk in sequence.chunks:
                 self._library.let_go(chunk.key)
 
+    def retract(self, sequence: Sequence) -> None:
+        """It gave no finite logits: its chunks are found no more, so that they are computed anew."""
+        for chunk in sequence.chunks:
+            self._library.store.delete(chunk.key)
+
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether all of its chunks are there; those that cannot be kept are taken out."""
         if not sequence.missing:

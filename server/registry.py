@@ -186,8 +186,11 @@ class DocumentRegistry:
         """For one more. What is not kept goes, if there is room then. Raises RegistryFull; then nothing has changed."""
         most, mib = self._max_documents, self._limit_bytes / 2**20
         mine = self._number("SELECT count(*) FROM documents WHERE owner = ?", owner)
-        if mine >= most and not self._give_up_oldest("owner = ? AND", owner):
-            raise RegistryFull(f"this key has {mine} documents, at most {most} (documents.max_documents); delete one")
+        for left in range(mine, most - 1, -1):  # more than one too many: the limit was higher before
+            if not self._give_up_oldest("owner = ? AND", owner):
+                raise RegistryFull(
+                    f"this key has {left} documents, at most {most} (documents.max_documents); delete one"
+                )
         total = "SELECT coalesce(sum(num_bytes), 0) FROM documents"
         while self._number(total) + num_bytes > self._limit_bytes:
             if num_bytes > self._limit_bytes or not self._give_up_oldest(""):

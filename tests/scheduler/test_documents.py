@@ -1,6 +1,7 @@
 """Requests whose prompts have documents' chunks, through a whole engine of a tiny model on the CPU."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -188,6 +189,20 @@ def test_documents_that_are_stored_already_give_up_no_memory(engine: Engine) -> 
     assert (store.counts(), store.bytes_in_memory) == (before, kept)
 
 
+def test_chunks_that_gave_no_finite_logits_are_computed_anew(engine: Engine) -> None:
+    """Whatever made them: floating rows are stored as they are."""
+    wanted = text(serve(engine, ask("a", A3)))
+    assert engine.scheduler.documents is not None
+    documents = engine.scheduler.documents
+    store, key = documents.store_of_chunks, documents._name(np.array(CHUNKS[1]), "")
+    store.delete(key).result()
+    broken = np.full(store.folder.shape.layer_bytes(SIZES[1]) // 4, np.nan, np.float32).view(np.uint8)
+    assert store.put(key, [broken] * SHAPE.num_layers).result()
+    assert serve(engine, ask("b", A3))[-1].finish_reason == "error"
+    store.delete(documents._name(np.array([1]), "")).result()  # behind what was asked for before
+    assert text(serve(engine, ask("c", A3))) == wanted
+
+
 def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +227,30 @@ def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_r
     told = run(engine)
     assert len({tuple(text(told[f"{number}"])) for number in range(3)}) == 1
     assert [one.request_id for one in STORED] == ["s"]
+    assert library.room_bytes == 1
+    engine.shutdown()
+
+
+def test_chunks_to_store_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.chunks.library.LEAST_ROOM_BYTES", 1)
+    engine = make_engine(tmp_path, memory_limit_gib=0.0)
+    assert engine.scheduler.documents is not None
+    library, may_go, real = engine.scheduler.documents._library, threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert may_go.wait(20)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    chunks = [draw(90, 40 + number) for number in range(3)]
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in chunks], ""))
+    STORED.clear()
+    for _ in range(40):
+        engine.step()
+    assert library._bytes_kept == library.store.folder.shape.chunk_bytes(90), "one, which the disk has not taken"
+    may_go.set()
+    run(engine)
+    assert [(one.num_stored, one.reason) for one in STORED] == [(3, "")]
     assert library.room_bytes == 1
     engine.shutdown()
 

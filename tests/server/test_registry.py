@@ -100,6 +100,23 @@ async def test_one_document_too_many_is_refused_and_what_came_with_a_prompt_goes
     assert await registry.count() == 12
 
 
+async def test_a_lower_limit_holds_from_the_next_document_on(tmp_path: Path) -> None:
+    path = tmp_path / "documents.sqlite3"
+    before = DocumentRegistry(path, 10, MIB)
+    for i in range(8):
+        await before.add("a", "", f"text {i}", is_kept=i < 2)
+    before.close()
+    now = DocumentRegistry(path, 4, MIB)
+    await now.add("a", "", "one more", is_kept=True)
+    assert len(await ids_of(now, "a")) == 4
+    now.close()
+    fewer = DocumentRegistry(path, 2, MIB)
+    with pytest.raises(RegistryFull, match="this key has 3 documents, at most 2"):
+        await fewer.add("a", "", "yet another", is_kept=True)
+    assert len(await ids_of(fewer, "a")) == 4, "nothing is given up for what is refused"
+    fewer.close()
+
+
 async def test_texts_stay_below_the_limit_the_least_recently_used_inline_one_goes(registry, monkeypatch) -> None:
     clock = iter(range(1000, 10**6, 100))
     monkeypatch.setattr("server.registry.time.time", lambda: float(next(clock)))
