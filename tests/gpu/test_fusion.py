@@ -51,6 +51,29 @@ def test_policies_that_do_not_look_give_the_oracles_logits(stand: FusionStand, p
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
 
 
+TWICE = np.concatenate([TOKENS[:7], TOKENS[7:47], TOKENS[7:47], TOKENS[87:]])
+EDGES = {
+    "nothing in front, nothing behind": (TOKENS, [(0, 80), (80, 160)]),
+    "the last token is a chunk": (TOKENS, [(7, 47), (159, 160)]),
+    "a chunk is one token": (TOKENS, [(7, 8), (47, 80)]),
+    "one chunk twice": (TWICE, [(7, 47), (47, 87), (100, 148)]),
+    "nothing but a chunk of one token": (TOKENS[:1], [(0, 1)]),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_chunks_anywhere_give_the_oracles_logits_by_every_policy(edge: str, ratio: float, tmp_path: Path) -> None:
+    ids, spans = EDGES[edge]
+    stand = FusionStand(tmp_path)
+    stand.capture([ids[begin:end] for begin, end in spans], 50)
+    for policy in ("a3", "cacheblend", "random", "legolink", "pie", "full_reuse"):
+        wanted, _ = Oracle(stand).fuse(ids, spans, policy, ratio, 2)
+        for keep_tokens in (0, 20):  # the first token is drawn before anything goes
+            got = stand.serve(stand.prompt(ids, spans, policy, ratio, 2, keep_tokens=keep_tokens), 23)
+            np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0, err_msg=policy)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 7, 99])
 def test_scores_are_the_questions_attention_however_it_is_cut(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     count, context, begin = 7, 30, 20
@@ -172,13 +195,13 @@ def test_layers_of_a_lost_chunk_stay_until_copies_have_run(tmp_path: Path, monke
     monkeypatch.setattr(stand.documents, "keep_now", watch)
     stand.serve(stand.prompt(TOKENS, SPANS, "pie", 0.0), 500)
     stand.library.store.delete(stand.key(TOKENS)).result()
+    stand.library.take_done()  # that they are written, and what was
     gc.collect()
     assert made
     assert all(layer() is not None for layer in made)
     for release in later:
         release()  # type: ignore[operator]
     later.clear()
-    stand.library.take_done()
     gc.collect()
     assert all(layer() is None for layer in made)
 

@@ -360,6 +360,28 @@ def test_without_room_on_the_disk_prompts_are_served_on(tmp_path: Path) -> None:
     other.shutdown()
 
 
+def test_what_a_full_disk_did_not_take_is_stored_when_it_is_asked_for_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has it, but a restart would lose it."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    ask_for = StoreChunks("s", [pack_tokens(CHUNKS[0])], "")
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", refuse)
+        engine.store_chunks(ask_for)
+        run(engine)
+    assert (STORED[-1].num_stored, STORED[-1].num_known) == (0, 0)
+    engine.store_chunks(ask_for)
+    run(engine)
+    assert (STORED[-1].num_stored, STORED[-1].num_known, STORED[-1].reason) == (1, 0, "")
+    engine.store_chunks(ask_for)
+    run(engine)
+    assert (STORED[-1].num_stored, STORED[-1].num_known) == (0, 1)
+
+
 def test_what_cannot_be_served_is_refused_by_name(engine: Engine) -> None:
     for fusion, words in ((Fusion(policy="a4", ratio=0.1), "unknown policy 'a4'; known: a3, cacheblend"),):
         with pytest.raises(TooLargeError, match=words):

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transfer.chunk_cases import LAYER_BYTES, PLENTY, SHAPE, key_of, layers_of, open_folder
+from tests.transfer.chunk_cases import LAYER_BYTES, PLENTY, SHAPE, key_of, layers_of, open_folder, store
 from transfer.chunks import library as library_module
 from transfer.chunks.folder import ChunkFolder
-from transfer.chunks.format import ChunkShape, name_chunk
+from transfer.chunks.format import ChunkKey, ChunkShape, name_chunk
 from transfer.chunks.library import ChunkLibrary
-from transfer.chunks.store import ChunkStore
+from transfer.chunks.store import ChunkLease, ChunkStore
 from transfer.host_memory import SMALL_PAGE_BYTES
 from transfer.slabs import PageSource, SlabPool
 
@@ -63,6 +63,30 @@ def test_a_chunk_that_was_computed_is_held_as_the_stores_once_it_is_stored(num_i
     source_before.release()
     library.let_go(key_of(1))
     assert library._held == {}
+    library.shutdown()
+
+
+def test_a_chunk_that_is_found_while_it_is_computed_is_held_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, folder = open_library(open_folder(tmp_path), 1), open_folder(tmp_path)
+    find, may_go = library.store.find, threading.Event()
+    library.store._writer.submit(may_go.wait, 20)
+
+    def find_late(key: ChunkKey) -> ChunkLease | None:
+        monkeypatch.setattr(library.store, "find", find)
+        store(folder, 1)  # another process
+        library.keep(key, pages(1))  # a thread of this one
+        return find(key)
+
+    monkeypatch.setattr(library.store, "find", find_late)
+    assert library.hold(key_of(1))
+    may_go.set()
+    assert settle(library) == [True]
+    assert library._held[key_of(1).name].layers is None
+    assert read(library, 1) == layers_of(1)
+    library.let_go(key_of(1))
+    assert [entry.num_leases for entry in library.store._entries.values()] == [0]
     library.shutdown()
 
 

@@ -84,7 +84,7 @@ class ChunkLibrary:
         self._bytes_kept = 0  # computed, and not the store's
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether the chunk is in the store now."""
+        """Whether the chunk is on the disk now, so that it need not be stored."""
         return self.store.has(key)
 
     def hold(self, key: ChunkKey) -> bool:
@@ -159,12 +159,14 @@ class ChunkLibrary:
         lease = self.store.find(key) if is_held else None
         with self._lock:
             held = self._held.get(key.name)
-            if held is not None and held.layers is layers and lease is None:
-                held.is_alone = True
-                return
-            self._bytes_kept -= self._bytes_of(key)
             if held is not None and held.layers is layers:
-                held.lease, held.layers, lease = lease, None, None
+                if held.lease is None and lease is None:
+                    held.is_alone = True
+                    return
+                held.layers = None
+                if held.lease is None:  # else it was found, too, while it was computed
+                    held.lease, lease = lease, None
+            self._bytes_kept -= self._bytes_of(key)
         if lease is not None:
             lease.release()
 

@@ -97,12 +97,7 @@ class ChunkStore:
         self._writer = ThreadPoolExecutor(1, "chunk-writes")
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether the chunk could be found; it is the last one used on the disk, and memory stays as it is."""
-        with self._lock:
-            is_in_memory = key.name in self._entries
-        if is_in_memory:
-            self.folder.touch(key)
-            return True
+        """Whether the chunk is on the disk, where it is the last one used then; memory stays as it is."""
         file = self.folder.open(key)
         if file is not None:
             file.close()
