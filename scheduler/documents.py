@@ -17,7 +17,7 @@ from gpu.profiles import Profile
 from gpu.sampling.params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusedPrompt, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.capacity import TooLargeError
-from scheduler.messages import ChunksStored, EngineRequest, StoreChunks
+from scheduler.messages import ChunksStored, ChunkStats, EngineRequest, StoreChunks
 from scheduler.prefill_queue import JobInProgress
 from scheduler.sequence import Sequence
 from transfer.chunks.format import ChunkKey, name_chunk
@@ -78,6 +78,18 @@ class Documents:
     @property
     def store_of_chunks(self) -> ChunkStore:
         return self._library.store
+
+    def stats(self) -> ChunkStats:
+        store = self._library.store
+        counts = store.counts()
+        return ChunkStats(
+            memory_bytes=store.bytes_in_memory,
+            written=counts["stored"],
+            refused=counts["refused"],
+            evicted=counts["evicted"],
+            set_aside=counts["set_aside"],
+            lost=counts["lost"],
+        )
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

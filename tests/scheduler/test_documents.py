@@ -363,7 +363,7 @@ def test_without_room_on_the_disk_prompts_are_served_on(tmp_path: Path) -> None:
 def test_what_a_full_disk_did_not_take_is_stored_when_it_is_asked_for_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory has it, but a restart would lose it."""
+    """Memory has it, but a restart would lose it; metrics tell of both."""
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -377,6 +377,10 @@ def test_what_a_full_disk_did_not_take_is_stored_when_it_is_asked_for_again(
     engine.store_chunks(ask_for)
     run(engine)
     assert (STORED[-1].num_stored, STORED[-1].num_known, STORED[-1].reason) == (1, 0, "")
+    told = engine.stats().chunks
+    assert told is not None
+    assert (told.written, told.refused, told.evicted, told.set_aside, told.lost) == (1, 1, 0, 0, 0)
+    assert told.memory_bytes > 0
     engine.store_chunks(ask_for)
     run(engine)
     assert (STORED[-1].num_stored, STORED[-1].num_known) == (0, 1)
