@@ -108,7 +108,8 @@ class DocumentRegistry:
             version = self._file.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _VERSION):
                 raise RegistryError(f"{path} is of version {version}, wanted {_VERSION}; name another folder")
-            self._file.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+            if version == 0:  # else nothing is written: a full disk opens
+                self._file.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
 
     async def add(self, owner: str, title: str, text: str, is_kept: bool) -> DocumentEntry:
         """The document, as it is from now on. is_kept: until it is deleted. Raises RegistryFull and RegistryError."""

@@ -203,6 +203,19 @@ async def test_messages_make_a_document_too(docs) -> None:
     made = await add(docs, messages=messages)
     shown = (await docs.http.get(f"{DOCUMENTS}/{made['id']}")).json()
     assert shown["text"] == "user: Who has keys?\n\nAnn: I do."
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"key": 7}'}}
+    turns = [
+        {"role": "assistant", "content": "Let me look.", "tool_calls": [call, call | {"id": "c2"}]},
+        {"role": "tool", "content": "seven", "tool_call_id": "c1"},
+        {"role": "tool", "content": "none", "tool_call_id": "c2"},
+        {"role": "assistant", "tool_calls": [call | {"id": "c3"}]},
+    ]
+    made = await add(docs, messages=turns)
+    shown = (await docs.http.get(f"{DOCUMENTS}/{made['id']}")).json()
+    asked = 'find({"key": 7})'
+    assert shown["text"] == (
+        f"assistant: Let me look.\n{asked}\n{asked}\n\ntool: seven\n\ntool: none\n\nassistant: {asked}"
+    )
 
 
 REFUSED = [

@@ -100,6 +100,25 @@ async def test_one_document_too_many_is_refused_and_what_came_with_a_prompt_goes
     assert await registry.count() == 12
 
 
+async def test_a_full_disk_opens(tmp_path: Path, monkeypatch) -> None:
+    path, connect = tmp_path / "documents.sqlite3", sqlite3.connect
+    before = DocumentRegistry(path, 10, MIB)
+    made = await before.add("a", "T", "text", is_kept=True)
+    before.close()
+
+    def connect_to_read(*where, **how) -> sqlite3.Connection:
+        connection = connect(*where, **how)
+        connection.execute("PRAGMA query_only=1")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_read)
+    full = DocumentRegistry(path, 10, MIB)
+    assert (await full.find("a", [made.id], MIB))[made.id].text == "text"
+    with pytest.raises(RegistryError, match="readonly"):
+        await full.add("a", "", "another", is_kept=True)
+    full.close()
+
+
 async def test_a_lower_limit_holds_from_the_next_document_on(tmp_path: Path) -> None:
     path = tmp_path / "documents.sqlite3"
     before = DocumentRegistry(path, 10, MIB)
