@@ -167,9 +167,7 @@ def test_after_a_restart_the_first_prompt_brings_chunks_into_memory(tmp_path: Pa
     again = make_engine(tmp_path)
     assert text(serve(again, ask("b", fusion))) == wanted
     assert again.scheduler.documents is not None
-    store = again.scheduler.documents.store_of_chunks
-    while any(entry.num_missing for entry in list(store._entries.values())):
-        time.sleep(0.01)
+    again.scheduler.documents.store_of_chunks.finish_reads()
     for file in tmp_path.rglob("*.kv"):
         file.unlink()
     found = serve(again, ask("c", fusion))

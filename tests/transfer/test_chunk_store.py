@@ -5,7 +5,7 @@ import os
 import random
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -140,12 +140,6 @@ def test_memory_keeps_what_was_read_last(tmp_path: Path) -> None:
     store.shutdown()
 
 
-def settle(store: ChunkStore) -> None:
-    """Wait until nothing is read that nobody asked for."""
-    for entry in list(store._entries.values()):
-        wait(list(entry.layers.values()), 20)
-
-
 def read_last_layer(store: ChunkStore, number: int) -> bytes:
     """As a prompt does that computes the first layers in full."""
     lease = store.find(key_of(number))
@@ -160,7 +154,7 @@ def test_a_chunk_that_is_read_in_part_is_read_to_its_end_and_stays_in_memory(tmp
     store = open_store(tmp_path, 1)
     descriptors = len(os.listdir("/proc/self/fd"))
     assert read_last_layer(store, 1) == layers_of(1)[1]
-    settle(store)
+    store.finish_reads()
     assert len(os.listdir("/proc/self/fd")) == descriptors, "its file is closed"
     path_of(tmp_path, 1).unlink()
     assert fetch(store, 1) == layers_of(1)

@@ -135,13 +135,17 @@ class ChunkStore:
 
     def forget(self) -> None:
         """Give up all memory that nobody reads; what is on the disk stays. For who times the disk."""
-        with self._lock:
-            under_way = [read for entry in self._entries.values() for read in entry.layers.values()]
-        wait(under_way)  # chunks that are read to their ends
+        self.finish_reads()
         with self._lock:
             for entry in [one for one in self._entries.values() if one.num_leases == 0]:
                 self._forget(entry)
                 self._end(entry)
+
+    def finish_reads(self) -> None:
+        """Wait until nothing is read: chunks that were read in part are in memory whole. For who times memory."""
+        with self._lock:
+            under_way = [read for entry in self._entries.values() for read in entry.layers.values()]
+        wait(under_way)
 
     def counts(self) -> Mapping[str, int]:
         """found_in_memory, found_on_disk, absent, lost (while it was read), stored, refused, evicted, set_aside."""
