@@ -211,12 +211,12 @@ def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_r
     library = engine.scheduler.documents._library
     others = [ask(f"plain{number}", None, max_tokens=400, cache_salt=str(number)) for number in range(4)]
     engine.submit(others)
-    while len(engine.scheduler._running) < 4:
+    while len(engine.scheduler.roster.running) < 4:
         engine.step()
     engine.submit([ask(f"{number}", A3, chunks=salted(number)) for number in range(3)])
     for _ in range(60):
         engine.step()
-    assert len(engine.scheduler._running) == 4
+    assert len(engine.scheduler.roster.running) == 4
     own = library.store.folder.shape
     assert library._bytes_kept == sum(own.chunk_bytes(size) for size in SIZES), "the first one's alone"
     engine.store_chunks(StoreChunks("s", [pack_tokens(draw(20, 99))], ""))
