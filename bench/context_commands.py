@@ -100,7 +100,8 @@ def documents(
     lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "6144,16384,32768",
     policies: Annotated[str, typer.Option(help="names with spaces between; settings as a3:select_layer=5")] =
         "a3:select_layer=5 a3 cacheblend legolink pie",
-    places: Annotated[str, typer.Option(help="where chunks are: memory, page cache, disk")] = "memory,page cache,disk",
+    places: Annotated[str, typer.Option(help="where chunks are: memory, memory again (once a prompt has read them "
+                                        "from files), page cache, disk")] = "memory,page cache,disk",
     ratio: Annotated[float, typer.Option(min=0, max=1, help="of all tokens, computed again")] = 0.15,
     repeats: Annotated[int, typer.Option(min=1, help="prompts of each kind")] = 3,
     keep: Annotated[int, typer.Option(min=0, help="tokens of a context whose steps are timed beside all; 0: not")] = 0,
@@ -122,7 +123,7 @@ def documents(
     deployment = load_deployment(config)
     if deployment.documents is None:
         raise typer.BadParameter(f"{config} has no `documents` section", param_hint="CONFIG")
-    asked, known = tuple(places.split(",")), ("memory", "page cache", "disk")
+    asked, known = tuple(places.split(",")), ("memory", "memory again", "page cache", "disk")
     if not set(asked) <= set(known):
         raise typer.BadParameter(f"got {places!r}; wanted some of {', '.join(known)}", param_hint="--places")
     sizes = tuple(sorted(set(parse_batches(lengths))))

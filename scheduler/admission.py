@@ -135,8 +135,11 @@ class Admission:
         for sequence in list(self.waiting):
             if sequence.num_in_flight or (sequence.run_end and this.is_depositing):
                 continue
-            if self._documents is not None and not self._documents.is_ready(sequence):
-                continue  # its chunks are computed first
+            if self._documents is not None and not self._documents.is_ready(sequence):  # its chunks are computed first
+                passed.append((sequence, this.num_admitted))
+                if sequence.num_bypassed > _MOST_BYPASSES:
+                    break  # by a job that others would begin instead
+                continue
             if self._rings.lacks(sequence):
                 continue  # one that leaves gives its ring back, whoever goes first
             if self._residence.windows.lacks():

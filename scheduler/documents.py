@@ -17,7 +17,7 @@ from gpu.profiles import Profile
 from gpu.sampling.params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusedPrompt, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.capacity import TooLargeError
-from scheduler.messages import ChunksStored, EngineRequest, StoreChunks
+from scheduler.messages import ChunksStored, ChunkStats, EngineRequest, StoreChunks
 from scheduler.prefill_queue import JobInProgress
 from scheduler.sequence import Sequence
 from transfer.chunks.format import ChunkKey, name_chunk
@@ -52,6 +52,7 @@ class _Computing:
     """A chunk in a job, and who is told what becomes of it."""
 
     entry: JobInProgress
+    num_bytes: int
     storing: list[_Storing] = field(default_factory=list)
 
 
@@ -77,6 +78,18 @@ class Documents:
     @property
     def store_of_chunks(self) -> ChunkStore:
         return self._library.store
+
+    def stats(self) -> ChunkStats:
+        store = self._library.store
+        counts = store.counts()
+        return ChunkStats(
+            memory_bytes=store.bytes_in_memory,
+            written=counts["stored"],
+            refused=counts["refused"],
+            evicted=counts["evicted"],
+            set_aside=counts["set_aside"],
+            lost=counts["lost"],
+        )
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -137,6 +150,11 @@ class Documents:
             for chunk in sequence.chunks:
                 self._library.let_go(chunk.key)
 
+    def retract(self, sequence: Sequence) -> None:
+        """It gave no finite logits: its chunks are found no more, so that they are computed anew."""
+        for chunk in sequence.chunks:
+            self._library.store.delete(chunk.key)
+
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether all of its chunks are there; those that cannot be kept are taken out."""
         if not sequence.missing:
@@ -173,26 +191,34 @@ class Documents:
         self, job_id: int, waiting: Iterable[Sequence], room_tokens: int, is_idle: bool
     ) -> JobInProgress | None:
         """Chunks that are computed next, of what fits: those that the first ones wait for, or, where there is nothing
-        else to do, those that are to be stored.
+        else to do, those that are to be stored. Only of the first one's are there ever more than the library has room
+        for: who waits for long holds little, and a slow disk is waited for.
         """
         prompts: list[PrefillPrompt] = []
         most = min(self._most_tokens, room_tokens)
+        room_bytes = self._library.room_bytes - sum(one.num_bytes for one in self._computing.values())
         entry = JobInProgress(PrefillJob(job_id, prompts), [], DENSE, 1)
-        for sequence in waiting:
+        for number, sequence in enumerate(one for one in waiting if one.chunks):
             for chunk in sequence.missing:
                 known = self._computing.get(chunk.key.name)
                 if known is not None:
                     known.entry.is_background = False
-                elif chunk.key.num_tokens <= most:
+                elif chunk.key.num_tokens <= most and (number == 0 or room_bytes > 0):
                     most -= chunk.key.num_tokens
-                    self._computing[chunk.key.name] = _Computing(entry)
+                    room_bytes -= self._add(chunk.key, entry, [])
                     prompts.append(_prompt_of(chunk.key, sequence.prompt[chunk.begin : chunk.end]))
-        while is_idle and (found := self._next_to_store(most)) is not None:
+        while is_idle and room_bytes > 0 and (found := self._next_to_store(most)) is not None:
             entry.is_background = True
             most -= found.key.num_tokens
-            self._computing[found.key.name] = _Computing(entry, [found.storing])
+            room_bytes -= self._add(found.key, entry, [found.storing])
             prompts.append(_prompt_of(found.key, found.token_ids))
         return entry if prompts else None
+
+    def _add(self, key: ChunkKey, entry: JobInProgress, storing: list[_Storing]) -> int:
+        """The chunk is computed in that job; how many bytes it is."""
+        num_bytes = self._library.store.folder.shape.chunk_bytes(key.num_tokens)
+        self._computing[key.name] = _Computing(entry, num_bytes, storing)
+        return num_bytes
 
     def _next_to_store(self, most_tokens: int) -> _ToStore | None:
         """The first that is not known by now, if it is no longer than that; those before it are counted."""

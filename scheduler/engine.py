@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import asdict, fields, replace
 
+from msgspec import structs
+
 from cpu.tier import CpuTier
 from gpu.in_flight import InFlight
 from gpu.methods.device_side import FetchCounts
@@ -125,7 +127,9 @@ class Engine:
 
     def stats(self) -> Stats:
         parts = self._host_stats(), self._reuse_stats(), self._fetch_stats(), self._expert_stats()
-        return self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
+        told = self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
+        documents = self.scheduler.documents
+        return told if documents is None else structs.replace(told, chunks=documents.stats())
 
     def _fetch_stats(self) -> FetchStats | None:
         """Sums over the parts of profiles that fetch."""

@@ -296,6 +296,17 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     computed: int
 
 
+class ChunkStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Of documents' chunks, since the engine started; memory_bytes: what the last used ones take now."""
+
+    memory_bytes: int
+    written: int
+    refused: int
+    evicted: int
+    set_aside: int
+    lost: int
+
+
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of what draws are held to, since the engine started. mask_seconds: of the loop, making masks; jumps:
     runs of tokens that had to come and were computed in one step, of `jumped_tokens` together.
@@ -328,6 +339,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     fetch: FetchStats | None  # None: no profile fetches
     masks: MaskStats = MaskStats(held_requests=0, masks=0, mask_seconds=0.0)
     experts: ExpertStats | None = None  # None: all lie on the device
+    chunks: ChunkStats | None = None  # None: no documents
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

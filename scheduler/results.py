@@ -93,5 +93,6 @@ class Results:
         if token.token_id == NOT_FINITE:
             sequence.has_failed = True
             self._residence.retract(sequence)
+            self._roster.retract(sequence)
         self._roster.retire(sequence)
         return [delta]

@@ -151,6 +151,11 @@ class Roster:
         if self._documents is not None:
             self._documents.let_go(sequence)
 
+    def retract(self, sequence: Sequence) -> None:
+        """Its chunks gave no finite logits."""
+        if self._documents is not None:
+            self._documents.retract(sequence)
+
     def _spared_contexts(self) -> list[HostContext]:
         """Idle contexts that give no pages to one that grows: others gave way and will begin with them.
 

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from msgspec import structs
+
 from server.api_error import ApiError, invalid
 from server.chat_message import Message, message_text
 from server.chunker import Chunks
@@ -109,7 +111,7 @@ def _place_by_default(messages: list[Message], titles: list[str], sentinels: lis
     ]
     asked = messages[first]
     content = "".join(blocks) + message_text(asked)
-    return [*messages[:first], Message(role=asked.role, name=asked.name, content=content), *messages[first + 1 :]]
+    return [*messages[:first], structs.replace(asked, content=content), *messages[first + 1 :]]
 
 
 def _cut(text: str, nonce: str, num_documents: int) -> Pieces | None:

@@ -41,6 +41,13 @@ FETCH_COUNTERS = {
     "looked_blocks": "blocks whose keys alone did, to predict by",
     "late_blocks": "blocks that did not come, since the step was over, and were left to the sample",
 }
+CHUNK_COUNTERS = {
+    "written": "chunks of documents that were written to the disk",
+    "refused": "chunks that were not: no room, or the disk refused, or no numbers; see the log",
+    "evicted": "files of chunks that made room for others",
+    "set_aside": "files that were not what they were stored as, and are not read again",
+    "lost": "of these, those of which a layer was found out while a prompt read it, and computed it anew",
+}
 EXPERT_COUNTERS = {
     "fetched": "experts in host memory that came over the link one by one, for decode steps and short prompts",
     "copied": "experts in host memory that came with all of their layer's, for prompts",
@@ -140,6 +147,8 @@ class Metrics:
             "tandem_document_recomputed_tokens", "of these, tokens whose keys and values were computed again"
         )
         self.chunks_stored = self._counter("tandem_document_chunks_stored", "chunks that clients had stored ahead")
+        self.chunks_memory = self._gauge("tandem_chunks_memory_bytes", "host memory of the chunks that were used last")
+        self.chunks = {name: self._counter(f"tandem_chunks_{name}", what) for name, what in CHUNK_COUNTERS.items()}
         self.chunks_known = self._counter("tandem_document_chunks_known", "of chunks to be stored, those that were")
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
@@ -183,6 +192,11 @@ class Metrics:
             for name, counter in self.experts.items():
                 before = getattr(last.experts, name) if last and last.experts else 0
                 counter.inc(getattr(stats.experts, name) - before)
+        if stats.chunks is not None:
+            self.chunks_memory.set(stats.chunks.memory_bytes)
+            for name, counter in self.chunks.items():
+                before = getattr(last.chunks, name) if last and last.chunks else 0
+                counter.inc(getattr(stats.chunks, name) - before)
         if stats.host is not None:
             self._take_host(stats.host, last.host if last else None)
         self._last = stats
@@ -221,7 +235,8 @@ class Metrics:
         self._last = None
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
-        for gauge in (*of_device, *of_host, self.host_tokens, self.host_tokens_released, self.rings_free):
+        rest = (self.host_tokens, self.host_tokens_released, self.rings_free, self.chunks_memory)
+        for gauge in (*of_device, *of_host, *rest):
             gauge.set(0)
 
     def text(self) -> bytes:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from server import logs
+
 R = TypeVar("R")
 
 DOCUMENT_ID = "^doc-[0-9a-f]{32}$"
@@ -106,7 +108,8 @@ class DocumentRegistry:
             version = self._file.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _VERSION):
                 raise RegistryError(f"{path} is of version {version}, wanted {_VERSION}; name another folder")
-            self._file.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+            if version == 0:  # else nothing is written: a full disk opens
+                self._file.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
 
     async def add(self, owner: str, title: str, text: str, is_kept: bool) -> DocumentEntry:
         """The document, as it is from now on. is_kept: until it is deleted. Raises RegistryFull and RegistryError."""
@@ -184,8 +187,11 @@ class DocumentRegistry:
         """For one more. What is not kept goes, if there is room then. Raises RegistryFull; then nothing has changed."""
         most, mib = self._max_documents, self._limit_bytes / 2**20
         mine = self._number("SELECT count(*) FROM documents WHERE owner = ?", owner)
-        if mine >= most and not self._give_up_oldest("owner = ? AND", owner):
-            raise RegistryFull(f"this key has {mine} documents, at most {most} (documents.max_documents); delete one")
+        for left in range(mine, most - 1, -1):  # more than one too many: the limit was higher before
+            if not self._give_up_oldest("owner = ? AND", owner):
+                raise RegistryFull(
+                    f"this key has {left} documents, at most {most} (documents.max_documents); delete one"
+                )
         total = "SELECT coalesce(sum(num_bytes), 0) FROM documents"
         while self._number(total) + num_bytes > self._limit_bytes:
             if num_bytes > self._limit_bytes or not self._give_up_oldest(""):
@@ -213,8 +219,15 @@ class DocumentRegistry:
             *entry, text, used, is_kept = row
             found[document_id] = Document(DocumentEntry(*entry), text.decode())
             if not is_kept and now - used > _USED_SECONDS:
-                self._file.execute("UPDATE documents SET used = ? WHERE id = ?", (now, document_id))
+                self._note_use(document_id, now)
         return found
+
+    def _note_use(self, document_id: str, now: float) -> None:
+        """What can be read is, whether the disk takes this note or not."""
+        try:
+            self._file.execute("UPDATE documents SET used = ? WHERE id = ?", (now, document_id))
+        except sqlite3.Error as error:
+            logs.warning("document_use_not_noted", document=document_id, reason=str(error))
 
     def _page(self, owner: str, after: str | None, limit: int) -> list[DocumentEntry] | None:
         number = 0

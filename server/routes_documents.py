@@ -91,8 +91,13 @@ async def count_documents(service: Service) -> None:
 
 
 def write_messages(messages: Sequence[Message]) -> str:
-    """Messages as one text, each with who says it."""
-    return "\n\n".join(f"{message.name or message.role}: {message_text(message)}" for message in messages)
+    """Messages as one text, each with who says it, calls as `name(arguments)` on lines of their own."""
+    return "\n\n".join(f"{message.name or message.role}: {_write_said(message)}" for message in messages)
+
+
+def _write_said(message: Message) -> str:
+    calls = [f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or []]
+    return "\n".join(filter(None, [message_text(message), *calls]))
 
 
 def _documents_of(service: Service) -> Documents:

@@ -103,7 +103,12 @@ class DocumentsConfig(Settings):
     max_documents: int = Field(10_000, ge=1, description="of one API key; one more is refused")
     texts_limit_mib: float = Field(1024.0, gt=0, description="of all documents' texts; one more is refused")
     disk_limit_gib: float = Field(64.0, gt=0, description="of all models in the folder; the least recently used go")
-    memory_limit_gib: float = Field(8.0, ge=0, description="of host memory for the last used ones, beside `host`'s own")
+    memory_limit_gib: float = Field(
+        8.0,
+        ge=0,
+        description="of host memory for the last used ones, beside `host`'s own; for as much again, 1 GiB at least, "
+        "new ones are computed before they are on disk",
+    )
     rows: Literal["bfloat16", "float32", "int8"] = Field(
         "bfloat16", description="how keys and values are kept; int8: with a scale for each token and KV head"
     )

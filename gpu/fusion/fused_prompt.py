@@ -171,7 +171,8 @@ class FusedPrompt:
 
     def close(self) -> None:
         """Nothing of it runs any more, or will."""
-        self._documents.release([chunk.source.release for chunk in self._chunks if chunk.source is not None])
+        releases = [chunk.source.release for chunk in self._chunks if chunk.source is not None]
+        self._documents.release([*releases, self._chunks.clear])  # layers of those that were lost stay so long, too
 
     def _find_first_layer(self) -> int:
         """That needs rows of chunks."""

@@ -106,7 +106,7 @@ async def add_files(
 async def add_file(client: httpx.AsyncClient, path: Path) -> Added:
     """Raises httpx.HTTPError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark that is no text
     except (OSError, UnicodeDecodeError) as error:
         return Added(path, None, f"cannot be read as text: {error}")
     response = await client.post("/v1/documents", json={"title": path.name, "text": text})

@@ -9,7 +9,7 @@ from pathlib import Path
 from gpu.model.architecture import ModelError
 from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.profiles import get_profile, resolve_profiles
-from server.config import Deployment
+from server.config import ConfigError, Deployment
 from server.documents import check_documents
 from server.service import load_parts, require_tls
 
@@ -32,9 +32,16 @@ def require_servable(deployment: Deployment) -> None:
 
 
 def require_settings(deployment: Deployment) -> None:
-    """The part that needs no file, for a machine that is elsewhere. Raises ProfileError."""
+    """The part that needs no file, for a machine that is elsewhere. Raises ProfileError and ConfigError."""
     profiles = resolve_profiles(deployment.profiles, deployment.host)
     get_profile(deployment.scheduler.default_profile, profiles, "scheduler.default_profile")
+    documents, prefill = deployment.documents, deployment.scheduler.prefill
+    most = min(prefill.chunk_tokens, prefill.max_hidden_tokens or prefill.chunk_tokens)
+    if documents is not None and documents.chunk_tokens > most:  # longer ones would be computed with each prompt
+        raise ConfigError(
+            f"documents.chunk_tokens: asked {documents.chunk_tokens}, but a unit of prefill has {most} at most, and a "
+            "chunk is no longer than one; lower it, or raise scheduler.prefill.chunk_tokens"
+        )
 
 
 def require_weights(folder: Path) -> None:

@@ -19,10 +19,11 @@ from scheduler.fusion_labels import parse_fusions
 from scheduler.messages import Fusion
 from server.config import Deployment
 from transfer.chunks.format import ChunkShape
+from transfer.chunks.store import ChunkStore
 
 TINY = named_shape("tiny")
 BENCHMARK = DocumentsBenchmark(
-    (700, 1200), ("a3:select_layer=2", "pie"), ("memory", "disk"), 0.15, 1, 128, "momo", None
+    (700, 1200), ("a3:select_layer=2", "pie"), ("memory", "disk", "memory again"), 0.15, 1, 128, "momo", None
 )
 
 
@@ -74,11 +75,16 @@ def test_what_is_most_wanted_is_measured_first(reported: list[list[Row]]) -> Non
             for length in ("700", "1,200")
             for what in ("profile momo", "next turn")
         ),
-        *((name, f"{length} tokens, disk") for length in ("700", "1,200") for name in (a3, "pie")),
+        *(
+            (name, f"{length} tokens, {place}")
+            for place in ("disk", "memory again")
+            for length in ("700", "1,200")
+            for name in (a3, "pie")
+        ),
     ]  # fmt: skip
     counts = [len(rows) for rows in reported]
     assert counts == sorted(counts), "each part leaves what was before it"
-    assert len(counts) == 9
+    assert len(counts) == 11
 
 
 def test_peers_are_the_whole_prompt_and_steps_with_all_cells(reported: list[list[Row]]) -> None:
@@ -104,6 +110,22 @@ def test_steps_of_contexts_in_codes_are_told_with_the_bytes_of_codes(tmp_path: P
     assert every.extras["used_gib"] == pytest.approx(2 * 1200 * token_gib, rel=0.1)
 
 
+def test_what_one_prompt_has_read_from_files_is_in_memory_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a policy that asks for a part of it."""
+    found: list[int] = []
+    finish_reads = ChunkStore.finish_reads
+
+    def finish(store: ChunkStore) -> None:
+        finish_reads(store)
+        found.append(store.bytes_in_memory // store.folder.shape.chunk_bytes(512))
+
+    monkeypatch.setattr(ChunkStore, "finish_reads", finish)
+    run(replace(BENCHMARK, lengths=(1200,), policies=("a3:select_layer=2",), places=("memory again",)), tmp_path)
+    assert found[-1] == 2
+
+
 def test_nothing_begins_when_the_time_is_over_and_what_was_measured_is_told(tmp_path: Path) -> None:
     printed, reported = run(replace(BENCHMARK, lengths=(700,), seconds=1e-3), tmp_path)
     assert [[row.name for row in rows] for rows in reported] == [["selection"]]
@@ -122,7 +144,7 @@ def test_a_chunk_that_is_not_what_was_computed_gives_no_number(tmp_path: Path, m
         (["--policies", "a4"], "unknown policy 'a4'"),
         (["--policies", "a3:layer=1"], "unknown setting 'layer'"),
         (["--policies", "vanilla"], "got 'vanilla'; wanted one that reuses chunks, as 'a3'"),
-        (["--places", "tape"], "wanted some of memory, page cache, disk"),
+        (["--places", "tape"], "wanted some of memory, memory again"),
         (["--lengths", "64"], "got 64; wanted at least 608"),
         (["--profile", "fast"], "unknown profile 'fast'"),
     ],

@@ -3,6 +3,7 @@
 The oracle is written from A3's equations on arrays of whole prompts; it shares nothing with the code but weights.
 """
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,7 +141,7 @@ class Oracle:
             document[begin:end] = True
         document[-1] = False
         place = local if policy == "full_reuse" else at
-        looks = policy in ("a3", "cacheblend")
+        looks = policy in ("a3", "cacheblend", "random")
         count = min(int(document.sum()), round(ratio * n)) if policy not in ("pie", "full_reuse") else 0
         chosen = np.zeros(n, bool) if looks else self.ends(spans, document, count) if count else np.zeros(n, bool)
         hidden = self.embed(ids)
@@ -148,7 +149,10 @@ class Oracle:
             full = looks and layer <= select_layer
             query, key, value = self.project(layer, hidden)
             if looks and layer == select_layer:
-                scores = self.scores(policy, query, key, value, stored[layer][1], spans, at)
+                if policy == "random":
+                    scores = np.random.default_rng(zlib.crc32(ids.astype("<i4").tobytes())).random(n, np.float32)
+                else:
+                    scores = self.scores(policy, query, key, value, stored[layer][1], spans, at)
                 for begin, end in spans:
                     seam = np.arange(begin, min(begin + seam_tokens, end))
                     scores[seam] = 1e9 - (seam - begin)

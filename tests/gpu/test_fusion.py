@@ -1,5 +1,7 @@
 """Prompts that take chunks computed alone: every policy against a float64 oracle, and what must equal dense prefill."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from gpu.fusion.choice import question_scores
 from gpu.prefill.query import PrefillQuery
 from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL, METHOD_FLOAT32
+from transfer.chunks.format import ChunkKey
 
 SPANS = [(7, 47), (47, 80), (83, 148)]
 TOKENS = draw(160, 1)
@@ -46,6 +49,29 @@ def test_policies_that_do_not_look_give_the_oracles_logits(stand: FusionStand, p
     wanted, _ = Oracle(stand).fuse(TOKENS, SPANS, policy, 0.15)
     got = stand.serve(stand.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+TWICE = np.concatenate([TOKENS[:7], TOKENS[7:47], TOKENS[7:47], TOKENS[87:]])
+EDGES = {
+    "nothing in front, nothing behind": (TOKENS, [(0, 80), (80, 160)]),
+    "the last token is a chunk": (TOKENS, [(7, 47), (159, 160)]),
+    "a chunk is one token": (TOKENS, [(7, 8), (47, 80)]),
+    "one chunk twice": (TWICE, [(7, 47), (47, 87), (100, 148)]),
+    "nothing but a chunk of one token": (TOKENS[:1], [(0, 1)]),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_chunks_anywhere_give_the_oracles_logits_by_every_policy(edge: str, ratio: float, tmp_path: Path) -> None:
+    ids, spans = EDGES[edge]
+    stand = FusionStand(tmp_path)
+    stand.capture([ids[begin:end] for begin, end in spans], 50)
+    for policy in ("a3", "cacheblend", "random", "legolink", "pie", "full_reuse"):
+        wanted, _ = Oracle(stand).fuse(ids, spans, policy, ratio, 2)
+        for keep_tokens in (0, 20):  # the first token is drawn before anything goes
+            got = stand.serve(stand.prompt(ids, spans, policy, ratio, 2, keep_tokens=keep_tokens), 23)
+            np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0, err_msg=policy)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 99])
@@ -151,6 +177,33 @@ def test_a_chunk_that_is_lost_is_computed_while_its_prompt_waits(tmp_path: Path,
     absent = FusionStand(tmp_path / "empty")
     got = absent.serve(absent.prompt(ids, SPANS, "a3", 0.15), 500)
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+def test_layers_of_a_lost_chunk_stay_until_copies_have_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who launches drops the job before the device has read them."""
+    stand = FusionStand(tmp_path)  # that has none of the chunks
+    later: list[object] = []
+    monkeypatch.setattr(stand.documents, "release", later.extend)
+    made: list[weakref.ref[np.ndarray]] = []
+    keep_now = stand.documents.keep_now
+
+    def watch(key: ChunkKey, layers: torch.Tensor) -> list[np.ndarray]:
+        pages = keep_now(key, layers)
+        made.extend(map(weakref.ref, pages))
+        return pages
+
+    monkeypatch.setattr(stand.documents, "keep_now", watch)
+    stand.serve(stand.prompt(TOKENS, SPANS, "pie", 0.0), 500)
+    stand.library.store.delete(stand.key(TOKENS)).result()
+    stand.library.take_done()  # that they are written, and what was
+    gc.collect()
+    assert made
+    assert all(layer() is not None for layer in made)
+    for release in later:
+        release()  # type: ignore[operator]
+    later.clear()
+    gc.collect()
+    assert all(layer() is None for layer in made)
 
 
 def test_what_is_kept_of_a_chunk_depends_on_nothing_beside_it(tmp_path: Path) -> None:

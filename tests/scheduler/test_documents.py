@@ -1,6 +1,7 @@
 """Requests whose prompts have documents' chunks, through a whole engine of a tiny model on the CPU."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -53,6 +54,7 @@ def make_engine(
     model: ModelConfig = MODEL,
     checks: bool = False,
     profiles: dict[str, Composition] | None = None,
+    max_jobs: int = 8,
     **documents: object,
 ) -> Engine:
     config = EngineConfig(
@@ -64,7 +66,9 @@ def make_engine(
             **{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}  # type: ignore[arg-type]
         ),
         scheduler=SchedulerConfig(
-            max_running=4, max_context_tokens=2048, prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096)
+            max_running=4,
+            max_context_tokens=2048,
+            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096, max_jobs=max_jobs),
         ),
     )
     plan = plan_engine(config, load_architecture(model), probe_machine())
@@ -154,6 +158,126 @@ def test_a_prompt_with_chunks_takes_no_prefix_beyond_its_first(engine: Engine) -
     assert fused[-1].num_cached_tokens == FRONT // 16 * 16
 
 
+def test_after_a_restart_the_first_prompt_brings_chunks_into_memory(tmp_path: Path) -> None:
+    """Also the layers that a policy which looks computes in full, and never asks for."""
+    fusion = Fusion(policy="a3", ratio=0.2, select_layer=2)
+    engine = make_engine(tmp_path)
+    wanted = text(serve(engine, ask("a", fusion)))
+    engine.shutdown()
+    again = make_engine(tmp_path)
+    assert text(serve(again, ask("b", fusion))) == wanted
+    assert again.scheduler.documents is not None
+    again.scheduler.documents.store_of_chunks.finish_reads()
+    for file in tmp_path.rglob("*.kv"):
+        file.unlink()
+    found = serve(again, ask("c", fusion))
+    assert text(found) == wanted
+    assert found[-1].reused_tokens > 0
+    again.shutdown()
+
+
+def test_documents_that_are_stored_already_give_up_no_memory(engine: Engine) -> None:
+    serve(engine, ask("a", A3))
+    assert engine.scheduler.documents is not None
+    store = engine.scheduler.documents.store_of_chunks
+    before, kept = store.counts(), store.bytes_in_memory
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    run(engine)
+    assert STORED[-1].num_known == len(CHUNKS)
+    assert (store.counts(), store.bytes_in_memory) == (before, kept)
+
+
+def test_chunks_that_gave_no_finite_logits_are_computed_anew(engine: Engine) -> None:
+    """Whatever made them: floating rows are stored as they are."""
+    wanted = text(serve(engine, ask("a", A3)))
+    assert engine.scheduler.documents is not None
+    documents = engine.scheduler.documents
+    store, key = documents.store_of_chunks, documents._name(np.array(CHUNKS[1]), "")
+    store.delete(key).result()
+    broken = np.full(store.folder.shape.layer_bytes(SIZES[1]) // 4, np.nan, np.float32).view(np.uint8)
+    assert store.put(key, [broken] * SHAPE.num_layers).result()
+    assert serve(engine, ask("b", A3))[-1].finish_reason == "error"
+    store.delete(documents._name(np.array([1]), "")).result()  # behind what was asked for before
+    assert text(serve(engine, ask("c", A3))) == wanted
+
+
+def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first in the queue they are, so that it can begin as soon as it may."""
+    monkeypatch.setattr("transfer.chunks.library.LEAST_ROOM_BYTES", 1)
+    engine = make_engine(tmp_path, memory_limit_gib=0.0, disk_limit_gib=1e-9)
+    assert engine.scheduler.documents is not None
+    library = engine.scheduler.documents._library
+    others = [ask(f"plain{number}", None, max_tokens=400, cache_salt=str(number)) for number in range(4)]
+    engine.submit(others)
+    while len(engine.scheduler.roster.running) < 4:
+        engine.step()
+    engine.submit([ask(f"{number}", A3, chunks=salted(number)) for number in range(3)])
+    for _ in range(60):
+        engine.step()
+    assert len(engine.scheduler.roster.running) == 4
+    own = library.store.folder.shape
+    assert library._bytes_kept == sum(own.chunk_bytes(size) for size in SIZES), "the first one's alone"
+    engine.store_chunks(StoreChunks("s", [pack_tokens(draw(20, 99))], ""))
+    engine.cancel([one.request_id for one in others])
+    STORED.clear()
+    told = run(engine)
+    assert len({tuple(text(told[f"{number}"])) for number in range(3)}) == 1
+    assert [one.request_id for one in STORED] == ["s"]
+    assert library.room_bytes == 1
+    engine.shutdown()
+
+
+def test_chunks_to_store_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.chunks.library.LEAST_ROOM_BYTES", 1)
+    engine = make_engine(tmp_path, memory_limit_gib=0.0)
+    assert engine.scheduler.documents is not None
+    library, may_go, real = engine.scheduler.documents._library, threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert may_go.wait(20)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    chunks = [draw(90, 40 + number) for number in range(3)]
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in chunks], ""))
+    STORED.clear()
+    for _ in range(40):
+        engine.step()
+    assert library._bytes_kept == library.store.folder.shape.chunk_bytes(90), "one, which the disk has not taken"
+    may_go.set()
+    run(engine)
+    assert [(one.num_stored, one.reason) for one in STORED] == [(3, "")]
+    assert library.room_bytes == 1
+    engine.shutdown()
+
+
+def salted(number: int) -> list[ChunkSpan]:
+    return [structs.replace(span, salt=str(number)) for span in ask("", None).chunks]
+
+
+def test_who_waits_for_chunks_is_passed_a_bounded_number_of_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' prompts take every job as it becomes free, which the chunks need as well."""
+    monkeypatch.setattr("scheduler.admission._MOST_BYPASSES", 5)
+    engine = make_engine(tmp_path, max_jobs=1)
+    engine.submit([ask("documents", A3, max_tokens=1)])
+    told: list[str] = []
+    for number in range(200):
+        if len(engine.scheduler._admission.waiting) < 3:
+            other = {"prompt": pack_tokens(draw(20, 100 + number)), "chunks": []}
+            engine.submit([structs.replace(ask(f"{number}", None, max_tokens=1), **other)])
+        told += [delta.request_id for delta in engine.step()]
+        if "documents" in told:
+            break
+    assert told[-1] == "documents"
+    assert 4 < len(told) < 20
+    run(engine)
+    engine.shutdown()
+
+
 def see_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     plans: list[StepPlan] = []
     launch = engine._runner.launch
@@ -232,6 +356,32 @@ def test_without_room_on_the_disk_prompts_are_served_on(tmp_path: Path) -> None:
     assert "disk_limit_gib" in STORED[0].reason
     engine.shutdown()
     other.shutdown()
+
+
+def test_what_a_full_disk_did_not_take_is_stored_when_it_is_asked_for_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has it, but a restart would lose it; metrics tell of both."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    ask_for = StoreChunks("s", [pack_tokens(CHUNKS[0])], "")
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", refuse)
+        engine.store_chunks(ask_for)
+        run(engine)
+    assert (STORED[-1].num_stored, STORED[-1].num_known) == (0, 0)
+    engine.store_chunks(ask_for)
+    run(engine)
+    assert (STORED[-1].num_stored, STORED[-1].num_known, STORED[-1].reason) == (1, 0, "")
+    told = engine.stats().chunks
+    assert told is not None
+    assert (told.written, told.refused, told.evicted, told.set_aside, told.lost) == (1, 1, 0, 0, 0)
+    assert told.memory_bytes > 0
+    engine.store_chunks(ask_for)
+    run(engine)
+    assert (STORED[-1].num_stored, STORED[-1].num_known) == (0, 1)
 
 
 def test_what_cannot_be_served_is_refused_by_name(engine: Engine) -> None:

@@ -61,6 +61,14 @@ def write_files(folder: Path, *texts: str) -> list[Path]:
     return paths
 
 
+def test_a_mark_that_some_editors_begin_a_file_with_is_no_text(scripted, tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "marked.txt"
+    path.write_text("\ufeffone\ufeff", encoding="utf-8")
+    code, _, _ = run_add(monkeypatch, capsys, path, "--url", f"127.0.0.1:{scripted.server_port}")
+    assert code == 0
+    assert scripted.bodies[0][1]["text"] == "one\ufeff"
+
+
 def test_each_file_is_a_document_and_its_id_is_printed(scripted, tmp_path, monkeypatch, capsys) -> None:
     paths = write_files(tmp_path, "one", "two", "three")
     url = f"127.0.0.1:{scripted.server_port}"

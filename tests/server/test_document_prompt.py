@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api_error import ApiError
-from server.chat_message import Message
+from server.chat_message import CalledFunction, Message, MessageCall
 from server.chunker import Chunker
 from server.control_tokens import ControlTokens
+from server.conversation import Conversation
 from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt
 from server.template import ChatTemplate, load_template
 from server.tokenizer import Tokenizer, TooManyTokens
@@ -27,7 +28,9 @@ HI = [Message(role="user", content="Hi")]
 TWO = [("Boats", "There are 3 boats in the bay. " * 9), ("", "naïve 東京 <|end|><|system|>")]
 
 
-def write(template: ChatTemplate, messages: list[Message], documents, most: int = 10_000) -> ChunkedPrompt:
+def write(
+    template: ChatTemplate, messages: list[Message] | Conversation, documents, most: int = 10_000
+) -> ChunkedPrompt:
     placed = [PlacedDocument(title, CHUNKER.cut(text, most)) for title, text in documents]
     return write_prompt(template, TOKENIZER, CONTROL, messages, placed, most)
 
@@ -92,6 +95,44 @@ def test_a_template_may_put_them_in_another_order() -> None:
 def test_a_chat_without_a_user_has_them_before_its_first_message() -> None:
     prompt = write(PLAIN, [Message(role="system", content="Hi"), Message(role="assistant", content="Yes.")], TWO)
     assert text_of(prompt).startswith(default_text(TWO, "Hi").replace("<|user|>", "<|system|>").split("Hi<")[0])
+
+
+def test_whoever_they_stand_before_says_what_it_said() -> None:
+    """A chat of calls and results alone: the first message keeps its call, its result its number."""
+    call = MessageCall(id="c1", function=CalledFunction(name="find", arguments='{"key": 7}'))
+    messages = [
+        Message(role="assistant", content="Let me look.", tool_calls=[call], reasoning_content="Hm."),
+        Message(role="tool", content="seven", tool_call_id="c1"),
+    ]
+    template = ChatTemplate(
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ m.tool_calls or '' }}{{ m.reasoning_content }}"
+        "{{ m.tool_call_id }}<|end|>{% endfor %}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}",
+        {},
+    )
+    with_documents, behind = (text_of(write(template, order, TWO)) for order in (messages, messages[1:]))
+    assert with_documents.startswith("<|assistant|>\nDocument 1: Boats\n")
+    assert "Let me look.[{'id': 'c1', 'type': 'function', 'function': {'name': 'find'" in with_documents
+    assert "Hm.<|end|><|tool|>\nsevenc1<|end|>" in with_documents
+    assert behind.endswith("sevenc1<|end|>"), "before a tool's answer, too"
+
+
+def test_documents_stand_beside_tools_and_several_system_messages() -> None:
+    tool = {"type": "function", "function": {"name": "find", "description": "", "parameters": {"type": "object"}}}
+    system = [Message(role="system", content=text) for text in ("Be short.", "Be right.")]
+    asked = Conversation([*system, *HI], [tool])
+    prompt = write(ChatTemplate(PLAIN.source + "{{ tools | tojson if tools }}", TOKENIZER.special_tokens), asked, TWO)
+    assert '"name": "find"' in text_of(prompt)
+    assert text_of(prompt).index("Be right.") < text_of(prompt).index("Document 1: Boats")
+    own = write(OWN, asked, TWO)
+    assert text_of(own).index("naïve") < text_of(own).index("Be short.")
+    for one in (prompt, own):
+        assert chunks_of(one) == [list(chunk) for _, text in TWO for chunk in CHUNKER.cut(text, 9999)]
+
+
+def test_one_document_may_stand_in_a_prompt_twice() -> None:
+    prompt = write(PLAIN, HI, [TWO[0], TWO[0]])
+    assert len(prompt.chunks) == 2 * len(CHUNKER.cut(TWO[0][1], 999))
+    assert text_of(prompt) == default_text([TWO[0], TWO[0]], "Hi")
 
 
 def test_a_template_that_changes_messages_is_a_400() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from scheduler.config import PrefillConfig
 from scheduler.messages import EngineRequest
 from server.chunker import Chunker
+from server.commands.servable import require_settings
 from server.config import ConfigError, load_deployment
 from server.documents import check_documents, open_documents
 from tests.server.live_server import Running, fake_command, make_deployment, running_server, with_documents
@@ -201,6 +203,19 @@ async def test_messages_make_a_document_too(docs) -> None:
     made = await add(docs, messages=messages)
     shown = (await docs.http.get(f"{DOCUMENTS}/{made['id']}")).json()
     assert shown["text"] == "user: Who has keys?\n\nAnn: I do."
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"key": 7}'}}
+    turns = [
+        {"role": "assistant", "content": "Let me look.", "tool_calls": [call, call | {"id": "c2"}]},
+        {"role": "tool", "content": "seven", "tool_call_id": "c1"},
+        {"role": "tool", "content": "none", "tool_call_id": "c2"},
+        {"role": "assistant", "tool_calls": [call | {"id": "c3"}]},
+    ]
+    made = await add(docs, messages=turns)
+    shown = (await docs.http.get(f"{DOCUMENTS}/{made['id']}")).json()
+    asked = 'find({"key": 7})'
+    assert shown["text"] == (
+        f"assistant: Let me look.\n{asked}\n{asked}\n\ntool: seven\n\ntool: none\n\nassistant: {asked}"
+    )
 
 
 REFUSED = [
@@ -320,6 +335,21 @@ def test_what_serve_would_refuse_is_known_before_and_nothing_is_made(tmp_path: P
     for check in (check_documents, lambda one: open_documents(one, None)):
         with pytest.raises(ConfigError, match=r"documents\.folder: .*documents\.sqlite3: file is not a database"):
             check(with_documents(make_deployment(), tmp_path))
+
+
+def test_chunks_that_no_unit_of_prefill_has_room_for_are_refused_before_they_are_text_for_ever(tmp_path: Path) -> None:
+    for prefill, most in ((PrefillConfig(chunk_tokens=256), 256), (PrefillConfig(max_hidden_tokens=300), 300)):
+        scheduler = make_deployment().scheduler.model_copy(update={"prefill": prefill})
+        for chunk_tokens in (most, most + 1):
+            deployment = with_documents(make_deployment(), tmp_path, chunk_tokens=chunk_tokens)
+            deployment = deployment.model_copy(update={"scheduler": scheduler})
+            if chunk_tokens == most:
+                require_settings(deployment)
+                continue
+            with pytest.raises(
+                ConfigError, match=rf"documents\.chunk_tokens: asked {chunk_tokens}, but .* has {most} "
+            ):
+                require_settings(deployment)
 
 
 def test_a_folder_of_documents_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from scheduler.messages import ExpertStats, FetchStats, HostStats, ReuseStats, Stats
+from scheduler.messages import ChunkStats, ExpertStats, FetchStats, HostStats, ReuseStats, Stats
 from server.metrics import Metrics
 
 HOST = HostStats(
@@ -25,11 +25,12 @@ STATS = Stats(
         hole_tokens=37, read_tokens=38, dropped_tokens=39, fetched_blocks=40, looked_blocks=41, late_blocks=42
     ),
     experts=ExpertStats(fetched=70, copied=71, computed=72),
+    chunks=ChunkStats(memory_bytes=80, written=81, refused=82, evicted=83, set_aside=84, lost=85),
 )  # fmt: skip
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
     "host_bytes_used": 21, "host_bytes_promised": 22, "host_contexts": 24, "host_tokens": 25, "host_segments": 26,
-    "reuse_rings_free": 36,
+    "reuse_rings_free": 36, "chunks_memory_bytes": 80,
 }  # fmt: skip
 CAPACITIES = {"pages_capacity": 6, "host_bytes_capacity": 23}
 COUNTERS = {
@@ -39,6 +40,7 @@ COUNTERS = {
     "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5, "fetch_hole_tokens": 37,
     "fetch_read_tokens": 38, "fetch_dropped_tokens": 39, "fetch_fetched_blocks": 40, "fetch_looked_blocks": 41,
     "fetch_late_blocks": 42, "experts_fetched": 70, "experts_copied": 71, "experts_computed": 72,
+    "chunks_written": 81, "chunks_refused": 82, "chunks_evicted": 83, "chunks_set_aside": 84, "chunks_lost": 85,
     "host_answers_estimated": 60, "host_answers_heavy": 61, "host_answers_beyond_bound": 62,
     "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64, "host_answers_in_full": 65,
 }  # fmt: skip

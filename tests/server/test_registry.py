@@ -62,6 +62,19 @@ async def test_the_same_title_and_text_are_one_document_and_any_other_is_another
     assert len(others | {one.id}) == 4
 
 
+async def test_a_disk_that_takes_nothing_more_gives_what_it_has(registry, monkeypatch, caplog) -> None:
+    inline = await registry.add("a", "", "inline", is_kept=False)
+    monkeypatch.setattr("server.registry._USED_SECONDS", -1.0)
+    registry._file.execute("PRAGMA query_only=1")
+    found = await registry.find("a", [inline.id], MIB)
+    assert found[inline.id].text == "inline"
+    assert f"document_use_not_noted document={inline.id}" in caplog.text
+    with pytest.raises(RegistryError, match="attempt to write a readonly database"):
+        await registry.add("a", "", "another", is_kept=False)
+    registry._file.execute("PRAGMA query_only=0")
+    assert await registry.add("a", "", "another", is_kept=False)
+
+
 async def test_pages_are_in_the_order_of_arrival(registry) -> None:
     ids = [(await registry.add("a", "", f"text {i}", is_kept=True)).id for i in range(7)]
     pages, after = [], None
@@ -85,6 +98,42 @@ async def test_one_document_too_many_is_refused_and_what_came_with_a_prompt_goes
     assert await registry.add("a", "", "kept 0", is_kept=True), "one that is there needs no room"
     await registry.add("b", "", "another key's", is_kept=True)
     assert await registry.count() == 12
+
+
+async def test_a_full_disk_opens(tmp_path: Path, monkeypatch) -> None:
+    path, connect = tmp_path / "documents.sqlite3", sqlite3.connect
+    before = DocumentRegistry(path, 10, MIB)
+    made = await before.add("a", "T", "text", is_kept=True)
+    before.close()
+
+    def connect_to_read(*where, **how) -> sqlite3.Connection:
+        connection = connect(*where, **how)
+        connection.execute("PRAGMA query_only=1")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_read)
+    full = DocumentRegistry(path, 10, MIB)
+    assert (await full.find("a", [made.id], MIB))[made.id].text == "text"
+    with pytest.raises(RegistryError, match="readonly"):
+        await full.add("a", "", "another", is_kept=True)
+    full.close()
+
+
+async def test_a_lower_limit_holds_from_the_next_document_on(tmp_path: Path) -> None:
+    path = tmp_path / "documents.sqlite3"
+    before = DocumentRegistry(path, 10, MIB)
+    for i in range(8):
+        await before.add("a", "", f"text {i}", is_kept=i < 2)
+    before.close()
+    now = DocumentRegistry(path, 4, MIB)
+    await now.add("a", "", "one more", is_kept=True)
+    assert len(await ids_of(now, "a")) == 4
+    now.close()
+    fewer = DocumentRegistry(path, 2, MIB)
+    with pytest.raises(RegistryFull, match="this key has 3 documents, at most 2"):
+        await fewer.add("a", "", "yet another", is_kept=True)
+    assert len(await ids_of(fewer, "a")) == 4, "nothing is given up for what is refused"
+    fewer.close()
 
 
 async def test_texts_stay_below_the_limit_the_least_recently_used_inline_one_goes(registry, monkeypatch) -> None:

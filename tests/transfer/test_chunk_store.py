@@ -140,18 +140,103 @@ def test_memory_keeps_what_was_read_last(tmp_path: Path) -> None:
     store.shutdown()
 
 
-def test_what_is_read_in_part_is_not_kept_in_memory(tmp_path: Path) -> None:
+def read_last_layer(store: ChunkStore, number: int) -> bytes:
+    """As a prompt does that computes the first layers in full."""
+    lease = store.find(key_of(number))
+    layer = lease.layer(1, np.empty(LAYER_BYTES, np.uint8)).result(20).tobytes()
+    lease.release()
+    return layer
+
+
+def test_a_chunk_that_is_read_in_part_is_read_to_its_end_and_stays_in_memory(tmp_path: Path) -> None:
     put(store := open_store(tmp_path, 0), 1)
     store.shutdown()
     store = open_store(tmp_path, 1)
-    lease = store.find(key_of(1))
-    assert lease.layer(1, np.empty(LAYER_BYTES, np.uint8)).result(20).tobytes() == layers_of(1)[1]
-    lease.release()
-    assert store.bytes_in_memory == 0
     descriptors = len(os.listdir("/proc/self/fd"))
+    assert read_last_layer(store, 1) == layers_of(1)[1]
+    store.finish_reads()
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "its file is closed"
+    path_of(tmp_path, 1).unlink()
     assert fetch(store, 1) == layers_of(1)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert store.bytes_in_memory == SLAB
+    assert store.counts()["found_in_memory"] == 1
+    store.forget()
+    assert store.bytes_in_memory == 0
+    store.shutdown()
+
+
+def test_a_chunk_of_which_nothing_is_read_takes_no_memory(tmp_path: Path) -> None:
+    put(store := open_store(tmp_path, 0), 1)
+    store.shutdown()
+    store = open_store(tmp_path, 1)
+    store.find(key_of(1)).release()
+    assert store.bytes_in_memory == 0
+    assert fetch(store, 1) == layers_of(1)
+    store.shutdown()
+
+
+def test_a_chunk_whose_rest_is_lost_is_not_kept_and_not_found_again(tmp_path: Path) -> None:
+    put(store := open_store(tmp_path, 0), 1)
+    store.shutdown()
+    with path_of(tmp_path, 1).open("r+b") as file:
+        file.seek(FILE_BYTES - 2 * LAYER_BYTES)
+        file.write(b"?")
+    store = open_store(tmp_path, 1)
+    assert read_last_layer(store, 1) == layers_of(1)[1]
+    store.forget()
+    assert store.bytes_in_memory == 0
+    assert store.find(key_of(1)) is None
+    assert store.counts()["set_aside"] == 1
+    store.shutdown()
+
+
+def test_memory_whose_rest_is_read_is_not_given_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store := open_store(tmp_path, 0), 1)
+    store.shutdown()
+    store = open_store(tmp_path, 1)
+    may_go, real, firsts = threading.Event(), os.preadv, iter([True])
+
+    def read(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        if at == FILE_BYTES - 2 * LAYER_BYTES and next(firsts, False):
+            assert may_go.wait(20)
+        return real(descriptor, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", read)
+    assert read_last_layer(store, 1) == layers_of(1)[1]
+    assert put(store, 2)
+    assert fetch(store, 2) == layers_of(2)
+    assert store.counts()["found_in_memory"] == 0, "there is room for one"
+    lease = store.find(key_of(1))
+    first = lease.layer(0, np.empty(LAYER_BYTES, np.uint8))
+    may_go.set()
+    assert first.result(20).tobytes() == layers_of(1)[0], "who comes meanwhile waits for the same read"
+    lease.release()
+    assert fetch(store, 1) == layers_of(1)
+    store.shutdown()
+    assert store.bytes_in_memory == 0
+
+
+def test_to_ask_whether_a_chunk_is_there_gives_up_no_memory(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1)
+    put(store, 1)
+    put(store, 2)
+    path_of(tmp_path, 2).unlink()
+    before = store.counts()
+    found = [store.has(key_of(number)) for number in (1, 2, 3)]
+    assert found == [True, False, False], "what is in memory alone is gone with a restart"
+    assert store.counts() == before
+    assert fetch(store, 2) == layers_of(2)
+    path_of(tmp_path, 1).write_bytes(b"nothing of ours")
+    assert not store.has(key_of(1))
+    store.shutdown()
+
+
+def test_a_chunk_that_is_asked_for_is_the_last_one_used(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0, 2 * FILE_BYTES)
+    put(store, 1)
+    put(store, 2)
+    assert store.has(key_of(1))
+    put(store, 3)
+    assert [store.has(key_of(number)) for number in (1, 2, 3)] == [True, False, True]
     store.shutdown()
 
 

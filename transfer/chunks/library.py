@@ -1,7 +1,8 @@
 """Chunks that requests wait for: in the store, or computed for them and kept until they have read them.
 
-It refuses to know requests and devices. Invariant: what a request holds is there until it lets go, whether the disk has
-room for it or not. Methods may be called from any thread.
+It refuses to know requests and devices. Invariants: what a request holds is there until it lets go, whether the disk
+has room for it or not; what was computed stays in memory of its own no longer than it takes to store it, or where the
+store has no room. Methods may be called from any thread.
 """
 
 import logging
@@ -11,9 +12,11 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
-from transfer.chunks.format import ChunkKey
+from transfer.chunks.format import ChunkKey, has_finite_scales
 from transfer.chunks.store import ChunkLease, ChunkStore
 from transfer.host_pages import Pages
+
+LEAST_ROOM_BYTES = 2**30
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +58,14 @@ class _Kept:
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """By `count` requests. One of lease and layers is there, or the chunk is to be computed."""
+    """By `count` requests. One of lease and layers is there, or the chunk is to be computed. is_alone: what is not the
+    store's, and will not be.
+    """
 
     count: int = 0
     lease: ChunkLease | None = None
     layers: Sequence[Pages] | None = None
+    is_alone: bool = False
     is_refused: bool = field(default=False)
 
     @property
@@ -75,13 +81,11 @@ class ChunkLibrary:
         self._lock = Lock()
         self._held: dict[str, _Held] = {}
         self._done: list[tuple[ChunkKey, Future[bool] | None]] = []
+        self._bytes_kept = 0  # computed, and not the store's
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether the chunk is in the store now."""
-        lease = self.store.find(key)
-        if lease is not None:
-            lease.release()
-        return lease is not None
+        """Whether the chunk is on the disk now, so that it need not be stored."""
+        return self.store.has(key)
 
     def hold(self, key: ChunkKey) -> bool:
         """Whether the chunk is there; if so it stays, and if it is computed from now on it is kept, until `let_go`."""
@@ -107,6 +111,8 @@ class ChunkLibrary:
             if held.count:
                 return
             del self._held[key.name]
+            if held.is_alone:
+                self._bytes_kept -= self._bytes_of(key)
         if held.lease is not None:
             held.lease.release()
 
@@ -128,18 +134,52 @@ class ChunkLibrary:
                 return _Kept(key, held.layers)
         return self.store.find(key)
 
-    def keep(self, key: ChunkKey, layers: Sequence[Pages]) -> "Future[bool]":
+    def keep(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
         """A chunk was computed: uint8 `[layer_bytes]` a layer. Whoever holds it has it now; whether it is on the disk
-        is told later.
+        is told later. One with rows that are no numbers is refused.
         """
+        if not all(has_finite_scales(layer.data, self.store.folder.shape) for layer in layers):
+            self.refuse(key, "it has keys or values that are not finite, or span more than float32 holds")
+            return
         with self._lock:
             held = self._held.get(key.name)
             if held is not None and not held.is_there:
                 held.layers = layers
+            self._bytes_kept += self._bytes_of(key)
         written = self.store.put(key, layers)
         with self._lock:
             self._done.append((key, written))
-        return written
+        written.add_done_callback(lambda _: self._give_to_store(key, layers))
+
+    def _give_to_store(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
+        """The store has the chunk, or had no room: then who holds it goes on with what was computed."""
+        with self._lock:
+            held = self._held.get(key.name)
+            is_held = held is not None and held.layers is layers
+        lease = self.store.find(key) if is_held else None
+        with self._lock:
+            held = self._held.get(key.name)
+            if held is not None and held.layers is layers:
+                if held.lease is None and lease is None:
+                    held.is_alone = True
+                    return
+                held.layers = None
+                if held.lease is None:  # else it was found, too, while it was computed
+                    held.lease, lease = lease, None
+            self._bytes_kept -= self._bytes_of(key)
+        if lease is not None:
+            lease.release()
+
+    @property
+    def room_bytes(self) -> int:
+        """For chunks that are computed from now on: as much as the store has for all of its own, less those that it has
+        not taken. It may be below 0.
+        """
+        with self._lock:
+            return max(self.store.memory_limit_bytes, LEAST_ROOM_BYTES) - self._bytes_kept
+
+    def _bytes_of(self, key: ChunkKey) -> int:
+        return self.store.folder.shape.chunk_bytes(key.num_tokens)
 
     def refuse(self, key: ChunkKey, reason: str) -> None:
         """A chunk was computed and is nothing that can be kept: who holds it computes its tokens as any text."""

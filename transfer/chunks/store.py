@@ -96,6 +96,13 @@ class ChunkStore:
         self._readers = ThreadPoolExecutor(num_threads, "chunk-reads")
         self._writer = ThreadPoolExecutor(1, "chunk-writes")
 
+    def has(self, key: ChunkKey) -> bool:
+        """Whether the chunk is on the disk, where it is the last one used then; memory stays as it is."""
+        file = self.folder.open(key)
+        if file is not None:
+            file.close()
+        return file is not None
+
     def find(self, key: ChunkKey) -> ChunkLease | None:
         """A lease of the chunk, or None: whoever asked computes it. Looks at the file's header, and reads no layer."""
         with self._lock:
@@ -128,15 +135,26 @@ class ChunkStore:
 
     def forget(self) -> None:
         """Give up all memory that nobody reads; what is on the disk stays. For who times the disk."""
+        self.finish_reads()
         with self._lock:
             for entry in [one for one in self._entries.values() if one.num_leases == 0]:
                 self._forget(entry)
                 self._end(entry)
 
+    def finish_reads(self) -> None:
+        """Wait until nothing is read: chunks that were read in part are in memory whole. For who times memory."""
+        with self._lock:
+            under_way = [read for entry in self._entries.values() for read in entry.layers.values()]
+        wait(under_way)
+
     def counts(self) -> Mapping[str, int]:
         """found_in_memory, found_on_disk, absent, lost (while it was read), stored, refused, evicted, set_aside."""
         with self._lock:
             return Counter(self._counts) + self.folder.counts
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        return self._slabs.limit_bytes
 
     @property
     def bytes_in_memory(self) -> int:
@@ -162,13 +180,31 @@ class ChunkStore:
             return entry.layers[index]
 
     def end_lease(self, entry: _Entry) -> None:
-        """For leases. What is not wholly in memory by then is not kept there."""
+        """For leases. Of a chunk that was read in part the rest is read, too, and then it stays in memory: prompts that
+        compute their first layers in full never ask for these. One of which nothing was read is not kept there.
+        """
         with self._lock:
             entry.num_leases -= 1
-            if entry.num_leases == 0 and entry.num_missing > 0:
+            if entry.num_leases == 0 and entry.num_missing > 0 and not self._read_rest(entry):
                 self._forget(entry)
             if entry.num_leases == 0 and self._entries.get(entry.key.name) is not entry:
                 self._end(entry)
+
+    def _read_rest(self, entry: _Entry) -> bool:
+        """Whether layers that nobody has asked for are read from now on, each on a lease of its own."""
+        if not entry.layers or entry.slab is None or self._entries.get(entry.key.name) is not entry:
+            return False
+        rest = [index for index in range(len(entry.ranges)) if index not in entry.layers]
+        entry.num_leases += len(rest)
+        for index in rest:
+            entry.layers[index] = self._readers.submit(self._read_unasked, entry, index, entry.slab)
+        return bool(rest)
+
+    def _read_unasked(self, entry: _Entry, index: int, slab: Slab) -> Pages:
+        try:
+            return self._read_to_slab(entry, index, slab)
+        finally:
+            self.end_lease(entry)
 
     def _lease(self, key: ChunkKey) -> _Entry | None:
         entry = self._entries.get(key.name)
