@@ -38,8 +38,8 @@ def chunk_read_rows(
     floor_ms = 2 * num_bytes / rates["host_stream_gb_s"] / 1e6
     announce(console, "chunks from the page cache", floor, floor_ms)
     with TemporaryDirectory(dir=folder) as root, ThreadPoolExecutor(threads) as pool:
-        config = DocumentsConfig(folder=Path(root), disk_limit_gib=1e6, memory_limit_gib=0, threads=threads)
-        store = open_chunks(config, MODEL, shape, is_pinned=False)
+        config = DocumentsConfig(folder=Path(root), disk_limit_gib=1e6, threads=threads)
+        store = open_chunks(config, 0, MODEL, shape, is_pinned=False)
         keys = [name_chunk([number] * TOKENS, shape, "") for number in range(num_chunks)]
         paths = [Path(root) / MODEL / f"{key.name}.kv" for key in keys]
         out = np.empty((shape.num_layers, num_chunks, shape.layer_bytes(TOKENS)), np.uint8)

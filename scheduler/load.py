@@ -168,7 +168,7 @@ def open_library(
         drawn = digest_random(f"{model.random_weights}{split}", RANDOM_SEED, plan.dtype, plan.device)
         digest = digest_rounded(drawn, model.weights)
     shape = ChunkShape(architecture.num_layers, architecture.num_kv_heads, architecture.dim, documents.rows)
-    return ChunkLibrary(open_chunks(documents, digest, shape, is_pinned=plan.device == "cuda"))
+    return ChunkLibrary(open_chunks(documents, plan.documents_bytes, digest, shape, is_pinned=plan.device == "cuda"))
 
 
 def make_documents(

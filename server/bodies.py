@@ -17,6 +17,7 @@ from transfer.config import Policy
 
 MAX_DOCUMENTS = 1024  # of a chat
 MAX_TITLE_CHARS = 1024
+MOST_LAYERS = 2**16  # of a model, more than any has; behind its last one is its last one
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128
@@ -98,6 +99,7 @@ class FusionChoice(msgspec.Struct, kw_only=True):
 
     policy: Policy | None = None
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    select_layer: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):

@@ -100,16 +100,16 @@ async def store_inline(documents: Documents, owner: str, given: Sequence[str | I
 
 def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None) -> Fusion | None:
     """How a prompt with documents is computed; None: as one without."""
-    policy, ratio = config.policy, config.ratio
+    policy, ratio, select_layer = config.policy, config.ratio, config.select_layer
     if choice is not None:
-        policy = choice.policy or policy
+        policy, select_layer = choice.policy or policy, choice.select_layer or select_layer
         ratio = ratio if choice.ratio is None else choice.ratio
     if policy == "vanilla":
         return None
     return Fusion(
         policy=policy,
         ratio=ratio,
-        select_layer=config.select_layer,
+        select_layer=select_layer,
         seam_tokens=config.seam_tokens,
         keep_tokens=config.keep_tokens,
     )

@@ -150,7 +150,7 @@ COMPLETION = Fields(
 
 INLINE_DOCUMENT = Fields("InlineDocument", served("title", "text"))
 
-FUSION = Fields("Fusion", served("policy", "ratio"))
+FUSION = Fields("Fusion", served("policy", "ratio", "select_layer"))
 
 CHAT = Fields(
     "Chat",

@@ -13,6 +13,9 @@ from pydantic import Field
 from transfer.settings import Settings
 
 MAX_BITS_PER_TABLE = 16  # codes are uint16
+LEAST_AHEAD_BYTES = 2**30  # of chunks that are computed before they are on disk, whatever is kept of them in memory
+_DOCUMENTS_SHARE = 1 / 16  # of host memory, where nobody says, for chunks used last
+_MOST_DOCUMENTS_BYTES = 2**33
 
 
 class ErrorsConfig(Settings):
@@ -90,8 +93,9 @@ class DocumentsConfig(Settings):
     select_layer: int = Field(
         5,
         ge=1,
-        description="whose scores choose the tokens, of `a3` and `cacheblend`; the layers before compute all. Both "
-        "papers choose in 1, where the reference model's question does not look at what it asks for yet",
+        description="whose scores choose the tokens, of `a3` and `cacheblend`; the layers before compute all (requests "
+        "may say another). Both papers choose in 1, where the reference model's question does not look at what it asks "
+        "for yet",
     )
     seam_tokens: int = Field(0, ge=0, description="first ones of a chunk, always computed again and counted to `ratio`")
     keep_tokens: int = Field(
@@ -103,16 +107,22 @@ class DocumentsConfig(Settings):
     max_documents: int = Field(10_000, ge=1, description="of one API key; one more is refused")
     texts_limit_mib: float = Field(1024.0, gt=0, description="of all documents' texts; one more is refused")
     disk_limit_gib: float = Field(64.0, gt=0, description="of all models in the folder; the least recently used go")
-    memory_limit_gib: float = Field(
-        8.0,
+    memory_limit_gib: float | None = Field(
+        None,
         ge=0,
         description="of host memory for the last used ones, beside `host`'s own; for as much again, 1 GiB at least, "
-        "new ones are computed before they are on disk",
+        "new ones are computed before they are on disk; default: a sixteenth of the host's, 8 at most",
     )
     rows: Literal["bfloat16", "float32", "int8"] = Field(
         "bfloat16", description="how keys and values are kept; int8: with a scale for each token and KV head"
     )
     threads: int = Field(4, ge=1, le=64, description="layers that are read from the disk at a time")
+
+    def memory_bytes(self, host_bytes: int) -> int:
+        """For those used last, of a host with so much memory."""
+        if self.memory_limit_gib is not None:
+            return int(self.memory_limit_gib * 2**30)
+        return min(_MOST_DOCUMENTS_BYTES, int(host_bytes * _DOCUMENTS_SHARE))
 
     @property
     def resolved_folder(self) -> Path:

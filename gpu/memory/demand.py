@@ -16,7 +16,7 @@ from gpu.model.architecture import Architecture, LayerSpec
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
 from transfer.chunks.format import ChunkShape
-from transfer.config import DocumentsConfig
+from transfer.config import LEAST_AHEAD_BYTES, DocumentsConfig
 
 Place = Literal["gpu", "host"]
 MIB = 2**20
@@ -60,9 +60,9 @@ def num_gathered_heads(kv_heads: int, has_codes: bool) -> int:
 class Demand:
     """One model with its settings on one device. `host`: what its host tier asks for, or None without one;
     `states`: what attention methods keep for sequences that run; how many rings there are is told where it is known.
-    `documents`: how their chunks are kept, or None. `num_windows`: of `window_pages` pages in each layer with a window,
-    which then has no others (`gpu.kv.windows`); no pages: it has them as all layers have. kv: how pages hold rows,
-    None: in the dtype that computes.
+    `documents`: how their chunks are kept, or None, in `documents_bytes` of host memory. `num_windows`: of
+    `window_pages` pages in each layer with a window, which then has no others (`gpu.kv.windows`); no pages: it has them
+    as all layers have. kv: how pages hold rows, None: in the dtype that computes.
     """
 
     shape: Architecture
@@ -75,6 +75,7 @@ class Demand:
     host: HostDemand | None
     states: tuple[MethodState, ...]
     documents: DocumentsConfig | None = None
+    documents_bytes: int = 0
     window_pages: int = 0
     num_windows: int = 0
     kv: KvFormat | None = None
@@ -381,8 +382,11 @@ class Demand:
     def _documents(self) -> tuple[MemoryItem, ...]:
         if self.documents is None:
             return ()
-        num_bytes = int(self.documents.memory_limit_gib * 2**30)
-        return (MemoryItem("documents", "host", num_bytes, f"chunks used last, in {self.documents.rows}"),)
+        ahead = max(self.documents_bytes, LEAST_AHEAD_BYTES)
+        return (
+            MemoryItem("documents", "host", self.documents_bytes, f"chunks used last, in {self.documents.rows}"),
+            MemoryItem("documents under way", "host", ahead, "chunks that are computed, and not on disk yet"),
+        )
 
     def item(self, name: str, num_bytes: int, note: str) -> MemoryItem:
         return MemoryItem(name, self.place, num_bytes, note)

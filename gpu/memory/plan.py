@@ -57,7 +57,7 @@ class MemoryPlan:
     `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of each are
     beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and the
     others lie in host memory; None: all, or the model has none. computes_experts: decode steps of few rows have the CPU
-    compute those; else they fetch them.
+    compute those; else they fetch them. documents_bytes: of host memory, for their chunks used last.
     """
 
     device: Literal["cuda", "cpu"]
@@ -89,6 +89,7 @@ class MemoryPlan:
     spare_window_tokens: int = 0
     experts_on_card: int | None = None
     computes_experts: bool = False
+    documents_bytes: int = 0
 
     @property
     def dtype_bytes(self) -> int:
@@ -147,6 +148,7 @@ def plan_memory(
         tier,
         tuple(states),
         documents,
+        0 if documents is None else documents.memory_bytes(machine.memory_bytes),
         window_pages,
         kv=kv,
         computes_experts=computes_experts,
@@ -205,6 +207,7 @@ def plan_memory(
         spare_window_tokens=spare_tokens if window_pages else 0,
         experts_on_card=demand.experts_on_card,
         computes_experts=demand.computes_experts,
+        documents_bytes=demand.documents_bytes,
     )
 
 

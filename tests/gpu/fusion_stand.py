@@ -46,8 +46,10 @@ class FusionStand:
         self.decoder = Decoder(self.shape, self.weights, self.pool, CONTEXT)
         self.sampler = KeepsLogits(3, SHAPE.vocab_size, torch.device("cpu"))
         self.chunk_shape = ChunkShape(SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.dim, self.rows)
-        config = DocumentsConfig(folder=self.folder, memory_limit_gib=self.memory_gib, rows=self.rows)
-        self.library = ChunkLibrary(open_chunks(config, "0" * 32, self.chunk_shape, is_pinned=False))
+        config = DocumentsConfig(folder=self.folder, rows=self.rows)
+        self.library = ChunkLibrary(
+            open_chunks(config, int(self.memory_gib * 2**30), "0" * 32, self.chunk_shape, is_pinned=False)
+        )
         self.documents = Documents(self.library, torch.device("cpu"))
         self.prefill = Prefill(self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), None, None, self.documents)
         self.next_job, self.next_page = 0, 0

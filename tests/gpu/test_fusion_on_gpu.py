@@ -44,8 +44,8 @@ def test_on_a_gpu_all_tokens_computed_again_are_dense_prefill_and_few_are_near_i
 def test_on_a_gpu_codes_that_are_no_numbers_reach_nobody(is_broken: bool, tmp_path: Path) -> None:
     """Kernels write them without a look; the thread that waits for the copies looks."""
     shape = ChunkShape(1, 2, 64, "int8")
-    config = DocumentsConfig(folder=tmp_path, rows="int8", memory_limit_gib=0.01)
-    library = ChunkLibrary(open_chunks(config, "0" * 32, shape, is_pinned=True))
+    config = DocumentsConfig(folder=tmp_path, rows="int8")
+    library = ChunkLibrary(open_chunks(config, 2**24, "0" * 32, shape, is_pinned=True))
     documents, key = Documents(library, torch.device("cuda")), name_chunk([1, 2, 3], shape, "")
     assert not library.hold(key)
     rows = torch.ones(3, 2, 64, device="cuda", dtype=torch.bfloat16)

@@ -205,7 +205,7 @@ def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the first in the queue they are, so that it can begin as soon as it may."""
-    monkeypatch.setattr("transfer.chunks.library.LEAST_ROOM_BYTES", 1)
+    monkeypatch.setattr("transfer.chunks.library.LEAST_AHEAD_BYTES", 1)
     engine = make_engine(tmp_path, memory_limit_gib=0.0, disk_limit_gib=1e-9)
     assert engine.scheduler.documents is not None
     library = engine.scheduler.documents._library
@@ -230,7 +230,7 @@ def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_r
 
 
 def test_chunks_to_store_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.chunks.library.LEAST_ROOM_BYTES", 1)
+    monkeypatch.setattr("transfer.chunks.library.LEAST_AHEAD_BYTES", 1)
     engine = make_engine(tmp_path, memory_limit_gib=0.0)
     assert engine.scheduler.documents is not None
     library, may_go, real = engine.scheduler.documents._library, threading.Event(), os.fsync

@@ -96,6 +96,8 @@ async def test_a_chat_carries_the_ids_of_its_documents_chunks_and_where_they_sta
     assert {chunk.salt for chunk in request.chunks} == {""}
     assert (request.fusion.policy, request.fusion.ratio, request.fusion.select_layer) == ("a3", 0.15, 5)
     assert answer.json()["usage"]["prompt_tokens"] == len(prompt)
+    await chat(docs, [made["id"]], fusion={"select_layer": 1})
+    assert (noted[-1].fusion.policy, noted[-1].fusion.select_layer) == ("a3", 1), "the paper's"
     text = tokenizer.decode(prompt, False)
     assert text.startswith("<|begin_of_text|><|user|>\nDocument 1\nThe mayor")
     assert f"\n\nDocument 2: Boats\n{TEXT}\n\nHi<|end|>" in text
@@ -234,6 +236,7 @@ REFUSED = [
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"policy": "best"}}, "fusion.policy"),
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"ratio": 1.5}}, "fusion.ratio"),
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"rate": 1}}, "fusion.rate"),
+    (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"select_layer": 0}}, "fusion.select_layer"),
 ]
 
 

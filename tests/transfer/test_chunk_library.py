@@ -132,7 +132,7 @@ def test_what_is_not_written_yet_takes_room(tmp_path: Path, monkeypatch: pytest.
 
 def test_there_is_as_much_room_as_the_store_has_memory_and_a_gibibyte_at_least(tmp_path: Path) -> None:
     library = open_library(open_folder(tmp_path), 4)
-    assert library.room_bytes == library_module.LEAST_ROOM_BYTES == 2**30
+    assert library.room_bytes == library_module.LEAST_AHEAD_BYTES == 2**30
     library.shutdown()
     library = open_library(open_folder(tmp_path), 2**19)
     assert library.room_bytes == library.store.memory_limit_bytes == 2**19 * SMALL_PAGE_BYTES

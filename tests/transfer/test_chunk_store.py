@@ -406,9 +406,7 @@ def rounded(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])
 def test_keys_and_values_come_back_within_the_error_of_their_rows(rows: str, tmp_path: Path) -> None:
     shape, tokens = ChunkShape(2, 2, 64, rows), 37
-    store = open_chunks(
-        DocumentsConfig(folder=tmp_path, memory_limit_gib=0, rows=rows, threads=2), MODEL, shape, is_pinned=False
-    )
+    store = open_chunks(DocumentsConfig(folder=tmp_path, rows=rows, threads=2), 0, MODEL, shape, is_pinned=False)
     generator = np.random.default_rng(0)
     true = generator.standard_normal((2, 2, tokens, 2, 64)) * 3  # [layers, keys and values, tokens, heads, dim]
     computed = torch.from_numpy(true).float()

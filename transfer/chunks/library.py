@@ -14,9 +14,8 @@ from typing import Protocol
 
 from transfer.chunks.format import ChunkKey, has_finite_scales
 from transfer.chunks.store import ChunkLease, ChunkStore
+from transfer.config import LEAST_AHEAD_BYTES
 from transfer.host_pages import Pages
-
-LEAST_ROOM_BYTES = 2**30
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ class ChunkLibrary:
         not taken. It may be below 0.
         """
         with self._lock:
-            return max(self.store.memory_limit_bytes, LEAST_ROOM_BYTES) - self._bytes_kept
+            return max(self.store.memory_limit_bytes, LEAST_AHEAD_BYTES) - self._bytes_kept
 
     def _bytes_of(self, key: ChunkKey) -> int:
         return self.store.folder.shape.chunk_bytes(key.num_tokens)

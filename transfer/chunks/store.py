@@ -28,11 +28,15 @@ MAX_MAPPING_THREADS = 4
 log = logging.getLogger(__name__)
 
 
-def open_chunks(config: DocumentsConfig, model: str, shape: ChunkShape, is_pinned: bool) -> "ChunkStore":
-    """The store of one model, `model` the digest of its weights. is_pinned: memory is registered with CUDA."""
+def open_chunks(
+    config: DocumentsConfig, memory_bytes: int, model: str, shape: ChunkShape, is_pinned: bool
+) -> "ChunkStore":
+    """The store of one model, `model` the digest of its weights. memory_bytes: for chunks used last; is_pinned: it is
+    registered with CUDA.
+    """
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
     folder = ChunkFolder(config.resolved_folder, model, shape, int(config.disk_limit_gib * GIB))
-    slabs = SlabPool(int(config.memory_limit_gib * GIB), PageSource(map_pages, pin, unpin), MAX_MAPPING_THREADS)
+    slabs = SlabPool(memory_bytes, PageSource(map_pages, pin, unpin), MAX_MAPPING_THREADS)
     return ChunkStore(folder, slabs, config.threads)
 
 
