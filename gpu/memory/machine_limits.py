@@ -32,7 +32,7 @@ def require_gpu(gpu: GpuProfile | None, machine_name: str) -> GpuProfile:
     if gpu is None:
         raise PlanError(
             f"gpu.device: asked cuda, machine {machine_name!r} has no usable NVIDIA GPU; use auto or cpu, or "
-            "plan for another machine with --machine"
+            "plan for another machine with --machine (deploy/machines has some)"
         )
     if gpu.compute_capability < (8, 0):
         major, minor = gpu.compute_capability
