@@ -89,9 +89,7 @@ def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> I
     """An engine with a store of its own in memory, gone at the end. longest_tokens: of prompts, answers included."""
     made = make_deployment(model, device, longest_tokens, None)
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        documents = DocumentsConfig.model_validate(
-            {"folder": folder, "disk_limit_gib": STORE_GIB, "memory_limit_gib": STORE_GIB, "rows": rows}
-        )
+        documents = DocumentsConfig.model_validate({"folder": folder, "disk_limit_gib": STORE_GIB, "rows": rows})
         config = EngineConfig(
             model=made.model,
             gpu=made.gpu.model_copy(update={"device": "cuda" if device.startswith("cuda") else "cpu"}),
