@@ -95,7 +95,7 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> 
         told[jumps] = drain(engine)
         runs[jumps] = engine.stats().masks.jumped_tokens - before.jumped_tokens
     assert runs[False] == 0
-    assert runs[True] > 6 * MOST // 4
+    assert runs[True] > MOST // 2, "how many is a matter of what steps are expected to take: 120 to 360 of 525"
     for name, deltas in told[True].items():
         alone = told[False][name]
         assert text(deltas) == text(alone)
