@@ -274,7 +274,7 @@ def test_experts_that_the_cpu_computes_are_read_at_the_hosts_rate() -> None:
     assert "fetched over 10 GB/s they would take 249.1 ms at batch 1; a prompt of more than" in found.experts
 
 
-def test_the_readme_and_the_file_have_the_plan_of_a_mixture() -> None:
+def test_the_docs_and_the_file_have_the_plan_of_a_mixture() -> None:
     machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
     deployment = load_deployment(DEPLOY / "rtx4090-30b-a3b.yaml")
     plan, rates = resolve_plan(deployment, machine), find_rates(machine, NOWHERE)
@@ -285,15 +285,15 @@ def test_the_readme_and_the_file_have_the_plan_of_a_mixture() -> None:
     small = deployment.model_copy(update={"model": model, "gpu": gpu})
     fits = compare_placements(small, resolve_plan(small, machine), rates).get("device").first
     assert fits is not None
-    readme = " ".join((DEPLOY.parent / "README.md").read_text().split())
+    page_text = " ".join((DEPLOY.parent / "docs" / "HOST_MEMORY.md").read_text().split())
     assert plan.memory.experts_on_card is not None
-    assert f"keeps {plan.memory.experts_on_card} of each layer's 128 experts on the card" in readme
+    assert f"keeps {plan.memory.experts_on_card} of each layer's 128 experts on the card" in page_text
     fetching = deployment.model_copy(update={"gpu": deployment.gpu.model_copy(update={"host_experts": "fetch"})})
     slow = compare_placements(fetching, resolve_plan(fetching, machine), rates).get("device").first
     assert slow is not None
-    assert f"{step.ms:.0f} ms a token at 40K tokens, {step.experts_ms:.0f} of them the CPU's" in readme
-    assert f"fetched over the link they would take {slow.experts_ms:.0f}" in readme
-    assert f"In int4 all of it fits the card, {fits.ms:.1f} ms" in readme
+    assert f"{step.ms:.0f} ms a token at 40K tokens, {step.experts_ms:.0f} of them the CPU's" in page_text
+    assert f"fetched over the link they would take {slow.experts_ms:.0f}" in page_text
+    assert f"In int4 all of it fits the card, {fits.ms:.1f} ms" in page_text
     said = " ".join((DEPLOY / "rtx4090-30b-a3b.yaml").read_text().replace("#", "").split())
     assert f"keeps {plan.memory.experts_on_card} of its 128 experts" in said
     assert f"{step.experts_ms:.0f} ms a token at 60 GB/s" in said
@@ -334,8 +334,8 @@ def test_the_page_and_the_json_say_the_same() -> None:
     assert all(len(line) <= 80 for line in table.splitlines())
 
 
-def test_the_readme_has_the_plans_of_both_deployments() -> None:
-    readme = " ".join((DEPLOY.parent / "README.md").read_text().split())
+def test_the_docs_have_the_plans_of_both_deployments() -> None:
+    page_text = " ".join((DEPLOY.parent / "docs" / "HOST_MEMORY.md").read_text().split())
     machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
     small, large = (load_deployment(DEPLOY / f"{name}.yaml") for name in ("rtx4090", "rtx4090-32b"))
     rates = find_rates(machine, NOWHERE)
@@ -343,11 +343,11 @@ def test_the_readme_has_the_plans_of_both_deployments() -> None:
     device, exact, sampled = (
         [None if step is None else f"{step.ms:,.1f}" for step in found.get(name).steps] for name in WORDS
     )
-    assert f"reads all of its 128K there, {device[0]} ms a token, and sampling would not pay" in readme
-    assert f"two such contexts are {sampled[1]} ms a step sampled, {exact[1]} exact" in readme
+    assert f"reads all of its 128K there, {device[0]} ms a token, and sampling would not pay" in page_text
+    assert f"two such contexts are {sampled[1]} ms a step sampled, {exact[1]} exact" in page_text
     assert "sampling does not pay at batch 1" in found.sampling
     assert "batch 2" in found.sampling
     assert "sampling pays" not in found.sampling
     found = compare_placements(large, resolve_plan(large, machine), rates)
     exact, sampled = ([f"{step.ms:,.1f}" for step in found.get(name).steps if step] for name in list(WORDS)[1:])
-    assert f"the host's memory {exact[0]} ms a token with all of it read, {sampled[0]} sampled" in readme
+    assert f"the host's memory {exact[0]} ms a token with all of it read, {sampled[0]} sampled" in page_text
