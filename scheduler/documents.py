@@ -229,6 +229,8 @@ class Documents:
             known = self._computing.get(one.key.name)
             if known is not None:
                 known.storing.append(one.storing)
+            elif (written := self._library.find_written(one.key)) is not None:
+                self._writing.append((written, one.storing))
             elif self._library.has(one.key):
                 one.storing.num_known += 1
                 self._settle(one.storing)

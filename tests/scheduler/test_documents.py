@@ -253,6 +253,36 @@ def test_chunks_to_store_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytes
     engine.shutdown()
 
 
+def test_chunks_that_are_not_on_the_disk_yet_are_not_computed_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go, real = threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert may_go.wait(20)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    plans = see_plans(engine, monkeypatch)
+    STORED.clear()
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    assert engine.scheduler.documents is not None
+    while engine.scheduler.documents._to_store or engine.scheduler.documents._computing:
+        engine.step()
+    engine.store_chunks(StoreChunks("t", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    engine.submit([ask("a", A3)])
+    told: list[Delta] = []
+    while not told or told[-1].finish_reason is None:
+        told += engine.step()
+    assert told[-1].reused_tokens > 0
+    assert STORED + engine.take_stored() == [], "nothing is on the disk"
+    may_go.set()
+    run(engine)
+    assert sorted((one.request_id, one.num_stored, one.num_known) for one in STORED) == [("s", 3, 0), ("t", 3, 0)]
+    captured = [prompt for plan in plans for job in plan.new_jobs for prompt in job.prompts if prompt.capture]
+    assert len(captured) == len(CHUNKS)
+
+
 def salted(number: int) -> list[ChunkSpan]:
     return [structs.replace(span, salt=str(number)) for span in ask("", None).chunks]
 

@@ -66,6 +66,48 @@ def test_a_chunk_that_was_computed_is_held_as_the_stores_once_it_is_stored(num_i
     library.shutdown()
 
 
+def test_a_chunk_that_waits_for_the_writer_is_found_and_takes_no_more_memory(tmp_path: Path) -> None:
+    library, may_go = open_library(open_folder(tmp_path), 0), threading.Event()
+    room = library.room_bytes
+    library.store._writer.submit(may_go.wait, 20)
+    library.keep(key_of(1), pages(1))
+    written = library.find_written(key_of(1))
+    assert written is not None
+    assert not written.done()
+    assert read(library, 1) == layers_of(1), "who does not hold it"
+    assert library.hold(key_of(1))
+    assert library.room_bytes == room - CHUNK_BYTES
+    library.let_go(key_of(1))
+    assert library.room_bytes == room - CHUNK_BYTES, "it still waits"
+    assert library.hold(key_of(1))
+    may_go.set()
+    assert settle(library) == [True]
+    assert library.find_written(key_of(1)) is None
+    assert library._writing == {}
+    assert library.room_bytes == room
+    assert library._held[key_of(1).name].layers is None, "it is the store's"
+    assert read(library, 1) == layers_of(1)
+    library.let_go(key_of(1))
+    library.shutdown()
+
+
+def test_a_chunk_that_waited_for_a_disk_without_room_stays_with_who_holds_it(tmp_path: Path) -> None:
+    library, may_go = open_library(open_folder(tmp_path, limit_bytes=1), 0), threading.Event()
+    room = library.room_bytes
+    library.store._writer.submit(may_go.wait, 20)
+    for number in (1, 2):
+        library.keep(key_of(number), pages(number))
+    assert library.hold(key_of(1))
+    may_go.set()
+    assert settle(library) == [False, False]
+    assert library.room_bytes == room - CHUNK_BYTES
+    assert read(library, 1) == layers_of(1)
+    assert library.open(key_of(2)) is None
+    library.let_go(key_of(1))
+    assert library.room_bytes == room
+    library.shutdown()
+
+
 def test_a_chunk_that_is_found_while_it_is_computed_is_held_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
