@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transfer.chunk_cases import LAYER_BYTES, PLENTY, SHAPE, key_of, layers_of, open_folder, store
+from tests.transfer.chunk_cases import LAYER_BYTES, LIMIT_KEY, PLENTY, SHAPE, key_of, layers_of, open_folder, store
 from transfer.chunks import library as library_module
 from transfer.chunks.folder import ChunkFolder
 from transfer.chunks.format import ChunkKey, ChunkShape, name_chunk
@@ -22,7 +22,7 @@ NONE = np.empty(0, np.uint8)
 
 def open_library(folder: ChunkFolder, num_in_memory: int) -> ChunkLibrary:
     source = PageSource(lambda num_bytes: np.full(num_bytes, 0xA5, np.uint8), None, None)
-    return ChunkLibrary(ChunkStore(folder, SlabPool(num_in_memory * SMALL_PAGE_BYTES, source, 1), 2))
+    return ChunkLibrary(ChunkStore(folder, SlabPool(num_in_memory * SMALL_PAGE_BYTES, LIMIT_KEY, source, 1), 2))
 
 
 def pages(number: int) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from tests.gpu.kernel_oracles import wide
 from tests.tolerances import CHUNK_BFLOAT16, FUSED_HALF_STEP, FUSED_READ
-from tests.transfer.chunk_cases import FILE_BYTES, LAYER_BYTES, MODEL, PLENTY, key_of, layers_of, open_folder
+from tests.transfer.chunk_cases import FILE_BYTES, LAYER_BYTES, LIMIT_KEY, MODEL, PLENTY, key_of, layers_of, open_folder
 from tests.transfer.chunk_cases import SHAPE as SMALL
 from transfer.chunks.file import ChunkFile
 from transfer.chunks.folder import ChunkFolder
@@ -45,7 +45,7 @@ class Poisoned:
 
 
 def open_store(root: Path, num_in_memory: int, limit_bytes: int = PLENTY, host: Poisoned | None = None) -> ChunkStore:
-    slabs = SlabPool(num_in_memory * SLAB, (host or Poisoned()).source, 1)
+    slabs = SlabPool(num_in_memory * SLAB, LIMIT_KEY, (host or Poisoned()).source, 1)
     return ChunkStore(open_folder(root, limit_bytes), slabs, THREADS)
 
 
@@ -173,7 +173,7 @@ class Held:
         for number in numbers:
             put(first, number)
         first.shutdown()
-        slabs = SlabPool(len(numbers) * SLAB, Poisoned().source, 1)
+        slabs = SlabPool(len(numbers) * SLAB, LIMIT_KEY, Poisoned().source, 1)
         self.store = ChunkStore(open_folder(root), slabs, 1)
         self.order: list[tuple[int, int]] = []
         self._may_go = threading.Event()
@@ -461,6 +461,23 @@ def test_a_host_that_refuses_pages_leaves_the_disk(tmp_path: Path) -> None:
     store.shutdown()
 
 
+def test_a_host_that_refuses_pages_is_told_of_with_the_setting_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store := open_store(tmp_path, 0), 1)
+    store.shutdown()
+    host = Poisoned()
+    host.is_refusing = True
+    monkeypatch.setattr("transfer.chunks.store.map_pages", host.map)
+    store = open_chunks(DocumentsConfig(folder=tmp_path, threads=1), PLENTY, MODEL, SMALL, is_pinned=False)
+    lease = store.find(key_of(1))
+    assert lease is not None
+    with pytest.raises(ChunkError, match=r"refused: no more pages; .* lower documents\.memory_limit_gib"):
+        lease.layer(0, np.empty(LAYER_BYTES, np.uint8)).result(20)
+    lease.release()
+    store.shutdown()
+
+
 def test_reading_another_layer_does_not_wait_for_one_that_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +504,7 @@ def test_reading_another_layer_does_not_wait_for_one_that_is_slow(
 def test_codes_whose_scale_is_no_number_are_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shape = ChunkShape(1, 2, 8, "int8")
     folder = ChunkFolder(tmp_path, MODEL, shape, PLENTY)
-    store = ChunkStore(folder, SlabPool(SLAB, Poisoned().source, 1), THREADS)
+    store = ChunkStore(folder, SlabPool(SLAB, LIMIT_KEY, Poisoned().source, 1), THREADS)
     rows = np.zeros((2 * 3 * 2, 16), np.uint8)
     rows[7, 8:12] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
     key = name_chunk([1, 2, 3], shape, "")

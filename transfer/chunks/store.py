@@ -39,7 +39,7 @@ def open_chunks(
     """
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
     folder = ChunkFolder(config.resolved_folder, model, shape, int(config.disk_limit_gib * GIB))
-    slabs = SlabPool(memory_bytes, PageSource(map_pages, pin, unpin), MAX_MAPPING_THREADS)
+    slabs = SlabPool(memory_bytes, "documents.memory_limit_gib", PageSource(map_pages, pin, unpin), MAX_MAPPING_THREADS)
     return ChunkStore(folder, slabs, config.threads)
 
 
