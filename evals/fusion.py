@@ -85,8 +85,11 @@ def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[Polic
 
 
 @contextmanager
-def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> Iterator[Engine]:
-    """An engine with a store of its own in memory, gone at the end. longest_tokens: of prompts, answers included."""
+def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str, chunk_tokens: int) -> Iterator[Engine]:
+    """An engine with a store of its own in memory, gone at the end. longest_tokens: of prompts, answers included.
+
+    Raises ValueError for chunks that it would not store.
+    """
     made = make_deployment(model, device, longest_tokens, None)
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         documents = DocumentsConfig.model_validate({"folder": folder, "disk_limit_gib": STORE_GIB, "rows": rows})
@@ -97,6 +100,12 @@ def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> I
             documents=documents,
         )
         plan = plan_engine(config, read_architecture(model), probe_machine())
+        most = min(config.scheduler.prefill.chunk_tokens, plan.max_hidden_tokens)
+        if chunk_tokens > most:
+            raise ValueError(
+                f"--chunk: got {chunk_tokens}; wanted {most} at most, a unit of prefill here: longer chunks are text, "
+                "and all policies would be vanilla"
+            )
         engine, _ = load_engine(config, plan, lambda *_: None)
         try:
             yield engine

@@ -146,7 +146,7 @@ def test_processes_make_the_prompts_that_are_made_here() -> None:
 def test_a_run_on_the_engine_that_serves_ends_where_it_is_stopped(prompts: list[FusionPrompt]) -> None:
     runs = parse_policies(["legolink", "full_reuse"], [1.0])
     both = {256: prompts, 200: fusion_prompts(PLAN, 200)[:1]}
-    with fusion_engine(REFERENCE, "cpu", max(len(one.token_ids) for one in prompts) + 48, "float32") as engine:
+    with fusion_engine(REFERENCE, "cpu", max(len(one.token_ids) for one in prompts) + 48, "float32", 64) as engine:
         batches = [{length: len(found[0].scores) for length, found in judged.items()}
                    for judged in judge(engine, REFERENCE, both, runs, 0, lambda: None, Stop(None), 1)]  # fmt: skip
         assert batches == [{256: 1, 200: 0}, {256: 1, 200: 1}, {256: 2, 200: 1}], "lengths take turns"
@@ -210,6 +210,7 @@ def test_the_command_leaves_rows_and_how_to_make_them_again(tmp_path: Path) -> N
         (["--ratios", ""], "--ratios: got ''"),
         (["--policies", "a4"], "unknown policy 'a4'"),
         (["--lengths", "20000", "--samples", "1", "--tasks", "needle"], "16384"),
+        (["--lengths", "512", "--chunk", "2049"], "--chunk: got 2049; wanted 2048 at most, a unit of prefill here"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(options: list[str], wanted: str) -> None:
