@@ -25,7 +25,7 @@ from transfer.chunks.library import ChunkLibrary
 from transfer.chunks.store import ChunkStore
 
 _NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
-_NOT_KEPT = "keys and values that are not finite cannot be kept in 8 bits"
+_NOT_KEPT = "keys and values could not be kept (in 8 bits, those that are not finite cannot), see the server's log"
 _MOST_LOOKED_FOR = 64  # chunks at a turn of the loop, on the disk
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,6 +178,37 @@ def test_a_chunk_that_is_lost_is_computed_while_its_prompt_waits(tmp_path: Path,
     absent = FusionStand(tmp_path / "empty")
     got = absent.serve(absent.prompt(ids, SPANS, "a3", 0.15), 500)
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("what", ["copy", "store"])
+def test_a_chunk_that_cannot_be_kept_is_told_of_and_nobody_waits_for_it(
+    what: str, stand: FusionStand, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, where a thread waits for copies."""
+
+    class Event:
+        def synchronize(self) -> None:
+            if what == "copy":
+                raise RuntimeError("an illegal memory access")
+
+    def put(*_: object) -> None:
+        raise MemoryError("no more of it")
+
+    documents, key = stand.documents, stand.key(draw(20, 2))
+    room = stand.library.room_bytes
+    stand.library.take_done()
+    documents._waiting = ThreadPoolExecutor(1)
+    monkeypatch.setattr(documents, "_sent", Event)
+    monkeypatch.setattr(stand.library.store, "put", put)
+    assert not stand.library.hold(key)
+    documents.keep(key, documents.layers_for(20))
+    documents._waiting.shutdown()
+    assert stand.library.is_refused(key)
+    assert not stand.library.is_there(key)
+    assert stand.library.take_done() == [(key, None)], "the scheduler is told"
+    assert ("an illegal memory access" if what == "copy" else "no more of it") in caplog.text
+    assert stand.library.room_bytes == room
+    stand.library.let_go(key)
 
 
 def test_layers_of_a_lost_chunk_stay_until_copies_have_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
