@@ -308,6 +308,57 @@ def test_who_waits_for_chunks_is_passed_a_bounded_number_of_times(
     engine.shutdown()
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_chunks_to_store_are_overtaken_by_a_bounded_number_of_requests(
+    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' prompts never end. has_begun: there was nothing else to do for a moment, and a job of them stands."""
+    monkeypatch.setattr("scheduler.documents.MOST_OVERTAKEN", 5)
+    engine = make_engine(tmp_path, max_jobs=2 if has_begun else 1)
+    assert engine.scheduler.documents is not None
+    STORED.clear()
+    told: list[str] = []
+
+    def serve_others(number: int) -> None:
+        if len(engine.scheduler._admission.waiting) < 3:
+            other = {"prompt": pack_tokens(draw(20, 100 + number)), "chunks": []}
+            engine.submit([structs.replace(ask(f"{number}", None, max_tokens=1), **other)])
+        told.extend(delta.request_id for delta in engine.step())
+
+    if not has_begun:
+        serve_others(0)
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS[:2]], ""))
+    if has_begun:
+        engine.step()
+        assert engine.scheduler.documents._computing
+    for number in range(1, 300):
+        serve_others(number)
+        STORED.extend(engine.take_stored())
+        if not engine.scheduler.documents.has_work:
+            break
+        assert len(told) < 40, "they wait for ever"
+    assert [one.num_stored for one in STORED] == [2]
+    assert len(told) > 5
+    run(engine)
+    engine.shutdown()
+
+
+def test_chunks_to_store_that_are_overtaken_still_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for them meanwhile."""
+    monkeypatch.setattr("scheduler.documents.MOST_OVERTAKEN", 0)
+    monkeypatch.setattr("transfer.chunks.library.LEAST_AHEAD_BYTES", 0)
+    engine = make_engine(tmp_path, memory_limit_gib=0.0)
+    engine.store_chunks(StoreChunks("s", [pack_tokens(CHUNKS[0])], ""))
+    engine.submit([ask("a", None)])
+    deltas = [delta for _ in range(200) for delta in engine.step()]
+    assert deltas
+    assert text(deltas)
+    assert engine.take_stored() == []
+    engine.shutdown()
+
+
 def see_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     plans: list[StepPlan] = []
     launch = engine._runner.launch
