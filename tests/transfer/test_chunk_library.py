@@ -195,4 +195,8 @@ def test_codes_that_are_no_numbers_are_refused_before_anybody_has_them(number: s
     assert library.open(key) is None
     assert settle(library) == [None]
     library.let_go(key)
+    assert not library.has(key)
+    rows[7, 8:12] = 0
+    library.keep(key, [rows.reshape(-1)])
+    assert settle(library) == [True]
     library.shutdown()

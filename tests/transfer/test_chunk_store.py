@@ -20,7 +20,6 @@ from tests.tolerances import CHUNK_BFLOAT16, FUSED_HALF_STEP, FUSED_READ
 from tests.transfer.chunk_cases import FILE_BYTES, LAYER_BYTES, LIMIT_KEY, MODEL, PLENTY, key_of, layers_of, open_folder
 from tests.transfer.chunk_cases import SHAPE as SMALL
 from transfer.chunks.file import ChunkFile
-from transfer.chunks.folder import ChunkFolder
 from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, name_chunk
 from transfer.chunks.store import ChunkLease, ChunkStore, open_chunks
 from transfer.config import DocumentsConfig
@@ -498,21 +497,6 @@ def test_reading_another_layer_does_not_wait_for_one_that_is_slow(
     may_go.set()
     assert slow.result(20).tobytes() == layers_of(1)[0]
     lease.release()
-    store.shutdown()
-
-
-def test_codes_whose_scale_is_no_number_are_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shape = ChunkShape(1, 2, 8, "int8")
-    folder = ChunkFolder(tmp_path, MODEL, shape, PLENTY)
-    store = ChunkStore(folder, SlabPool(SLAB, LIMIT_KEY, Poisoned().source, 1), THREADS)
-    rows = np.zeros((2 * 3 * 2, 16), np.uint8)
-    rows[7, 8:12] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
-    key = name_chunk([1, 2, 3], shape, "")
-    assert not store.put(key, [rows.reshape(-1)]).result(20)
-    assert store.find(key) is None
-    assert "chunk_not_finite" in caplog.text
-    rows[7, 8:12] = 0
-    assert store.put(key, [rows.reshape(-1)]).result(20)
     store.shutdown()
 
 

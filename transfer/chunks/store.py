@@ -18,7 +18,7 @@ import numpy as np
 
 from transfer.chunks.file import ChunkFile
 from transfer.chunks.folder import ChunkFolder
-from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, has_finite_scales, layer_ranges
+from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, layer_ranges
 from transfer.chunks.readers import Readers
 from transfer.config import DocumentsConfig
 from transfer.host_memory import slab_bytes
@@ -135,7 +135,8 @@ class ChunkStore:
     def put(self, key: ChunkKey, layers: Sequence[Pages]) -> "Future[bool]":
         """Keep the bytes of every layer, uint8 `[layer_bytes]`, in memory and on disk; whether they are on the disk.
 
-        `layers` stay as they are until the future is done. Rows of codes that are not numbers are refused.
+        `layers` stay as they are until the future is done. Rows are stored as they are: whether codes are numbers is
+        asked before (`has_finite_scales`).
         """
         return self._writer.submit(self._put, key, [layer.data for layer in layers])
 
@@ -322,14 +323,6 @@ class ChunkStore:
         return pages
 
     def _put(self, key: ChunkKey, layers: list[memoryview]) -> bool:
-        if not all(has_finite_scales(layer, self.folder.shape) for layer in layers):
-            log.warning(
-                "chunk_not_finite name=%s tokens=%d wanted=finite rows: with documents.rows int8, keys and values that "
-                "overflow are not stored", key.name, key.num_tokens,
-            )  # fmt: skip
-            with self._lock:
-                self._counts["refused"] += 1
-            return False
         self._keep_in_memory(key, layers)
         return self.folder.put(key, layers)
 
