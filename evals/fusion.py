@@ -28,7 +28,7 @@ from evals.rows import Row
 from evals.run import load_tokenizer
 from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
-from gpu.fusion.plan import POLICIES, VANILLA
+from gpu.fusion.plan import VANILLA, get_policy
 from gpu.model.architecture import read_architecture
 from gpu.prefill.query import PrefillQuery
 from gpu.sampling.params import SamplingParams
@@ -58,7 +58,7 @@ class PolicyRun:
     @property
     def control(self) -> Fusion | None:
         """What it has to be better than: as many tokens computed again in the same layers, any of them."""
-        if self.fusion is None or not POLICIES[self.fusion.policy].chooses:
+        if self.fusion is None or not get_policy(self.fusion.policy).chooses:
             return None
         return msgspec.structs.replace(self.fusion, policy="random")
 
@@ -276,7 +276,7 @@ def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
         told = {
             "length": length,
             "policy": one.run.label,
-            "ratio": fusion.ratio if fusion is not None and POLICIES[fusion.policy].chooses else None,
+            "ratio": fusion.ratio if fusion is not None and get_policy(fusion.policy).chooses else None,
         }
         for task in ["all", *dict.fromkeys(one.tasks)]:
             own = [number for number, name in enumerate(one.tasks) if task in ("all", name)]

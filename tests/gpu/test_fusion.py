@@ -5,16 +5,19 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from gpu.fusion.choice import question_scores
+from gpu.fusion.plan import POLICIES
 from gpu.prefill.query import PrefillQuery
 from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL, METHOD_FLOAT32
 from transfer.chunks.format import ChunkKey
+from transfer.config import PolicyName
 
 SPANS = [(7, 47), (47, 80), (83, 148)]
 TOKENS = draw(160, 1)
@@ -98,6 +101,10 @@ def test_seams_are_chosen_first_and_charged_to_the_ratio(stand: FusionStand) -> 
     assert {begin + token for begin, _ in SPANS for token in range(3)} <= set(chosen.tolist())
     got = stand.serve(stand.prompt(TOKENS, SPANS, "a3", 0.1, 1, seam_tokens=3), 500)
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+def test_every_policy_that_may_be_said_is_known() -> None:
+    assert set(POLICIES) == set(get_args(PolicyName))
 
 
 def test_the_policies_are_told_apart_by_the_tolerance(stand: FusionStand) -> None:
