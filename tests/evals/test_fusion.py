@@ -25,15 +25,16 @@ from evals.fusion import (
     parse_policies,
 )
 from evals.fusion_prompts import FusionPrompt, PromptPlan, fusion_prompts, prompts_ahead
-from evals.fusion_report import least_diverging, render_distances, render_fusion, render_policies
+from evals.fusion_report import RATIO, least_diverging, render_distances, render_fusion, render_policies, shipped
 from evals.stopping import RunCut, Stop
 from gpu.prefill.query import PrefillQuery
-from scheduler.fusion_labels import UnknownLabelError
+from scheduler.fusion_labels import UnknownLabelError, parse_fusions
 from scheduler.messages import Fusion, Logprob
 from server.tokenizer import Tokenizer
 from tests.bench.test_published import parse
 from tests.server.live_server import REFERENCE
 from tests.tolerances import METHOD_FLOAT32
+from transfer.config import DocumentsConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLAN = PromptPlan(REFERENCE, ("several_values",), 2, 64, 0)
@@ -241,13 +242,36 @@ def test_rows_pair_a_policy_with_vanilla_and_with_its_control() -> None:
     assert [row["task"] for row in rows[:3]] == ["all", "a", "b"]
 
 
-def test_the_policy_that_is_shipped_is_that_of_the_least_divergence_at_its_ratio() -> None:
+def test_the_least_divergence_is_told_at_the_ratio_of_what_is_shipped() -> None:
     labels, apart = ["a3", "legolink", "pie"], [[0.2, 0.2], [0.0, 0.0], [0.1, 0.2], [0.3, 0.3], [0.0, 0.0]]
     judged = judged_of(labels, [0.15, 0.3], apart)
     rows = fusion_rows(judged, 512) + fusion_rows(judged, 1024)
     assert [(row["length"], row["policy"]) for row in least_diverging(rows, 0.15)] == [
         (512, "legolink"), (1024, "legolink")
     ]  # fmt: skip
+
+
+def test_what_is_shipped_computes_least_of_those_that_are_within_the_least_ones_interval() -> None:
+    labels = ["a3:select_layer=7", "a3:select_layer=5", "a3:select_layer=5,seam_tokens=8", "a3:select_layer=3", "pie"]
+    apart = [[0.1, 0.3], [0.25, 0.25], [0.25, 0.25], [0.0, 1.0], [0.0, 0.0]]
+    rows = fusion_rows(judged_of(labels, [0.15], apart), 512)
+    assert [row["policy"] for row in least_diverging(rows, 0.15)] == ["a3:select_layer=7"]
+    (row,) = shipped(rows, 0.15)
+    assert row["policy"] == "a3:select_layer=5", "the mean of layer 3 is beyond, though its own interval is wide"
+    apart[1] = apart[2] = [0.5, 0.5]
+    (row,) = shipped(fusion_rows(judged_of(labels, [0.15], apart), 512), 0.15)
+    assert row["policy"] == "a3:select_layer=7"
+
+
+def test_the_default_is_what_the_published_rows_say() -> None:
+    published = json.loads((DOCS / "results" / "fusion-h200.json").read_text(encoding="utf-8"))
+    config = DocumentsConfig()
+    assert config.ratio == RATIO
+    for row in shipped(published["rows"], RATIO):
+        (fusion,) = parse_fusions(row["policy"], [RATIO])
+        assert (fusion.policy, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens) == (
+            config.policy, config.select_layer, config.seam_tokens, config.keep_tokens
+        )  # fmt: skip
 
 
 def test_distances_of_maps_are_told_by_layer_at_the_ratio_and_where_there_is_none() -> None:
@@ -267,7 +291,9 @@ def test_the_page_has_the_lines_that_its_rows_make() -> None:
     assert lines[3].startswith("| `legolink` | 0.15 | 0.0100 ± 0.0196 |  | 0.0050 ± 0.0098 |  | 0.0, -50.0 (-")
     assert lines[4].startswith("| `pie` |  | 0.2500 ±")
     page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
-    (name,) = re.findall(r"\]\(results/(fusion-[\w-]+\.json)\)", page)
-    published = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))
-    assert all(line in page for line in render_fusion(published).splitlines())
-    assert any(math.isclose(row["ratio"] or 0, 0.15) for row in published["rows"])
+    names = set(re.findall(r"\]\(results/(fusion-[\w-]+\.json)\)", page))
+    assert names == {path.name for path in (DOCS / "results").glob("fusion-*.json")}
+    for name in names:
+        published = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))
+        assert all(line in page for line in render_fusion(published).splitlines())
+        assert any(math.isclose(row["ratio"] or 0, 0.15) for row in published["rows"])
