@@ -19,18 +19,20 @@ VANILLA = "vanilla"
 @dataclass(frozen=True, slots=True)
 class Policy:
     """chooses: tokens of chunks are computed again, by the ratio. looks: which, is known where all of the prompt has
-    gone through the layers before `select_layer`. moves: stored keys are rotated to their place in this prompt, else
-    they stay where they were when the chunk was computed alone.
+    gone through the layers before `select_layer`. compares: what is computed in that layer with what is stored. moves:
+    stored keys are rotated to their place in this prompt, else they stay where they were when the chunk was computed
+    alone.
     """
 
     chooses: bool = False
     looks: bool = False
+    compares: bool = False
     moves: bool = True
 
 
 POLICIES: dict[PolicyName, Policy] = {
     "a3": Policy(chooses=True, looks=True),  # tokens that the question attends to most in one layer (A3, eq. 3)
-    "cacheblend": Policy(chooses=True, looks=True),  # whose values in one layer differ most from the stored ones
+    "cacheblend": Policy(chooses=True, looks=True, compares=True),  # whose values differ most from the stored ones
     "legolink": Policy(chooses=True),  # as many at the front of each chunk as at its end (EPIC)
     "random": Policy(chooses=True, looks=True),  # any tokens: the control of policies that look
     "pie": Policy(),  # stored keys and values at this prompt's positions, nothing computed again
