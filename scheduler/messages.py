@@ -124,7 +124,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreChunks(msgspec.Struct, frozen=True, tag=True):
-    """Compute these chunks' keys and values, behind all requests, and store them: answered by one `ChunksStored`.
+    """Compute these chunks' keys and values, behind requests, and store them: answered by one `ChunksStored`.
 
     Each is packed token ids (`pack_tokens`); `salt` as in `ChunkSpan`.
     """
