@@ -211,7 +211,10 @@ def test_the_command_leaves_rows_and_how_to_make_them_again(tmp_path: Path) -> N
         (["--ratios", ""], "--ratios: got ''"),
         (["--policies", "a4"], "unknown policy 'a4'"),
         (["--lengths", "20000", "--samples", "1", "--tasks", "needle"], "16384"),
-        (["--lengths", "512", "--chunk", "2049"], "--chunk: got 2049; wanted 2048 at most, a unit of prefill here"),
+        (
+            ["--lengths", "512", "--samples", "1", "--maps", "0", "--policies", "pie", "--chunk", "2049"],
+            "--chunk: got 2049; wanted 2048 at most, a unit of prefill here",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(options: list[str], wanted: str) -> None:
