@@ -6,7 +6,7 @@ rate; of bytes that were dropped from the page cache there is none but the peer,
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,7 +57,7 @@ def chunk_read_rows(
             return measure(read, CPU, WARMUPS, repeats), measure(read_plainly, CPU, WARMUPS, repeats)
 
         warm = time_both(lambda paths: None, REPEATS)
-        cold = time_both(_drop, COLD_REPEATS)
+        cold = time_both(drop_from_page_cache, COLD_REPEATS)
         store.shutdown()
     no_floor = "none: the disk's own rate is the peer"
     return [
@@ -109,8 +109,8 @@ def _read_plainly(pool: ThreadPoolExecutor, paths: list[Path], shape: ChunkShape
         os.close(file)
 
 
-def _drop(paths: list[Path]) -> None:
-    """From the page cache."""
+def drop_from_page_cache(paths: Iterable[Path]) -> None:
+    """What is read of them next comes from the disk."""
     for path in paths:
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

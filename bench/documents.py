@@ -9,7 +9,6 @@ What is most wanted comes first, and nothing new begins when the time is over.
 """
 
 import math
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from bench.chunk_reads import drop_from_page_cache
 from bench.documents_floors import fused_cost, plan_bench_prompt
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from bench.rows import Row, Timing, announce, measure, require, summarise
@@ -135,8 +135,9 @@ class _Bench:
         (ids,) = self._draw_chunks(1)
         span = [ChunkSpan(0, len(ids))]
         whole = self._answer(ids, [], None, EXACT, 4)
-        alone = self._answer(ids, span, Fusion(policy="pie", ratio=0.0), EXACT, 4)
-        found = self._answer(ids, span, Fusion(policy="pie", ratio=0.0), EXACT, 4)
+        (pie,) = parse_fusions("pie", [])
+        alone = self._answer(ids, span, pie, EXACT, 4)
+        found = self._answer(ids, span, pie, EXACT, 4)
         require(alone == found, "a chunk that is stored gives the answer of one that was just computed")
         require(whole[0] == alone[0], "one chunk behind nothing gives the first token of a whole prefill")
         self._engine.store_chunks(StoreChunks("bench", [pack_tokens(chunk) for chunk in self._chunks], ""))
@@ -264,7 +265,8 @@ class _Bench:
             if place != "memory":
                 self._store.forget()
             if place == "disk":
-                drop_from_page_cache(self._store)
+                folder = self._store.folder
+                drop_from_page_cache((folder.root / folder.model).glob("*.kv"))
             if place == "memory again":
                 self._first_token(prompt, spans, fusion, profile)
                 self._store.finish_reads()
@@ -351,10 +353,3 @@ class _Bench:
 def _of(milliseconds: Sequence[float]) -> Times:
     timing = summarise(milliseconds)
     return timing.ms, timing.p10, timing.p90
-
-
-def drop_from_page_cache(store: ChunkStore) -> None:
-    for path in (store.folder.root / store.folder.model).glob("*.kv"):
-        file = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)

@@ -88,7 +88,7 @@ class CpuTier:
         )
         audits = None if errors is None else Audits(errors, len(shape.layers), shape.num_heads)
         self._errors = ErrorCounts() if audits is None else audits.counts
-        self._pool = SlabPool(limit_bytes, source, min(MAX_MAPPING_THREADS, num_threads))
+        self._pool = SlabPool(limit_bytes, "host.memory_limit_gib", source, min(MAX_MAPPING_THREADS, num_threads))
         self._builder = Builder(max(1, num_threads // BUILDER_SHARE), has_own_core=num_threads >= OWN_CORE_THREADS)
         self._store = SegmentStore(self._pool, self._builder)
         self._growth = Growth(shape, self._store)

@@ -28,7 +28,7 @@ from evals.rows import Row
 from evals.run import load_tokenizer
 from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
-from gpu.fusion.plan import POLICIES, VANILLA
+from gpu.fusion.plan import VANILLA, get_policy
 from gpu.model.architecture import read_architecture
 from gpu.prefill.query import PrefillQuery
 from gpu.sampling.params import SamplingParams
@@ -58,7 +58,7 @@ class PolicyRun:
     @property
     def control(self) -> Fusion | None:
         """What it has to be better than: as many tokens computed again in the same layers, any of them."""
-        if self.fusion is None or not POLICIES[self.fusion.policy].chooses:
+        if self.fusion is None or not get_policy(self.fusion.policy).chooses:
             return None
         return msgspec.structs.replace(self.fusion, policy="random")
 
@@ -85,8 +85,11 @@ def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[Polic
 
 
 @contextmanager
-def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> Iterator[Engine]:
-    """An engine with a store of its own in memory, gone at the end. longest_tokens: of prompts, answers included."""
+def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str, chunk_tokens: int) -> Iterator[Engine]:
+    """An engine with a store of its own in memory, gone at the end. longest_tokens: of prompts, answers included.
+
+    Raises ValueError for chunks that it would not store.
+    """
     made = make_deployment(model, device, longest_tokens, None)
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         documents = DocumentsConfig.model_validate({"folder": folder, "disk_limit_gib": STORE_GIB, "rows": rows})
@@ -97,6 +100,12 @@ def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str) -> I
             documents=documents,
         )
         plan = plan_engine(config, read_architecture(model), probe_machine())
+        most = min(config.scheduler.prefill.chunk_tokens, plan.max_hidden_tokens)
+        if chunk_tokens > most:
+            raise ValueError(
+                f"--chunk: got {chunk_tokens}; wanted {most} at most, a unit of prefill here: longer chunks are text, "
+                "and all policies would be vanilla"
+            )
         engine, _ = load_engine(config, plan, lambda *_: None)
         try:
             yield engine
@@ -267,7 +276,7 @@ def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
         told = {
             "length": length,
             "policy": one.run.label,
-            "ratio": fusion.ratio if fusion is not None and POLICIES[fusion.policy].chooses else None,
+            "ratio": fusion.ratio if fusion is not None and get_policy(fusion.policy).chooses else None,
         }
         for task in ["all", *dict.fromkeys(one.tasks)]:
             own = [number for number, name in enumerate(one.tasks) if task in ("all", name)]

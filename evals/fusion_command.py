@@ -78,7 +78,7 @@ def fusion(
             stopping(seconds) as stop,
             prompts_ahead(plan, sizes, count_workers(len(sizes) * len(tasks), on)) as prompts_of,
             progress_bar(num_batches, "batches") as advance,
-            fusion_engine(model, on, max(sizes), rows) as engine,
+            fusion_engine(model, on, max(sizes), rows, chunk) as engine,
         ):
             prompts = {length: prompts_of(length) for length in sizes}
             for judged in judge(engine, model, prompts, runs, maps, advance, stop, together):

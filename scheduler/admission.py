@@ -129,6 +129,8 @@ class Admission:
         most_jobs = self._config.prefill.max_jobs - len(self._prefill.jobs)
         if not self.waiting or not self.free_slots or most_jobs <= 0:
             return [], []
+        if self._documents is not None and self._documents.is_due:
+            return [], []  # they take the job that is free, or the next one
         this = self._begin_round(holding)
         prefixes = self._residence.prefixes
         passed: list[tuple[Sequence, int]] = []
@@ -169,7 +171,9 @@ class Admission:
         return [self._start_job(batch) for batch in batches], writes
 
     def compute_chunks(self) -> list[PrefillJob]:
-        """A job of chunks that those wait for who are in front, or, where there is nothing to do, of one to store."""
+        """A job of chunks that those wait for who are in front, or of some to store: where there is nothing to do, or
+        where many requests began before them.
+        """
         if self._documents is None:
             return []
         self._documents.look()
@@ -266,6 +270,8 @@ class Admission:
         this.is_depositing |= start.end > 0
         this.num_admitted += 1
         this.has_others = True
+        if self._documents is not None:
+            self._documents.count_begun()
 
     def _start_job(self, batch: list[tuple[Sequence, Start]]) -> PrefillJob:
         prompts = [

@@ -1,8 +1,8 @@
 """Documents' chunks of requests: which are there, which are computed before one begins, and which behind all requests.
 
 It refuses to know tensors and how chunks are read. Invariants: whoever waits for a chunk holds it in the library, so
-that it is there when the prompt begins, on the disk or not; one that cannot be kept is text like any other. Any thread
-may name chunks.
+that it is there when the prompt begins, on the disk or not; one that cannot be kept is text like any other; what is to
+be stored is overtaken by a bounded number of requests. Any thread may name chunks.
 """
 
 from collections import deque
@@ -19,13 +19,13 @@ from gpu.step import DENSE, NO_SLOT, FusedPrompt, PlacedChunk, PrefillJob, Prefi
 from scheduler.capacity import TooLargeError
 from scheduler.messages import ChunksStored, ChunkStats, EngineRequest, StoreChunks
 from scheduler.prefill_queue import JobInProgress
-from scheduler.sequence import Sequence
+from scheduler.sequence import MOST_OVERTAKEN, Sequence
 from transfer.chunks.format import ChunkKey, name_chunk
 from transfer.chunks.library import ChunkLibrary
 from transfer.chunks.store import ChunkStore
 
 _NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
-_NOT_KEPT = "keys and values that are not finite cannot be kept in 8 bits"
+_NOT_KEPT = "keys and values could not be kept (in 8 bits, those that are not finite cannot), see the server's log"
 _MOST_LOOKED_FOR = 64  # chunks at a turn of the loop, on the disk
 
 
@@ -72,6 +72,7 @@ class Documents:
         self._most_tokens = most_tokens  # of a job, and so of a chunk
         self._computing: dict[str, _Computing] = {}
         self._to_store: deque[_ToStore] = deque()
+        self._num_overtaken = 0  # requests that began before what is to be stored
         self._writing: list[tuple[Future[bool], _Storing]] = []
         self._stored: list[ChunksStored] = []
 
@@ -191,13 +192,19 @@ class Documents:
         self, job_id: int, waiting: Iterable[Sequence], room_tokens: int, is_idle: bool
     ) -> JobInProgress | None:
         """Chunks that are computed next, of what fits: those that the first ones wait for, or, where there is nothing
-        else to do, those that are to be stored. Only of the first one's are there ever more than the library has room
-        for: who waits for long holds little, and a slow disk is waited for.
+        else to do or these were overtaken often enough, those that are to be stored. Only of the first one's are there
+        ever more than the library has room for: who waits for long holds little, and a slow disk is waited for.
         """
         prompts: list[PrefillPrompt] = []
-        most = min(self._most_tokens, room_tokens)
-        room_bytes = self._library.room_bytes - sum(one.num_bytes for one in self._computing.values())
-        entry = JobInProgress(PrefillJob(job_id, prompts), [], DENSE, 1)
+        most, room_bytes, is_due = min(self._most_tokens, room_tokens), self._room_bytes, self.is_due
+        entry = JobInProgress(PrefillJob(job_id, prompts), [], DENSE, 1, is_background=is_idle and not is_due)
+        num_to_store = len(self._to_store)
+        while (is_idle or is_due) and room_bytes > 0 and (found := self._next_to_store(most)) is not None:
+            most -= found.key.num_tokens
+            room_bytes -= self._add(found.key, entry, [found.storing])
+            prompts.append(_prompt_of(found.key, found.token_ids))
+        if len(self._to_store) < num_to_store:
+            self._num_overtaken = 0
         for number, sequence in enumerate(one for one in waiting if one.chunks):
             for chunk in sequence.missing:
                 known = self._computing.get(chunk.key.name)
@@ -207,12 +214,25 @@ class Documents:
                     most -= chunk.key.num_tokens
                     room_bytes -= self._add(chunk.key, entry, [])
                     prompts.append(_prompt_of(chunk.key, sequence.prompt[chunk.begin : chunk.end]))
-        while is_idle and room_bytes > 0 and (found := self._next_to_store(most)) is not None:
-            entry.is_background = True
-            most -= found.key.num_tokens
-            room_bytes -= self._add(found.key, entry, [found.storing])
-            prompts.append(_prompt_of(found.key, found.token_ids))
         return entry if prompts else None
+
+    def count_begun(self) -> None:
+        """A request begins. A job of chunks to store that stood behind all requests does so no more, in time."""
+        background = [one.entry for one in self._computing.values() if one.entry.is_background]
+        self._num_overtaken += bool(self._to_store or background)
+        if self._num_overtaken >= MOST_OVERTAKEN:
+            for entry in background:
+                entry.is_background = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether no request begins before chunks that are to be stored: there is room for them."""
+        return bool(self._to_store) and self._num_overtaken >= MOST_OVERTAKEN and self._room_bytes > 0
+
+    @property
+    def _room_bytes(self) -> int:
+        """For chunks that are computed from now on."""
+        return self._library.room_bytes - sum(one.num_bytes for one in self._computing.values())
 
     def _add(self, key: ChunkKey, entry: JobInProgress, storing: list[_Storing]) -> int:
         """The chunk is computed in that job; how many bytes it is."""
@@ -229,6 +249,8 @@ class Documents:
             known = self._computing.get(one.key.name)
             if known is not None:
                 known.storing.append(one.storing)
+            elif (written := self._library.find_written(one.key)) is not None:
+                self._writing.append((written, one.storing))
             elif self._library.has(one.key):
                 one.storing.num_known += 1
                 self._settle(one.storing)

@@ -1,6 +1,6 @@
 """How evaluations and benchmarks name a policy with its settings: `a3`, or `a3:select_layer=3,keep_tokens=1024`.
 
-It refuses to know what settings do.
+It refuses to know what settings do. A name alone is the policy as its paper has it, whatever deployments take.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from scheduler.messages import Fusion
 SETTINGS: dict[str, type[int] | type[float]] = {
     "select_layer": int, "seam_tokens": int, "keep_tokens": int, "ratio": float,
 }  # fmt: skip
+PAPERS_LAYER = 1
+"""Both A3 and CacheBlend choose there."""
 
 
 class UnknownLabelError(ValueError):
@@ -40,7 +42,10 @@ def parse_fusions(label: str, ratios: Sequence[float]) -> list[Fusion]:
         return []
     own = settings.pop("ratio", None)
     chosen: Sequence[float] = (0.0,) if not policy.chooses else ratios if own is None else (own,)
-    return [msgspec.convert(settings | {"policy": name, "ratio": ratio}, Fusion) for ratio in chosen]
+    return [
+        msgspec.convert({"select_layer": PAPERS_LAYER} | settings | {"policy": name, "ratio": ratio}, Fusion)
+        for ratio in chosen
+    ]
 
 
 def _read(label: str, key: str, value: str) -> float:

@@ -34,14 +34,14 @@ class ChunkSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
-    """How a prompt with chunks is computed. policy: a name of `gpu.fusion.policies`; ratio: of all prompt tokens,
-    recomputed, in [0, 1]; select_layer, seam_tokens: of policies that score; keep_tokens: after the first token, of the
+    """How a prompt with chunks is computed. policy: a name of `gpu.fusion.plan`; ratio: of all prompt tokens,
+    recomputed, in [0, 1]; select_layer, seam_tokens: of policies that look; keep_tokens: after the first token, of the
     context, a layer and head (0: all).
     """
 
     policy: str
     ratio: float
-    select_layer: int = 1
+    select_layer: int
     seam_tokens: int = 0
     keep_tokens: int = 0
 
@@ -124,7 +124,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreChunks(msgspec.Struct, frozen=True, tag=True):
-    """Compute these chunks' keys and values, behind all requests, and store them: answered by one `ChunksStored`.
+    """Compute these chunks' keys and values, behind requests, and store them: answered by one `ChunksStored`.
 
     Each is packed token ids (`pack_tokens`); `salt` as in `ChunkSpan`.
     """

@@ -13,7 +13,7 @@ from server.chat_message import Message, check_messages
 from server.form import ResponseFormat, StructuredOutputs, check_form
 from server.ranges import MAX_TOP_LOGPROBS, RANGES, check_range, spell
 from server.tools import NamedTool, Tool, check_tools
-from transfer.config import Policy
+from transfer.config import PolicyName
 
 MAX_DOCUMENTS = 1024  # of a chat
 MAX_TITLE_CHARS = 1024
@@ -97,7 +97,7 @@ class InlineDocument(msgspec.Struct, kw_only=True):
 class FusionChoice(msgspec.Struct, kw_only=True):
     """How a chat's documents are computed, where it is not as the deployment says; without effect if it has none."""
 
-    policy: Policy | None = None
+    policy: PolicyName | None = None
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     select_layer: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)] | None = None
 

@@ -1,7 +1,7 @@
 """`/v1/documents`: texts that are left here once, by an API key, and named in its chats from then on.
 
-A new one is cut into chunks, whose keys and values the engine computes and stores when it has nothing else to do. A
-document that is deleted is named no more; chunks stay until the store needs their room, since others may have them too.
+A new one is cut into chunks, whose keys and values the engine computes and stores behind requests. A document that is
+deleted is named no more; chunks stay until the store needs their room, since others may have them too.
 """
 
 import sys

@@ -67,7 +67,7 @@ class HostConfig(Settings):
     sampled: SampledConfig = SampledConfig()
 
 
-Policy = Literal["a3", "cacheblend", "legolink", "random", "pie", "full_reuse", "vanilla"]
+PolicyName = Literal["a3", "cacheblend", "legolink", "random", "pie", "full_reuse", "vanilla"]
 
 
 class DocumentsConfig(Settings):
@@ -83,7 +83,7 @@ class DocumentsConfig(Settings):
         le=65536,
         description="of a chunk, the unit that is stored; it ends with a sentence where one is near",
     )
-    policy: Policy = Field(
+    policy: PolicyName = Field(
         "a3",
         description="which tokens of a prompt are computed again where it reuses documents (requests may say another): "
         "those that the question attends to (`a3`), whose values change most (`cacheblend`), the ends of chunks "
@@ -93,9 +93,9 @@ class DocumentsConfig(Settings):
     select_layer: int = Field(
         5,
         ge=1,
-        description="whose scores choose the tokens, of `a3` and `cacheblend`; the layers before compute all (requests "
-        "may say another). Both papers choose in 1, where the reference model's question does not look at what it asks "
-        "for yet",
+        description="in which the tokens are chosen, of `a3`, `cacheblend` and `random`; the layers before compute all "
+        "(requests may say another). Both papers choose in 1, where the reference model's question does not look at "
+        "what it asks for yet",
     )
     seam_tokens: int = Field(0, ge=0, description="first ones of a chunk, always computed again and counted to `ratio`")
     keep_tokens: int = Field(

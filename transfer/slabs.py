@@ -17,7 +17,6 @@ from transfer.host_pages import Pages, interleave_thread
 from transfer.tier import HostMemoryError
 
 MIB, GIB = 2**20, 2**30
-LIMIT_KEY = "host.memory_limit_gib"
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +55,12 @@ class Slab:
 class SlabPool:
     """Slabs below a limit. Methods may be called from any thread."""
 
-    def __init__(self, limit_bytes: int, source: PageSource, num_threads: int) -> None:
-        """num_threads: how many slabs are mapped, touched and pinned at a time."""
+    def __init__(self, limit_bytes: int, limit_key: str, source: PageSource, num_threads: int) -> None:
+        """limit_key: of the configuration, which says the limit. num_threads: how many slabs are mapped, touched and
+        pinned at a time.
+        """
         self.limit_bytes = limit_bytes
+        self._limit_key = limit_key
         self._source = source
         self._lock = Lock()
         self._in_use_bytes = 0
@@ -89,8 +91,8 @@ class SlabPool:
             asked = sum(classes)
             if self._in_use_bytes + asked > self.limit_bytes:
                 raise HostMemoryError(
-                    f"host memory: asked {_size(asked)}, {self._describe_use()} in use; raise {LIMIT_KEY}, or run "
-                    "fewer or shorter contexts"
+                    f"host memory: asked {_size(asked)}, {self._describe_use()} in use; raise {self._limit_key}, or "
+                    "run fewer or shorter contexts"
                 )
             self._in_use_bytes += asked
             self._drop_refused()
@@ -167,7 +169,7 @@ class SlabPool:
             log.warning("host_memory_refused bytes=%d in_use=%d error=%s", num_bytes, self._in_use_bytes, error)
             raise HostMemoryError(
                 f"host memory: asked the system for {_size(num_bytes)}, it refused: {error}; {self._describe_use()} in "
-                f"use; lower {LIMIT_KEY}, or raise `ulimit -l` (memlock) where pinning failed"
+                f"use; lower {self._limit_key}, or raise `ulimit -l` (memlock) where pinning failed"
             ) from error
         if self._source.pin is not None:
             with self._lock:

@@ -4,7 +4,7 @@
 # in capitals are for a try elsewhere. Its disk is $OUT's: 24 GiB, given back at the end.
 set -euo pipefail
 OUT=${1:-build/published}
-SECONDS_LEFT=${SECONDS_LEFT:-330} BENCH_SECONDS=${BENCH_SECONDS:-110} LOAD_SECONDS=${LOAD_SECONDS:-14}
+SECONDS_LEFT=${SECONDS_LEFT:-380} BENCH_SECONDS=${BENCH_SECONDS:-160} LOAD_SECONDS=${LOAD_SECONDS:-14}
 DEVICE=${DEVICE:-cuda} CONTEXT=${CONTEXT:-40000} PORT=${PORT:-8017}
 MODEL=${MODEL:-random_weights: llama-3.1-8b, tokenizer: "$PWD/deploy/models/reference"}
 MEMORY=${MEMORY:-memory_limit_gib: 76} CHUNK_GIB=${CHUNK_GIB:-24}
@@ -37,7 +37,8 @@ tandem eval fusion --model deploy/models/reference --lengths 1024 --samples 1 --
     --device "$DEVICE" --seconds 25 > "$OUT/warm-up.txt" 2>&1 &
 warming=$!
 part tandem bench documents "$OUT/documents.yaml" --lengths "$BENCH_LENGTHS" --repeats 2 --keep "$KEEP" --profile momo \
-    --policies "a3:select_layer=5 a3 legolink pie cacheblend" --seconds "$BENCH_SECONDS" --json "$OUT/documents.json"
+    --places "memory,memory again,page cache,disk" \
+    --policies "a3:select_layer=5 a3 legolink pie cacheblend random full_reuse" --seconds "$BENCH_SECONDS" --json "$OUT/documents.json"
 wait "$warming" || true
 tandem serve "$OUT/documents.yaml" > "$OUT/server.txt" 2>&1 &
 server=$!

@@ -1,11 +1,12 @@
 """Chunks' way between a device and the library: what is computed goes there, what is read is given back.
 
 It refuses to know jobs and layers. Invariant: memory that a copy reads or writes is neither given back nor kept before
-the device has passed the copy; on a GPU a thread waits for that, not who launches.
+the device has passed the copy; on a GPU a thread waits for that, not who launches, and what fails there is told.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from transfer.chunks.format import ChunkKey, ChunkShape
 from transfer.chunks.library import ChunkLibrary
 from transfer.copies import Event, Streams
+
+log = logging.getLogger(__name__)
 
 
 class Documents:
@@ -39,8 +42,12 @@ class Documents:
         self.streams.keep((rows,), self.streams.down)
 
     def keep(self, key: ChunkKey, layers: Tensor) -> None:
-        """The chunk is computed, once copies down have run."""
-        self._after(self._sent(), lambda: self.library.keep(key, pages_of(layers)))
+        """The chunk is computed, once copies down have run. Where that fails, who waits computes it as any text."""
+
+        def refuse(error: BaseException) -> None:
+            self.library.refuse(key, f"it was computed and could not be kept: {error!r}")
+
+        self._after(self._sent(), lambda: self.library.keep(key, pages_of(layers)), refuse)
 
     def keep_now(self, key: ChunkKey, layers: Tensor) -> list[np.ndarray]:
         """Likewise; waits for the device, and gives the chunk's layers."""
@@ -58,7 +65,7 @@ class Documents:
 
         with self.streams.aside(self.streams.up):
             event = self.streams.record()
-        self._after(event, release_all)
+        self._after(event, release_all, lambda error: log.error("chunks_not_released error=%r", error))
 
     def shutdown(self) -> None:
         """What is under way is finished."""
@@ -70,7 +77,8 @@ class Documents:
         with self.streams.aside(self.streams.down):
             return self.streams.record()
 
-    def _after(self, event: Event, call: Callable[[], object]) -> None:
+    def _after(self, event: Event, call: Callable[[], object], tell: Callable[[BaseException], None]) -> None:
+        """`tell`: of what the thread that waits has raised."""
         if self._waiting is None:
             call()
             return
@@ -79,7 +87,12 @@ class Documents:
             event.synchronize()
             call()
 
-        self._waiting.submit(wait)
+        def look(done: "Future[None]") -> None:
+            error = done.exception()
+            if error is not None:
+                tell(error)
+
+        self._waiting.submit(wait).add_done_callback(look)
 
 
 def pages_of(layers: Tensor) -> list[np.ndarray]:

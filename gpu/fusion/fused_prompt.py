@@ -123,7 +123,7 @@ class FusedPrompt:
             own = slice(first, first + chunk_tokens)
 
             def see(rows: Tensor, first: int = self.begin + first) -> None:
-                if self.plan.policy == "cacheblend" and layer >= self._first_layer:
+                if self._policy.compares and layer >= self._first_layer:
                     self._compare(layer, first, rows[:, 1], scores)
 
             self._decoder.enter(layer, hidden[own], positions[own], positions[own], slots[own], pages, see)
@@ -180,7 +180,7 @@ class FusedPrompt:
             return self._documents.shape.num_layers
         if not self.looks:
             return 0
-        return self.plan.select_layer + (self.plan.policy != "cacheblend")
+        return self.plan.select_layer + (not self._policy.compares)
 
     def _read(self, layer: int) -> None:
         """Begin to read a layer, of chunks that are not lost."""

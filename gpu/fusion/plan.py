@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu.step import FusedPrompt, PlacedChunk
+from transfer.config import PolicyName
 
 VANILLA = "vanilla"
 """All of the prompt is computed, as if it had no chunks."""
@@ -17,26 +18,28 @@ VANILLA = "vanilla"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """summary: for people. chooses: tokens of chunks are computed again, by the ratio. looks: which, is known where all
-    of the prompt has gone through the layers before `select_layer`. moves: stored keys are rotated to their place in
-    this prompt, else they stay where they were when the chunk was computed alone.
+    """chooses: tokens of chunks are computed again, by the ratio. looks: which, is known where all of the prompt has
+    gone through the layers before `select_layer`. compares: what is computed in that layer with what is stored. moves:
+    stored keys are rotated to their place in this prompt, else they stay where they were when the chunk was computed
+    alone.
     """
 
-    summary: str
-    chooses: bool
-    looks: bool
+    chooses: bool = False
+    looks: bool = False
+    compares: bool = False
     moves: bool = True
 
 
-POLICIES = {
-    "a3": Policy("tokens that the question attends to most in one layer (A3, eq. 3)", True, True),
-    "cacheblend": Policy("tokens whose values in one layer differ most from the stored ones (CacheBlend)", True, True),
-    "legolink": Policy("as many tokens at the front of each chunk as at its end (EPIC's LegoLink)", True, False),
-    "random": Policy("any tokens: the control of policies that look", True, True),
-    "pie": Policy("stored keys and values at this prompt's positions, nothing computed again", False, False),
-    "full_reuse": Policy("stored keys and values as they are, positions and all", False, False, moves=False),
-    VANILLA: Policy("everything is computed", False, False),
+POLICIES: dict[PolicyName, Policy] = {
+    "a3": Policy(chooses=True, looks=True),  # tokens that the question attends to most in one layer (A3, eq. 3)
+    "cacheblend": Policy(chooses=True, looks=True, compares=True),  # whose values differ most from the stored ones
+    "legolink": Policy(chooses=True),  # as many at the front of each chunk as at its end (EPIC)
+    "random": Policy(chooses=True, looks=True),  # any tokens: the control of policies that look
+    "pie": Policy(),  # stored keys and values at this prompt's positions, nothing computed again
+    "full_reuse": Policy(moves=False),  # stored keys and values as they are, positions and all
+    "vanilla": Policy(),
 }
+"""Each of the names that configurations and requests may say."""
 
 
 class UnknownPolicyError(ValueError):
@@ -45,9 +48,10 @@ class UnknownPolicyError(ValueError):
 
 def get_policy(name: str) -> Policy:
     """Raises UnknownPolicyError."""
-    if name not in POLICIES:
-        raise UnknownPolicyError(f"fusion: unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    return POLICIES[name]
+    for known, policy in POLICIES.items():
+        if known == name:
+            return policy
+    raise UnknownPolicyError(f"fusion: unknown policy {name!r}; known: {', '.join(POLICIES)}")
 
 
 def plan_fused(

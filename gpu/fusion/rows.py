@@ -17,7 +17,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def store_rows(rows: Tensor, shape: ChunkShape) -> Tensor:
     """Rows `[tokens, kv_heads, dim]` (tokens strided) as uint8 `[tokens, kv_heads * row_bytes]`.
 
-    Raises ValueError for int8 rows that are not finite, on the CPU; on CUDA the store refuses them.
+    Raises ValueError for int8 rows that are not finite, on the CPU; on CUDA the library refuses them.
     """
     tokens, kv_heads, _ = rows.shape
     if shape.rows == "int8":

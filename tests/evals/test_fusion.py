@@ -25,15 +25,16 @@ from evals.fusion import (
     parse_policies,
 )
 from evals.fusion_prompts import FusionPrompt, PromptPlan, fusion_prompts, prompts_ahead
-from evals.fusion_report import least_diverging, render_distances, render_fusion, render_policies
+from evals.fusion_report import RATIO, least_diverging, render_distances, render_fusion, render_policies, shipped
 from evals.stopping import RunCut, Stop
 from gpu.prefill.query import PrefillQuery
-from scheduler.fusion_labels import UnknownLabelError
+from scheduler.fusion_labels import UnknownLabelError, parse_fusions
 from scheduler.messages import Fusion, Logprob
 from server.tokenizer import Tokenizer
 from tests.bench.test_published import parse
 from tests.server.live_server import REFERENCE
 from tests.tolerances import METHOD_FLOAT32
+from transfer.config import DocumentsConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLAN = PromptPlan(REFERENCE, ("several_values",), 2, 64, 0)
@@ -146,7 +147,7 @@ def test_processes_make_the_prompts_that_are_made_here() -> None:
 def test_a_run_on_the_engine_that_serves_ends_where_it_is_stopped(prompts: list[FusionPrompt]) -> None:
     runs = parse_policies(["legolink", "full_reuse"], [1.0])
     both = {256: prompts, 200: fusion_prompts(PLAN, 200)[:1]}
-    with fusion_engine(REFERENCE, "cpu", max(len(one.token_ids) for one in prompts) + 48, "float32") as engine:
+    with fusion_engine(REFERENCE, "cpu", max(len(one.token_ids) for one in prompts) + 48, "float32", 64) as engine:
         batches = [{length: len(found[0].scores) for length, found in judged.items()}
                    for judged in judge(engine, REFERENCE, both, runs, 0, lambda: None, Stop(None), 1)]  # fmt: skip
         assert batches == [{256: 1, 200: 0}, {256: 1, 200: 1}, {256: 2, 200: 1}], "lengths take turns"
@@ -210,6 +211,10 @@ def test_the_command_leaves_rows_and_how_to_make_them_again(tmp_path: Path) -> N
         (["--ratios", ""], "--ratios: got ''"),
         (["--policies", "a4"], "unknown policy 'a4'"),
         (["--lengths", "20000", "--samples", "1", "--tasks", "needle"], "16384"),
+        (
+            ["--lengths", "512", "--samples", "1", "--maps", "0", "--policies", "pie", "--chunk", "2049"],
+            "--chunk: got 2049; wanted 2048 at most, a unit of prefill here",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(options: list[str], wanted: str) -> None:
@@ -240,13 +245,38 @@ def test_rows_pair_a_policy_with_vanilla_and_with_its_control() -> None:
     assert [row["task"] for row in rows[:3]] == ["all", "a", "b"]
 
 
-def test_the_policy_that_is_shipped_is_that_of_the_least_divergence_at_its_ratio() -> None:
+def test_the_least_divergence_is_told_at_the_ratio_of_what_is_shipped() -> None:
     labels, apart = ["a3", "legolink", "pie"], [[0.2, 0.2], [0.0, 0.0], [0.1, 0.2], [0.3, 0.3], [0.0, 0.0]]
     judged = judged_of(labels, [0.15, 0.3], apart)
     rows = fusion_rows(judged, 512) + fusion_rows(judged, 1024)
     assert [(row["length"], row["policy"]) for row in least_diverging(rows, 0.15)] == [
         (512, "legolink"), (1024, "legolink")
     ]  # fmt: skip
+
+
+def test_what_is_shipped_computes_least_of_those_that_are_within_the_least_ones_interval() -> None:
+    labels = ["a3:select_layer=7", "a3:select_layer=5", "a3:select_layer=5,seam_tokens=8", "a3:select_layer=3", "pie"]
+    apart = [[0.1, 0.3], [0.25, 0.25], [0.25, 0.25], [0.0, 1.0], [0.0, 0.0]]
+    rows = fusion_rows(judged_of(labels, [0.15], apart), 512)
+    assert [row["policy"] for row in least_diverging(rows, 0.15)] == ["a3:select_layer=7"]
+    (row,) = shipped(rows, 0.15)
+    assert row["policy"] == "a3:select_layer=5", "the mean of layer 3 is beyond, though its own interval is wide"
+    apart[1] = apart[2] = [0.5, 0.5]
+    (row,) = shipped(fusion_rows(judged_of(labels, [0.15], apart), 512), 0.15)
+    assert row["policy"] == "a3:select_layer=7"
+
+
+def test_the_default_is_what_the_published_rows_say() -> None:
+    config = DocumentsConfig()
+    assert config.ratio == RATIO
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in (DOCS / "results").glob("fusion-*.json")]
+    found = [row for run in runs for row in shipped(run["rows"], RATIO)]
+    assert sorted(row["length"] for row in found) == [2048, 4096, 16384]
+    for row in found:
+        (fusion,) = parse_fusions(row["policy"], [RATIO])
+        assert (fusion.policy, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens) == (
+            config.policy, config.select_layer, config.seam_tokens, config.keep_tokens
+        )  # fmt: skip
 
 
 def test_distances_of_maps_are_told_by_layer_at_the_ratio_and_where_there_is_none() -> None:
@@ -266,7 +296,9 @@ def test_the_page_has_the_lines_that_its_rows_make() -> None:
     assert lines[3].startswith("| `legolink` | 0.15 | 0.0100 ± 0.0196 |  | 0.0050 ± 0.0098 |  | 0.0, -50.0 (-")
     assert lines[4].startswith("| `pie` |  | 0.2500 ±")
     page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
-    (name,) = re.findall(r"\]\(results/(fusion-[\w-]+\.json)\)", page)
-    published = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))
-    assert all(line in page for line in render_fusion(published).splitlines())
-    assert any(math.isclose(row["ratio"] or 0, 0.15) for row in published["rows"])
+    names = set(re.findall(r"\]\(results/(fusion-[\w-]+\.json)\)", page))
+    assert names == {path.name for path in (DOCS / "results").glob("fusion-*.json")}
+    for name in names:
+        published = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))
+        assert all(line in page for line in render_fusion(published).splitlines())
+        assert any(math.isclose(row["ratio"] or 0, 0.15) for row in published["rows"])

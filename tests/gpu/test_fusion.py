@@ -2,18 +2,22 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from gpu.fusion.choice import question_scores
+from gpu.fusion.plan import POLICIES
 from gpu.prefill.query import PrefillQuery
 from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL, METHOD_FLOAT32
 from transfer.chunks.format import ChunkKey
+from transfer.config import PolicyName
 
 SPANS = [(7, 47), (47, 80), (83, 148)]
 TOKENS = draw(160, 1)
@@ -99,6 +103,10 @@ def test_seams_are_chosen_first_and_charged_to_the_ratio(stand: FusionStand) -> 
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
 
 
+def test_every_policy_that_may_be_said_is_known() -> None:
+    assert set(POLICIES) == set(get_args(PolicyName))
+
+
 def test_the_policies_are_told_apart_by_the_tolerance(stand: FusionStand) -> None:
     """The power of what is above: another policy, another layer, one token more or less."""
     oracle = Oracle(stand)
@@ -177,6 +185,37 @@ def test_a_chunk_that_is_lost_is_computed_while_its_prompt_waits(tmp_path: Path,
     absent = FusionStand(tmp_path / "empty")
     got = absent.serve(absent.prompt(ids, SPANS, "a3", 0.15), 500)
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("what", ["copy", "store"])
+def test_a_chunk_that_cannot_be_kept_is_told_of_and_nobody_waits_for_it(
+    what: str, stand: FusionStand, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, where a thread waits for copies."""
+
+    class Event:
+        def synchronize(self) -> None:
+            if what == "copy":
+                raise RuntimeError("an illegal memory access")
+
+    def put(*_: object) -> None:
+        raise MemoryError("no more of it")
+
+    documents, key = stand.documents, stand.key(draw(20, 2))
+    room = stand.library.room_bytes
+    stand.library.take_done()
+    documents._waiting = ThreadPoolExecutor(1)
+    monkeypatch.setattr(documents, "_sent", Event)
+    monkeypatch.setattr(stand.library.store, "put", put)
+    assert not stand.library.hold(key)
+    documents.keep(key, documents.layers_for(20))
+    documents._waiting.shutdown()
+    assert stand.library.is_refused(key)
+    assert not stand.library.is_there(key)
+    assert stand.library.take_done() == [(key, None)], "the scheduler is told"
+    assert ("an illegal memory access" if what == "copy" else "no more of it") in caplog.text
+    assert stand.library.room_bytes == room
+    stand.library.let_go(key)
 
 
 def test_layers_of_a_lost_chunk_stay_until_copies_have_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ TASKS = ("many_needles", "facts_one_hop")
 def test_on_a_gpu_all_tokens_computed_again_are_dense_prefill_and_few_are_near_it(rows: str) -> None:
     prompts = {3000: fusion_prompts(PromptPlan(FOLDER, TASKS, 6, 512, 0), 3000)}
     runs = parse_policies(["a3", "cacheblend", "legolink", "full_reuse"], [0.15, 1.0])
-    with fusion_engine(FOLDER, "cuda", 3100, rows) as engine:
+    with fusion_engine(FOLDER, "cuda", 3100, rows, 512) as engine:
         *_, found = judge(engine, FOLDER, prompts, runs, 1, lambda: None, Stop(None), 2)
         *_, again = judge(engine, FOLDER, prompts, runs, 0, lambda: None, Stop(None), 2)
     first = found[3000]

@@ -37,7 +37,7 @@ SHAPE = load_architecture(MODEL)
 VOCAB = SHAPE.vocab_size
 FRONT, SIZES, QUESTION = 40, (50, 64, 33), 12
 GREEDY = SamplingParams(temperature=0.0)
-A3 = Fusion(policy="a3", ratio=0.2)
+A3 = Fusion(policy="a3", ratio=0.2, select_layer=1)
 
 
 def draw(count: int, seed: int) -> list[int]:
@@ -140,13 +140,15 @@ def test_chunks_are_computed_for_the_first_prompt_and_found_by_the_next(engine: 
 def test_all_tokens_computed_again_give_the_text_of_a_prompt_without_chunks(engine: Engine) -> None:
     wanted = text(serve(engine, ask("a", None, max_tokens=12)))
     for policy in ("a3", "cacheblend", "legolink", "random"):
-        assert text(serve(engine, ask(policy, Fusion(policy=policy, ratio=1.0), max_tokens=12))) == wanted
-    assert text(serve(engine, ask("v", Fusion(policy="vanilla", ratio=0.1), max_tokens=12))) == wanted
+        assert (
+            text(serve(engine, ask(policy, Fusion(policy=policy, ratio=1.0, select_layer=1), max_tokens=12))) == wanted
+        )
+    assert text(serve(engine, ask("v", Fusion(policy="vanilla", ratio=0.1, select_layer=1), max_tokens=12))) == wanted
 
 
 def test_nothing_that_a_question_fused_is_found_by_others(engine: Engine) -> None:
     plain = text(serve(engine, ask("a", None, max_tokens=20, cache_salt="other")))
-    serve(engine, ask("b", Fusion(policy="full_reuse", ratio=0.0), max_tokens=20))
+    serve(engine, ask("b", Fusion(policy="full_reuse", ratio=0.0, select_layer=1), max_tokens=20))
     found = serve(engine, ask("c", None, max_tokens=20))
     assert found[-1].num_cached_tokens == FRONT // 16 * 16
     assert text(found) == plain
@@ -253,6 +255,36 @@ def test_chunks_to_store_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytes
     engine.shutdown()
 
 
+def test_chunks_that_are_not_on_the_disk_yet_are_not_computed_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go, real = threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert may_go.wait(20)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    plans = see_plans(engine, monkeypatch)
+    STORED.clear()
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    assert engine.scheduler.documents is not None
+    while engine.scheduler.documents._to_store or engine.scheduler.documents._computing:
+        engine.step()
+    engine.store_chunks(StoreChunks("t", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    engine.submit([ask("a", A3)])
+    told: list[Delta] = []
+    while not told or told[-1].finish_reason is None:
+        told += engine.step()
+    assert told[-1].reused_tokens > 0
+    assert STORED + engine.take_stored() == [], "nothing is on the disk"
+    may_go.set()
+    run(engine)
+    assert sorted((one.request_id, one.num_stored, one.num_known) for one in STORED) == [("s", 3, 0), ("t", 3, 0)]
+    captured = [prompt for plan in plans for job in plan.new_jobs for prompt in job.prompts if prompt.capture]
+    assert len(captured) == len(CHUNKS)
+
+
 def salted(number: int) -> list[ChunkSpan]:
     return [structs.replace(span, salt=str(number)) for span in ask("", None).chunks]
 
@@ -275,6 +307,57 @@ def test_who_waits_for_chunks_is_passed_a_bounded_number_of_times(
     assert told[-1] == "documents"
     assert 4 < len(told) < 20
     run(engine)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_chunks_to_store_are_overtaken_by_a_bounded_number_of_requests(
+    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' prompts never end. has_begun: there was nothing else to do for a moment, and a job of them stands."""
+    monkeypatch.setattr("scheduler.documents.MOST_OVERTAKEN", 5)
+    engine = make_engine(tmp_path, max_jobs=2 if has_begun else 1)
+    assert engine.scheduler.documents is not None
+    STORED.clear()
+    told: list[str] = []
+
+    def serve_others(number: int) -> None:
+        if len(engine.scheduler._admission.waiting) < 3:
+            other = {"prompt": pack_tokens(draw(20, 100 + number)), "chunks": []}
+            engine.submit([structs.replace(ask(f"{number}", None, max_tokens=1), **other)])
+        told.extend(delta.request_id for delta in engine.step())
+
+    if not has_begun:
+        serve_others(0)
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS[:2]], ""))
+    if has_begun:
+        engine.step()
+        assert engine.scheduler.documents._computing
+    for number in range(1, 300):
+        serve_others(number)
+        STORED.extend(engine.take_stored())
+        if not engine.scheduler.documents.has_work:
+            break
+        assert len(told) < 40, "they wait for ever"
+    assert [one.num_stored for one in STORED] == [2]
+    assert len(told) > 5
+    run(engine)
+    engine.shutdown()
+
+
+def test_chunks_to_store_that_are_overtaken_still_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for them meanwhile."""
+    monkeypatch.setattr("scheduler.documents.MOST_OVERTAKEN", 0)
+    monkeypatch.setattr("transfer.chunks.library.LEAST_AHEAD_BYTES", 0)
+    engine = make_engine(tmp_path, memory_limit_gib=0.0)
+    engine.store_chunks(StoreChunks("s", [pack_tokens(CHUNKS[0])], ""))
+    engine.submit([ask("a", None)])
+    deltas = [delta for _ in range(200) for delta in engine.step()]
+    assert deltas
+    assert text(deltas)
+    assert engine.take_stored() == []
     engine.shutdown()
 
 
@@ -385,7 +468,9 @@ def test_what_a_full_disk_did_not_take_is_stored_when_it_is_asked_for_again(
 
 
 def test_what_cannot_be_served_is_refused_by_name(engine: Engine) -> None:
-    for fusion, words in ((Fusion(policy="a4", ratio=0.1), "unknown policy 'a4'; known: a3, cacheblend"),):
+    for fusion, words in (
+        (Fusion(policy="a4", ratio=0.1, select_layer=1), "unknown policy 'a4'; known: a3, cacheblend"),
+    ):
         with pytest.raises(TooLargeError, match=words):
             engine.submit([ask("a", fusion)])
 
@@ -404,7 +489,9 @@ def test_a_fused_context_goes_down_and_is_read_there(tmp_path: Path) -> None:
     assert text(serve(engine, ask("b", A3, max_tokens=6))) == wanted
     down = serve(engine, ask("c", A3, max_tokens=6, attention_profile="offloaded"))
     whole = serve(engine, ask("d", None, max_tokens=6, attention_profile="offloaded"))
-    again = serve(engine, ask("e", Fusion(policy="a3", ratio=1.0), max_tokens=6, attention_profile="offloaded"))
+    again = serve(
+        engine, ask("e", Fusion(policy="a3", ratio=1.0, select_layer=1), max_tokens=6, attention_profile="offloaded")
+    )
     assert text(again) == text(whole)
     assert down[-1].reused_tokens > 0
     assert text(down) == wanted
@@ -436,7 +523,7 @@ def test_whatever_happens_to_files_answers_are_those_of_whole_ones(
     damage: Callable[[Path, np.random.Generator], None], policy: str, tmp_path: Path
 ) -> None:
     engine = make_engine(tmp_path, memory_limit_gib=0.0)
-    fusion = Fusion(policy=policy, ratio=0.2 if policy == "a3" else 0.0)
+    fusion = Fusion(policy=policy, ratio=0.2 if policy == "a3" else 0.0, select_layer=1)
     wanted = text(serve(engine, ask("a", fusion)))
     draw, root = np.random.default_rng(5), next(tmp_path.glob("?" * 32))
     for number in range(4):
@@ -577,15 +664,17 @@ def test_every_familys_chunks_are_placed_as_if_they_had_been_computed_there(name
     prompt = pack_tokens([*CHUNKS[0], *draw(QUESTION, 2)])
     alone = {"prompt": prompt, "chunks": [ChunkSpan(0, SIZES[0])], "sampling": SCORED}
     wanted = logprobs(engine, structs.replace(ask("a", None, max_tokens=1), **alone))
-    pie = Fusion(policy="pie", ratio=0.0)
+    pie = Fusion(policy="pie", ratio=0.0, select_layer=1)
     for again in ("b", "c"):  # computed for it, and found
         got = logprobs(engine, structs.replace(ask(again, pie, max_tokens=1), **alone))
         assert off(wanted, got) < FUSED_LOGIT_ATOL
     whole = logprobs(engine, ask("d", None, max_tokens=1, sampling=SCORED))
     for policy in ("a3", "legolink"):
-        fusion = Fusion(policy=policy, ratio=1.0)
+        fusion = Fusion(policy=policy, ratio=1.0, select_layer=1)
         assert off(whole, logprobs(engine, ask(policy, fusion, max_tokens=1, sampling=SCORED))) < FUSED_LOGIT_ATOL
-    unplaced = logprobs(engine, ask("e", Fusion(policy="full_reuse", ratio=0.0), max_tokens=1, sampling=SCORED))
+    unplaced = logprobs(
+        engine, ask("e", Fusion(policy="full_reuse", ratio=0.0, select_layer=1), max_tokens=1, sampling=SCORED)
+    )
     assert off(whole, unplaced) > 10 * FUSED_LOGIT_ATOL, "what is not placed is seen"
     engine.shutdown()
 

@@ -15,6 +15,7 @@ TOKENS = 3
 LAYER_BYTES = 2 * TOKENS * 2 * 16
 FILE_BYTES = 4096 + 2 * LAYER_BYTES
 PLENTY = 2**30
+LIMIT_KEY = "documents.memory_limit_gib"
 CALLS = ("open", "posix_fallocate", "pwrite", "fsync", "rename", "utime", "scandir")  # of the system, in a put
 
 

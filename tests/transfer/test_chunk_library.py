@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transfer.chunk_cases import LAYER_BYTES, PLENTY, SHAPE, key_of, layers_of, open_folder, store
+from tests.transfer.chunk_cases import LAYER_BYTES, LIMIT_KEY, PLENTY, SHAPE, key_of, layers_of, open_folder, store
 from transfer.chunks import library as library_module
 from transfer.chunks.folder import ChunkFolder
 from transfer.chunks.format import ChunkKey, ChunkShape, name_chunk
@@ -22,7 +22,7 @@ NONE = np.empty(0, np.uint8)
 
 def open_library(folder: ChunkFolder, num_in_memory: int) -> ChunkLibrary:
     source = PageSource(lambda num_bytes: np.full(num_bytes, 0xA5, np.uint8), None, None)
-    return ChunkLibrary(ChunkStore(folder, SlabPool(num_in_memory * SMALL_PAGE_BYTES, source, 1), 2))
+    return ChunkLibrary(ChunkStore(folder, SlabPool(num_in_memory * SMALL_PAGE_BYTES, LIMIT_KEY, source, 1), 2))
 
 
 def pages(number: int) -> list[np.ndarray]:
@@ -63,6 +63,48 @@ def test_a_chunk_that_was_computed_is_held_as_the_stores_once_it_is_stored(num_i
     source_before.release()
     library.let_go(key_of(1))
     assert library._held == {}
+    library.shutdown()
+
+
+def test_a_chunk_that_waits_for_the_writer_is_found_and_takes_no_more_memory(tmp_path: Path) -> None:
+    library, may_go = open_library(open_folder(tmp_path), 0), threading.Event()
+    room = library.room_bytes
+    library.store._writer.submit(may_go.wait, 20)
+    library.keep(key_of(1), pages(1))
+    written = library.find_written(key_of(1))
+    assert written is not None
+    assert not written.done()
+    assert read(library, 1) == layers_of(1), "who does not hold it"
+    assert library.hold(key_of(1))
+    assert library.room_bytes == room - CHUNK_BYTES
+    library.let_go(key_of(1))
+    assert library.room_bytes == room - CHUNK_BYTES, "it still waits"
+    assert library.hold(key_of(1))
+    may_go.set()
+    assert settle(library) == [True]
+    assert library.find_written(key_of(1)) is None
+    assert library._writing == {}
+    assert library.room_bytes == room
+    assert library._held[key_of(1).name].layers is None, "it is the store's"
+    assert read(library, 1) == layers_of(1)
+    library.let_go(key_of(1))
+    library.shutdown()
+
+
+def test_a_chunk_that_waited_for_a_disk_without_room_stays_with_who_holds_it(tmp_path: Path) -> None:
+    library, may_go = open_library(open_folder(tmp_path, limit_bytes=1), 0), threading.Event()
+    room = library.room_bytes
+    library.store._writer.submit(may_go.wait, 20)
+    for number in (1, 2):
+        library.keep(key_of(number), pages(number))
+    assert library.hold(key_of(1))
+    may_go.set()
+    assert settle(library) == [False, False]
+    assert library.room_bytes == room - CHUNK_BYTES
+    assert read(library, 1) == layers_of(1)
+    assert library.open(key_of(2)) is None
+    library.let_go(key_of(1))
+    assert library.room_bytes == room
     library.shutdown()
 
 
@@ -153,4 +195,8 @@ def test_codes_that_are_no_numbers_are_refused_before_anybody_has_them(number: s
     assert library.open(key) is None
     assert settle(library) == [None]
     library.let_go(key)
+    assert not library.has(key)
+    rows[7, 8:12] = 0
+    library.keep(key, [rows.reshape(-1)])
+    assert settle(library) == [True]
     library.shutdown()

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from tests.gpu.kernel_oracles import wide
 from tests.tolerances import CHUNK_BFLOAT16, FUSED_HALF_STEP, FUSED_READ
-from tests.transfer.chunk_cases import FILE_BYTES, LAYER_BYTES, MODEL, PLENTY, key_of, layers_of, open_folder
+from tests.transfer.chunk_cases import FILE_BYTES, LAYER_BYTES, LIMIT_KEY, MODEL, PLENTY, key_of, layers_of, open_folder
 from tests.transfer.chunk_cases import SHAPE as SMALL
-from transfer.chunks.folder import ChunkFolder
+from transfer.chunks.file import ChunkFile
 from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, name_chunk
-from transfer.chunks.store import ChunkStore, open_chunks
+from transfer.chunks.store import ChunkLease, ChunkStore, open_chunks
 from transfer.config import DocumentsConfig
 from transfer.host_memory import SMALL_PAGE_BYTES
 from transfer.slabs import PageSource, SlabPool
@@ -44,7 +44,7 @@ class Poisoned:
 
 
 def open_store(root: Path, num_in_memory: int, limit_bytes: int = PLENTY, host: Poisoned | None = None) -> ChunkStore:
-    slabs = SlabPool(num_in_memory * SLAB, (host or Poisoned()).source, 1)
+    slabs = SlabPool(num_in_memory * SLAB, LIMIT_KEY, (host or Poisoned()).source, 1)
     return ChunkStore(open_folder(root, limit_bytes), slabs, THREADS)
 
 
@@ -162,6 +162,107 @@ def test_a_chunk_that_is_read_in_part_is_read_to_its_end_and_stays_in_memory(tmp
     store.forget()
     assert store.bytes_in_memory == 0
     store.shutdown()
+
+
+class Held:
+    """A store of one thread that reads, which waits until it may go; what it reads then is noted, in order."""
+
+    def __init__(self, root: Path, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        first = open_store(root, 0)
+        for number in numbers:
+            put(first, number)
+        first.shutdown()
+        slabs = SlabPool(len(numbers) * SLAB, LIMIT_KEY, Poisoned().source, 1)
+        self.store = ChunkStore(open_folder(root), slabs, 1)
+        self.order: list[tuple[int, int]] = []
+        self._may_go = threading.Event()
+        names, real = {key_of(number).name: number for number in numbers}, ChunkFile.read
+
+        def note(file: ChunkFile, layer: int, out: memoryview) -> None:
+            self.order.append((names[file.key.name], layer))
+            real(file, layer, out)
+
+        monkeypatch.setattr(ChunkFile, "read", note)
+
+    def wait(self) -> None:
+        self.store._readers.submit(lambda: np.empty(self._may_go.wait(20), np.uint8), True)
+
+    def go_on(self) -> None:
+        self._may_go.set()
+        self.store.finish_reads()
+
+
+def ask_for(store: ChunkStore, number: int, *layers: int) -> ChunkLease:
+    lease = store.find(key_of(number))
+    assert lease is not None
+    for layer in layers:
+        lease.layer(layer, np.empty(LAYER_BYTES, np.uint8))
+    return lease
+
+
+def test_what_somebody_waits_for_is_read_before_what_nobody_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(tmp_path, (1, 2, 3), monkeypatch)
+    leases = [ask_for(held.store, number, 1) for number in (1, 2)]
+    held.store.finish_reads()
+    held.wait()
+    for lease in leases:
+        lease.release()  # and the rest of both is to be read
+    cold, again = ask_for(held.store, 3, 0, 1), ask_for(held.store, 2, 0)
+    held.go_on()
+    assert held.order == [(1, 1), (2, 1), (3, 0), (3, 1), (2, 0), (1, 0)]
+    for lease in (cold, again):
+        lease.release()
+    for number in (1, 2, 3):
+        path_of(tmp_path, number).unlink()
+    assert [fetch(held.store, number) for number in (1, 2, 3)] == [layers_of(number) for number in (1, 2, 3)]
+    held.store.shutdown()
+    assert held.store.bytes_in_memory == 0
+
+
+def test_what_a_cancelled_prompt_wanted_is_not_read_unless_others_want_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(tmp_path, (1, 2, 3), monkeypatch)
+    ask_for(held.store, 3, 1).release()
+    held.store.finish_reads()
+    held.order.clear()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    held.wait()
+    cancelled, both, other = (ask_for(held.store, number, 0, 1) for number in (1, 2, 2))
+    for lease in (cancelled, both):
+        lease.release()
+    again = ask_for(held.store, 1, 1)
+    held.go_on()
+    assert held.order == [(2, 0), (2, 1), (1, 1)]
+    other.release()
+    again.release()
+    held.store.finish_reads()
+    assert held.order[3:] == [(1, 0)], "the rest, since a prompt was done with what it wanted"
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "files are closed"
+    assert [fetch(held.store, number) for number in (1, 2, 3)] == [layers_of(number) for number in (1, 2, 3)]
+    held.store.forget()
+    assert held.store.bytes_in_memory == 0
+    held.store.shutdown()
+
+
+def test_what_nobody_waits_for_any_more_is_read_behind_what_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled prompt had asked for the rest of a chunk that another one had read in part."""
+    held = Held(tmp_path, (1, 2), monkeypatch)
+    first = ask_for(held.store, 1, 1)
+    held.store.finish_reads()
+    held.wait()
+    first.release()
+    ask_for(held.store, 1, 0).release()
+    wanted = ask_for(held.store, 2, 0, 1)
+    held.go_on()
+    assert held.order == [(1, 1), (2, 0), (2, 1), (1, 0)]
+    wanted.release()
+    held.store.shutdown()
+    assert held.store.bytes_in_memory == 0
 
 
 def test_a_chunk_of_which_nothing_is_read_takes_no_memory(tmp_path: Path) -> None:
@@ -359,6 +460,23 @@ def test_a_host_that_refuses_pages_leaves_the_disk(tmp_path: Path) -> None:
     store.shutdown()
 
 
+def test_a_host_that_refuses_pages_is_told_of_with_the_setting_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store := open_store(tmp_path, 0), 1)
+    store.shutdown()
+    host = Poisoned()
+    host.is_refusing = True
+    monkeypatch.setattr("transfer.chunks.store.map_pages", host.map)
+    store = open_chunks(DocumentsConfig(folder=tmp_path, threads=1), PLENTY, MODEL, SMALL, is_pinned=False)
+    lease = store.find(key_of(1))
+    assert lease is not None
+    with pytest.raises(ChunkError, match=r"refused: no more pages; .* lower documents\.memory_limit_gib"):
+        lease.layer(0, np.empty(LAYER_BYTES, np.uint8)).result(20)
+    lease.release()
+    store.shutdown()
+
+
 def test_reading_another_layer_does_not_wait_for_one_that_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,21 +497,6 @@ def test_reading_another_layer_does_not_wait_for_one_that_is_slow(
     may_go.set()
     assert slow.result(20).tobytes() == layers_of(1)[0]
     lease.release()
-    store.shutdown()
-
-
-def test_codes_whose_scale_is_no_number_are_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shape = ChunkShape(1, 2, 8, "int8")
-    folder = ChunkFolder(tmp_path, MODEL, shape, PLENTY)
-    store = ChunkStore(folder, SlabPool(SLAB, Poisoned().source, 1), THREADS)
-    rows = np.zeros((2 * 3 * 2, 16), np.uint8)
-    rows[7, 8:12] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
-    key = name_chunk([1, 2, 3], shape, "")
-    assert not store.put(key, [rows.reshape(-1)]).result(20)
-    assert store.find(key) is None
-    assert "chunk_not_finite" in caplog.text
-    rows[7, 8:12] = 0
-    assert store.put(key, [rows.reshape(-1)]).result(20)
     store.shutdown()
 
 

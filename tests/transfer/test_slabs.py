@@ -14,6 +14,7 @@ from transfer.tier import HostMemoryError
 
 SIZE = SMALL_PAGE_BYTES
 LIMIT = 8 * SIZE
+KEY = "host.memory_limit_gib"
 
 
 class Host:
@@ -55,7 +56,7 @@ def host():
 
 @pytest.fixture
 def pool(host):
-    pool = SlabPool(LIMIT, host.source, 2)
+    pool = SlabPool(LIMIT, KEY, host.source, 2)
     yield pool
     host.may_map.set()
     host.may_unpin.set()
@@ -180,7 +181,7 @@ def test_a_slab_given_back_on_its_way_is_not_held_once_the_host_has_refused_it(p
 
 
 def test_slabs_that_wait_to_be_unpinned_are_at_shutdown_and_orders_never_begin(host):
-    pool = SlabPool(LIMIT, host.source, 1)
+    pool = SlabPool(LIMIT, KEY, host.source, 1)
     slabs = pool.claim([SIZE] * 8)
     for slab in slabs:
         slab.wait()
@@ -198,7 +199,7 @@ def test_slabs_that_wait_to_be_unpinned_are_at_shutdown_and_orders_never_begin(h
 
 
 def test_pages_are_zero_aligned_to_huge_pages_and_outlive_their_slab():
-    pool = SlabPool(2**26, PageSource(map_pages, None, None), 1)
+    pool = SlabPool(2**26, KEY, PageSource(map_pages, None, None), 1)
     slabs = pool.claim([3 * HUGE_PAGE_BYTES, SIZE])
     large, small = (slab.wait() for slab in slabs)
     assert large.ctypes.data % HUGE_PAGE_BYTES == 0
@@ -213,7 +214,7 @@ def test_pages_are_zero_aligned_to_huge_pages_and_outlive_their_slab():
 
 
 def test_pages_that_no_host_has_are_refused():
-    pool = SlabPool(2**62, PageSource(map_pages, None, None), 1)
+    pool = SlabPool(2**62, KEY, PageSource(map_pages, None, None), 1)
     (slab,) = pool.claim([2**55])
     with pytest.raises(HostMemoryError, match="it refused"):
         slab.wait()

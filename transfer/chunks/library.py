@@ -1,8 +1,8 @@
 """Chunks that requests wait for: in the store, or computed for them and kept until they have read them.
 
 It refuses to know requests and devices. Invariants: what a request holds is there until it lets go, whether the disk
-has room for it or not; what was computed stays in memory of its own no longer than it takes to store it, or where the
-store has no room. Methods may be called from any thread.
+has room for it or not; what was computed is found from then on, and stays in memory of its own no longer than it takes
+to store it, or where the store has no room. Methods may be called from any thread.
 """
 
 import logging
@@ -72,6 +72,14 @@ class _Held:
         return self.lease is not None or self.layers is not None
 
 
+@dataclass(eq=False, frozen=True, slots=True)
+class _Writing:
+    """What was computed and waits for the store. `is_written`: whether it is on the disk then."""
+
+    layers: Sequence[Pages]
+    is_written: "Future[bool]"
+
+
 class ChunkLibrary:
     """`store`: where chunks are found, and put."""
 
@@ -79,6 +87,7 @@ class ChunkLibrary:
         self.store = store
         self._lock = Lock()
         self._held: dict[str, _Held] = {}
+        self._writing: dict[str, _Writing] = {}
         self._done: list[tuple[ChunkKey, Future[bool] | None]] = []
         self._bytes_kept = 0  # computed, and not the store's
 
@@ -86,11 +95,19 @@ class ChunkLibrary:
         """Whether the chunk is on the disk now, so that it need not be stored."""
         return self.store.has(key)
 
+    def find_written(self, key: ChunkKey) -> "Future[bool] | None":
+        """Whether the chunk is on the disk once it is known, if it is being written now."""
+        with self._lock:
+            writing = self._writing.get(key.name)
+            return None if writing is None else writing.is_written
+
     def hold(self, key: ChunkKey) -> bool:
         """Whether the chunk is there; if so it stays, and if it is computed from now on it is kept, until `let_go`."""
         with self._lock:
             held = self._held.setdefault(key.name, _Held())
             held.count += 1
+            if not held.is_there and key.name in self._writing:
+                held.layers = self._writing[key.name].layers
             if held.is_there:
                 return True
         lease = self.store.find(key)
@@ -128,9 +145,9 @@ class ChunkLibrary:
     def open(self, key: ChunkKey) -> ChunkSource | None:
         """What the chunk is read from, until it is released; None: it is nowhere."""
         with self._lock:
-            held = self._held.get(key.name)
-            if held is not None and held.layers is not None:
-                return _Kept(key, held.layers)
+            kept = self._held.get(key.name) or self._writing.get(key.name)
+            if kept is not None and kept.layers is not None:
+                return _Kept(key, kept.layers)
         return self.store.find(key)
 
     def keep(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
@@ -141,18 +158,21 @@ class ChunkLibrary:
             self.refuse(key, "it has keys or values that are not finite, or span more than float32 holds")
             return
         with self._lock:
+            written = self.store.put(key, layers)
+            self._writing[key.name] = _Writing(layers, written)
             held = self._held.get(key.name)
             if held is not None and not held.is_there:
                 held.layers = layers
             self._bytes_kept += self._bytes_of(key)
-        written = self.store.put(key, layers)
-        with self._lock:
             self._done.append((key, written))
         written.add_done_callback(lambda _: self._give_to_store(key, layers))
 
     def _give_to_store(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
         """The store has the chunk, or had no room: then who holds it goes on with what was computed."""
         with self._lock:
+            writing = self._writing.get(key.name)
+            if writing is not None and writing.layers is layers:  # else it was computed again meanwhile
+                del self._writing[key.name]
             held = self._held.get(key.name)
             is_held = held is not None and held.layers is layers
         lease = self.store.find(key) if is_held else None

@@ -2,7 +2,8 @@
 
 It refuses to know what rows mean and where they go. Invariants: bytes that are handed out are those that were stored,
 or the future says that the chunk is lost; memory that somebody reads is neither given up nor written again before the
-lease ends; nobody waits for a disk who only wants to store. Methods may be called from any thread.
+lease ends; nobody waits for a disk who only wants to store, and no lease for what no lease has asked for. Methods may
+be called from any thread.
 """
 
 import logging
@@ -10,13 +11,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 
 import numpy as np
 
 from transfer.chunks.file import ChunkFile
 from transfer.chunks.folder import ChunkFolder
-from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, has_finite_scales, layer_ranges
+from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, layer_ranges
+from transfer.chunks.readers import Readers
 from transfer.config import DocumentsConfig
 from transfer.host_memory import slab_bytes
 from transfer.host_pages import Pages, map_pages, pin_pages, unpin_pages
@@ -36,13 +39,15 @@ def open_chunks(
     """
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
     folder = ChunkFolder(config.resolved_folder, model, shape, int(config.disk_limit_gib * GIB))
-    slabs = SlabPool(memory_bytes, PageSource(map_pages, pin, unpin), MAX_MAPPING_THREADS)
+    slabs = SlabPool(memory_bytes, "documents.memory_limit_gib", PageSource(map_pages, pin, unpin), MAX_MAPPING_THREADS)
     return ChunkStore(folder, slabs, config.threads)
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A chunk that is in use or in memory. `file`: until every layer is in the slab; without a slab, until the end."""
+    """A chunk that is in use or in memory. `file`: until every layer is in the slab; without a slab, until the end.
+    `wanted`: reads that leases have asked for. `num_unasked`: those of the slab that none had, and which are not over.
+    """
 
     key: ChunkKey
     slab: Slab | None
@@ -50,8 +55,14 @@ class _Entry:
     ranges: list[tuple[int, int]]
     num_missing: int
     layers: dict[int, "Future[Pages]"] = field(default_factory=dict)  # of the slab
+    wanted: list["Future[Pages]"] = field(default_factory=list)
     num_leases: int = 0
+    num_unasked: int = 0
     is_lost: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.num_leases or self.num_unasked)
 
 
 class ChunkLease:
@@ -59,7 +70,6 @@ class ChunkLease:
 
     def __init__(self, store: "ChunkStore", entry: _Entry) -> None:
         self._store, self._entry = store, entry
-        self._reads: list[Future[Pages]] = []
         self.key = entry.key
 
     @property
@@ -73,16 +83,12 @@ class ChunkLease:
         Raises ChunkError (the future does) where the chunk turns out to be lost: layers read before are right, and
         whoever needs the others computes the chunk anew.
         """
-        read = self._store.start_read(self._entry, index, out)
-        self._reads.append(read)
-        return read
+        return self._store.start_read(self._entry, index, out)
 
     def release(self) -> None:
-        """Once, when copies of what was handed out are over. Waits for reads that are under way."""
-        for read in self._reads:
-            if not self.is_in_memory:
-                read.cancel()
-        wait(self._reads)
+        """Once, when copies of what was handed out are over. Waits for reads that are under way; what was asked for and
+        has not begun is not read, unless another lease is there to want it.
+        """
         self._store.end_lease(self._entry)
 
 
@@ -97,7 +103,7 @@ class ChunkStore:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # with a slab; the last used is last
         self._has_memory = True
         self._counts: Counter[str] = Counter()
-        self._readers = ThreadPoolExecutor(num_threads, "chunk-reads")
+        self._readers = Readers(num_threads)
         self._writer = ThreadPoolExecutor(1, "chunk-writes")
 
     def has(self, key: ChunkKey) -> bool:
@@ -129,7 +135,8 @@ class ChunkStore:
     def put(self, key: ChunkKey, layers: Sequence[Pages]) -> "Future[bool]":
         """Keep the bytes of every layer, uint8 `[layer_bytes]`, in memory and on disk; whether they are on the disk.
 
-        `layers` stay as they are until the future is done. Rows of codes that are not numbers are refused.
+        `layers` stay as they are until the future is done. Rows are stored as they are: whether codes are numbers is
+        asked before (`has_finite_scales`).
         """
         return self._writer.submit(self._put, key, [layer.data for layer in layers])
 
@@ -141,7 +148,7 @@ class ChunkStore:
         """Give up all memory that nobody reads; what is on the disk stays. For who times the disk."""
         self.finish_reads()
         with self._lock:
-            for entry in [one for one in self._entries.values() if one.num_leases == 0]:
+            for entry in [one for one in self._entries.values() if one.is_idle]:
                 self._forget(entry)
                 self._end(entry)
 
@@ -177,38 +184,69 @@ class ChunkStore:
     def start_read(self, entry: _Entry, index: int, out: Pages) -> "Future[Pages]":
         """For leases."""
         with self._lock:
+            if entry.slab is not None and index in entry.layers:
+                read = entry.layers[index]
+                self._readers.set_wanted(read, True)
+                return read
             if entry.slab is None:
-                return self._readers.submit(self._read, entry, index, out)
-            if index not in entry.layers:
-                entry.layers[index] = self._readers.submit(self._read_to_slab, entry, index, entry.slab)
-            return entry.layers[index]
+                read = self._readers.submit(partial(self._read, entry, index, out), True)
+            else:
+                read = self._readers.submit(partial(self._read_to_slab, entry, index, entry.slab), True)
+                entry.layers[index] = read
+            entry.wanted.append(read)
+            return read
 
     def end_lease(self, entry: _Entry) -> None:
         """For leases. Of a chunk that was read in part the rest is read, too, and then it stays in memory: prompts that
-        compute their first layers in full never ask for these. One of which nothing was read is not kept there.
+        compute their first layers in full never ask for these. One of which nothing was read, or not all that was asked
+        for, is not kept there.
         """
+        while (under_way := self._leave(entry)) is not None:
+            wait(under_way)
+
+    def _leave(self, entry: _Entry) -> "list[Future[Pages]] | None":
+        """None: the lease is over; else reads that it waits for before it is."""
         with self._lock:
+            if entry.num_leases == 1 and (under_way := self._stop_reads(entry)):
+                return under_way
             entry.num_leases -= 1
-            if entry.num_leases == 0 and entry.num_missing > 0 and not self._read_rest(entry):
+            if entry.is_idle and entry.num_missing > 0 and not self._read_rest(entry):
                 self._forget(entry)
-            if entry.num_leases == 0 and self._entries.get(entry.key.name) is not entry:
-                self._end(entry)
+            self._end_if_over(entry)
+        return None
+
+    def _stop_reads(self, entry: _Entry) -> "list[Future[Pages]]":
+        """The last lease wants nothing more: its reads, less those that had not begun."""
+        under_way = [read for read in entry.wanted if not read.cancel()]
+        if len(under_way) < len(entry.wanted):
+            self._forget(entry)
+        entry.wanted = []
+        for read in entry.layers.values():
+            self._readers.set_wanted(read, False)
+        return under_way
 
     def _read_rest(self, entry: _Entry) -> bool:
-        """Whether layers that nobody has asked for are read from now on, each on a lease of its own."""
+        """Whether layers that nobody has asked for are read from now on, when nobody waits for any other."""
         if not entry.layers or entry.slab is None or self._entries.get(entry.key.name) is not entry:
             return False
         rest = [index for index in range(len(entry.ranges)) if index not in entry.layers]
-        entry.num_leases += len(rest)
+        entry.num_unasked += len(rest)
         for index in rest:
-            entry.layers[index] = self._readers.submit(self._read_unasked, entry, index, entry.slab)
+            read = partial(self._read_unasked, entry, index, entry.slab)
+            entry.layers[index] = self._readers.submit(read, False)
         return bool(rest)
 
     def _read_unasked(self, entry: _Entry, index: int, slab: Slab) -> Pages:
         try:
             return self._read_to_slab(entry, index, slab)
         finally:
-            self.end_lease(entry)
+            with self._lock:
+                entry.num_unasked -= 1
+                self._end_if_over(entry)
+
+    def _end_if_over(self, entry: _Entry) -> None:
+        if entry.is_idle and self._entries.get(entry.key.name) is not entry:
+            self._end(entry)
 
     def _lease(self, key: ChunkKey) -> _Entry | None:
         entry = self._entries.get(key.name)
@@ -230,7 +268,7 @@ class ChunkStore:
     def _claim(self, num_bytes: int) -> Slab | None:
         if not self._has_memory or slab_bytes(num_bytes) > self._slabs.limit_bytes:
             return None
-        idle = [entry for entry in self._entries.values() if entry.num_leases == 0]
+        idle = [entry for entry in self._entries.values() if entry.is_idle]
         while True:
             try:
                 return self._slabs.claim([num_bytes])[0]
@@ -285,14 +323,6 @@ class ChunkStore:
         return pages
 
     def _put(self, key: ChunkKey, layers: list[memoryview]) -> bool:
-        if not all(has_finite_scales(layer, self.folder.shape) for layer in layers):
-            log.warning(
-                "chunk_not_finite name=%s tokens=%d wanted=finite rows: with documents.rows int8, keys and values that "
-                "overflow are not stored", key.name, key.num_tokens,
-            )  # fmt: skip
-            with self._lock:
-                self._counts["refused"] += 1
-            return False
         self._keep_in_memory(key, layers)
         return self.folder.put(key, layers)
 
@@ -325,5 +355,5 @@ class ChunkStore:
         self.folder.delete(key)
         with self._lock:
             entry = self._entries.pop(key.name, None)
-            if entry is not None and entry.num_leases == 0:
+            if entry is not None and entry.is_idle:
                 self._end(entry)
