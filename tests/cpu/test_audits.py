@@ -144,6 +144,36 @@ def test_the_mass_of_the_rest_is_unbiased_where_exact_attention_excludes_blocks_
     assert abs(of_draws.mean() - 1) < UNBIASED_SIGMAS * of_draws.std(ddof=1) / np.sqrt(draws)
 
 
+@pytest.mark.parametrize("missing", ["not wanted", "excluded"])
+def test_a_head_that_reads_nothing_in_a_step_keeps_its_last_reading(missing: str) -> None:
+    """All heads are beyond epsilon by their first turn; then some reuse an answer, or have all of the run excluded."""
+    generator = np.random.default_rng(6)
+    rows, query = clustered(generator, TOKENS, BITS, TABLES)
+    estimating, table = kernel("bf16", True, BITS, TABLES), table_of([Context([(rows, SAMPLED, 0, TOKENS)])])
+    settings = ErrorsConfig(bound=0.25, epsilon=1e-6, audit_steps=2, full_share=1.0)
+    audits, context = Audits(settings, 1, HEADS), HostContext(1, True)
+    codes = draw_tables(generator, rows, query, BITS, TABLES).reshape(1, HEADS, TABLES)
+    wanted, excluded = np.ones((1, HEADS), np.uint8), np.zeros((1, KV_HEADS, -(-TOKENS // 512)), np.int32)
+    away = np.arange(HEADS) < HEADS // KV_HEADS  # of the first KV head
+    in_full = []
+    for step in range(4):
+        full = audits.full([context], 1, 0, 1)
+        assert full is not None
+        in_full.append(full[0, 0].astype(bool))
+        if step == 2 and missing == "not wanted":
+            wanted[0, away] = 0
+        elif step == 2:
+            excluded[0, 0] = -1
+        got = estimating.attend(table, query[None].astype(np.float32), codes, 1, wanted, excluded, full[0])
+        assert got.errors is not None
+        assert ((got.errors[0] == 0).all(1) == (away & (step > 1))).all()
+        audits.note([context], got.errors[None], full, 0)
+    assert not in_full[0].all(), "each has its turn in one of two steps"
+    assert np.all(in_full[1:]), "and goes on"
+    assert context.in_full is not None
+    assert context.in_full.all()
+
+
 def test_a_tier_reads_in_full_what_its_first_turns_find_beyond_epsilon() -> None:
     """Each head has its turn in one of two steps, and goes on: from the second on all are read in full."""
     errors = ErrorsConfig(bound=1e-6, epsilon=1e-6, audit_steps=2, full_share=1.0)
