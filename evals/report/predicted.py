@@ -40,7 +40,7 @@ def gather(
     return {
         "set": "predicted", "command": "tandem eval recovery | fidelity | errors | tasks", "seed": 0, "seconds": 0.0,
         "machine": machine, "date": date,
-        "rows": [row for document in tasks for row in document["rows"]],
+        "rows": _latest([row for document in tasks for row in document["rows"]]),
         "recovery": [row for document in recovery for row in rows_of(document, _RECOVERY)],
         "ablations": {name: rows_of(document, _RECOVERY) for name, document in ablations.items()},
         "fidelity": [row for document in fidelity for row in _with_errors(document)],
@@ -55,9 +55,13 @@ def renew(earlier: Document, later: Document) -> dict[str, Any]:
     for part, names in _KEYS.items():
         rows = [*earlier.get(part, []), *later[part]]
         renewed[part] = [*{tuple(row[name] for name in names): row for row in rows}.values()]
-    scored = [*earlier["rows"], *later["rows"]]
-    renewed["rows"] = [*{(row["length"], column_of(row), row["method"]): row for row in scored}.values()]
+    renewed["rows"] = _latest([*earlier["rows"], *later["rows"]])
     return renewed
+
+
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    """Of a task's rows with the same length and method the last one, in the first one's place."""
+    return [*{(row["length"], column_of(row), row["method"]): row for row in rows}.values()]
 
 
 def _with_errors(document: Document) -> list[Row]:
