@@ -40,6 +40,13 @@ def test_recovery_is_a_mean_over_cells_and_the_best_is_counted_by_cell() -> None
     assert any("a at 4,096 (2 of 8 steps), b at 4,096 (2 of 8 steps)" in line for line in lines)
 
 
+def test_what_was_measured_in_one_way_alone_is_compared_with_those_that_share() -> None:
+    alone = [{**row, "method": row["method"].replace(" before", "")} for row in ROWS]
+    lines = render_recovery(alone)
+    assert [line.partition(";")[0] for line in lines[-1:]] == ["`predicted` is best in 2 of 4 cells"]
+    assert sum("is best in" in line for line in render_recovery(ROWS)) == 1
+
+
 def test_other_tables_have_a_line_a_setting_a_method_and_a_kind_of_heads() -> None:
     varied = [recovered(f"predicted M={steps}", 512, "a", 0.7 - steps / 1_000) for steps in (1, 20)]
     assert render_ablations({"M": [*varied, ROWS[1]]})[2:] == ["| M | M=1: 69.90, M=20: 68.00 |"]
