@@ -6,9 +6,9 @@ runs all the same. Ways: `read`, the blocks stay as they are, which is
 what a step costs without prediction and link; `predict`, as well, with the prediction; `across`, what serves: fetched
 across tokens, beside the layers that follow; `demand`: likewise chosen, but fetched where a layer needs them; `layer`:
 the next layer's blocks are chosen by this layer's query and the mean keys of blocks, and fetched beside the rest of
-this layer; `refetch`: likewise, and all of the budget comes anew, as published systems do. Contexts share their rows in
-host memory, which a link does not notice. Nothing else in a step differs from what serves. On the CPU device steps run
-eagerly, which tells that a command works and no times.
+this layer, without histories and looks, which that needs none of; `refetch`: likewise, and all of the budget comes
+anew, as published systems do. Contexts share their rows in host memory, which a link does not notice. Nothing else in a
+step differs from what serves. On the CPU device steps run eagerly, which tells that a command works and no times.
 """
 
 import time

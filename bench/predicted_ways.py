@@ -35,7 +35,7 @@ Wanted = Callable[[Blocks, int], Tensor]
 
 
 class Ways:
-    """How one side of a method brings its blocks; `None` gives it back what serves."""
+    """How one side of a method brings its blocks; `across` gives it back what serves, but for what is wanted."""
 
     def __init__(self, side: Predicted, run_blocks: int) -> None:
         """run_blocks: of a context in host memory, whose mean keys a layer ahead is chosen by."""
@@ -92,20 +92,21 @@ class Ways:
         side.before = fetch_first  # type: ignore[method-assign]
 
     def _across_layers(self, is_whole: bool) -> None:
-        side, after, before = self.side, self._serving["after"], self._serving["before"]
+        """As systems do that choose a layer ahead by its query: no history is kept, so none is noted, and no block is
+        looked at over the link. is_whole: all of the budget comes anew.
+        """
+        side, before = self.side, self._serving["before"]
         if self._means is None:
             size = (len(side._layers), side._kv_heads, self._run_blocks, side._dim)
             self._means = torch.randn(size, device=side.blocks.ids.device).to(side._network.second.dtype)
         means = self._means
 
-        def choose_next(reads: LayerReads, *rest: Any) -> None:
-            serving, side._choose = side._choose, lambda *_: None  # type: ignore[method-assign]
-            after(reads, *rest)
-            side._choose = serving  # type: ignore[method-assign]
+        def choose_next(reads: LayerReads, *_: Any) -> None:
             place, own = side._places.get(reads.layer), side._of_rows.get(reads.rows)
             if place is None or own is None or not own.choices or place + 1 == len(side._layers):
                 return
             layer = side._layers[place + 1]
+            side._used.append(reads.query)
             with side._aside(0):  # a layer is waited for by the next one: one chain
                 query = reads.query.unflatten(1, (side._kv_heads, -1))
                 torch.einsum("rkgd,kbd->rkgb", query, means[place + 1]).amax(2)

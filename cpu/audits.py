@@ -67,7 +67,8 @@ class Audits:
         if full is not None:
             for row, context in enumerate(contexts):
                 if context is not None:
-                    self._note_full(context, worst[:, row], full[:, row] > 0, first, last)
+                    has_read = (full[:, row] > 0) & (errors[:, row, :, LARGEST] > 0)
+                    self._note_full(context, worst[:, row], has_read, first, last)
         for context in contexts:
             if context is not None:
                 context.steps += last == self.layers
@@ -78,10 +79,12 @@ class Audits:
         self.counts.steps_beyond += self._is_beyond
         self._is_beyond = False
 
-    def _note_full(self, context: Context, worst: np.ndarray, read: np.ndarray, first: int, last: int) -> None:
+    def _note_full(self, context: Context, worst: np.ndarray, has_read: np.ndarray, first: int, last: int) -> None:
+        """has_read: in full, and something. What was not asked for a head in this step (it reused an answer), or was
+        excluded to the last token, has zeros for errors, which say nothing of the head: its last reading holds."""
         if context.noted is None:
             context.noted = np.zeros((self.layers, self._heads), np.float32)
-        context.noted[first:last][read] = worst[read]
+        context.noted[first:last][has_read] = worst[has_read]
         if last == self.layers:
             wanted = np.nan_to_num(context.noted, nan=0.0)
             epsilon = float(self._settings.epsilon or 0.0)

@@ -69,6 +69,15 @@ class Context:
             left -= cut[-1].tokens
         return cut
 
+    def take_readings(self, source: "Context") -> None:
+        """Begin with what full readings said of the context whose front this one has, and where in the turns that was.
+
+        That one may have gone on otherwise behind the front: until a head's next turn, its reading there says more than
+        none. Later readings are each one's own.
+        """
+        self.steps, self.in_full = source.steps, source.in_full
+        self.noted = None if source.noted is None else source.noted.copy()
+
     def sample_sealed(self) -> None:
         """Pieces of segments that are whole by now are sampled from here on."""
         for piece in self.pieces:

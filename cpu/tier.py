@@ -107,6 +107,7 @@ class CpuTier:
         self.open(context_id, is_sampled)
         context = self._contexts[context_id]
         context.pieces = source.first_pieces(num_tokens)
+        context.take_readings(source)
         with self._store.changed:
             for piece in context.pieces:
                 piece.segment.want()

@@ -2,8 +2,9 @@
 
 Paper: arXiv 2510.05688, the estimator of section 4: each key of the sample stands for (keys of the rest) / (sampled)
 keys, in numerator and denominator alike. Finding the largest is not counted, as in `topk`: an upper bound of what a
-search would give it. Sink and window are among what is read exactly. Invariant: over draws, numerator and mass are
-unbiased; a budget of the whole context is dense attention.
+search would give it. Sink and window are read exactly, and the rest of the budget is shared between the best of the
+other keys and the sample. Invariant: over draws, numerator and mass are unbiased; a budget of the whole context is
+dense attention.
 """
 
 from typing import ClassVar
@@ -17,8 +18,8 @@ from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step,
 
 
 class VAttention(DecodeMethod):
-    """`budget` keys in all, the `heavy` part of them the best ones (sink and window first), the others drawn without
-    replacement; the heads of a group choose and draw apart or together."""
+    """`budget` keys in all: sink and window, then of what is left of the budget the `heavy` part the best of the other
+    keys, and the rest of it drawn without replacement; the heads of a group choose and draw apart or together."""
 
     name: ClassVar[str] = "vattention"
     paper: ClassVar[str] = "vAttention"
@@ -41,7 +42,8 @@ class VAttention(DecodeMethod):
             masses = add_group(masses, step.group)
         counts = torch.maximum(self.budget.of(step.lengths), step.lengths.new_tensor(max(self.sink + self.window, 1)))
         counts = torch.minimum(counts, step.lengths)
-        exact = torch.minimum((counts * self.heavy).ceil().long().clamp(min=self.sink + self.window), counts)
+        ends = counts.clamp(max=self.sink + self.window)
+        exact = ends + ((counts - ends) * self.heavy).ceil().long()
         order = force_ends(masses, step.lengths, self.sink, self.window).argsort(dim=-1, descending=True, stable=True)
         rank = torch.arange(longest, device=masses.device)
         drawn = torch.rand(requests, drawers, longest, generator=state, device=masses.device)

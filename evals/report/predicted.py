@@ -7,11 +7,16 @@ and `tasks`. Invariant: a table's numbers are its rows', and what they were made
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evals.rows import Row
+from evals.rows import Row, column_of
 
 Document = Mapping[str, Any]
-RIVALS = (("predicted before", ", shared"), ("predicted apart", ""))
-"""Who is compared in the cells of the paper's Table 1, and how those are marked that read as much."""
+RIVALS = (("predicted before", ", shared"), ("predicted apart", ""), ("predicted", ", shared"))
+"""Who is compared in the cells of the paper's Table 1, and how those are marked that read as much: alone it is
+`before`, the default."""
+
+_KEYS = {"recovery": ("length", "task", "budget", "method"), "served": ("length", "task", "budget", "method"),
+         "fidelity": ("length", "method"), "errors": ("length", "task", "excluded", "heads")}  # fmt: skip
+"""What tells the rows of a part apart."""
 
 _RECOVERY = ("length", "task", "budget", "method", "recovery", "kv_rows")
 _ERRORS = ("length", "excluded", "heads", "answers", "log_mass_within", "output_within", "other_directions_within",
@@ -20,9 +25,11 @@ _ERRORS = ("length", "excluded", "heads", "answers", "log_mass_within", "output_
 
 def gather(
     recovery: Sequence[Document], ablations: Mapping[str, Document], fidelity: Sequence[Document],
-    errors: Sequence[Document], tasks: Sequence[Document], machine: str, date: str,
+    errors: Sequence[Document], tasks: Sequence[Document], machine: str, date: str, served: Sequence[Document],
 ) -> dict[str, Any]:  # fmt: skip
-    """The set `predicted` (see `evals.results.render_run`); ablations: by what is varied."""
+    """The set `predicted` (see `evals.results.render_run`); ablations: by what is varied; served: recovery, with the
+    settings that serve instead of the paper's.
+    """
 
     def rows_of(document: Document, names: Sequence[str]) -> list[Row]:
         made = document["configuration"]
@@ -34,12 +41,28 @@ def gather(
     return {
         "set": "predicted", "command": "tandem eval recovery | fidelity | errors | tasks", "seed": 0, "seconds": 0.0,
         "machine": machine, "date": date,
-        "rows": [row for document in tasks for row in document["rows"]],
+        "rows": _latest([row for document in tasks for row in document["rows"]]),
         "recovery": [row for document in recovery for row in rows_of(document, _RECOVERY)],
         "ablations": {name: rows_of(document, _RECOVERY) for name, document in ablations.items()},
         "fidelity": [row for document in fidelity for row in _with_errors(document)],
         "errors": [row for document in errors for row in rows_of(document, _ERRORS)],
+        "served": [row for document in served for row in rows_of(document, _RECOVERY)],
     }  # fmt: skip
+
+
+def renew(earlier: Document, later: Document) -> dict[str, Any]:
+    """What was put together before, with later rows in the place of those that they repeat, and behind them the new."""
+    renewed = {**earlier, **later, "ablations": {**earlier["ablations"], **later["ablations"]}}
+    for part, names in _KEYS.items():
+        rows = [*earlier.get(part, []), *later[part]]
+        renewed[part] = [*{tuple(row[name] for name in names): row for row in rows}.values()]
+    renewed["rows"] = _latest([*earlier["rows"], *later["rows"]])
+    return renewed
+
+
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    """Of a task's rows with the same length and method the last one, in the first one's place."""
+    return [*{(row["length"], column_of(row), row["method"]): row for row in rows}.values()]
 
 
 def _with_errors(document: Document) -> list[Row]:
@@ -59,6 +82,8 @@ def render_predicted(document: Document) -> str:
     """All of its tables, each behind what it was made of."""
     lines = [f"On {document['machine']}, {document['date']}.", "", "### Attention recovered", ""]
     lines += render_recovery(document["recovery"])
+    if document.get("served"):
+        lines += ["", "### With the settings that serve", "", *render_recovery(document["served"])]
     lines += ["", "### What the predictor's settings do", "", *render_ablations(document["ablations"])]
     lines += ["", "### Beside sampling, at what is read", "", *render_fidelity(document["fidelity"])]
     lines += ["", "### Estimated errors", "", *render_errors(document["errors"])]
@@ -75,7 +100,8 @@ def render_predicted(document: Document) -> str:
 def summarise(document: Document) -> str:
     """For a terminal: the tables, but of tasks a line a method."""
     parts = (
-        (document["recovery"], render_recovery), (document["fidelity"], render_fidelity),
+        (document["recovery"], render_recovery), (document.get("served", []), render_recovery),
+        (document["fidelity"], render_fidelity),
         (document["errors"], render_errors), (document["rows"], summarise_tasks),
     )  # fmt: skip
     return "\n\n".join("\n".join(render(rows)) for rows, render in parts if rows)

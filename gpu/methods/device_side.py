@@ -210,6 +210,6 @@ def make_device_sides(
         if part.method.rings is None:
             sides.append(module.make_device_side(part.settings, site))
         else:
-            reusing[str(part)] = module.make_reuse_side(part.settings, site, num_rings[str(part)])
+            reusing[str(part)] = module.make_ring_side(part.settings, site, num_rings[str(part)])
             sides.append(reusing[str(part)])
     return tuple(sides), reusing

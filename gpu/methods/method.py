@@ -70,7 +70,7 @@ class Method:
     there. keeps: what of a context that goes down it needs on the device, by settings, `host` section and model, or
     None: it asks for nothing.
     device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
-    (`gpu.methods.device_side`), or None: nothing; of one with rings, `make_reuse_side(settings, site, num_rings)`.
+    (`gpu.methods.device_side`), or None: nothing; of one with rings, `make_ring_side(settings, site, num_rings)`.
     prefill_side: likewise, with a `make_prefill_side(settings, site, dense)` of what attends to prompts
     (`gpu.methods.prefill_side`); every method of that slot has one, and no other.
     align_tokens: of the KV that it writes, by settings: units end at multiples of it, and what others find of a prompt

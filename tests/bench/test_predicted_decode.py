@@ -132,6 +132,12 @@ def test_steps_run_in_every_way_and_rows_are_left_one_by_one(tmp_path: Path, cap
     assert changed["across"] == pytest.approx(kept, abs=0.1)
     assert changed["demand"] == pytest.approx(kept, abs=0.1)
     assert changed["layer"] == pytest.approx(0.25, abs=0.1), "of two layers the first is nobody's next"
+    of_256 = {row["way"]: row for row in rows if row["budget"] == 256}
+    blocks = {way: round(row["changed"] * row["plain_bytes"]) for way, row in of_256.items()}
+    assert of_256["predict"]["link_bytes"] > 0, "blocks are looked at"
+    assert of_256["across"]["link_bytes"] > blocks["across"]
+    assert abs(of_256["layer"]["link_bytes"] - blocks["layer"]) <= 1, "a layer ahead has no history to look for"
+    assert of_256["refetch"]["link_bytes"] == of_256["refetch"]["plain_bytes"] // 2, "nor has one that fetches anew"
     assert "2048:256x2" in printed.getvalue()
     assert not capsys.readouterr().out
     run_cells(replace(asked, seconds=1e-9), "cpu", out, Console(file=printed, width=140))

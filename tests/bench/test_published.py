@@ -23,13 +23,14 @@ echo '{thresholds}'
 """
 
 
-def run(file: Path, folder: Path) -> list[list[str]]:
+def run(file: Path, folder: Path, *parts: str) -> list[list[str]]:
     """What the file asks of `tandem`, in turn, where all of it succeeds."""
     stub, asked = folder / "tandem", folder / "asked"
     stub.write_text(STUB.replace("{thresholds}", THRESHOLDS))
     stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "ASKED": str(asked)}
-    subprocess.run(["bash", str(file), str(folder / "out")], check=True, env=environment, cwd=ROOT, capture_output=True)
+    command = ["bash", str(file), str(folder / "out"), *parts]
+    subprocess.run(command, check=True, env=environment, cwd=ROOT, capture_output=True)
     return [shlex.split(line) for line in asked.read_text().splitlines()]
 
 
@@ -52,6 +53,28 @@ def test_what_a_file_asks_is_there(file: Path, tmp_path: Path) -> None:
         parse(words)
     for config in (tmp_path / "out").glob("*.yaml"):
         load_deployment(config)
+
+
+def test_tables_of_predicted_blocks_are_all_made_by_two_runs(tmp_path: Path) -> None:
+    """The first of methods, the second of settings and profiles; what a folder has comes into one document."""
+    file, out = ROOT / "bench" / "published" / "predicted-quality.sh", tmp_path / "out"
+    out.mkdir()
+    made = ["recovery", "served", "fidelity", "errors-needle", "errors-text", "tasks-done", "tasks-profiles",
+            "varied-M, steps"]  # fmt: skip
+    for name in made:
+        (out / f"{name}.json").touch()
+    first, second = run(file, tmp_path), run(file, tmp_path, "settings")
+    second = second[len(first) :]
+    assert [words[1] for words in second[:-1]] == ["recovery"] * 6 + ["tasks"]
+    for words in second:
+        parse(words)
+    for asked in (first[-1], second[-1]):
+        options = {name: asked[place + 1] for place, name in enumerate(asked) if name.startswith("--")}
+        assert asked[1] == "predicted"
+        assert {"--recovery", "--served", "--fidelity", "--errors", "--tasks", "--ablation"} <= set(options)
+        assert options["--ablation"] == f"M, steps={out}/varied-M, steps.json"
+    config = load_deployment(out / "predicted-profiles.yaml")
+    assert set(config.profiles) == {"blocks", "both"}
 
 
 def test_an_option_that_is_not_there_is_seen() -> None:

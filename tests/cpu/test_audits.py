@@ -144,6 +144,36 @@ def test_the_mass_of_the_rest_is_unbiased_where_exact_attention_excludes_blocks_
     assert abs(of_draws.mean() - 1) < UNBIASED_SIGMAS * of_draws.std(ddof=1) / np.sqrt(draws)
 
 
+@pytest.mark.parametrize("missing", ["not wanted", "excluded"])
+def test_a_head_that_reads_nothing_in_a_step_keeps_its_last_reading(missing: str) -> None:
+    """All heads are beyond epsilon by their first turn; then some reuse an answer, or have all of the run excluded."""
+    generator = np.random.default_rng(6)
+    rows, query = clustered(generator, TOKENS, BITS, TABLES)
+    estimating, table = kernel("bf16", True, BITS, TABLES), table_of([Context([(rows, SAMPLED, 0, TOKENS)])])
+    settings = ErrorsConfig(bound=0.25, epsilon=1e-6, audit_steps=2, full_share=1.0)
+    audits, context = Audits(settings, 1, HEADS), HostContext(1, True)
+    codes = draw_tables(generator, rows, query, BITS, TABLES).reshape(1, HEADS, TABLES)
+    wanted, excluded = np.ones((1, HEADS), np.uint8), np.zeros((1, KV_HEADS, -(-TOKENS // 512)), np.int32)
+    away = np.arange(HEADS) < HEADS // KV_HEADS  # of the first KV head
+    in_full = []
+    for step in range(4):
+        full = audits.full([context], 1, 0, 1)
+        assert full is not None
+        in_full.append(full[0, 0].astype(bool))
+        if step == 2 and missing == "not wanted":
+            wanted[0, away] = 0
+        elif step == 2:
+            excluded[0, 0] = -1
+        got = estimating.attend(table, query[None].astype(np.float32), codes, 1, wanted, excluded, full[0])
+        assert got.errors is not None
+        assert ((got.errors[0] == 0).all(1) == (away & (step > 1))).all()
+        audits.note([context], got.errors[None], full, 0)
+    assert not in_full[0].all(), "each has its turn in one of two steps"
+    assert np.all(in_full[1:]), "and goes on"
+    assert context.in_full is not None
+    assert context.in_full.all()
+
+
 def test_a_tier_reads_in_full_what_its_first_turns_find_beyond_epsilon() -> None:
     """Each head has its turn in one of two steps, and goes on: from the second on all are read in full."""
     errors = ErrorsConfig(bound=1e-6, epsilon=1e-6, audit_steps=2, full_share=1.0)
@@ -168,3 +198,45 @@ def test_a_tier_reads_in_full_what_its_first_turns_find_beyond_epsilon() -> None
         device.deposit(1, 2100)
         device.attend([1])
         assert device.tier.stats().errors.estimated == 0
+
+
+def test_a_fork_goes_on_with_the_readings_of_the_context_it_stands_on() -> None:
+    """As the next turn of a chat does: all heads of the first were found beyond epsilon, each in its one turn, so the
+    fork reads in full from its first step on, of what both have and of its own."""
+    steps = LAYERS * TIER_HEADS
+    errors = ErrorsConfig(bound=1e-6, epsilon=1e-6, audit_steps=steps, full_share=1.0)
+    pages = PageSource(poisoned_pages, None, None)
+    with Device(CpuTier(tier_shape(bits=5, tables=40), torch.float32, 2**30, 1, pages, errors), 3) as device:
+        device.open(1, True)
+        device.deposit(1, 2100)
+        for _ in range(steps):
+            device.attend([1])
+        device.fork(1, 2, 1500, True)
+        device.deposit(2, 2100)
+        device.fork(1, 3, 1500, False)
+        for ids in ([2], [3], [1, 2]):
+            _, lse, queries = device.attend(ids)
+            _, exact = device.expect(ids, queries)
+            assert np.abs(lse - exact).max() < HOST_ATTENTION_FLOAT32
+
+
+def test_what_a_fork_reads_later_is_its_own() -> None:
+    settings = ErrorsConfig(bound=0.5, epsilon=0.2, audit_steps=2, full_share=1.0)
+    audits, first, fork = Audits(settings, 1, 4), HostContext(1, True), HostContext(2, True)
+    errors = audits.new_errors(1, 1)
+    errors[..., LARGEST] = 0.05
+    errors[..., LOG_MASS] = 0.3
+    everything = np.ones((1, 1, 4), np.uint8)
+    audits.note([first], errors, everything, 0)
+    fork.take_readings(first)
+    assert fork.in_full is not None
+    assert fork.in_full.all()
+    turns = [audits.full([context], 1, 0, 1) for context in (first, fork)]
+    assert np.array_equal(*turns)
+    errors[..., LOG_MASS] = 0.1
+    audits.note([fork], errors, everything, 0)
+    assert not fork.in_full.any()
+    audits.note([first], errors, np.zeros_like(everything), 0)
+    assert first.in_full is not None
+    assert first.in_full.all()
+    assert (first.steps, fork.steps) == (2, 2)

@@ -313,6 +313,29 @@ def test_vattention_reads_the_best_keys_and_weighs_a_uniform_sample_of_the_rest(
         assert abs(unweighted - wanted[-1]) > SAMPLED_MEAN_SIGMAS * errors[-1]
 
 
+def test_vattention_reads_best_keys_beside_its_sink_and_window():
+    """Of a budget of 12 sink and window take 6, the best of the other keys 3, and the sample 3."""
+    case, row, sink, window = Case(32), 0, 2, 4
+    prompt = case.prompt()
+    step = case.steps(prompt)[0]
+    length = LENGTHS[row] + 1
+    ends = [*range(sink), *range(length - window, length)]
+    for seed in range(20):
+        method = parse_method(f"vattention:budget=12,heavy=0.5,sink={sink},window={window},seed={seed}")
+        result = method.step(step, method.begin(prompt))
+        assert result.keys_scored[row].tolist() == [12] * HEADS
+        for head in range(HEADS):
+            others = case.weights(row, head, length - 1)
+            others[ends] = -1
+            _, least = case.attend(row, head, length - 1, [*ends, *best(others, 3)])
+            assert result.lse[row, head] > least, "ends and the best of the others are always read"
+    whole = parse_method(f"vattention:budget=6,heavy=1,sink={sink},window={window}")
+    result = whole.step(step, whole.begin(prompt))
+    for head in range(HEADS):
+        _, lse = case.attend(row, head, length - 1, ends)
+        assert abs(result.lse[row, head] - lse) < METHOD_FLOAT32, "nothing is left for others"
+
+
 def test_oracle_sampling_is_unbiased_and_counts_distinct_keys():
     case, draws, runs = Case(9), 8, 400
     total, square = np.zeros((HEADS, DIM)), np.zeros((HEADS, DIM))

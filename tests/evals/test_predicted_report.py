@@ -40,6 +40,13 @@ def test_recovery_is_a_mean_over_cells_and_the_best_is_counted_by_cell() -> None
     assert any("a at 4,096 (2 of 8 steps), b at 4,096 (2 of 8 steps)" in line for line in lines)
 
 
+def test_what_was_measured_in_one_way_alone_is_compared_with_those_that_share() -> None:
+    alone = [{**row, "method": row["method"].replace(" before", "")} for row in ROWS]
+    lines = render_recovery(alone)
+    assert [line.partition(";")[0] for line in lines[-1:]] == ["`predicted` is best in 2 of 4 cells"]
+    assert sum("is best in" in line for line in render_recovery(ROWS)) == 1
+
+
 def test_other_tables_have_a_line_a_setting_a_method_and_a_kind_of_heads() -> None:
     varied = [recovered(f"predicted M={steps}", 512, "a", 0.7 - steps / 1_000) for steps in (1, 20)]
     assert render_ablations({"M": [*varied, ROWS[1]]})[2:] == ["| M | M=1: 69.90, M=20: 68.00 |"]
@@ -102,3 +109,33 @@ def test_the_command_puts_runs_together_and_results_renders_them(tmp_path: Path)
     done = CliRunner().invoke(app, [*command, "--ablation", "M"])
     assert done.exit_code == 1
     assert "wanted WHAT=FILE" in done.output
+
+
+def test_rows_that_are_made_again_take_their_places_in_what_was_put_together_before(tmp_path: Path) -> None:
+    score = {"method": "full", "length": 4096, "samples": 8, "score": 100.0, "difference": None, "head_fraction": 1.0,
+             "bytes_fraction": 1.0, "metric": "exact_match"}  # fmt: skip
+    before = [{**score, "task": task, "method": method} for task in ("a", "b") for method in ("full", "quest")]
+    again = {**before[1], "score": 50.0}
+    files = {name: tmp_path / f"{name}.json" for name in ("recovery", "tasks", "again", "few", "before", "out")}
+    files["recovery"].write_text(json.dumps({"configuration": {"samples": 2, "steps": 8}, "rows": ROWS}))
+    changed = [{**ROWS[0], "recovery": 0.9}]
+    files["few"].write_text(json.dumps({"configuration": {"samples": 2, "steps": 8}, "rows": changed}))
+    files["tasks"].write_text(json.dumps({"rows": before}))
+    files["again"].write_text(json.dumps({"rows": [again, {**again, "task": "c"}]}))
+    command = ["predicted", "--machine", "a machine", "--recovery", str(files["recovery"]), "--tasks"]
+    made = [*command, str(files["tasks"]), "--date", "then", "--ablation", f"M={files['few']}"]
+    done = CliRunner().invoke(app, [*made, "--out", str(files["before"])])
+    assert done.exit_code == 0, done.output
+    renewed = ["predicted", "--machine", "a machine", "--date", "now", "--tasks", str(files["again"]), "--served",
+               str(files["few"]), "--ablation", f"b={files['few']}", "--onto", str(files["before"])]  # fmt: skip
+    done = CliRunner().invoke(app, [*renewed, "--out", str(files["out"])])
+    assert done.exit_code == 0, done.output
+    document = json.loads(files["out"].read_text())
+    assert document["rows"] == [before[0], again, *before[2:], {**again, "task": "c"}]
+    assert document["recovery"] == ROWS
+    assert document["served"] == changed
+    assert document["ablations"] == {"M": changed, "b": changed}
+    assert document["date"] == "now"
+    text = render_run(document)
+    assert text.index("### Attention recovered") < text.index("### With the settings that serve") < text.index("varied")
+    assert "| predicted before | 1.50 | 90.00 | 90.00 |" in text

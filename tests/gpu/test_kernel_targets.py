@@ -59,6 +59,7 @@ from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_block
 from gpu.methods.predicted.listing import NUM_COUNTS as NUM_FETCH_COUNTS
 from gpu.methods.predicted.listing import list_blocks
 from gpu.methods.predicted.noting import note_step
+from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.model.experts import ExpertMlp
@@ -381,9 +382,10 @@ def _predict(shape: Architecture, dtype: torch.dtype) -> None:
     network = PackedNetwork(first, second, wide, torch.empty_like(wide), torch.empty(1, device="cuda"))
     heads = torch.empty(shape.num_heads, dtype=torch.int32, device="cuda")
     interior = torch.empty(shape.num_heads, 256, device="cuda")
-    for stored in (torch.bfloat16, torch.uint8):
-        history = torch.empty(shape.num_heads, 65, 256, dtype=stored, device="cuda")
-        predict_blocks(history, heads, heads, heads, interior, network, 1)
+    served = PredictedSettings.model_fields["predict_every"].default
+    for stored, moved in ((torch.bfloat16, 1), (torch.uint8, 1), (torch.uint8, served)):
+        history = torch.empty(shape.num_heads, 64 + moved, 256, dtype=stored, device="cuda")
+        predict_blocks(history, heads, heads, heads, interior, network, moved)
 
 
 def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
@@ -404,8 +406,8 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
     )
     listed = list_blocks(numbers, bits, rings, holes, kv_heads, counts)
     fetched = torch.empty(rows * kv_heads, shape.group, slots, device="cuda")
-    for lists in ((None, None), (fetched, listed)):
-        note_step(history, maxima, lse, *lists, rings, cells, 4, kv_heads)
+    for of_slots in (None, (fetched, listed)):
+        note_step(history, maxima, lse, of_slots, rings, cells, 4, kv_heads)
     scores, is_in = torch.empty(places, 8192, device="cuda"), torch.empty(places, dtype=torch.bool, device="cuda")
     limits = torch.empty(places, dtype=torch.int32, device="cuda")
     fresh = choose_blocks(scores, limits, numbers, bits, is_in, counts)

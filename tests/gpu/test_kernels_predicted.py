@@ -89,15 +89,15 @@ def test_a_noted_row_is_the_groups_largest_share_of_each_block(device: str, has_
         torch.full((RINGS * KV_HEADS, steps, BLOCKS), 77, dtype=torch.uint8, device=device),
     )
     on_device = [torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device)]
-    listed = fetched = None
+    listed = of_slots = None
     if has_fetched:
         holes = torch.tensor([[32] * 3, [32 + 16 * 7] * 3, [32 + 16 * 7] * 3], dtype=torch.int32, device=device)
         store = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device)
         listed = list_blocks(*store, on_device[0], holes, KV_HEADS, numbers(device))
         own = draw.normal(size=(3 * KV_HEADS, GROUP, SLOTS)).astype(np.float32) + 2
-        fetched = torch.tensor(own, device=device)
+        of_slots = torch.tensor(own, device=device), listed
     note_step(
-        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), fetched, listed, *on_device,
+        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), of_slots, *on_device,
         first_block, KV_HEADS,
     )  # fmt: skip
     touched, furthest = np.zeros((RINGS * KV_HEADS, steps), bool), 0

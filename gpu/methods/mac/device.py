@@ -38,7 +38,7 @@ class _RingRows:
     is_sampled: Tensor
 
 
-def make_reuse_side(settings: MacSettings, site: Site, num_rings: int) -> ReuseSide:
+def make_ring_side(settings: MacSettings, site: Site, num_rings: int) -> ReuseSide:
     return Mac(settings, site, num_rings)
 
 

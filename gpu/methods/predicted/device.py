@@ -81,7 +81,7 @@ class _Fetched:
     partial: Partial
 
 
-def make_reuse_side(settings: PredictedSettings, site: Site, num_rings: int) -> RingSide:
+def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> RingSide:
     """Raises ModelError where the predictor's file cannot be read."""
     return Predicted(settings, site, num_rings)
 
@@ -231,9 +231,9 @@ class Predicted(RingSide):
         assert reads.maxima is not None, "predicted: what is resident tells its maxima"
         own, layer, fetched, rows = self._of_rows[reads.rows], self._layers[place], reads.kept.get(self), reads.rows
         lse = exact_lse(on_device.near, None if fetched is None else fetched.partial)
-        lists = (None, None) if fetched is None else (fetched.maxima, fetched.listed)
+        of_slots = None if fetched is None else (fetched.maxima, fetched.listed)
         note_step(
-            layer.history, reads.maxima, lse, *lists, own.rings, rows.cells, self._first_block, self._kv_heads
+            layer.history, reads.maxima, lse, of_slots, own.rings, rows.cells, self._first_block, self._kv_heads
         )  # fmt: skip
         if not own.choices or not reads.asks:
             return

@@ -37,7 +37,7 @@ from transfer import places
 from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
-_FETCHED, _LATE = tl.constexpr(FETCHED), tl.constexpr(LATE)
+_FETCHED, _LOOKED, _LATE = tl.constexpr(FETCHED), tl.constexpr(LOOKED), tl.constexpr(LATE)
 _BLOCK, _WORD, _PLAIN = tl.constexpr(BLOCK_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(PLAIN)
 _END, _KEYS, _VALUES = tl.constexpr(places.RUN_END), tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 _CENTRE, _KEY_SCALE = tl.constexpr(places.CENTRE), tl.constexpr(places.KEY_SCALE)
@@ -253,7 +253,7 @@ def _look_kernel(
         top = tl.max(tl.sum(key * own[None, :], 1), 0) * scale
         best = tl.maximum(best, tl.exp(top - tl.load(lse + row * (KV_HEADS * GROUP) + head)))
     tl.store(history + place * place_stride + (cell % steps) * row_stride + block, code_of(best))
-    tl.atomic_add(counts + 3, tl.full([], 1, tl.int64))
+    tl.atomic_add(counts + _LOOKED, tl.full([], 1, tl.int64))
 
 
 def fetch_blocks(

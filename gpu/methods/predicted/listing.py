@@ -15,9 +15,10 @@ from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.predicted.blocks import EMPTY
 from transfer.tier_shape import BLOCK_TOKENS
 
-_BLOCK = tl.constexpr(BLOCK_TOKENS)
 HOLE, READ, FETCHED, LOOKED, LATE = range(5)  # of counts: tokens by KV head, and blocks
 NUM_COUNTS = 5
+
+_BLOCK, _HOLE, _READ = tl.constexpr(BLOCK_TOKENS), tl.constexpr(HOLE), tl.constexpr(READ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ def _list_kernel(
     tl.store(rows + item, item)
     own_bits = tl.load(bits + place * words + word, mask=word < words, other=0)
     tl.store(excluded + item.to(tl.int64) * words + word, own_bits, mask=word < words)
-    tl.atomic_add(counts + 0, (limit * _BLOCK).to(tl.int64))
-    tl.atomic_add(counts + 1, (count * _BLOCK).to(tl.int64))
+    tl.atomic_add(counts + _HOLE, (limit * _BLOCK).to(tl.int64))
+    tl.atomic_add(counts + _READ, (count * _BLOCK).to(tl.int64))
 
 
 def list_blocks(ids: Tensor, bits: Tensor, rings: Tensor, holes: Tensor, kv_heads: int, counts: Tensor) -> Listed:

@@ -21,8 +21,8 @@ _BLOCK, _TOP, _STEPS = tl.constexpr(BLOCK_TOKENS), tl.constexpr(TOP_CODE), tl.co
 
 
 def note_step_reference(
-    history: Tensor, maxima: Tensor, lse: Tensor, fetched: Tensor | None, listed: Listed | None, rings: Tensor,
-    cells: Tensor, first_block: int, kv_heads: int,
+    history: Tensor, maxima: Tensor, lse: Tensor, fetched: tuple[Tensor, Listed] | None, rings: Tensor, cells: Tensor,
+    first_block: int, kv_heads: int,
 ) -> None:  # fmt: skip
     """Plain torch; see `note_step`."""
     group, blocks = maxima.shape[1] // kv_heads, history.shape[2]
@@ -32,10 +32,11 @@ def note_step_reference(
         for kv_head in range(kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             own = maxima[row, heads, first_block : first_block + width].clone()
-            if fetched is not None and listed is not None:
+            if fetched is not None:
+                of_slots, listed = fetched
                 item = row * kv_heads + kv_head
                 count = int(listed.tokens[item]) // BLOCK_TOKENS
-                own[:, listed.ids[item, :count].long()] = fetched[item, :, :count]
+                own[:, listed.ids[item, :count].long()] = of_slots[item, :, :count]
             attended = attended_maxima(own, lse[row, heads]).amax(0)
             place = int(rings[row]) * kv_heads + kv_head
             history[place, cell % history.shape[1], : len(attended)] = compress(attended, history.dtype)
@@ -89,15 +90,15 @@ def _note_kernel(
 
 
 def note_step(
-    history: Tensor, maxima: Tensor, lse: Tensor, fetched: Tensor | None, listed: Listed | None, rings: Tensor,
-    cells: Tensor, first_block: int, kv_heads: int,
+    history: Tensor, maxima: Tensor, lse: Tensor, fetched: tuple[Tensor, Listed] | None, rings: Tensor, cells: Tensor,
+    first_block: int, kv_heads: int,
 ) -> None:  # fmt: skip
     """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`.
 
     maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read; the run begins with block
     `first_block` of them. lse: float32 `[rows, heads]`, of `exact_lse`. fetched: float32 `[rows * kv_heads, group,
-    slots]`, of the blocks that are `listed`, or None and None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`,
-    of the step's tokens. Raises ValueError for another shape or dtype.
+    slots]` and of which blocks, or None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`, of the step's tokens.
+    Raises ValueError for another shape or dtype.
     """
     op, (rows, heads, known), device = "note_step", maxima.shape, maxima.device
     places, steps, blocks = history.shape
@@ -106,19 +107,18 @@ def note_step(
     check(op, "lse", lse, (rows, heads), torch.float32, device)
     check(op, "rings", rings, (rows,), torch.int32, device)
     check(op, "cells", cells, (rows,), torch.int64, device)
-    slots, group = 1, heads // kv_heads
-    if fetched is not None and listed is not None:
-        slots = listed.ids.shape[1]
-        check(op, "fetched", fetched, (rows * kv_heads, group, slots), torch.float32, device)
+    slots, group, lists = 1, heads // kv_heads, (lse, rings, rings)
+    if fetched is not None:
+        of_slots, listed = fetched
+        slots, lists = listed.ids.shape[1], (of_slots, listed.ids, listed.tokens)
+        check(op, "fetched", of_slots, (rows * kv_heads, group, slots), torch.float32, device)
     if not runs_on_triton(history):
-        note_step_reference(history, maxima, lse, fetched, listed, rings, cells, first_block, kv_heads)
+        note_step_reference(history, maxima, lse, fetched, rings, cells, first_block, kv_heads)
         return
-    has_fetched = fetched is not None and listed is not None
-    lists = (fetched, listed.ids, listed.tokens) if fetched is not None and listed is not None else (lse, rings, rings)
     _note_kernel[(rows * kv_heads, triton.cdiv(blocks, TILE))](
         history, maxima.contiguous(), lse.contiguous(), *lists, rings, cells, first_block, blocks, known,
         history.stride(0), history.stride(1), steps, slots,
-        KV_HEADS=kv_heads, GROUP=group, SLOTS=triton.next_power_of_2(slots), FETCHED=has_fetched, TILE=TILE,
+        KV_HEADS=kv_heads, GROUP=group, SLOTS=triton.next_power_of_2(slots), FETCHED=fetched is not None, TILE=TILE,
         num_warps=4,
     )  # fmt: skip
 

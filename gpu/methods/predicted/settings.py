@@ -8,7 +8,7 @@ from gpu.model.architecture import Architecture
 from transfer.settings import Settings
 from transfer.tier_shape import BLOCK_TOKENS
 
-EDGE_ROWS = 4  # of a history, whose sums are made anew at each prediction (gpu.predictor.predict)
+EDGE_ROWS = 2  # at either end of a history, made anew at each prediction: as in gpu.predictor.predict
 
 
 class PredictedSettings(Settings):
@@ -33,7 +33,7 @@ class PredictedSettings(Settings):
 
     @model_validator(mode="after")
     def _check_history(self) -> "PredictedSettings":
-        fewest = EDGE_ROWS + self.predict_every
+        fewest = 2 * EDGE_ROWS + self.predict_every
         if self.history < fewest:
             raise ValueError(
                 f"history: {self.history} with predict_every {self.predict_every}; wanted {fewest} or more, or fewer "
