@@ -21,6 +21,7 @@ from rich.console import Console
 
 from bench.decode_loop import decode
 from bench.engine import draw_prompts, measure_floor_rates
+from bench.memory_cap import cap_memory
 from bench.rates import device_name
 from bench.rows import Row, announce, require, summarise
 from cpu.experts import HostExperts
@@ -28,7 +29,6 @@ from cpu.rates import measure_host_rates
 from gpu.config import GpuConfig
 from gpu.host.expert_exchange import ExpertExchange
 from gpu.load import DTYPES, RANDOM_SEED
-from gpu.memory.demand import CUDA_RUNTIME_BYTES
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import Architecture, named_shape
@@ -110,11 +110,7 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     )
     if "compute" in benchmark.ways and "host_stream_gb_s" not in rates:
         rates = rates | measure_host_rates(benchmark.num_threads)
-    if device.type == "cuda":
-        share = (benchmark.memory_gib * GIB - CUDA_RUNTIME_BYTES) / torch.cuda.get_device_properties(
-            device
-        ).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
+    cap_memory(int(benchmark.memory_gib * GIB), device)
     began = time.perf_counter()
     weights = random_packed_weights(shape, RANDOM_SEED, dtype, device, lambda fraction: None, on_card)
     console.print(f"{shares.host_bytes / GIB:.1f} GiB of experts in host memory, all weights drawn in "

@@ -6,6 +6,7 @@ beside a slow peer's stream may take minutes. `bench.long_floors` says what boun
 keys evenly: the fraction read is printed beside every time, and of a profile that reuses attention, how many heads do.
 A peer that reads everything may be a hundred times slower, so no batch is stepped for longer than a limit. Where a
 step's time goes comes from a trace of ours alone, after its timed steps (`bench.step_trace`).
+On CUDA this process is held to the plan's limit, so a large card shows what a smaller one has room for.
 Nothing is timed before `bench.long_gate` has held what is to be timed against full attention.
 
 Tables are built behind a prefill: a context's first step waits for those that are not built by then, and for the last
@@ -26,6 +27,7 @@ from rich.console import Console
 from bench.long_client import GREEDY, Batch, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import Agreement, check_host_path
+from bench.memory_cap import cap_memory
 from bench.rates import device_name
 from bench.rows import Row, announce, summarise
 from bench.step_trace import tabulate_parts, trace_steps
@@ -81,6 +83,7 @@ def run_long_context_benchmark(
     is_cuda = floors.plan.device == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
+        cap_memory(floors.plan.limit_bytes["gpu"], torch.device("cuda"))
     engine, ready = load_engine(deployment, floors.plan, lambda *_: None)
     try:
         client = Client(engine, ready.vocab_size, ready.profiles)

@@ -52,8 +52,7 @@ def matrix_rows(
                 announce(console, f"layer, {kind}, batch {batch}", floor, floor_ms)
             timing = measure(_graph(_layers(shape, weights, batch), device), device, WARMUPS, REPEATS)
             peer = measure(_graph(_library(plain[1], batch), device), device, WARMUPS, REPEATS)
-            others = {name: measure(_graph(call, device), device, WARMUPS, REPEATS).ms / count
-                      for name, count, call in _torch_products(kind, plain[1], batch)}  # fmt: skip
+            others = _torch_times(kind, plain[1], batch)
             count, plain_count = len(weights.layers), len(plain[1].layers)
             rows.append(
                 Row(
@@ -176,11 +175,13 @@ def _inputs(layer: LayerWeights, batch: int) -> list[Tensor]:
     return [torch.randn(batch, m.shape[1], dtype=torch.bfloat16, device=m.device) for m in _matrices(layer)]
 
 
-def _torch_products(kind: str, weights: Weights, batch: int) -> list[tuple[str, int, Callable[[], object]]]:
-    """Torch's own products of a kind: name, how many layers, and what runs them. Of a card that has none: nothing."""
-    layers = weights.layers
-    if layers[0].qkv.device.type != "cuda" or kind not in ("int4", "fp8"):
-        return []
+def _torch_times(kind: str, weights: Weights, batch: int) -> dict[str, float | str]:
+    """Milliseconds of a layer by torch's own product of a kind, or why it has none; of other kinds, and off CUDA:
+    nothing.
+    """
+    layers, device = weights.layers, weights.layers[0].qkv.device
+    if device.type != "cuda" or kind not in ("int4", "fp8"):
+        return {}
     make = _int4_layer if kind == "int4" else _fp8_layer
     try:
         calls = [call for layer in layers for call in make(layer, batch)]
@@ -188,8 +189,9 @@ def _torch_products(kind: str, weights: Weights, batch: int) -> list[tuple[str, 
             call()
         torch.cuda.synchronize()
     except (RuntimeError, NotImplementedError, AttributeError) as error:
-        return [(f"torch {kind} is not here: {str(error).splitlines()[0][:60]}", 1, lambda: None)]
-    return [(f"torch_{kind}_ms", len(layers), lambda: [call() for call in calls])]
+        return {f"torch_{kind}": f"not here: {str(error).splitlines()[0][:60]}"}
+    timing = measure(_graph(lambda: [call() for call in calls], device), device, WARMUPS, REPEATS)
+    return {f"torch_{kind}_ms": timing.ms / len(layers)}
 
 
 def _int4_layer(layer: LayerWeights, batch: int) -> list[Callable[[], object]]:

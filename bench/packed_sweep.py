@@ -54,8 +54,6 @@ def candidates(kind: str, name: str, tokens: int) -> list[Tiles]:
     if tokens <= 8:
         found += [Tiles(8, 16, splits, splits, stages, unroll)
                   for splits in (4, 8) for stages in (3, 4) for unroll in (1, 2)]  # fmt: skip
-        if format_for(kind).has_zeros:
-            found += [Tiles(8, 16, splits, splits, 3, unroll, totals=True) for splits in (4, 8) for unroll in (1, 2)]
     elif tokens <= 16:
         found += [Tiles(16, 16, 4, 4, 3, 2), Tiles(16, 16, 4, 4, 4), Tiles(16, 16, 8, 8, 3), Tiles(16, 16, 8, 8, 3, 2),
                   Tiles(16, 64, 1, 4, 4), Tiles(16, 64, 1, 4, 5), Tiles(16, 128, 1, 8, 4)]  # fmt: skip
@@ -141,7 +139,7 @@ def sweep(kind: str, name: str, tokens: int, bytes_per_s: float, device: torch.d
 def spell(tiles: dict[str, Any]) -> str:
     """Tokens x rows, splits, warps, stages, and what is not the usual."""
     text = f"{tiles['tokens']}x{tiles['rows']} s{tiles['splits']} w{tiles['num_warps']} st{tiles['num_stages']}"
-    return text + (f" u{tiles['unroll']}" if tiles["unroll"] != 1 else "") + (" totals" if tiles["totals"] else "")
+    return text + (f" u{tiles['unroll']}" if tiles["unroll"] != 1 else "")
 
 
 def sweep_layer(kind: str, tokens: int, bytes_per_s: float, device: torch.device) -> list[dict[str, Any]]:

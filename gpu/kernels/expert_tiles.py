@@ -219,32 +219,32 @@ def _packed_expert_tiles_kernel(
         sums = tl.zeros([BLOCK_ROWS, BLOCK_PAIRS], tl.float32)
         up_sums = sums
         none = tl.zeros([1, 1], tl.int32)
-        scale, zero = beside(scales, zeros, source, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK, KIND,
-                             False, AHEAD)  # fmt: skip
+        scale, zero = beside(scales, zeros, source, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
+                             AHEAD)  # fmt: skip
         up_scale, up_zero = scale, zero
         if GATES:
             up_scale, up_zero = beside(scales, zeros, source + NUM_ROWS, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS,
-                                       ROW_BLOCK, KIND, False, AHEAD)  # fmt: skip
+                                       ROW_BLOCK, AHEAD)  # fmt: skip
         for begin in tl.range(0, STEPS):
             step = none + begin
             now, zero_now, up_now, up_zero_now = scale, zero, up_scale, up_zero
             if AHEAD > 0 and NUM_GROUPS > 1:
                 unit = (step + 1) * COLUMNS
-                scale, zero = beside(scales, zeros, source, unit, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK, KIND,
-                                     False, AHEAD)  # fmt: skip
+                scale, zero = beside(scales, zeros, source, unit, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
+                                     AHEAD)  # fmt: skip
                 if GATES:
                     up_scale, up_zero = beside(scales, zeros, source + NUM_ROWS, unit, INNER, GROUP, NUM_GROUPS,
-                                               NUM_RUNS, ROW_BLOCK, KIND, False, AHEAD)  # fmt: skip
+                                               NUM_RUNS, ROW_BLOCK, AHEAD)  # fmt: skip
             sums = row_tile(
                 sums, x, words, scales, zeros, now, zero_now, source, token, step, is_pair, INNER,
                 INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-                AHEAD, False, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
             )  # fmt: skip
             if GATES:
                 up_sums = row_tile(
                     up_sums, x, words, scales, zeros, up_now, up_zero_now, source + NUM_ROWS, token, step, is_pair,
                     INNER, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
-                    IS_EXACT, AHEAD, False, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                    IS_EXACT, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
                 )  # fmt: skip
         sums, up_sums = (
             scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),

@@ -41,11 +41,6 @@ def norm_linear_reference(
     return F.linear(rms_norm_reference(x, norm_weight, eps), weight, bias)
 
 
-def gate_up_swiglu_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """Plain torch: `swiglu(x @ gate_up_weight.T)`."""
-    return swiglu_reference(F.linear(x, gate_up_weight))
-
-
 def norm_gate_up_swiglu_reference(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
 ) -> Tensor:
@@ -138,17 +133,6 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
     if not _is_gemv(x, weight):
         return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
     return _launch(x, weight, norm_weight, eps, bias, False, weight.dtype)
-
-
-def gate_up_swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """`swiglu(x @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first.
-
-    Returns `[tokens, intermediate]`. Raises ValueError for another shape, dtype or device.
-    """
-    _check_inner("gate_up_swiglu", x, gate_up_weight)
-    if not _is_gemv(x, gate_up_weight):
-        return swiglu(F.linear(x, gate_up_weight))
-    return _launch(x, gate_up_weight, None, 0.0, None, True, gate_up_weight.dtype)
 
 
 def norm_gate_up_swiglu(

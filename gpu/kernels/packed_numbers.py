@@ -102,29 +102,28 @@ def group_of_pairs(pairs, both, AT: tl.constexpr):
 
 @triton.jit
 def beside(
-    scales, zeros, row, unit, INNER: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, AHEAD: tl.constexpr,
+    scales, runs, row, unit, INNER: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """What stands beside the words of a unit, as it is stored: scales, and zero points or a run. AHEAD: groups of a
-    unit, whose pairs of bytes come in one load; 1 also where a unit, or a row, is part of a group; 0: nothing is loaded
-    here. Loads of fewer than 32 bits, and what no tensor core is given, are not copied ahead by Triton: so they are
-    made a turn of the loop before they are wanted.
+    """What stands beside the words of a unit, as it is stored: scales, and a run where there are some. AHEAD: groups of
+    a unit, whose pairs of bytes come in one load; 1 also where a unit, or a row, is part of a group; 0: nothing is
+    loaded here. Loads of fewer than 32 bits, and what no tensor core is given, are not copied ahead by Triton: so they
+    are made a turn of the loop before they are wanted.
     """
     inside = unit < INNER
-    scale, zero = unit, unit
+    scale, run = unit, unit
     if AHEAD > 0 and NUM_RUNS > 0:
         if AHEAD == 4:
             scales = scales.to(tl.pointer_type(tl.int64), bitcast=True)
         elif AHEAD == 2:
             scales = scales.to(tl.pointer_type(tl.int32), bitcast=True)
         scale = tl.load(scales + row * (NUM_GROUPS // AHEAD) + unit // (GROUP * AHEAD), mask=inside, other=0)
-        zero = run_of(zeros, row, unit, inside, GROUP, NUM_GROUPS, NUM_RUNS)
+        run = run_of(runs, row, unit, inside, GROUP, NUM_GROUPS, NUM_RUNS)
     elif AHEAD > 0:
         if NUM_GROUPS == 1:
             unit, inside = unit * 0, unit * 0 == 0
         scale = tl.load(scales + (row // ROW_BLOCK) * NUM_GROUPS + unit // GROUP, mask=inside, other=0.0)
-        zero = zeros_of(zeros, row, unit, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
-    return scale, zero
+    return scale, run
 
 
 @triton.jit

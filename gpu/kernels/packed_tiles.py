@@ -48,8 +48,7 @@ _UNIT, _RUN = tl.constexpr(UNIT_WORDS), tl.constexpr(RUN_COLUMNS)
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """splits: parts of a row's columns that warps share; 1: tiles have no third axis, which Hopper's widest product
-    asks for. unroll: of the loop over columns. totals: zero points multiply sums of tokens, by a product with ones, and
-    are loaded ahead; else they are taken off numbers.
+    asks for. unroll: of the loop over columns.
     """
 
     tokens: int
@@ -58,7 +57,6 @@ class Tiles:
     num_warps: int
     num_stages: int
     unroll: int = 1
-    totals: bool = False
 
 
 def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: bool) -> Tiles:
@@ -87,7 +85,7 @@ def row_tile(
     sums, x, words, scales, zeros, scale, zero, row, token, step, is_token, x_stride,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, TOTALS: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """sums, and the products of a unit of columns for each split. scale, zero: what stands `beside` it; scales of
@@ -95,7 +93,6 @@ def row_tile(
     """
     PLACES: tl.constexpr = 4 if KIND == 4 else 2
     IS_WHOLE: tl.constexpr = NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS
-    HAS_TOTAL: tl.constexpr = HAS_ZEROS and TOTALS and AHEAD == 1
     MIDDLE: tl.constexpr = 8 if KIND == 4 else 128
     if SPLITS > 1:
         word, column = tl.arange(0, _UNIT)[None, None, :], tl.arange(0, _RUN)[None, None, :]
@@ -116,7 +113,7 @@ def row_tile(
         values = values.to(DTYPE)
         if IS_EXACT:
             less = tl.zeros([1] * len(packed.shape), tl.int32)
-            if HAS_ZEROS and not HAS_TOTAL:
+            if HAS_ZEROS:
                 less = zeros_of(zeros, row, group, group < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
             elif NUM_RUNS == 0:
                 less += MIDDLE
@@ -134,7 +131,7 @@ def row_tile(
         else:
             numbers = pairs.reshape(BLOCK_ROWS, _RUN).to(DTYPE)
         part = tl.dot(numbers, values, part, input_precision="ieee")
-        if HAS_TOTAL or (IS_EXACT and NUM_RUNS > 0):
+        if IS_EXACT and NUM_RUNS > 0:
             ones = ones_like(packed, byte).reshape(numbers.shape).to(DTYPE)
             total = tl.dot(ones, values, total, input_precision="ieee")
         if IS_EXACT and NUM_RUNS > 0:
@@ -150,8 +147,6 @@ def row_tile(
             if AHEAD == 0:
                 at = (row // ROW_BLOCK) * NUM_GROUPS + group // GROUP
                 scale = tl.load(scales + at, mask=group < INNER, other=0.0)
-            if HAS_TOTAL:
-                part += total * (MIDDLE - zero).to(tl.float32)
             sums += part * scale.to(tl.float32)
             part = tl.zeros_like(sums)
     return part if IS_WHOLE else sums + part
@@ -168,7 +163,7 @@ def _packed_tiles_kernel(
     x, words, scales, zeros, residual, out, num_tokens, num_rows, x_stride, residual_stride,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, TOTALS: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr,
     GATES: tl.constexpr, GELU: tl.constexpr, ADDS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -189,31 +184,31 @@ def _packed_tiles_kernel(
         sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     up_sums = sums
     scale, zero = beside(scales, zeros, source_row, split * COLUMNS, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
-                         KIND, HAS_ZEROS and TOTALS, AHEAD)  # fmt: skip
+                         AHEAD)  # fmt: skip
     up_scale, up_zero = scale, zero
     if GATES:
         up_scale, up_zero = beside(scales, zeros, source_row + num_rows, split * COLUMNS, INNER, GROUP, NUM_GROUPS,
-                                   NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS and TOTALS, AHEAD)  # fmt: skip
+                                   NUM_RUNS, ROW_BLOCK, AHEAD)  # fmt: skip
     for begin in tl.range(0, STEPS, SPLITS, loop_unroll_factor=UNROLL):
         now, zero_now, up_now, up_zero_now = scale, zero, up_scale, up_zero
         if AHEAD > 0 and NUM_GROUPS > 1:
             unit = (begin + SPLITS + split) * COLUMNS
-            scale, zero = beside(scales, zeros, source_row, unit, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK, KIND,
-                                 HAS_ZEROS and TOTALS, AHEAD)  # fmt: skip
+            scale, zero = beside(scales, zeros, source_row, unit, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
+                                 AHEAD)  # fmt: skip
             if GATES:
                 up_scale, up_zero = beside(scales, zeros, source_row + num_rows, unit, INNER, GROUP, NUM_GROUPS,
-                                           NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS and TOTALS, AHEAD)  # fmt: skip
+                                           NUM_RUNS, ROW_BLOCK, AHEAD)  # fmt: skip
         sums = row_tile(
             sums, x, words, scales, zeros, now, zero_now, source_row, source_token, begin + split, is_token, x_stride,
             INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-            AHEAD, TOTALS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
+            AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
         )  # fmt: skip
         if GATES:
             up_sums = row_tile(
                 up_sums, x, words, scales, zeros, up_now, up_zero_now, source_row + num_rows, source_token,
                 begin + split, is_token, x_stride,
                 INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-                AHEAD, TOTALS, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
+                AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
             )  # fmt: skip
     sums, up_sums = (
         scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
@@ -276,7 +271,7 @@ def packed_tiles(
     _packed_tiles_kernel[(triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, tiles.tokens))](
         x, *tensors_of(packed), residual, out, tokens, num_rows, x.stride(0), stride, **tile_layout(packed),
         GATES=gates, GELU=activation == "gelu_tanh", ADDS_RESIDUAL=added is not None, BLOCK_TOKENS=tiles.tokens,
-        BLOCK_ROWS=tiles.rows, SPLITS=tiles.splits, UNROLL=tiles.unroll, TOTALS=tiles.totals,
+        BLOCK_ROWS=tiles.rows, SPLITS=tiles.splits, UNROLL=tiles.unroll,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

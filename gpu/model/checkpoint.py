@@ -7,6 +7,7 @@ checked whole, names, shapes and types, before the first byte is allocated.
 """
 
 import logging
+import re
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from gpu.model.gguf.file import is_gguf
 from gpu.model.gguf.source import GgufSource
 from gpu.model.gguf.tensors import SCHEME
 from gpu.model.places import canonical, places, wanted_tensors
-from gpu.model.placing import Placing
+from gpu.model.placing import placings
 from gpu.model.reading import Piece, ReadError, read_pieces
 from gpu.model.safetensors_folder import SafetensorsFolder
 from gpu.model.spec import Architecture, ModelError
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
 _SCALE_ENDS = (".scales", ".weight_scale")
+# Of a KV cache, as publishers of quantised files name them.
+_KV_SCALE = re.compile(r"\.self_attn\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)|[kv]_proj\.output_scale)$")
 
 
 class Source(Protocol):
@@ -85,9 +88,6 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
         if (place := found.get(canonical(tensor.name, architecture) or "")) is not None and place.fill is not None
     ]
 
-    def placing_of(path: Path, tensor: FileTensor, place: StoredTensor) -> Placing:
-        return Placing(tensor, place, str(path), source.stored_name(tensor.name), device)
-
     total_bytes = sum(tensor.num_bytes for _, tensor, _ in tensors)
     began, done_bytes = time.perf_counter(), 0
     with ExitStack() as opened:
@@ -97,9 +97,8 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
                 piece
                 for path, tensor, place in tensors
                 if place.comes_first == comes_first
-                for piece in Placing(tensor, place, str(path), source.stored_name(tensor.name), device).pieces(
-                    numbers[path]
-                )
+                for placing in placings(tensor, place, str(path), source.stored_name(tensor.name), device)
+                for piece in placing.pieces(numbers[path])
             )
             for num_bytes in _read(pieces, device):
                 done_bytes += num_bytes
@@ -146,7 +145,7 @@ def _check_tensors(source: Source, wanted: dict[str, StoredTensor], architecture
     for path in source.files:
         for tensor in source.tensors(path):
             place = canonical(tensor.name, architecture)
-            if place is None or _is_derived(place, architecture):
+            if place is None or _is_passed_over(place, architecture):
                 continue
             if place not in wanted:
                 family = architecture.family
@@ -188,6 +187,10 @@ def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
     return _SCALES.get(first[1], torch.bfloat16) if first else torch.bfloat16
 
 
-def _is_derived(name: str, architecture: Architecture) -> bool:
-    """Tensors of old checkpoints that repeat what is known: RoPE frequencies, and an output matrix that is tied."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and architecture.tied_embeddings)
+def _is_passed_over(name: str, architecture: Architecture) -> bool:
+    """Tensors of old checkpoints that repeat what is known: RoPE frequencies, and an output matrix that is tied; and
+    scales of a KV cache in a quantised one: here rows of 8 bits have scales of their own.
+    """
+    is_kv_scale = architecture.quantisation is not None and _KV_SCALE.search(name) is not None
+    is_tied = name == "lm_head.weight" and architecture.tied_embeddings
+    return name.endswith("rotary_emb.inv_freq") or is_tied or is_kv_scale

@@ -3,7 +3,7 @@ formats of files. Invariant: rows follow one another, none between them and noth
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,3 +43,11 @@ class FileTensor:
     def stored_shape(self) -> tuple[int, ...]:
         """As its bytes lie: `[rows, bytes]` where numbers stand in blocks."""
         return self.shape if self.dtype in DTYPES else (self.shape[0], self.num_bytes // self.shape[0])
+
+    def rows(self, begin: int, end: int) -> "FileTensor":
+        """These alone."""
+        row_bytes = self.num_bytes // self.shape[0]
+        return replace(
+            self, shape=(end - begin, *self.shape[1:]), offset=self.offset + begin * row_bytes,
+            num_bytes=(end - begin) * row_bytes,
+        )  # fmt: skip

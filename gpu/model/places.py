@@ -51,7 +51,7 @@ class Place:
 
     def _widen(self, blocks: Blocks) -> None:
         assert (self.offset, self.gain) == (0.0, 1.0), "of norms, which are not in blocks"
-        widen_blocks(blocks if self.order is None else blocks.ordered(self.order), self.tensor)
+        widen_blocks(blocks if self.order is None else blocks.rows(self.order), self.tensor)
 
     @property
     def wanted(self) -> StoredTensor:
@@ -83,7 +83,7 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
         "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
     }
     if isinstance(weights.logits, Packed):
-        whole = Part(weights.logits, 0, weights.logits.rows, None, weights.logits.device)
+        whole = Part(weights.logits, 0, weights.logits.rows, None)
         found |= _stored("lm_head", output_format(architecture), whole, architecture)
     elif not architecture.tied_embeddings:
         found["lm_head.weight"] = Place(weights.logits).wanted
@@ -123,7 +123,7 @@ def _heads(a: Architecture) -> Tensor | None:
 def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
     """Of the matrices of few bits: their modules' tensors."""
     found: dict[str, StoredTensor] = {}
-    formats, heads, there = layer_formats(a, index), _heads(a), layer.mlp_norm.device
+    formats, heads = layer_formats(a, index), _heads(a)
     for matrix, stored in formats.items():
         stacks = [stack for stack in layer.stacks(matrix) if isinstance(stack, Packed)]
         if stored is None or not stacks:
@@ -135,9 +135,9 @@ def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str
             order = None
             if heads is not None and what in ("query", "key"):
                 order = heads[begin : begin + rows] - begin
-            parts[what] = Part(packed, begin, begin + rows, order, there)
+            parts[what] = Part(packed, begin, begin + rows, order)
             begin += rows
-        whole = Part(packed, 0, begin, heads if matrix == "qkv" else None, there)
+        whole = Part(packed, 0, begin, heads if matrix == "qkv" else None)
         parts[matrix] = whole if len(parts) > 1 else parts[matrix]
         for what, module in module_names(a, index, matrix).items():
             found |= _stored(module, stored, parts[what], a)

@@ -1,12 +1,13 @@
 """A tensor of a file on its way to its place: which ranges of the file are read, and what becomes of each.
 
 It refuses to know how files are read. Rows that need no others go to their places by themselves, and where that is host
-memory, and of the file's type and order, they are read into it; of packed matrices all rows are gathered first, on the
-device, since their numbers stand in another order, and so are those of a tensor that is changed as a whole. Invariant:
-a tensor's rows are placed once each.
+memory, and of the file's type and order, they are read into it; of packed matrices all rows, or as many as are rounded
+at once, are gathered first, on the device, and so are those of a tensor that is changed as a whole. Invariants: a
+tensor's rows are placed once each; a GPU holds one gathered tensor at a time.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,19 @@ from gpu.model.file_tensor import FileTensor
 from gpu.model.reading import PIECE_BYTES, Piece
 from gpu.model.spec import ModelError
 from gpu.model.stored import StoredError, StoredTensor
+
+
+def placings(
+    tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device
+) -> Iterator["Placing"]:
+    """Of a tensor, or of so many of its rows each as its place takes at once; arguments are those of `Placing`."""
+    step, fill_rows = place.rows_at_once, place.fill_rows
+    if step is None or fill_rows is None or tensor.change is not None:
+        yield Placing(tensor, place, source, called, device)
+        return
+    for begin in range(0, tensor.shape[0], step):
+        part = replace(place, fill=partial(fill_rows, begin), fill_rows=None)
+        yield Placing(tensor.rows(begin, min(begin + step, tensor.shape[0])), part, source, called, device)
 
 
 class Placing:
@@ -42,7 +56,10 @@ class Placing:
 
     def _target(self) -> Tensor | None:
         """uint8 `[bytes]`, what is read into."""
-        place = self._place.as_is if self._fill_rows is not None else self._gather()
+        if self._fill_rows is None:
+            place = self._gather() if self._device.type == "cpu" else None
+        else:
+            place = self._place.as_is
         if place is None or place.dtype != self._dtype or place.device.type != "cpu":
             return None
         return place.view(-1).view(torch.uint8)

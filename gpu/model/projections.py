@@ -31,7 +31,8 @@ class Projections:
         self.weights = weights
         self.eps = architecture.rms_norm_eps
         self._activations = [spec.activation for spec in architecture.layers]
-        widened = Widened(widened_bytes(architecture, weights.embedding.element_size()))
+        size = widened_bytes(architecture, weights.embedding.element_size())
+        widened = Widened(size, weights.embedding.device)
         self._matrices = [
             {name: as_matrix(stored, widened) for name, stored in layer.matrices.items() if name not in OF_EXPERTS}
             for layer in weights.layers

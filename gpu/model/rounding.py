@@ -3,7 +3,8 @@
 Integers: each group of a row has a scale, and where the format has them a zero point; of several scales, from the one
 that holds the whole range down, the one with the least squared error is kept, since clipping an outlier may cost less
 than coarser steps for all others. FP8: a scale a row, its largest number at the top of the range. It refuses to know
-files. Invariant: numbers are rounded with the scale that is stored, not the one before it was.
+files. A row needs no other, so a matrix is rounded in parts. Invariant: numbers are rounded with the scale that is
+stored, not the one before it was.
 """
 
 import torch
@@ -14,17 +15,18 @@ from gpu.model.matrix_format import BITS, MatrixFormat
 SHRINKS = tuple(1.0 - 0.025 * step for step in range(17))  # of the range that a scale holds
 FP8_MAX = 448.0
 _LEAST = 1e-8  # of a scale: a group of zeros has one, too
-_NUMBERS = 2**24  # at once: what is compared takes several times their memory
+NUMBERS_AT_ONCE = 2**23  # what is compared takes several times their memory
+BYTES_A_NUMBER = 24  # at most, while it is rounded and packed; with what was read of it
+
+
+def rows_at_once(inner: int) -> int:
+    """Of a matrix of `inner` columns, for whose rounding there is memory."""
+    return max(1, NUMBERS_AT_ONCE // inner)
 
 
 def round_rows(rows: Tensor, stored: MatrixFormat) -> tuple[Tensor, Tensor, Tensor | None]:
     """float `[rows, inner]` -> numbers uint8 `[rows, inner]`, scales `[rows, groups]`, zeros uint8 or None."""
-    parts = [_round(part.float(), stored) for part in rows.split(max(1, _NUMBERS // rows.shape[1]))]
-    numbers, scales, zeros = zip(*parts, strict=True)
-    return torch.cat(numbers), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
-
-
-def _round(rows: Tensor, stored: MatrixFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+    rows = rows.float()
     if stored.kind == "fp8":
         scales = (rows.abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=_LEAST)
         return (rows / scales).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scales, None

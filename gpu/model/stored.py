@@ -5,8 +5,8 @@ different files, so each is put into its place alone; where groups are not of ne
 Invariant: numbers, scales and zero points are those of the file, exactly; nothing is rounded but plain checkpoints.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from gpu.kernels.words import pack_words
 from gpu.model.gguf.blocks import Blocks, Numbers, read_numbers
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import BITS, MatrixFormat
-from gpu.model.rounding import round_rows
+from gpu.model.rounding import round_rows, rows_at_once
 from gpu.model.weights import UNSET
 
 INTEGER = ("I32",)
@@ -27,6 +27,7 @@ PLAIN = ("BF16", "F16", "F32")
 # Of eight columns, where AWQ's kernels have each of a word's nibbles, from the lowest up.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_NIBBLES = tuple(_AWQ_ORDER.index(column) for column in range(8))
+_NUMBERS_AT_ONCE = 2**24  # that are unpacked or packed: they take several times their memory on the way
 
 
 class StoredError(ValueError):
@@ -38,7 +39,8 @@ class StoredTensor:
     """One tensor of a module: the shapes and types that it may have, and what puts it, a tensor or a GGUF file's
     Blocks, into its place (None: nothing is made of it). is_needed: whether it must be there; comes_first: whether
     others' places hang on it. fill_rows: puts rows of a tensor from one on into their places, where they need no
-    others; as_is: its place, if that is what it is stored as but, it may be, for the type.
+    others; rows_at_once: so many are gathered for it, None: as many as are read; as_is: its place, if that is what it
+    is stored as but, it may be, for the type.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -47,20 +49,18 @@ class StoredTensor:
     is_needed: bool = True
     comes_first: bool = False
     fill_rows: Callable[[int, Tensor], None] | None = None
+    rows_at_once: int | None = None
     as_is: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows `[begin, end)` of a packed matrix, which one module holds. order: of its rows, as in a `Place`; device:
-    where tensors are unpacked, whole, before they are put into their places.
-    """
+    """Rows `[begin, end)` of a packed matrix, which one module holds. order: of its rows, as in a `Place`."""
 
     packed: Packed
     begin: int
     end: int
     order: Tensor | None
-    device: torch.device
 
     @property
     def rows(self) -> int:
@@ -74,8 +74,10 @@ class Part:
         """uint8 `[rows, inner]`, columns as files have them."""
         if self.packed.order is not None:
             numbers = numbers.index_select(1, self.packed.order)
-        words = pack_words(self._ordered(numbers), self.packed.bits)
-        self.packed.words[self.begin : self.end].copy_(words)
+        words = self.packed.words[self.begin : self.end]
+        step = max(1, _NUMBERS_AT_ONCE // self.packed.inner)
+        for place, part in zip(words.split(step), self._ordered(numbers).split(step), strict=True):
+            place.copy_(pack_words(part, self.packed.bits))
 
     def put_scales(self, scales: Tensor, row_block: int) -> None:
         """`[rows / row_block, groups]`, or one for all."""
@@ -99,12 +101,15 @@ class Part:
         self._put(self.packed.scales, pair.repeat_interleave(self.num_groups // pair.shape[1], 1), 1)
         self._put(self.packed.runs, run.repeat_interleave(self.packed.runs.shape[1] // run.shape[1], 1), 1)
 
-    def parts(self, num_rows: int) -> list["Part"]:
-        """Of so many rows each; whole, where rows are put in order."""
-        if self.order is not None:
-            return [self]
-        begins = range(self.begin, self.end, num_rows)
-        return [Part(self.packed, begin, min(begin + num_rows, self.end), None, self.device) for begin in begins]
+    def parts(self, num_rows: int) -> Iterator[tuple["Part", slice | Tensor]]:
+        """Of so many rows each, and which of the module's rows a part takes, in this order."""
+        for begin in range(0, self.rows, num_rows):
+            end = min(begin + num_rows, self.rows)
+            yield self.cut(begin, end), slice(begin, end) if self.order is None else self.order[begin:end]
+
+    def cut(self, begin: int, end: int) -> "Part":
+        """Of these rows of it, in their order."""
+        return Part(self.packed, self.begin + begin, self.begin + end, None)
 
     def put_order(self, groups: Tensor, is_moved: bool) -> None:
         """int32 `[inner]`, each column's group. is_moved: whether groups need not be of neighbours."""
@@ -134,25 +139,35 @@ class Part:
 
 
 def stored_tensors(scheme: str, stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
-    """By the ends of their names, as `.qweight`. row_block: of the file's scales."""
-    tensors = _SCHEMES[scheme](stored, part, row_block)
-    return {end: replace(tensor, fill=_there(tensor.fill, part.device)) for end, tensor in tensors.items()}
-
-
-def _there(fill: Callable[[Any], None] | None, device: torch.device) -> Callable[[Any], None] | None:
-    """Of a tensor that goes there first, as it is stored."""
-    return None if fill is None else lambda stored: fill(stored.to(device))
+    """By the ends of their names, as `.qweight`. row_block: of the file's scales. Tensors are unpacked where they lie,
+    which is the device also of a matrix in host memory.
+    """
+    return _SCHEMES[scheme](stored, part, row_block)
 
 
 def _rounded(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
-    def fill(weight: Tensor) -> None:
-        numbers, scales, zeros = round_rows(weight, stored)
-        part.put_numbers(numbers)
-        part.put_scales(scales, 1)
-        if zeros is not None:
-            part.put_zeros(zeros)
+    """In parts, which are gathered one at a time but where rows are put in order: an output matrix that is gathered
+    and rounded as a whole takes gigabytes, beside weights that leave less.
+    """
 
-    return {".weight": StoredTensor(((part.rows, part.packed.inner),), PLAIN, fill)}
+    def put(place: Part, rows: Tensor) -> None:
+        numbers, scales, zeros = round_rows(rows, stored)
+        place.put_numbers(numbers)
+        place.put_scales(scales, 1)
+        if zeros is not None:
+            place.put_zeros(zeros)
+
+    def fill(weight: Tensor) -> None:
+        for place, rows in part.parts(at_once):
+            put(place, weight[rows])
+
+    def fill_rows(begin: int, rows: Tensor) -> None:
+        put(part.cut(begin, begin + len(rows)), rows)
+
+    at_once, shape = rows_at_once(part.packed.inner), (part.rows, part.packed.inner)
+    if part.order is not None:
+        return {".weight": StoredTensor((shape,), PLAIN, fill)}
+    return {".weight": StoredTensor((shape,), PLAIN, fill, fill_rows=fill_rows, rows_at_once=at_once)}
 
 
 def _awq(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
@@ -224,28 +239,34 @@ def _compressed(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, S
     is_float = stored.kind == "fp8"
 
     def fill_zeros(zeros: Tensor) -> None:
-        part.put_zeros((zeros.to(torch.int16) + 128).to(torch.uint8))
+        part.put_zeros(_from_middle(_a_row_each(zeros)))
 
     tensors = {
         ".weight": _fp8_weight(part) if is_float else StoredTensor(
             ((part.rows, part.packed.inner),), ("I8",),
-            lambda weight: part.put_numbers((weight.to(torch.int16) + 128).to(torch.uint8)),
+            lambda weight: part.put_numbers(_from_middle(weight)),
         ),
         ".weight_scale": _scales(stored, part, row_block, WIDE_SCALES if is_float else SCALES),
     }  # fmt: skip
     if stored.has_zeros:
         shapes = tensors[".weight_scale"].shapes
         tensors[".weight_zero_point"] = StoredTensor(shapes, ("I8",), fill_zeros)
-    return tensors | _of_tokens()
+    return tensors | _input_scale()
+
+
+def _from_middle(numbers: Tensor) -> Tensor:
+    """int8 -> uint8, of which 128 is 0."""
+    return numbers.view(torch.uint8) ^ 128
 
 
 def _fp8(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
-    return {".weight": _fp8_weight(part), ".weight_scale": _scales(stored, part, row_block, WIDE_SCALES)} | _of_tokens()
+    scale = _scales(stored, part, row_block, WIDE_SCALES)
+    return {".weight": _fp8_weight(part), ".weight_scale": scale} | _input_scale()
 
 
 def _fp8_blocks(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
     scale = _scales(stored, part, row_block, WIDE_SCALES)
-    return {".weight": _fp8_weight(part), ".weight_scale_inv": scale} | _of_tokens()
+    return {".weight": _fp8_weight(part), ".weight_scale_inv": scale} | _input_scale()
 
 
 def _fp8_weight(part: Part) -> StoredTensor:
@@ -258,8 +279,8 @@ def _fp8_weight(part: Part) -> StoredTensor:
     return StoredTensor(((part.rows, part.packed.inner),), ("F8_E4M3",), fill)
 
 
-def _of_tokens() -> dict[str, StoredTensor]:
-    """What files say of tokens, which are not rounded here."""
+def _input_scale() -> dict[str, StoredTensor]:
+    """A file's scale of tokens, which are not rounded here."""
     return {".input_scale": StoredTensor(((), (1,)), WIDE_SCALES, None, is_needed=False)}
 
 
@@ -270,9 +291,14 @@ def _scales(stored: MatrixFormat, part: Part, row_block: int, dtypes: tuple[str,
         shapes = ((rows, 1), (rows,), (), (1,), (1, 1))
 
     def fill(scales: Tensor) -> None:
-        part.put_scales(scales if scales.ndim == 2 else scales.reshape(-1, 1), row_block)
+        part.put_scales(_a_row_each(scales), row_block)
 
     return StoredTensor(shapes, dtypes, fill)
+
+
+def _a_row_each(values: Tensor) -> Tensor:
+    """`[rows, groups]`, also of a file that has one for each row, or one for all, without the second axis."""
+    return values if values.ndim == 2 else values.reshape(-1, 1)
 
 
 def _order(stored: MatrixFormat, part: Part) -> StoredTensor:
@@ -298,9 +324,8 @@ def _gguf(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredT
     """Blocks, of which each kind has scales of its own; here all parts of a matrix have the same."""
 
     def fill(blocks: Blocks) -> None:
-        cut = [blocks] if part.order is not None else blocks.parts()
-        for rows, place in zip(cut, part.parts(cut[0].shape[0]), strict=True):
-            numbers = read_numbers(rows)
+        for place, rows in part.parts(blocks.rows_at_once):
+            numbers = read_numbers(blocks.rows(rows))
             if stored.run is not None:
                 place.put_numbers(numbers.q)
                 place.put_runs(numbers)
@@ -315,7 +340,11 @@ def _gguf(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredT
 def _numbers(words: Tensor, bits: int) -> Tensor:
     """int32 `[lines, words]` -> uint8 `[lines, words * 32 / bits]`, from the lowest bits up."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(1)
+    numbers = torch.empty(*words.shape, len(shifts), dtype=torch.uint8, device=words.device)
+    step = max(1, _NUMBERS_AT_ONCE // numbers[0].numel())
+    for place, part in zip(numbers.split(step), words.split(step), strict=True):
+        place.copy_((part[:, :, None] >> shifts) & (2**bits - 1))
+    return numbers.flatten(1)
 
 
 _SCHEMES: dict[str, Callable[[MatrixFormat, Part, int], dict[str, StoredTensor]]] = {

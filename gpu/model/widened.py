@@ -2,7 +2,8 @@
 
 Prefill goes layer by layer, chunk after chunk, so a matrix that is kept is widened once for a layer and not once for a
 chunk. It refuses to know layers: what was used longest ago goes first. Invariant: a kept matrix was written on the
-stream that reads it; for other streams, and in a graph that is being captured, matrices are widened anew.
+stream that reads it, the one that this was made on; for other streams, and in a graph that is being captured, matrices
+are widened anew.
 """
 
 from collections import OrderedDict
@@ -15,18 +16,18 @@ from gpu.kernels.packed_linear import widen
 
 
 class Widened:
-    """At most `most_bytes` of them; a larger one is not kept."""
+    """At most `most_bytes` of them; a larger one is not kept. It belongs to the stream that it is made on."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, device: torch.device) -> None:
         self.most_bytes = most_bytes
         self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by the address of their words
         self._bytes = 0
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def __call__(self, packed: Packed) -> Tensor:
         """`[rows, inner]` of packed.dtype, columns in the matrix's order; not to be written to."""
         num_bytes = packed.rows * packed.inner * packed.dtype.itemsize
-        if num_bytes > self.most_bytes or not self._is_ours(packed.device):
+        if num_bytes > self.most_bytes or not self._is_ours:
             return widen(packed)
         key = packed.words.data_ptr()
         if key in self._kept:
@@ -40,9 +41,9 @@ class Widened:
         self._bytes += num_bytes
         return self._kept[key]
 
-    def _is_ours(self, device: torch.device) -> bool:
-        if device.type != "cuda":
+    @property
+    def _is_ours(self) -> bool:
+        if self._stream is None:
             return True
-        stream = torch.cuda.current_stream(device)
-        self._stream = self._stream or stream
-        return stream == self._stream and not torch.cuda.is_current_stream_capturing()
+        is_same = torch.cuda.current_stream(self._stream.device) == self._stream
+        return is_same and not torch.cuda.is_current_stream_capturing()

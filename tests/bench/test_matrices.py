@@ -1,5 +1,7 @@
 """The table of a layer's matrices: a row for each kind and batch beside a peer, and no number for a wrong product."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import typer.testing
@@ -46,6 +48,16 @@ def test_a_product_that_is_wrong_has_no_number(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Projections, "qkv", lambda self, layer, x: right(self, layer, x).roll(1, 1))
     with pytest.raises(GateError, match="a product of 1 tokens is"):
         run(monkeypatch, ("bfloat16",))
+
+
+def test_a_product_that_torch_does_not_have_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise RuntimeError("no kernel for this card\nand more")
+
+    monkeypatch.setattr(bench.matrices, "_int4_layer", missing)
+    layer = SimpleNamespace(qkv=SimpleNamespace(device=torch.device("cuda")))
+    told = bench.matrices._torch_times("int4", SimpleNamespace(layers=[layer]), 1)
+    assert told == {"torch_int4": "not here: no kernel for this card"}
 
 
 def test_a_mixture_of_experts_is_refused_by_name() -> None:

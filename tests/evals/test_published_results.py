@@ -68,6 +68,28 @@ def test_tables_between_markers_are_those_of_their_rows(name: str, file: str, ta
     assert render_run(run) not in page
 
 
+def test_tables_of_few_bits_are_those_of_their_rows() -> None:
+    """A layer's matrices, and those of a prompt."""
+    page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    part = page[page.index("## Weights and rows of few bits") : page.index("**Whole steps**")]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "]
+    kinds = {"bfloat16": "bf16", "fp8": "FP8", "int8": "int8", "int4": "int4", "Q4_K": "GGUF's Q4_K"}
+    rows = json.loads((DOCS / "results" / "matrices-h200.json").read_text(encoding="utf-8"))
+    for row in rows:
+        config, floors = row["config"], f"{row['ms'] / row['floor_ms']:.2f}"
+        if "batch" in config:
+            torch_ms = row["extras"].get(f"torch_{config['kind']}_ms")
+            wanted = [str(config["batch"]), f"{1e3 * row['ms']:.1f}", f"{1e3 * row['floor_ms']:.1f}", floors,
+                      f"{1e3 * row['peer_ms']:.1f}", f"{row['peer_ms'] / row['ms']:.2f}",
+                      "" if torch_ms is None else f"{1e3 * torch_ms:.1f}"]  # fmt: skip
+        else:
+            wanted = [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", floors, f"{row['ms'] / row['peer_ms']:.3f}",
+                      f"{row['extras']['widening_ms']:.2f}"]  # fmt: skip
+        (own,) = [cells for cells in shown if cells[1 : len(wanted) + 1] == wanted]
+        assert own[0].startswith(kinds[config["kind"]])
+    assert len(shown) == len(rows) + 2  # heads
+
+
 def test_one_loss_more_would_be_noticed() -> None:
     row = next(row for row in rows_of(SCORED[1]) if row.get("losses"))
     other = interval_of_counts(row["losses"] + 1, row["gains"], row["samples"])

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -129,11 +129,18 @@ def pack_quantized(bits: int, group: int | None, has_zeros: bool, is_moved: bool
     return draw
 
 
-def int_quantized(of_rows: bool) -> Draw:
+def int_quantized(shape: Literal["rows, 1", "rows", "1"], has_zeros: bool = False) -> Draw:
+    """shape: of scales and zero points: one for each row, with a second axis and without, and one for all."""
+
     def draw(generator: np.random.Generator, rows: int, inner: int) -> Module:
         numbers = generator.integers(-128, 128, (rows, inner)).astype(np.int8)
-        scales = scales_of(generator, (rows, 1) if of_rows else (1,), 8, inner)
-        return Module({"weight": numbers, "weight_scale": scales}, numbers * scales.astype(float))
+        scales = scales_of(generator, (1,) if shape == "1" else (rows,), 8, inner)
+        zeros = generator.integers(-40, 40, scales.shape).astype(np.int8) if has_zeros else np.zeros_like(scales)
+        wanted = (numbers - zeros.astype(float)[:, None]) * scales.astype(float)[:, None]
+        if shape == "rows, 1":
+            scales, zeros = scales[:, None], zeros[:, None]
+        more = {"weight_zero_point": zeros} if has_zeros else {}
+        return Module({"weight": numbers, "weight_scale": scales, **more}, wanted)
 
     return draw
 
@@ -206,5 +213,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Draw]] = {
     "compressed-int4-order": (compressed(_weights(4, "int", "group", group_size=32, actorder="group"),
                                          "pack-quantized"), pack_quantized(4, 32, False, is_moved=True)),
     "compressed-int8": (compressed(_weights(8, "int", "channel"), "pack-quantized"), pack_quantized(8, None, False)),
-    "compressed-w8a8": (compressed(_weights(8, "int", "channel"), "int-quantized"), int_quantized(True)),
+    "compressed-w8a8": (compressed(_weights(8, "int", "channel"), "int-quantized"), int_quantized("rows, 1")),
+    "compressed-w8a8-zeros": (compressed(_weights(8, "int", "channel", symmetric=False), "int-quantized"),
+                              int_quantized("rows, 1", has_zeros=True)),
+    "compressed-w8a8-zeros-flat": (compressed(_weights(8, "int", "channel", symmetric=False), "int-quantized"),
+                                   int_quantized("rows", has_zeros=True)),
+    "compressed-w8a8-zeros-one": (compressed(_weights(8, "int", "tensor", symmetric=False), "int-quantized"),
+                                  int_quantized("1", has_zeros=True)),
 }  # fmt: skip

@@ -34,7 +34,7 @@ from gpu.kernels.fused_rows import fuse_rows, widen_rows
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.head_norm import HeadNorms
 from gpu.kernels.kv_rows import read_rows, width_of, write_rows
-from gpu.kernels.linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from gpu.kernels.merge_attended import merge_attended
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
@@ -162,7 +162,6 @@ def _projections(shape: Architecture, dtype: torch.dtype) -> None:
         linear(torch.empty(tokens, attention, device="cuda"), weight(shape.hidden, attention), x)
         norm_gate_up_swiglu(x, norm, 1e-5, weight(2 * shape.intermediate, shape.hidden))
         norm_gate_up_swiglu(x, wide, 1e-5, weight(2 * shape.intermediate, shape.hidden), "gelu_tanh")
-        gate_up_swiglu(x, weight(2 * shape.intermediate, shape.hidden))
         middle = torch.empty(tokens, shape.intermediate, dtype=dtype, device="cuda")
         linear(middle, weight(shape.hidden, shape.intermediate), x)
         if tokens == 1:  # more go to cuBLAS

@@ -13,8 +13,10 @@ from gpu.memory.demand import Demand
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
-from gpu.model.matrix_formats import rounded
+from gpu.model.matrix_formats import matrix_parts, matrix_shapes, rounded
 from gpu.model.rope import rope_tables
+from gpu.model.rounding import BYTES_A_NUMBER, NUMBERS_AT_ONCE
+from gpu.model.shapes import NAMED_SHAPES
 from gpu.model.weights import allocate_weights
 from gpu.prefill.gathered import GatheredKv
 from gpu.sampling.penalties import PenaltyTable
@@ -47,6 +49,19 @@ def test_pages_of_codes_take_what_is_planned_and_little_more_than_a_byte_an_elem
     one_head = replace(demand, shape=replace(TINY, num_kv_heads=1))
     gathered = GatheredKv(KvPool(one_head.shape, PAGES, (), PAGE, 2, CONTEXT, torch.bfloat16, CPU, kv=kv), 1, TINY.dim)
     assert 2 * gathered.keys.nbytes + gathered.values.nbytes == CONTEXT * one_head.gathered_token_bytes
+
+
+@pytest.mark.parametrize("name", NAMED_SHAPES)
+def test_rounding_at_load_fits_into_what_steps_take_later(name: str) -> None:
+    """Of the smallest deployment. While weights are loaded there are no logits and no widened matrices yet."""
+    shape = rounded(NAMED_SHAPES[name], "int8", "weights")
+    read = [shape.vocab_size * shape.hidden]
+    for spec in set(shape.layer_pattern):
+        for matrix, (_, inner) in matrix_shapes(shape, spec).items():
+            read += [rows * inner for _, rows in matrix_parts(shape, spec, matrix)]
+    later = Demand(shape, "cuda", 2, 1, 16, PAGE, (1,), None, ()).fixed_items()
+    spare = sum(item.bytes for item in later if item.name in ("logits", "widened matrices"))
+    assert BYTES_A_NUMBER * min(NUMBERS_AT_ONCE, max(read)) <= spare
 
 
 def test_page_tables_take_what_is_planned(pool: KvPool) -> None:

@@ -11,12 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu.kernels.packed import Packed
+from gpu.model import placing, rounding, stored
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.checkpoint import load_packed, load_weights
+from gpu.model.host_experts import tensors_of
 from gpu.model.matrix import as_matrix
+from gpu.model.matrix_format import ROUNDED
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
-from gpu.model.weights import Weights
+from gpu.model.reading import NUM_BUFFERS
+from gpu.model.stored import Part, stored_tensors
+from gpu.model.weights import Weights, allocate_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
+from tests.gpu.live_bytes import LiveBytes
 from tests.gpu.quantised_files import FORMATS, awq, write
 
 CPU = torch.device("cpu")
@@ -127,6 +133,55 @@ def test_a_plain_checkpoint_is_rounded_as_it_is_loaded(asked: str, most: float) 
     assert_bytes(folder, got, asked)
 
 
+@pytest.mark.parametrize("asked", ["int4", "fp8"])
+@pytest.mark.parametrize("family", ["llama2", "glm4", "phi3"])
+def test_numbers_are_the_same_in_parts_of_any_length(asked: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are put in order among them; and words are packed in other parts than numbers are rounded in."""
+    folder = checkpoint(family).folder
+    whole = packed(folder, asked)
+    monkeypatch.setattr(rounding, "NUMBERS_AT_ONCE", 101 * 64 + 5)
+    monkeypatch.setattr(stored, "_NUMBERS_AT_ONCE", 11 * 64)
+    in_parts = packed(folder, asked)
+    pairs = list(zip(matrices_of(in_parts), matrices_of(whole), strict=True))
+    assert sum(isinstance(wanted, Packed) for _, wanted in pairs) > 2
+    for ours, wanted in pairs:
+        for one, other in zip(tensors_of(ours), tensors_of(wanted), strict=True):
+            assert torch.equal(one, other)
+
+
+def matrices_of(weights: Weights) -> list[torch.Tensor | Packed]:
+    return [*(matrix for layer in weights.layers for matrix in layer.matrices.values()), weights.logits]
+
+
+@pytest.mark.parametrize("asked", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_rounding_takes_no_more_than_so_many_bytes_a_number(asked: str, dtype: torch.dtype) -> None:
+    """What is read of the matrix among them, and no more for a larger matrix."""
+    form, rows, inner = ROUNDED[asked].layers, 512, 256
+    place = Part(allocate_packed(rows, inner, form, torch.bfloat16, CPU, torch.bfloat16), 0, rows, None)
+    with LiveBytes() as live:
+        drawn = torch.randn(rows, inner).to(dtype)
+        before = live.now - drawn.nbytes
+        live.peak = 0
+        stored_tensors("rounded", form, place, 1)[".weight"].fill_rows(0, drawn)
+    assert live.peak - before <= rounding.BYTES_A_NUMBER * rows * inner
+
+
+def test_a_load_holds_no_more_beside_the_weights_than_a_part_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where files are read ahead into the next two parts; the output matrix has ten, of rows that are half
+    a group, which take as much as whole ones.
+    """
+    numbers = 32 * 64
+    monkeypatch.setattr(rounding, "NUMBERS_AT_ONCE", numbers)
+    monkeypatch.setattr(stored, "_NUMBERS_AT_ONCE", numbers)
+    monkeypatch.setattr(placing, "PIECE_BYTES", numbers * 4 // NUM_BUFFERS)
+    with LiveBytes() as live:
+        got = packed(checkpoint("llama2").folder, "fp8")
+        held = live.now
+    assert got.logits.rows * got.logits.inner == 10 * numbers
+    assert live.peak - held <= (2 * rounding.BYTES_A_NUMBER + 2 * 4) * numbers
+
+
 def test_what_is_tied_to_the_embedding_stays_as_it_is() -> None:
     got = packed(checkpoint("llama3").folder, "int4")
     assert got.logits is got.embedding
@@ -220,6 +275,39 @@ def test_a_file_that_is_not_what_its_configuration_says_is_refused(name, damage,
     with pytest.raises(ModelError, match=words) as caught:
         packed(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+KV_SCALES = ("k_scale", "v_scale", "k_zero_point", "k_proj.k_scale", "v_proj.output_scale", "kv_scale")
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def with_kv_scales(folder: Path, to: Path, names: tuple[str, ...]) -> Path:
+    """The same model, whose makers had a KV cache of 8 bits in mind."""
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        for name in names:
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.full((1,), 0.125, dtype=torch.bfloat16)
+    save_file(tensors, to / "model.safetensors")
+    if "quantization_config" in config:
+        config["quantization_config"]["kv_cache_scheme"] = KV_SCHEME
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def test_scales_of_a_kv_cache_are_passed_over(folders, tmp_path: Path) -> None:
+    got, wanted = (
+        packed(with_kv_scales(folders["compressed-fp8"], tmp_path, KV_SCALES)),
+        packed(folders["compressed-fp8"]),
+    )
+    for ours, theirs in zip(matrices_of(got), matrices_of(wanted), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(tensors_of(ours), tensors_of(theirs), strict=True))
+
+
+@pytest.mark.parametrize(("name", "scale"), [("compressed-fp8", "q_scale"), ("compressed-fp8-plain", "k_scale")])
+def test_other_scales_and_those_of_plain_files_are_refused(name: str, scale: str, folders, tmp_path: Path) -> None:
+    folder = folders["compressed-fp8"].with_name(name)
+    with pytest.raises(ModelError, match=rf"tensor .*self_attn\.{scale} is not one of a llama"):
+        packed(with_kv_scales(folder, tmp_path, (scale,)))
 
 
 def test_parts_of_one_product_that_differ_are_refused(tmp_path: Path) -> None:

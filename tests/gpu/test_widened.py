@@ -1,5 +1,7 @@
 """Matrices that prefill has widened are kept within their bounds, and are those that were asked for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from gpu.model.widened import Widened
 from tests.gpu.packed_oracle import draw_packed
 
 BYTES = 64 * 128 * 4  # of each, widened
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_kept_is_the_matrix_that_was_asked_for(matrices: list[Packed], calls: list[int]) -> None:
-    kept = Widened(3 * BYTES)
+    kept = Widened(3 * BYTES, CPU)
     for _ in range(2):
         for packed in matrices:
             assert torch.equal(kept(packed), widen(packed))
@@ -39,7 +42,7 @@ def test_what_is_kept_is_the_matrix_that_was_asked_for(matrices: list[Packed], c
 
 
 def test_no_more_is_kept_than_there_is_room_for_and_the_oldest_goes_first(matrices, calls) -> None:
-    kept, (first, second, third) = Widened(2 * BYTES), matrices
+    kept, (first, second, third) = Widened(2 * BYTES, CPU), matrices
     for packed in (first, second, first, third, first, second, first, second):
         assert torch.equal(kept(packed), widen(packed))
         assert sum(one.nbytes for one in kept._kept.values()) <= 2 * BYTES
@@ -47,7 +50,21 @@ def test_no_more_is_kept_than_there_is_room_for_and_the_oldest_goes_first(matric
 
 
 def test_what_is_larger_than_the_room_is_widened_each_time(matrices: list[Packed], calls: list[int]) -> None:
-    kept = Widened(BYTES - 1)
+    kept = Widened(BYTES - 1, CPU)
     for _ in range(2):
         assert torch.equal(kept(matrices[0]), widen(matrices[0]))
     assert len(calls) == 2
+
+
+def test_nothing_is_kept_for_another_stream_than_the_one_it_was_made_on(matrices, calls, monkeypatch) -> None:
+    """Whoever asks first."""
+    streams = {name: SimpleNamespace(name=name, device=torch.device("cuda")) for name in ("own", "other")}
+    now = {"stream": streams["own"], "is_captured": False}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now["stream"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["is_captured"])
+    kept = Widened(3 * BYTES, torch.device("cuda"))
+    for stream, is_captured, num_calls in (("other", False, 2), ("own", True, 4), ("own", False, 5)):
+        now |= {"stream": streams[stream], "is_captured": is_captured}
+        for _ in range(2):
+            kept(matrices[0])
+        assert len(calls) == num_calls

@@ -42,13 +42,13 @@ class Blocks:
     def to(self, device: torch.device) -> "Blocks":
         return Blocks(self.kind, self.data.to(device))
 
-    def ordered(self, rows: Tensor) -> "Blocks":
-        return Blocks(self.kind, self.data.index_select(0, rows.to(self.data.device)))
+    def rows(self, taken: Tensor | slice) -> "Blocks":
+        return Blocks(self.kind, self.data[taken])
 
-    def parts(self) -> list["Blocks"]:
-        """Rows, few enough to be unpacked at once."""
-        cut = self.data.split(max(1, _PART_NUMBERS // self.shape[1]))
-        return [Blocks(self.kind, data) for data in cut]
+    @property
+    def rows_at_once(self) -> int:
+        """Few enough to be unpacked."""
+        return max(1, _PART_NUMBERS // self.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,9 @@ def read_numbers(blocks: Blocks) -> Numbers:
 
 def widen_blocks(blocks: Blocks, place: Tensor) -> None:
     """Into `place`, `[rows, inner]` of any float type, each number rounded once."""
-    begin = 0
-    for part in blocks.parts():
-        end = begin + part.shape[0]
-        place[begin:end].copy_(read_numbers(part.to(place.device)).widen())
-        begin = end
+    for begin in range(0, blocks.shape[0], blocks.rows_at_once):
+        rows = slice(begin, begin + blocks.rows_at_once)
+        place[rows].copy_(read_numbers(blocks.rows(rows).to(place.device)).widen())
 
 
 _Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

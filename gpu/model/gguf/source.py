@@ -69,4 +69,4 @@ class GgufSource:
 
 def _as_blocks(kind: str, order: Tensor | None, rows: Tensor) -> Blocks:
     blocks = Blocks(kind, rows)
-    return blocks if order is None else blocks.ordered(order)
+    return blocks if order is None else blocks.rows(order)
