@@ -229,7 +229,11 @@ class Residence:
         return "pages" if num_pages and not self._free_pages(num_pages, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
-        """The page that the next token begins, if it begins one. There is one: `reserve` has said so."""
+        """The page that the next token begins, if it begins one; what settles with it moves. There is room: `reserve`
+        has said so, and it is called for nobody else in between.
+        """
+        if self.frontier is not None:
+            self._deposits.settle(sequence)
         if not self._needs_page(sequence):
             return []
         write = PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(1))

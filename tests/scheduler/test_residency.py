@@ -1,7 +1,11 @@
 """What the host has stays on the device while nobody needs its pages, and gives them up where somebody does."""
 
+from random import Random
+
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpu.step import Deposit, Release
 from scheduler.capacity import SETTLING_TOKENS
@@ -186,6 +190,44 @@ def test_what_fixed_residence_asks_for_depends_on_token_counts_alone(length: int
     assert len(set(alone.values())) > 4
     differing = {position for position in beside if beside[position] != alone[position]}
     assert not differing
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize(("dense_layers", "num_pages"), [(5, 54), (4, 50), (4, 52)])
+def test_choices_of_one_prompt_that_settle_in_one_step_each_find_room_for_their_dense_pages(
+    dense_layers: int, num_pages: int
+) -> None:
+    """Others hold their front pages as well, so that what the first of them releases frees few."""
+    engine, runner = make_engine(num_pages=num_pages, dense_layers=dense_layers, limit_blocks=3000)
+    requests = [ask(f"r{index}", prompt_of(120), max_tokens=150) for index in range(6)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_idle(engine, runner)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    fronts=st.lists(st.sampled_from([100, 120, 200, 300]), min_size=2, max_size=6),
+    own=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    max_tokens=st.sampled_from([100, 150, 230]),
+    dense_layers=st.sampled_from([2, 4, 5]),
+    num_pages=st.integers(50, 70),
+    order=st.none() | st.integers(0, 99).map(Random),
+)
+def test_fixed_residence_serves_whatever_shares_large_fronts(
+    fronts: list[int], own: list[int], max_tokens: int, dense_layers: int, num_pages: int, order: Random | None
+) -> None:
+    engine, runner = make_engine(num_pages=num_pages, dense_layers=dense_layers, limit_blocks=3000, order=order)
+    requests = [
+        ask(f"r{index}", prompt_of(front) + [index] * num_own, max_tokens=max_tokens)
+        for index, (front, num_own) in enumerate(zip(fronts, own, strict=False))
+    ]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
     check_idle(engine, runner)
 
 
