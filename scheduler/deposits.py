@@ -48,7 +48,7 @@ class Deposits:
     def num_dense_pages(self, sequence: Sequence) -> int:
         """Pages that its dense layers take where what settles at the next draw leaves the device at once."""
         context = sequence.open_context
-        if self._host.is_adaptive or context is None or not self._settles(sequence, context):
+        if self._frontier.is_adaptive or context is None or not self._settles(sequence, context):
             return 0
         return self._host.layout.blocks_for(context.num_own) - len(context.storage)
 
@@ -60,7 +60,7 @@ class Deposits:
         if context is None or not self._settles(sequence, context):
             return
         context.num_settled = context.num_blocks
-        if not self._host.is_adaptive:
+        if not self._frontier.is_adaptive:
             given = self._frontier.release_to(context, context.num_settled)
             assert given, "room for what is released was made when it was reserved"
 

@@ -36,9 +36,12 @@ class _Span:
 
 
 class Frontier:
-    """`holders`: the sequences that hold contexts."""
+    """`holders`: the sequences that hold contexts. `is_adaptive`: what is down stays on the device while nobody needs
+    its pages; else it leaves by token counts alone. A benchmark changes it, with nothing under way.
+    """
 
     def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:
+        self.is_adaptive = host.is_adaptive
         self._host = host
         self._contexts = contexts
         self._pages = pages

@@ -55,6 +55,8 @@ def test_a_prompt_that_does_not_fit_keeps_its_last_tokens() -> None:
     assert 0 < context.num_released < context.num_blocks
     assert engine.scheduler.residence.num_released_tokens == context.num_released * PAGE
     assert engine.stats().pages_used >= 30, "what is left is for its window to grow"
+    (table,), (dense,) = runner.tables.values(), runner.dense.values()
+    assert engine.scheduler.residence.num_resident_tokens == (len(table) - len(dense)) * PAGE
     drain(engine)
     check_idle(engine, runner)
 
@@ -159,6 +161,33 @@ def test_fixed_residence_releases_what_it_writes_and_nothing_else() -> None:
     assert len(releases) > 2
     assert releases == [(position + SETTLING_TOKENS, page_ids) for position, page_ids in deposits][: len(releases)]
     assert len(deposits) - len(releases) <= 1
+    check_idle(engine, runner)
+
+
+def test_residence_that_is_fixed_for_a_while_is_so_for_all_of_it() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=110)
+    engine.scheduler.residence.frontier.is_adaptive = False
+    request = ask("a", prompt_of(300), max_tokens=300)
+    engine.submit([request])
+    check_output(request, drain(engine)["a"])
+    assert len(releases_of(runner)) > 2
+    engine.scheduler.residence.frontier.is_adaptive = True
+    check_idle(engine, runner)
+
+
+def test_what_contexts_share_on_the_device_is_counted_once() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=100)
+    engine.submit([ask("first", prompt_of(400))])
+    drain(engine)
+    residence = engine.scheduler.residence
+    idle = residence.num_resident_tokens
+    assert idle == residence.num_deposited_tokens + SINK, "its window went with its sequence"
+    start(engine, ask("fork", prompt_of(400), max_tokens=40))
+    table = next(iter(runner.tables.values()))
+    assert residence.num_resident_tokens == len(table) * PAGE
+    engine.submit([ask("short", prompt_of(50), max_tokens=2)])
+    drain(engine)
+    assert residence.num_resident_tokens == idle
     check_idle(engine, runner)
 
 
