@@ -149,12 +149,13 @@ class Client:
     @contextmanager
     def fixed_residence(self) -> Iterator[None]:
         """Meanwhile, what goes down leaves the device at once, so that the host is asked for all of it."""
-        residence = self.engine.scheduler.residence
-        was, residence.is_adaptive = residence.is_adaptive, False
+        frontier = self.engine.scheduler.residence.frontier
+        assert frontier is not None, "fixed residence: of an engine with a host tier"
+        was, frontier.is_adaptive = frontier.is_adaptive, False
         try:
             yield
         finally:
-            residence.is_adaptive = was
+            frontier.is_adaptive = was
 
     def step(self, batch: int) -> None:
         """As many tokens as a step of `batch` requests draws, one for each, wherever these step. Raises GateError where

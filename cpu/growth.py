@@ -1,7 +1,9 @@
 """How contexts grow: room for more tokens, in the open tail or in segments of their own, and merges of small segments.
 
-It refuses to know layers and devices. Invariants: what a context looks like after a reservation depends on the token
-counts of its past alone; a reservation that fails changes nothing. An open tail belongs to one context: another that
+It refuses to know layers and devices. Invariants: a reservation waits for memory alone, never for tables of a merge;
+with fixed residence, what a context looks like after it depends on the token counts of its past alone, and whoever
+reads a merge that does not stand yet waits for it; with adaptive residence a merge begins, and takes effect, where
+nobody has to wait for it. A reservation that fails changes nothing. An open tail belongs to one context: another that
 shares its first tokens and grows gets a copy of them, so that what one appends never shows in the other.
 """
 
@@ -46,10 +48,12 @@ class _Plan:
 
 
 class Growth:
-    """Reservations of all contexts of a tier. `merges`: taken effect; `merges_dropped`: given up for lack of memory."""
+    """Reservations of all contexts of a tier. `merges`: taken effect; `merges_dropped`: given up for lack of memory.
+    is_adaptive: see the invariants.
+    """
 
-    def __init__(self, shape: TierShape, store: SegmentStore) -> None:
-        self._shape, self._store = shape, store
+    def __init__(self, shape: TierShape, store: SegmentStore, is_adaptive: bool) -> None:
+        self._shape, self._store, self._is_adaptive = shape, store, is_adaptive
         self.merges = self.merges_dropped = 0
 
     def reserve(self, context: Context, num_tokens: int, others: Sequence[Context]) -> list[SegmentReservation]:
@@ -145,8 +149,7 @@ class Growth:
     def _require_memory(self, segments: Sequence[Segment]) -> None:
         """Wait for the first one's memory, or give them all up: no reservation asks for what a copy goes into."""
         try:
-            for layer in range(len(self._shape.layers)):
-                segments[0].wait_for_memory(layer)
+            self._wait_for_memory(segments[0])
         except HostMemoryError:
             with self._store.changed:
                 for segment in segments:
@@ -156,15 +159,20 @@ class Growth:
     def _settle(self, context: Context) -> None:
         """Let merges and seals of the past take effect, and begin the next merge."""
         merge = context.merge
+        merging = context.find_merge() if merge is None else None
         if merge is not None and context.tokens >= merge.due_tokens:
             self._finish_merge(context, merge)
-        merging = context.find_merge() if context.merge is None else None
         context.sample_sealed()
         if merging is not None:
             self._begin_merge(context, *merging)
 
     def _begin_merge(self, context: Context, first: int, last: int) -> None:
+        """With fixed residence tables are waited for, but who has read these pieces since the last reservation has done
+        so, and the next merge begins no sooner than that.
+        """
         pieces = context.pieces[first:last]
+        if self._is_adaptive and not all(self._stands(piece.segment) for piece in pieces):
+            return
         for piece in pieces:
             self._store.wait_for_tables(piece.segment)
         if not context.can_merge(first, last):
@@ -184,8 +192,11 @@ class Growth:
 
     def _finish_merge(self, context: Context, merge: Merge) -> None:
         target = merge.target
-        self._store.wait_for_tables(target)
-        if target.error is not None:  # the host refused its memory, and that was logged
+        if self._is_adaptive and not self._stands(target):
+            return  # the pieces are read until it does
+        try:
+            self._wait_for_memory(target)
+        except HostMemoryError:  # it was logged
             self.merges_dropped += 1
             self.drop_merge(context)
             return
@@ -194,5 +205,14 @@ class Growth:
         context.merge = None
         self.merges += 1
         with self._store.changed:
+            target.is_background = False
             for piece in merged:
                 piece.segment.give_up()
+
+    def _stands(self, segment: Segment) -> bool:
+        """Whether nobody waits for its rows and tables any more."""
+        return self._store.is_ready(segment, segment.used, with_tables=True)
+
+    def _wait_for_memory(self, segment: Segment) -> None:
+        for layer in range(len(self._shape.layers)):
+            segment.wait_for_memory(layer)

@@ -1,7 +1,7 @@
 """The host tier: deposited contexts in the CPU's memory, and attention over them. See `transfer.tier.HostTier`.
 
-It refuses to know the device but through host tensors and the exchange. Invariant: answers depend on the sequence of
-calls alone, never on when copies land or tables are built.
+It refuses to know the device but through host tensors and the exchange. Invariant: with fixed residence answers depend
+on the sequence of calls alone, never on when copies land or tables are built.
 """
 
 from collections.abc import Sequence
@@ -66,10 +66,10 @@ class CpuTier:
 
     def __init__(
         self, shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, source: PageSource,
-        errors: ErrorsConfig | None = None,
+        errors: ErrorsConfig | None = None, is_adaptive: bool = False,
     ) -> None:  # fmt: skip
         """query_dtype: bfloat16 or float32; num_threads: of attention; errors: what is done about those of answers;
-        None: nothing. Compiles, or reads numba's cache.
+        None: nothing; is_adaptive: which tokens are sampled may follow from times. Compiles, or reads numba's cache.
 
         Raises ValueError for a shape that the kernels have no code for, RuntimeError for a CPU without AVX2.
         """
@@ -91,7 +91,7 @@ class CpuTier:
         self._pool = SlabPool(limit_bytes, "host.memory_limit_gib", source, min(MAX_MAPPING_THREADS, num_threads))
         self._builder = Builder(max(1, num_threads // BUILDER_SHARE), has_own_core=num_threads >= OWN_CORE_THREADS)
         self._store = SegmentStore(self._pool, self._builder)
-        self._growth = Growth(shape, self._store)
+        self._growth = Growth(shape, self._store, is_adaptive)
         self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts(), audits)
         self._tables = PieceTables(len(shape.layers), self._store.changed)
         self._contexts: dict[int, Context] = {}
@@ -235,9 +235,10 @@ class CpuTier:
 
 def open_tier(
     shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, is_pinned: bool,
-    errors: ErrorsConfig | None = None,
+    errors: ErrorsConfig | None = None, is_adaptive: bool = False,
 ) -> CpuTier:  # fmt: skip
-    """A tier over memory of this host. is_pinned: registered with CUDA, whose device copies into it; errors: as in
-    `CpuTier`."""
+    """A tier over memory of this host. is_pinned: registered with CUDA, whose device copies into it; errors,
+    is_adaptive: as in `CpuTier`.
+    """
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
-    return CpuTier(shape, query_dtype, limit_bytes, num_threads, PageSource(map_pages, pin, unpin), errors)
+    return CpuTier(shape, query_dtype, limit_bytes, num_threads, PageSource(map_pages, pin, unpin), errors, is_adaptive)

@@ -14,7 +14,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from gpu.model.architecture import Architecture
-from gpu.step import DENSE, Lane, LogitsUnit, PrefillUnit, Unit
+from gpu.step import DENSE, LogitsUnit, PrefillUnit, Unit
+from scheduler.lanes import Rows
 
 _FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
 _WINDOW_STEPS = 64
@@ -54,8 +55,8 @@ class CostModel:
         self._largest_tokens: dict[str, int] = {}
         self._largest_rows = 0
         self._architecture = architecture
-        self.decode_seconds = dict.fromkeys(Lane, 0.0)  # of a decode step in a lane; 0: none has run
-        self._known_seconds = dict.fromkeys(Lane, 0.0)  # that a row of a known token adds to it
+        self.decode_seconds = dict.fromkeys(Rows, 0.0)  # of a decode step; 0: none has run
+        self._known_seconds = dict.fromkeys(Rows, 0.0)  # that a row of a known token adds to it
 
     def knows(self, unit: Unit) -> bool:
         """Whether what it takes is more than a guess: of logits, once some have run."""
@@ -110,32 +111,32 @@ class CostModel:
         fit = self._layers.setdefault(method, _Fit([]))
         fit.observe(np.sum(terms, axis=0), seconds)
 
-    def room_for_runs(self, lane: Lane, num_rows: int, cells: int, target_seconds: float) -> tuple[int, int]:
+    def room_for_runs(self, rows: Rows, num_rows: int, cells: int, target_seconds: float) -> tuple[int, int]:
         """Of a decode step of so many rows over contexts of `cells` together: how many tokens that are known may have
         rows beside these, and how many cells these may read. All of them together take less than a step each would,
         which reads the weights, too; but others wait for them: for a share of what they wait for anyhow. One that runs
         alone keeps to the target.
         """
-        seconds, row_seconds = self.decode_seconds[lane], self._known_seconds[lane]
+        seconds, row_seconds = self.decode_seconds[rows], self._known_seconds[rows]
         share = _RUN_SHARE
         if num_rows == 1:
             share = max(share, target_seconds / seconds - 1.0) if seconds else 1.0
         most_rows = share * seconds / row_seconds if row_seconds else _MANY
         return int(min(most_rows, _MANY)), int(share * (self._weight_cells(num_rows) + cells))
 
-    def observe_decode(self, lane: Lane, seconds: float, num_known: int) -> None:
+    def observe_decode(self, rows: Rows, seconds: float, num_known: int) -> None:
         """num_known: of its rows, those of known tokens. What such a row adds is learnt beside what steps take without
         (normalised least mean squares); one slow step is none, and what is not seen is forgotten, or tried no more.
         """
         if seconds <= 0:
             return
-        known, row_seconds = self.decode_seconds[lane] or seconds, self._known_seconds[lane]
+        known, row_seconds = self.decode_seconds[rows] or seconds, self._known_seconds[rows]
         error = seconds - known - num_known * row_seconds
         if num_known:
             error = min(error, known) / (1 + num_known**2)
             row_seconds = max(row_seconds + _SMOOTHING * error * num_known, 0.0)
-        self.decode_seconds[lane] = max(known + _SMOOTHING * error, 0.0)
-        self._known_seconds[lane] = row_seconds if num_known else _KEPT_OF_UNSEEN * row_seconds
+        self.decode_seconds[rows] = max(known + _SMOOTHING * error, 0.0)
+        self._known_seconds[rows] = row_seconds if num_known else _KEPT_OF_UNSEEN * row_seconds
 
     def _weight_cells(self, num_rows: int) -> float:
         """Whose keys and values are as many numbers as the weights that a step of so many rows reads."""

@@ -48,15 +48,24 @@ class Deposits:
     def num_dense_pages(self, sequence: Sequence) -> int:
         """Pages that its dense layers take where what settles at the next draw leaves the device at once."""
         context = sequence.open_context
-        if self._host.is_adaptive or context is None or not self._settles(sequence, context):
+        if self._frontier.is_adaptive or context is None or not self._settles(sequence, context):
             return 0
         return self._host.layout.blocks_for(context.num_own) - len(context.storage)
 
-    def next_deposit(self, sequence: Sequence) -> Deposit | None:
-        """Old tokens are written to the host where the next draw makes it due; those written before may settle."""
+    def settle(self, sequence: Sequence) -> None:
+        """What was written may settle at the next draw. Fixed residence releases it at once, by token counts alone, so
+        that nobody else takes the pages that were free for its dense layers when this was asked.
+        """
         context = sequence.open_context
-        if context is not None and self._settles(sequence, context):
-            self._settle(context)
+        if context is None or not self._settles(sequence, context):
+            return
+        context.num_settled = context.num_blocks
+        if not self._frontier.is_adaptive:
+            given = self._frontier.release_to(context, context.num_settled)
+            assert given, "room for what is released was made when it was reserved"
+
+    def next_deposit(self, sequence: Sequence) -> Deposit | None:
+        """Old tokens are written to the host where the next draw makes it due."""
         end = self._end(sequence)
         return self._write(sequence, end) if end else None
 
@@ -122,13 +131,6 @@ class Deposits:
     def _settles(self, sequence: Sequence, context: HostContext) -> bool:
         """Whether all that its context has written is settled at the next draw."""
         return self._host.is_settled(sequence.next_position + 1, self._run_end(context))
-
-    def _settle(self, context: HostContext) -> None:
-        """Fixed residence releases by token counts alone: what has settled."""
-        context.num_settled = context.num_blocks
-        if not self._host.is_adaptive:
-            given = self._frontier.release_to(context, context.num_settled)
-            assert given, "room for what is released was made when it was reserved"
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
         """Whether there is room for a context of so many blocks, which the sequence holds then."""

@@ -222,6 +222,7 @@ class Engine:
             contexts=tier.contexts,
             tokens=residence.num_deposited_tokens,
             tokens_released=residence.num_released_tokens,
+            tokens_resident=residence.num_resident_tokens,
             tokens_restored=residence.num_restored_tokens,
             segments=tier.segments,
             tables_built=tier.tables_built,

@@ -36,9 +36,12 @@ class _Span:
 
 
 class Frontier:
-    """`holders`: the sequences that hold contexts."""
+    """`holders`: the sequences that hold contexts. `is_adaptive`: what is down stays on the device while nobody needs
+    its pages; else it leaves by token counts alone. A benchmark changes it, with nothing under way.
+    """
 
     def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:
+        self.is_adaptive = host.is_adaptive
         self._host = host
         self._contexts = contexts
         self._pages = pages
@@ -102,9 +105,9 @@ class Frontier:
         """Release up to so many blocks more, the first ones that are not, for all contexts that share them: the device
         hears of it, and all that read them.
 
-        Of no more than a few lumps: the device holds the dense layers' rows of a release twice for a moment. False, and
-        nothing has changed, where all are released or a prefill still writes them, and where there is no room for their
-        dense pages.
+        Of no more than a few lumps: the device holds the dense layers' rows of a release twice for a moment. What is on
+        its way back comes back first. False, and nothing else has changed, where all are released or a prefill still
+        writes them, and where there is no room for their dense pages.
         """
         self.end_restore()
         first = context.num_released

@@ -9,6 +9,7 @@ from gpu.step import Lane, PageWrite
 from scheduler.config import SchedulerConfig
 from scheduler.constraints import Constraints
 from scheduler.cost_model import CostModel
+from scheduler.lanes import rows_of
 from scheduler.late_rows import Row
 from scheduler.residence import Residence
 
@@ -35,7 +36,8 @@ class Jumps:
         if not self.is_on or all(sequence.constraint is None for sequence, _ in rows):
             return None, []
         cells = sum(sequence.next_cell + 1 for sequence, _ in rows)
-        left_rows, left_cells = self._costs.room_for_runs(lane, len(rows), cells, self._target_seconds)
+        kind = rows_of(lane, [ask for _, ask in rows])
+        left_rows, left_cells = self._costs.room_for_runs(kind, len(rows), cells, self._target_seconds)
         left_rows = min(left_rows, self.most_rows - len(rows))
         runs: list[list[int]] = []
         writes: list[PageWrite] = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from gpu.step import Unit
 from scheduler.constraints import Constraint
 from scheduler.host_context import HostContext
+from scheduler.lanes import Rows
 from scheduler.sequence import Sequence, State
 
 MaskedRow = tuple[Constraint, int, Many[int]]  # what holds it, the number of its draw, and the output before that
@@ -32,13 +33,14 @@ def run_of(sequence: Sequence) -> Run:
 
 @dataclass(slots=True)
 class Launched:
-    """Who was in which slot, who drew and as which number of theirs, how many rows are of known tokens, where its units
-    ended, what went down, and whether rows came up.
+    """Who was in which slot, who drew and as which number of theirs, what rows it had and how many of known tokens,
+    where its units ended, what went down, and whether rows came up.
     """
 
     slots: dict[int, Sequence]
     drawing: dict[int, Sequence]
     numbers: dict[int, int]
+    rows: Rows
     num_known: int
     units: list[Unit]
     unit_contexts: list[int]

@@ -141,7 +141,8 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
     """Memory and threads for deposited contexts; pinned where a GPU copies into it."""
     threads = host.threads or plan.threads
     is_pinned = plan.device == "cuda"
-    return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned, host.sampled.errors)
+    errors, is_adaptive = host.sampled.errors, host.residency == "adaptive"
+    return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned, errors, is_adaptive)
 
 
 def find_expert_worker(host: HostConfig | None, plan: MemoryPlan) -> OpenExperts | None:

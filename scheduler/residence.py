@@ -68,7 +68,6 @@ class Residence:
         self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key, profiles)
         self.contexts: HostContexts | None = None
         self.frontier: Frontier | None = None
-        self.is_adaptive = capacity.host is not None and capacity.host.is_adaptive
         if capacity.host is not None:
             bytes_of_run = capacity.host.bytes_of_run
             self.contexts = HostContexts(
@@ -87,6 +86,11 @@ class Residence:
     @property
     def page_tokens(self) -> int:
         return self._capacity.page_tokens
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether what is in host memory stays on the device while nobody needs its pages; not so without a host."""
+        return self.frontier is not None and self.frontier.is_adaptive
 
     def profile_of(self, sequence: Sequence) -> Profile:
         return self._profiles[sequence.request.attention_profile]
@@ -229,7 +233,11 @@ class Residence:
         return "pages" if num_pages and not self._free_pages(num_pages, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
-        """The page that the next token begins, if it begins one. There is one: `reserve` has said so."""
+        """The page that the next token begins, if it begins one; what settles with it moves. There is room: `reserve`
+        has said so, and it is called for nobody else in between.
+        """
+        if self.frontier is not None:
+            self._deposits.settle(sequence)
         if not self._needs_page(sequence):
             return []
         write = PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(1))
@@ -375,6 +383,21 @@ class Residence:
     def num_released_tokens(self) -> int:
         """Of those in host memory, what the device has of dense layers alone."""
         return 0 if self.contexts is None else self.contexts.num_released * self._capacity.page_tokens
+
+    @property
+    def num_resident_tokens(self) -> int:
+        """On the device in all layers, of contexts of which a part is in host memory: sinks and windows as well, and
+        what they share counted once.
+        """
+        if self.contexts is None or self.frontier is None:
+            return 0
+        down = [context for context in self.contexts if context.num_blocks]
+        pages = {page for context in down for page in context.sink_pages}
+        for context in down:
+            if (sequence := self.frontier.holders.get(context)) is not None:
+                pages.update(sequence.pages[len(context.sink_pages) + context.num_blocks :])
+        num_blocks = self.contexts.num_blocks - self.contexts.num_released
+        return (len(pages) + num_blocks) * self._capacity.page_tokens
 
     def num_idle_pages(self, kept: Collection[HostContext]) -> int:
         """Pages that are free once idle contexts are gone, all but `kept`."""

@@ -8,7 +8,7 @@ import logging
 
 import numpy as np
 
-from gpu.step import NOT_FINITE, Lane, SampledToken, StepResult, TokenLogprob
+from gpu.step import NOT_FINITE, SampledToken, StepResult, TokenLogprob
 from scheduler.constraints import Constraints
 from scheduler.cost_model import CostModel
 from scheduler.launched import Launched
@@ -30,12 +30,12 @@ class Results:
         self._constraints = constraints
         self._costs = costs
 
-    def tell(self, result: StepResult, launched: Launched, lane: Lane) -> list[Delta]:
+    def tell(self, result: StepResult, launched: Launched) -> list[Delta]:
         """In no particular order, but a request's own. Results of a lane are told in the order of its launches."""
         if launched.fetches:
             self._residence.end_fetches()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
-        self._costs.observe_decode(lane, result.decode_seconds, launched.num_known)
+        self._costs.observe_decode(launched.rows, result.decode_seconds, launched.num_known)
         deltas = []
         for slot, why in result.failures.items():
             failed = launched.slots[slot]

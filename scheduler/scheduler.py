@@ -35,7 +35,7 @@ from scheduler.cost_model import CostModel
 from scheduler.documents import Documents
 from scheduler.intake import Intake
 from scheduler.jumps import Jumps
-from scheduler.lanes import Lanes
+from scheduler.lanes import Lanes, rows_of
 from scheduler.late_rows import IsReady, LateRows, Row
 from scheduler.launched import Launched, Run, run_of
 from scheduler.messages import Delta, ExpertStats, FetchStats, HostStats, Progress, ReuseStats, Stats
@@ -200,9 +200,10 @@ class Scheduler:
             drawn |= self.roster.start(entry)
         plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
         num_known = sum(map(len, known or ()))
+        rows = rows_of(plan.lane, [ask for group in plan.decode for ask in group.asks or [None]])
         numbers = {slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None}
         fetches = bool(plan.fetches)
-        launched = Launched(slots, drawn, numbers, num_known, plan.units, contexts, runs, fetches)
+        launched = Launched(slots, drawn, numbers, rows, num_known, plan.units, contexts, runs, fetches)
         self._launched[plan.lane].append(launched)
 
     def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
@@ -214,7 +215,10 @@ class Scheduler:
 
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
         """What the result of a lane's oldest launched plan means for its requests, in no particular order."""
-        return self._results.tell(result, self._launched[lane].popleft(), lane)
+        deltas = self._results.tell(result, self._launched[lane].popleft())
+        if lane is Lane.HOST and result.decode_seconds:
+            self._lanes.weigh(self._costs.decode_seconds)
+        return deltas
 
     def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[Run]]:
         """Old tokens of those of these that stayed go down, and short ones that were written down to make room."""
@@ -235,7 +239,7 @@ class Scheduler:
         if len(self._lanes.all) == 1:
             return list(self.roster.running)
         asking = {sequence for sequence in self.roster.running if self.residence.ask(sequence) is not None}
-        joins = bool(asking) and self._lanes.joins(self._costs.decode_seconds)
+        joins = bool(asking) and self._lanes.is_joint
         return [one for one in self.roster.running if self._lanes.lane_of(one in asking, joins) is lane]
 
     def _waits_beside(self) -> bool:

@@ -4,9 +4,10 @@ Knows what steps take, as learnt; refuses to know which units fill the time. Inv
 add up to no more than its budget, as far as is known.
 """
 
-from gpu.step import Lane, Unit
+from gpu.step import Unit
 from scheduler.config import SchedulerConfig
 from scheduler.cost_model import CostModel
+from scheduler.lanes import Rows
 
 _LEAST_PREFILL_SHARE = 0.1  # of the token gap target, however long decode takes
 
@@ -37,5 +38,5 @@ class TokenGap:
     def _prefill_seconds(self) -> float:
         """Between two decode steps: prefill's share of the time, within the token gap target."""
         target, share = self._config.token_gap_target_ms / 1e3, self._config.prefill.share
-        decode = self._costs.decode_seconds[Lane.DEVICE]
+        decode = self._costs.decode_seconds[Rows.DEVICE]
         return max(min(target - decode, decode * share / (1.0 - share)), _LEAST_PREFILL_SHARE * target)

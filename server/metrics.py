@@ -85,6 +85,10 @@ class Metrics:
         self.host_tokens_released = self._gauge(
             "tandem_host_tokens_released", "tokens in host memory that have no KV pages on the device any more"
         )
+        self.host_tokens_resident = self._gauge(
+            "tandem_host_tokens_resident",
+            "tokens with KV pages on the device, of contexts that have a part in host memory, windows among them",
+        )
         self.host_tokens_restored = self._counter(
             "tandem_host_tokens_restored",
             "tokens that were brought back to KV pages of the device, where these were free",
@@ -208,6 +212,7 @@ class Metrics:
         self.host_contexts.set(host.contexts)
         self.host_tokens.set(host.tokens)
         self.host_tokens_released.set(host.tokens_released)
+        self.host_tokens_resident.set(host.tokens_resident)
         self.host_tokens_restored.inc(host.tokens_restored - (last.tokens_restored if last else 0))
         self.host_segments.set(host.segments)
         self.host_tables_built.inc(host.tables_built - (last.tables_built if last else 0))
@@ -235,8 +240,8 @@ class Metrics:
         self._last = None
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
-        rest = (self.host_tokens, self.host_tokens_released, self.rings_free, self.chunks_memory)
-        for gauge in (*of_device, *of_host, *rest):
+        of_tokens = (self.host_tokens, self.host_tokens_released, self.host_tokens_resident)
+        for gauge in (*of_device, *of_host, *of_tokens, self.rings_free, self.chunks_memory):
             gauge.set(0)
 
     def text(self) -> bytes:

@@ -104,6 +104,9 @@ PROGRESS_REPORTS = range(3, 7)
 # float32 logits of one context differ by batch shape in their last bits; only where the two best are this close may the
 # greedy choice differ from the lone run's.
 FLIP_LOGIT_GAP = 1e-3
+# float32 logprobs over keys and values that only one of two runs has in bf16, in host memory: 2e-4 was seen. Rows of
+# another layer for some that came back move one by 0.1 (a fault of tests/mutants).
+PLACED_LOGPROB_ATOL = 1e-3
 # A draw flips with less than twice the probability mass that float32 rounding moves (some 1e-6); top-p may move a token
 # across its border: 1e-4 a token.
 SAMPLED_FLIPS_PER_TOKEN = 1e-4

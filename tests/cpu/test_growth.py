@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import cpu.jobs
+import cpu.store
+from cpu.jobs import copy_layer
 from cpu.tables import build_tables
 from tests.cpu.test_tier import assert_dense
 from tests.cpu.tier_model import LAYERS, Device, new_tier, poisoned_pages, tier_shape
@@ -21,7 +23,7 @@ from transfer.host_memory import (
     without_tables,
 )
 from transfer.slabs import PageSource
-from transfer.tier import HostMemoryError
+from transfer.tier import Ask, HostMemoryError
 
 LUMP = 128
 SELECTIVE = tier_shape(bits=5, tables=20)  # samples about a tenth of the keys
@@ -155,6 +157,83 @@ def test_small_segments_are_merged_and_other_holders_keep_theirs(make_tier):
         device.close(2)
         tier._store.wait_for_doomed()
         assert tier.stats().segments <= 4
+
+
+def grow_until_a_merge_is_due(device):
+    """By lumps whose tables stand before the next one comes."""
+    device.open(1, True)
+    (context,) = device.tier._contexts.values()
+    while context.merge is None or context.tokens < context.merge.due_tokens:
+        device.deposit(1, LUMP)
+        assert_dense(device, [1])
+    return context
+
+
+@pytest.fixture
+def copies_go_on(monkeypatch):
+    """No merge is copied until this is set."""
+    event = threading.Event()
+
+    def copy_late(*arguments):
+        while not event.wait(0.01):
+            yield
+        yield from copy_layer(*arguments)
+
+    monkeypatch.setattr(cpu.store, "copy_layer", copy_late)
+    return event
+
+
+def settle(tier, tokens):
+    with tier._store.changed:
+        assert tier._store.changed.wait_for(lambda: tier.is_ready(Ask(1, tokens)), 20)
+
+
+def test_with_fixed_residence_a_merge_takes_effect_when_due_and_its_readers_wait(make_tier, copies_go_on):
+    tier = make_tier(tier_shape())
+    with Device(tier, 0) as device:
+        context = grow_until_a_merge_is_due(device)
+        runs = tier.runs(1)
+        device.deposit(1, LUMP)  # and here nobody waits
+        assert tier.stats().merges == 1
+        assert len(tier.runs(1)) < len(runs)
+        assert not tier.is_ready(Ask(1, context.tokens))
+        copies_go_on.set()
+        settle(tier, context.tokens)
+        assert_dense(device, [1])
+
+
+def test_with_adaptive_residence_pieces_are_read_until_their_merge_stands(make_tier, copies_go_on):
+    tier = make_tier(tier_shape(), is_adaptive=True)
+    with Device(tier, 0) as device:
+        context = grow_until_a_merge_is_due(device)
+        target = context.merge.target
+        device.deposit(1, LUMP)
+        assert tier.stats().merges == 0
+        assert tier.is_ready(Ask(1, context.tokens))
+        assert_dense(device, [1])
+        copies_go_on.set()
+        with tier._store.changed:
+            assert tier._store.changed.wait_for(lambda: tier._growth._stands(target), 20)
+        device.deposit(1, LUMP)
+        assert tier.stats().merges == 1
+        assert_dense(device, [1])
+
+
+def test_with_adaptive_residence_no_merge_begins_of_what_nobody_reads_and_is_being_built(make_tier):
+    tier = make_tier(tier_shape(), is_adaptive=True)
+    with Device(tier, 0) as device:
+        device.open(1, True)
+        tier._builder.pause()
+        for _ in range(2 * TAIL_TOKENS // LUMP + 2):
+            device.deposit(1, LUMP)
+        (context,) = tier._contexts.values()
+        assert context.find_merge() is not None
+        assert context.merge is None
+        tier._builder.go_on()
+        settle(tier, context.tokens)
+        device.deposit(1, LUMP)
+        assert context.merge is not None
+        assert_dense(device, [1])
 
 
 def test_a_lone_heir_of_a_closed_context_goes_on_in_its_tail(make_tier):

@@ -32,8 +32,8 @@ def poisoned_pages(num_bytes):
     return np.full(num_bytes, POISON, np.uint8)
 
 
-def new_tier(shape, limit_bytes=2**30, source=PageSource(poisoned_pages, None, None), threads=1):
-    return CpuTier(shape, torch.float32, limit_bytes, threads, source)
+def new_tier(shape, limit_bytes=2**30, source=PageSource(poisoned_pages, None, None), threads=1, is_adaptive=False):
+    return CpuTier(shape, torch.float32, limit_bytes, threads, source, None, is_adaptive)
 
 
 @dataclass

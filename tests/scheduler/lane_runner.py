@@ -5,6 +5,7 @@ in each run. So a page, slot or row that one lane takes from the other too early
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -42,6 +43,7 @@ class LaneRunner(PageRunner):
         self.waiting: dict[Lane, deque[Launched]] = {lane: deque() for lane in Lane}
         self.num_launched = 0
         self.decode_times = [0.0, 1e-3, 1e-2]  # of a decode step: one of these
+        self.time_of: Callable[[StepPlan], float] = lambda plan: self.random.choice(self.decode_times)
         self.num_ahead = 0  # plans that ran before one of the other lane that was launched before them
         self.vacated: set[int] = set()
         self.closing: list[tuple[int, int]] = []  # contexts, and how many plans were launched before
@@ -78,7 +80,7 @@ class LaneRunner(PageRunner):
         chosen = self.random.choice(able)
         self.num_ahead += chosen.number != oldest
         self.waiting[chosen.plan.lane].popleft()
-        self.decode_seconds = self.random.choice(self.decode_times)
+        self.decode_seconds = self.time_of(chosen.plan)
         self.running = chosen.number
         assert chosen.masks is not None
         chosen.result = self._carry_out(chosen.plan, chosen.masks)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
-from gpu.step import DENSE, Lane, PrefillUnit
+from gpu.step import DENSE, PrefillUnit
 from scheduler.cost_model import CostModel
+from scheduler.lanes import Rows
 from tests.tolerances import COST_MODEL
 
 SHAPE = NAMED_SHAPES["tiny"]
@@ -59,9 +60,9 @@ def test_a_unit_has_the_least_tokens_where_nothing_fits_and_all_where_all_do(mod
 
 def test_a_decode_steps_time_follows_the_machine_without_jumping() -> None:
     model = CostModel(SHAPE)
-    device, host = Lane.DEVICE, Lane.HOST
+    device = Rows.DEVICE
     model.observe_decode(device, 0.010, 0)
-    assert model.decode_seconds == {device: 0.010, host: 0.0}
+    assert model.decode_seconds == {device: 0.010, Rows.ASKING: 0.0, Rows.JOINT: 0.0}
     model.observe_decode(device, 0.020, 0)
     assert 0.010 < model.decode_seconds[device] < 0.015
     model.observe_decode(device, 0.0, 0)  # a step without decode says nothing
@@ -88,7 +89,7 @@ def test_what_is_familiar_is_twice_the_most_that_a_step_had() -> None:
 
 def test_what_rows_of_known_tokens_add_is_learnt_beside_what_steps_take_without() -> None:
     """And bounds how many there are; one that hangs is forgotten."""
-    model, device, draw = CostModel(SHAPE), Lane.DEVICE, np.random.default_rng(3)
+    model, device, draw = CostModel(SHAPE), Rows.DEVICE, np.random.default_rng(3)
     assert model.room_for_runs(device, 8, 1000, 0.1)[0] > 1000, "nothing is known"
     for _ in range(400):
         num_known = int(draw.choice([0, 0, 1, 4, 9, 20]))
@@ -108,5 +109,5 @@ def test_what_runs_may_read_is_a_share_of_what_a_step_reads() -> None:
     model = CostModel(SHAPE)
     cells = (4 * (256 * 512 + 256 * 256 + 3 * 256 * 512) + 256 * 1024) / (2 * 4 * 2 * 64)
     for own in (0, 10_000, 1_000_000):
-        assert model.room_for_runs(Lane.DEVICE, 4, own, 0.1)[1] == pytest.approx(0.25 * (cells + own), abs=2)
-    assert model.room_for_runs(Lane.DEVICE, 1, 1000, 0.1)[1] == pytest.approx(cells + 1000, abs=4)
+        assert model.room_for_runs(Rows.DEVICE, 4, own, 0.1)[1] == pytest.approx(0.25 * (cells + own), abs=2)
+    assert model.room_for_runs(Rows.DEVICE, 1, 1000, 0.1)[1] == pytest.approx(cells + 1000, abs=4)

@@ -327,8 +327,8 @@ def test_a_prefill_is_cancelled_while_its_copies_are_under_way(engine: Engine, m
 
 def test_an_engine_whose_memory_is_not_pinned_does_not_start_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_refusing(*arguments: object) -> object:
-        *before, _, errors = arguments
-        return open_tier(*before, True, errors)
+        *before, _, errors, is_adaptive = arguments
+        return open_tier(*before, True, errors, is_adaptive)
 
     def pin(_: object) -> None:
         raise OSError(2, "cudaHostRegister failed with CUDA error 2; locked memory is 64 KiB (ulimit -l)")

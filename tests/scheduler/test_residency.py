@@ -1,7 +1,11 @@
 """What the host has stays on the device while nobody needs its pages, and gives them up where somebody does."""
 
+from random import Random
+
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpu.step import Deposit, Release
 from scheduler.capacity import SETTLING_TOKENS
@@ -51,6 +55,8 @@ def test_a_prompt_that_does_not_fit_keeps_its_last_tokens() -> None:
     assert 0 < context.num_released < context.num_blocks
     assert engine.scheduler.residence.num_released_tokens == context.num_released * PAGE
     assert engine.stats().pages_used >= 30, "what is left is for its window to grow"
+    (table,), (dense,) = runner.tables.values(), runner.dense.values()
+    assert engine.scheduler.residence.num_resident_tokens == (len(table) - len(dense)) * PAGE
     drain(engine)
     check_idle(engine, runner)
 
@@ -158,6 +164,33 @@ def test_fixed_residence_releases_what_it_writes_and_nothing_else() -> None:
     check_idle(engine, runner)
 
 
+def test_residence_that_is_fixed_for_a_while_is_so_for_all_of_it() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=110)
+    engine.scheduler.residence.frontier.is_adaptive = False
+    request = ask("a", prompt_of(300), max_tokens=300)
+    engine.submit([request])
+    check_output(request, drain(engine)["a"])
+    assert len(releases_of(runner)) > 2
+    engine.scheduler.residence.frontier.is_adaptive = True
+    check_idle(engine, runner)
+
+
+def test_what_contexts_share_on_the_device_is_counted_once() -> None:
+    engine, runner = make_engine(is_adaptive=True, num_pages=100)
+    engine.submit([ask("first", prompt_of(400))])
+    drain(engine)
+    residence = engine.scheduler.residence
+    idle = residence.num_resident_tokens
+    assert idle == residence.num_deposited_tokens + SINK, "its window went with its sequence"
+    start(engine, ask("fork", prompt_of(400), max_tokens=40))
+    table = next(iter(runner.tables.values()))
+    assert residence.num_resident_tokens == len(table) * PAGE
+    engine.submit([ask("short", prompt_of(50), max_tokens=2)])
+    drain(engine)
+    assert residence.num_resident_tokens == idle
+    check_idle(engine, runner)
+
+
 def ends_of(engine: Engine, runner: PageRunner, *requests) -> dict[int, int]:
     """Where what the host is asked for ends, at each position of the one request of the profile `whole`."""
     engine.submit(list(requests))
@@ -186,6 +219,44 @@ def test_what_fixed_residence_asks_for_depends_on_token_counts_alone(length: int
     assert len(set(alone.values())) > 4
     differing = {position for position in beside if beside[position] != alone[position]}
     assert not differing
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize(("dense_layers", "num_pages"), [(5, 54), (4, 50), (4, 52)])
+def test_choices_of_one_prompt_that_settle_in_one_step_each_find_room_for_their_dense_pages(
+    dense_layers: int, num_pages: int
+) -> None:
+    """Others hold their front pages as well, so that what the first of them releases frees few."""
+    engine, runner = make_engine(num_pages=num_pages, dense_layers=dense_layers, limit_blocks=3000)
+    requests = [ask(f"r{index}", prompt_of(120), max_tokens=150) for index in range(6)]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_idle(engine, runner)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    fronts=st.lists(st.sampled_from([100, 120, 200, 300]), min_size=2, max_size=6),
+    own=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    max_tokens=st.sampled_from([100, 150, 230]),
+    dense_layers=st.sampled_from([2, 4, 5]),
+    num_pages=st.integers(50, 70),
+    order=st.none() | st.integers(0, 99).map(Random),
+)
+def test_fixed_residence_serves_whatever_shares_large_fronts(
+    fronts: list[int], own: list[int], max_tokens: int, dense_layers: int, num_pages: int, order: Random | None
+) -> None:
+    engine, runner = make_engine(num_pages=num_pages, dense_layers=dense_layers, limit_blocks=3000, order=order)
+    requests = [
+        ask(f"r{index}", prompt_of(front) + [index] * num_own, max_tokens=max_tokens)
+        for index, (front, num_own) in enumerate(zip(fronts, own, strict=False))
+    ]
+    engine.submit(requests)
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
     check_idle(engine, runner)
 
 

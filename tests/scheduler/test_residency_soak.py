@@ -1,5 +1,6 @@
 """Contexts that grow, give pages up and get them back, fork, give way and leave, over a real model and a real host tier
-in little memory: in every step each token of each row is read once, and nothing is left behind.
+in little memory: in every step each token of each row is read once, texts are those of lone runs, and nothing is left
+behind. Where residence is adaptive, sampled texts may depend on load.
 """
 
 from collections.abc import Iterator
@@ -8,20 +9,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from cpu.tier import CpuTier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kv.pool import KvPool
+from gpu.sampling.params import SamplingParams
 from scheduler import growing_back
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.load import load_engine
+from scheduler.messages import Delta, EngineRequest
 from tests.gpu.reference_model import shallow_model
-from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run
+from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
+from tests.tolerances import FLIP_LOGIT_GAP, PLACED_LOGPROB_ATOL
 from transfer.config import HostConfig, SampledConfig
 
 NUM_REQUESTS = 12
 AT_ONCE = 4  # so that sometimes nobody waits, and pages come back
 LONGEST = 800
+LONE_TOKENS = 50  # of a text, that are held against its lone run
 
 
 @pytest.fixture(scope="module", params=["adaptive", "fixed"])
@@ -52,7 +59,8 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
         document = documents[int(draw.integers(3))][: int(draw.integers(100, LONGEST))]
         profile = ("exact", "sampled", "offloaded", "offloaded")[index % 4]
         prompt = (document[:300] if profile == "exact" else document) + prompt_of(int(draw.integers(1, 40)), index)
-        requests.append(ask(f"r{index}", prompt, int(draw.integers(40, 220)), profile))
+        request = ask(f"r{index}", prompt, int(draw.integers(40, 220)), profile)
+        requests.append(structs.replace(request, sampling=SamplingParams(temperature=0.0, num_logprobs=2)))
     released: list[int] = []
     release = KvPool.release
     monkeypatch.setattr(KvPool, "release", lambda pool, one: (released.append(len(one.page_ids)), release(pool, one)))
@@ -61,9 +69,15 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
     monkeypatch.setattr(KvPool, "restore", lambda pool, one: (restored.append(len(one.page_ids)), restore(pool, one)))
     monkeypatch.setattr(growing_back, "QUIET_STEPS", 2)
     left = [f"r{index}" for index in (2, 5, 9)]
+    pushed = [f"r{index}" for index in (0, 1, 3)]
 
     residence = engine.scheduler.residence
+    assert engine._tier._growth._is_adaptive == residence.is_adaptive
     steps = count()
+
+    forks: list[int] = []
+    fork = CpuTier.fork
+    monkeypatch.setattr(CpuTier, "fork", lambda tier, *rest: (forks.append(rest[1]), fork(tier, *rest)))
 
     def leave() -> None:
         if next(steps) % 5 == 0:  # somebody needs pages, for a moment
@@ -73,6 +87,9 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
             if name in running and running[name].num_drawn > 5:
                 engine.cancel([name])
                 left.remove(name)
+        for name in pushed:
+            if name in running and running[name].num_drawn == 12:
+                engine.scheduler.roster.preempt_youngest([running[name]])
 
     deltas: dict[str, list] = {}
     for begin in range(0, NUM_REQUESTS, AT_ONCE):
@@ -83,4 +100,24 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
     assert not [delta.error for name in ended for delta in deltas[name] if delta.error]
     assert sum(released) > (150 if residence.is_adaptive else 0)
     assert (sum(restored) > 100) == residence.is_adaptive
+    assert engine.scheduler.roster.num_preemptions > 0
+    assert forks
     check_idle(engine)
+    for request in requests:
+        if request.request_id in ended and (request.attention_profile != "sampled" or not residence.is_adaptive):
+            check_text(engine, request, deltas[request.request_id])
+
+
+def check_text(engine: Engine, request: EngineRequest, deltas: list[Delta]) -> None:
+    """It begins as the lone run's, with its logprobs, or parts from it where the two best choices are near."""
+    lone = structs.replace(request, max_tokens=min(request.max_tokens, LONE_TOKENS))
+    alone = run(engine, [lone])[lone.request_id]
+    check_idle(engine)
+    said, own = text(deltas)[: lone.max_tokens], text(alone)
+    got, wanted = ([one for delta in some for one in delta.logprobs or []] for some in (deltas, alone))
+    alike = next((index for index, pair in enumerate(zip(said, own, strict=True)) if pair[0] != pair[1]), len(own))
+    differences = [abs(one.logprob - other.logprob) for one, other in zip(got[:alike], wanted[:alike], strict=True)]
+    assert max(differences) <= PLACED_LOGPROB_ATOL, f"{request.request_id} has other logprobs than its lone run"
+    if alike < len(own):
+        (_, best), (_, second) = wanted[alike].top
+        assert best - second <= FLIP_LOGIT_GAP, f"{request.request_id} differs from its lone run at {alike}"
