@@ -7,8 +7,9 @@ code for is named in one line, before any step is captured.
 import torch
 
 from gpu.host.expert_exchange import ExpertExchange
+from gpu.kernels.packed import Stored
 from gpu.memory.expert_shares import experts_of, why_not_computed
-from gpu.model.host_experts import HostExperts, Stored
+from gpu.model.host_experts import HostExperts
 from gpu.model.spec import Architecture, ModelError
 from gpu.model.weights import Weights
 from transfer.expert_exchange import LayerExperts, OpenExperts, PackedRows
