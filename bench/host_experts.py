@@ -74,7 +74,8 @@ class HostExpertsBenchmark:
 
     @property
     def context(self) -> int:
-        return max(*self.prompts, PROMPT_TOKENS + self.steps) + 1
+        """Of the longest context, in which the prompts of a step's rows, which are one job, have room together."""
+        return max(*self.prompts, PROMPT_TOKENS + self.steps, max(self.batches) * PROMPT_TOKENS) + 1
 
 
 def parse_ways(text: str) -> tuple[Way, ...]:

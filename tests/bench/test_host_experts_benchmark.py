@@ -102,6 +102,11 @@ def test_wrong_experts_of_the_cpu_give_no_number(monkeypatch: pytest.MonkeyPatch
         host_expert_rows(replace(TINY, ways=("compute",)), CPU, Console(quiet=True))
 
 
+def test_a_large_batch_beside_short_prompts_is_measured() -> None:
+    rows = host_expert_rows(replace(TINY, batches=(16,), ways=("fetch",)), CPU, Console(quiet=True))
+    assert [row.name.split(",")[0] for row in rows] == ["decode step", "prefill"]
+
+
 def test_ways_are_named() -> None:
     assert parse_ways("fetch,compute") == ("fetch", "compute")
     assert parse_ways("compute") == ("compute",)
