@@ -1,4 +1,4 @@
-"""Greedy decoding through a Runner with a plan of its own making: the engine's loop without requests.
+"""Greedy decoding through a Runner with a plan of its own making, and one prompt: the engine's loop without requests.
 
 Knows the contract between scheduler and runner, and nothing of HTTP or scheduling. As the engine does, it launches a
 step before it collects the one before on CUDA, and takes one at a time on the CPU. All sequences have one length.
@@ -76,6 +76,28 @@ def decode(runner: Runner, prompts: np.ndarray, steps: int) -> Decoded:
         tokens.append(_collect(in_flight, marks))
     runner.launch(StepPlan(released_slots=slots)).collect()
     return Decoded(np.array(tokens, np.int64).T, [1e3 * float(gap) for gap in np.diff(marks)])
+
+
+def prefill_ms(runner: Runner, prompt: np.ndarray, chunk_tokens: int) -> float:
+    """Of a prompt, int32 `[tokens]`, in units of so many tokens, layer by layer, to its first token; its slot is free
+    again after.
+    """
+    length, has_windows = len(prompt), runner.pool.windows.shape.count > 0
+    plan = StepPlan(
+        page_writes=[PageWrite(0, 0, list(range(-(-length // runner.limits.page_tokens))))],
+        window_writes=[WindowWrite(0, None, 0)] if has_windows else [],
+        new_jobs=[PrefillJob(0, [PrefillPrompt(0, prompt, 0, length, _GREEDY, PROFILE)])],
+        units=[
+            PrefillUnit(0, layer, begin, min(begin + chunk_tokens, length))
+            for layer in range(runner.architecture.num_layers)
+            for begin in range(0, length, chunk_tokens)
+        ],
+    )
+    began = time.perf_counter()
+    runner.launch(plan).collect()
+    took = 1e3 * (time.perf_counter() - began)
+    runner.launch(StepPlan(released_slots=[0])).collect()
+    return took
 
 
 def _collect(step: InFlight, marks: list[float]) -> list[int]:

@@ -3,7 +3,9 @@
 Floor: bytes of the weights that a step reads, over the measured rate of reading them. On the CPU that rate is the
 better one of a stream from memory and of a buffer as large as the weights, which may live in the cache. The peer runs
 in the same process, interleaved: transformers' `generate` where there is a checkpoint, else the same step in plain
-torch (a CUDA graph on a GPU). No number is reported unless the peer agrees with the tokens.
+torch (a CUDA graph on a GPU). No number is reported unless the peer agrees with the tokens. Prompts that are timed as
+well come last, behind steps that passed: their floor is products over the measured rate, or weights if these take
+longer.
 """
 
 from collections.abc import Sequence
@@ -15,10 +17,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from bench.decode_loop import build_runner, decode
+from bench.decode_loop import build_runner, decode, prefill_ms
 from bench.hugging_face import HuggingFace, load_hugging_face
 from bench.plain_decode import PlainDecode
-from bench.rates import device_name, measure_device_rates
+from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from bench.rows import Row, announce, measure, require, summarise
 from cpu.rates import measure_host_rates, measure_read_rate
 from gpu.decode.ladder import StepKind
@@ -31,6 +33,7 @@ from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix_formats import rounded, step_weight_bytes
 from gpu.model.weights import Weights, random_weights, unpacked
 from gpu.runner import Runner
+from scheduler.step_bytes import prompt_flops
 
 # Share of tokens that the peer chooses too. In float32 only near-ties differ. In bf16 random weights of 8B differ at
 # every tenth token or so: their two best logits are often closer than bf16 rounds. A wrong step agrees nowhere.
@@ -42,7 +45,8 @@ _GRAPH_REPEATS = 50
 @dataclass(frozen=True, slots=True)
 class EngineBenchmark:
     """What to measure. Either `model` or `random_weights`; `rounds` of `steps` steps, ours and the peer's in turn.
-    weights: as `model.weights`, or of random ones a GGUF file's kind; the peer has them unpacked.
+    weights: as `model.weights`, or of random ones a GGUF file's kind; the peer has them unpacked. prompts: tokens of
+    those that are timed to their first token, in units of `chunk_tokens`.
     """
 
     model: Path | None
@@ -55,6 +59,8 @@ class EngineBenchmark:
     device: str
     dtype: str
     weights: str | None = None
+    prompts: tuple[int, ...] = ()
+    chunk_tokens: int = 2048
 
     @property
     def context(self) -> int:
@@ -62,7 +68,9 @@ class EngineBenchmark:
 
 
 def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[Row]:
-    """A row for each batch size, and on CUDA one more for its bare graph. Raises GateError or ModelError."""
+    """A row for each batch size, on CUDA one more for its bare graph, and one for each prompt. Raises GateError or
+    ModelError.
+    """
     device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
     torch.set_num_threads(benchmark.threads)
     architecture, weights = _load(benchmark, dtype, device)
@@ -103,6 +111,39 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
         rows.append(Row(name="decode step", **common, **measured))
         if device.type == "cuda":
             rows.append(Row(name="decode graph alone", **common, **_time_graph(runner, batch, benchmark.prompt_tokens)))
+    if benchmark.prompts:
+        rows += _prefill_rows(benchmark, architecture, weights, rates, rate, console)
+    return rows
+
+
+def _prefill_rows(
+    benchmark: EngineBenchmark, architecture: Architecture, weights: Weights, rates: dict[str, float], rate: float,
+    console: Console,
+) -> list[Row]:  # fmt: skip
+    """rate: at which the device reads weights, in GB/s."""
+    device, dtype, rows = torch.device(benchmark.device), DTYPES[benchmark.dtype], []
+    if device.type == "cpu":
+        rates = rates | {"host_matmul_tflop_s": measure_host_matmul({torch.float32, dtype})}
+    tflop_s = rates["bf16_matmul_tflop_s" if device.type == "cuda" else "host_matmul_tflop_s"]
+    what = f"{architecture.name} {benchmark.weights or benchmark.dtype}"
+    runner = build_runner(architecture, weights, 1, max(benchmark.prompts) + 1, dtype, device)
+    for length in benchmark.prompts:
+        flops = prompt_flops(architecture, 0, length)
+        weight_bytes = step_weight_bytes(architecture, dtype.itemsize, device.type == "cuda", length)
+        products_ms, weights_ms = flops / tflop_s / 1e9, weight_bytes / rate / 1e6
+        floor = (
+            f"the longer of {flops / 1e12:.4g} TFLOP at {tflop_s:.3g} TFLOP/s, {products_ms:.4g} ms, and "
+            f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s, {weights_ms:.4g} ms"
+        )
+        announce(console, f"prefill, {what}, {length:,} tokens", floor, max(products_ms, weights_ms))
+        prompt = draw_prompts(1, length, architecture.vocab_size)[0]
+        times = [prefill_ms(runner, prompt, benchmark.chunk_tokens) for _ in range(1 + max(2, benchmark.rounds))][1:]
+        rows.append(Row(
+            name="prefill", shape=f"{what}, {length:,} tokens", device=device_name(device), **asdict(summarise(times)),
+            floor=floor, floor_ms=max(products_ms, weights_ms), peer=None, peer_ms=None, rates=rates,
+            extras={"products_ms": products_ms, "weights_ms": weights_ms, "tokens_per_s": 1e3 * length / min(times)},
+            config=asdict(benchmark) | {"model": str(benchmark.model), "torch": torch.__version__},
+        ))  # fmt: skip
     return rows
 
 

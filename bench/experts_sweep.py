@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -245,26 +246,25 @@ def whole(stand: Stand, kind: str, bytes_per_s: float, part: tuple[int, int] | N
     found: dict[int, dict[str, float]] = {}
     layer = mlp.ExpertMlp(stand.weights, stand.experts, "silu")
     norm = torch.ones(stand.hidden, dtype=torch.bfloat16, device=stand.weights.router.device)
-    kept, alone = routing.ROUTED_EXPERTS, mlp.MOST_ALONE
     ways = {"tiles": 0} if stand.is_packed else {"rows": 16, "tiles": 0}
     for tokens in (1, 2, 4, 8, 16):
         runs = [lambda x=x: layer(x, norm, 1e-6) for x, _ in stand.draw(tokens)]
         found[tokens] = {}
-        for way, mlp.MOST_ALONE in ways.items():
-            runs[0]()
-            if part is None:
-                found[tokens][way] = round(graph_us(runs, 5), 1)
+        for way, alone in ways.items():
+            with patch.object(mlp, "MOST_ALONE", alone):
+                runs[0]()
+                if part is None:
+                    found[tokens][way] = round(graph_us(runs, 5), 1)
         if part is None and tokens in (1, 16):
             routers = []
-            for routing.ROUTED_EXPERTS in (1, 2, 4):
-                routers.append(f"{routing.ROUTED_EXPERTS}: {graph_us(runs, 5):.1f}")
+            for count in (1, 2, 4):
+                with patch.object(mlp, "MOST_ALONE", 0), patch.object(routing, "ROUTED_EXPERTS", count):
+                    routers.append(f"{count}: {graph_us(runs, 5):.1f}")
             print(f"{kind} MLP by tiles, {tokens} tokens, experts of a router's program: {', '.join(routers)}")
-        routing.ROUTED_EXPERTS = kept
         if part is None:
             floor = stand.experts.taken(tokens) * stand.bytes_of_expert / bytes_per_s * 1e6
             shown = ", ".join(f"{way} {us:.1f} us" for way, us in found[tokens].items())
             print(f"{kind} MLP, {tokens:2} tokens: {shown}, floor {floor:.1f}", flush=True)
-    mlp.MOST_ALONE = alone
     return found
 
 

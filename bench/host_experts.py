@@ -19,7 +19,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench.decode_loop import decode
+from bench.decode_loop import decode, prefill_ms
 from bench.engine import draw_prompts, measure_floor_rates
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
@@ -29,7 +29,7 @@ from cpu.rates import measure_host_rates
 from gpu.config import GpuConfig
 from gpu.host.expert_exchange import ExpertExchange
 from gpu.load import DTYPES, RANDOM_SEED
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts, why_not_computed
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import Architecture, named_shape
 from gpu.model.computed_experts import open_exchanges
@@ -40,8 +40,7 @@ from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
 from gpu.model.projections import Projections
 from gpu.model.weights import LayerWeights, Weights, random_packed_weights
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
-from gpu.step import PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
+from scheduler.step_bytes import prompt_flops
 from transfer.machine import GIB, MachineProfile, count_physical_cores, probe_machine
 
 PROMPT_TOKENS = 64  # of a decode step's contexts
@@ -75,7 +74,8 @@ class HostExpertsBenchmark:
 
     @property
     def context(self) -> int:
-        return max(*self.prompts, PROMPT_TOKENS + self.steps) + 1
+        """Of the longest context, in which the prompts of a step's rows, which are one job, have room together."""
+        return max(*self.prompts, PROMPT_TOKENS + self.steps, max(self.batches) * PROMPT_TOKENS) + 1
 
 
 def parse_ways(text: str) -> tuple[Way, ...]:
@@ -98,10 +98,15 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     require(on_card is not None, f"all experts of {benchmark.shape} lie in the memory that computes; give --on-card")
     assert on_card is not None
     shares = ExpertShares(shape, plan.dtype_bytes, on_card)
-    step_bytes = step_weight_bytes(shape, plan.dtype_bytes, device.type == "cuda", 1)
-    rates, stream_gb_s = measure_floor_rates(step_bytes, count_physical_cores(), device)
     reason = why_not_computed(shape) if "compute" in benchmark.ways else None
     require(reason is None, f"{reason}; leave compute out of --ways")
+    require(
+        shares.host_bytes > 0,
+        f"--on-card: asked {on_card}, a layer of {benchmark.shape} has {most_experts(shape)} experts and none lies in "
+        "host memory; lower it",
+    )
+    step_bytes = step_weight_bytes(shape, plan.dtype_bytes, device.type == "cuda", 1)
+    rates, stream_gb_s = measure_floor_rates(step_bytes, count_physical_cores(), device)
     most = max(benchmark.batches)
     require(
         "compute" not in benchmark.ways or most <= MOST_COMPUTED_ROWS,
@@ -227,7 +232,7 @@ class _Bench:
             self.shape, weights, num_pages=plan.num_pages, page_tokens=plan.page_tokens,
             max_running=max(self.benchmark.batches), max_context_tokens=plan.max_context_tokens,
             max_hidden_tokens=plan.max_hidden_tokens, dtype=weights.embedding.dtype, device=self.device, tier=None,
-            parts=(), open_experts=open_experts,
+            parts=(), open_experts=open_experts, computed_rows=MOST_COMPUTED_ROWS,
         )  # fmt: skip
         runner.warm_up(min(self.benchmark.chunk_tokens, plan.max_context_tokens - 1))
         runner.capture(self.benchmark.batches, lambda fraction: None)
@@ -266,8 +271,7 @@ class _Bench:
                          extras)  # fmt: skip
 
     def _prefill_row(self, runner: Runner, length: int) -> Row:
-        products = 2.0 * length * self.shape.num_layers * self.shape.num_layer_weights
-        products += 4.0 * self.shape.num_heads * self.shape.dim * self.shape.num_pairs(0, length)
+        products = prompt_flops(self.shape, 0, length)
         tflop_s = self.rates.get("bf16_matmul_tflop_s") or self.rates.get("host_matmul_tflop_s") or 1.0
         copied_ms, products_ms = self.shares.host_bytes / self.link_gb_s / 1e6, products / tflop_s / 1e9
         floor = (
@@ -276,24 +280,9 @@ class _Bench:
         )
         floor_ms = max(copied_ms, products_ms)
         announce(self.console, f"prefill, {length:,} tokens", floor, floor_ms)
-        times = [self._prefill_ms(runner, length) for _ in range(3)][1:]
-        return self._row("prefill", f"{length:,} tokens", times, floor, floor_ms, {"products_ms": products_ms})
-
-    def _prefill_ms(self, runner: Runner, length: int) -> float:
         prompt = draw_prompts(1, length, self.shape.vocab_size)[0]
-        chunk = self.benchmark.chunk_tokens
-        pages = list(range(-(-length // self.plan.page_tokens)))
-        job = PrefillJob(0, [PrefillPrompt(0, prompt, 0, length, SamplingParams(temperature=0.0), "exact")])
-        units = [
-            PrefillUnit(0, layer, begin, min(begin + chunk, length))
-            for layer in range(self.shape.num_layers)
-            for begin in range(0, length, chunk)
-        ]
-        began = time.perf_counter()
-        runner.launch(StepPlan(page_writes=[PageWrite(0, 0, pages)], new_jobs=[job], units=units)).collect()
-        took = 1e3 * (time.perf_counter() - began)
-        runner.launch(StepPlan(released_slots=[0])).collect()
-        return took
+        times = [prefill_ms(runner, prompt, self.benchmark.chunk_tokens) for _ in range(3)][1:]
+        return self._row("prefill", f"{length:,} tokens", times, floor, floor_ms, {"products_ms": products_ms})
 
     def _row(
         self, name: str, what: str, times: list[float], floor: str, floor_ms: float, extras: dict[str, float]

@@ -39,6 +39,8 @@ def engine(
         Literal["fp8", "int8", "int4", "Q8_0", "Q4_0", "Q4_K", "Q6_K"] | None,
         typer.Option(help="rounded to this at load; GGUF's kinds: of random weights"),
     ] = None,
+    prompts: Annotated[str | None, typer.Option(help="tokens of prompts that are timed, too, with commas")] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="of a prefill unit of these prompts")] = 2048,
     http: Annotated[Path | None, typer.Option(metavar="CONFIG", help="instead: serve CONFIG, stream over HTTP")] = None,
     streams: Annotated[int, typer.Option(min=1, help="with --http")] = 16,
     json_file: JsonFile = None,
@@ -81,6 +83,8 @@ def engine(
                 device=resolved,
                 dtype=one,
                 weights=weights,
+                prompts=() if prompts is None else parse_batches(prompts),
+                chunk_tokens=chunk_tokens,
             )
             rows += run_engine_benchmark(benchmark, console)
         report(rows, json_file, console)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from bench.gpu_kernels_sweep import graph_us, measured_bytes_per_s, relative_error
 from gpu.kernels import packed_tiles
-from gpu.kernels.packed import BITS, Packed
+from gpu.kernels.packed import Packed
 from gpu.kernels.packed_linear import unpack
 from gpu.kernels.packed_tiles import MOST_GATED, Tiles, is_short, tiles_for
 from gpu.kernels.words import pack_words
 from gpu.model.gguf.kinds import format_of
-from gpu.model.matrix_format import ROUNDED, MatrixFormat
+from gpu.model.matrix_format import BITS, ROUNDED, MatrixFormat
 from gpu.model.spec import Activation
 from gpu.model.weights import allocate_packed
 

@@ -101,11 +101,11 @@ class GpuConfig(Settings):
         "are fetched from there. auto: what weights, workspaces and `kv_cache_gib` leave, or, without that, all but a "
         "quarter of what is left beside experts. Default: all lie on the card",
     )
-    host_experts: Literal["auto", "fetch", "compute"] = Field(
+    host_experts: Literal["auto", "fetch", "compute"] | int = Field(
         "auto",
         description="what decode steps do with experts in host memory: fetch those that they take, or have the CPU "
-        "compute them where they lie (in steps of up to 32 rows; prompts and other steps fetch). auto: "
-        "what the machine's rates say is faster",
+        "compute them where they lie (in steps of up to 32 rows, or of up to so many as a number says; prompts and "
+        "other steps fetch). auto: in steps of as many rows as the machine's rates say the CPU is faster for",
     )
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
@@ -113,6 +113,14 @@ class GpuConfig(Settings):
     check_coverage: bool = Field(
         False, description="count in every decode step who covers which tokens, and stop where one is lost; slow"
     )
+
+    @field_validator("host_experts", mode="before")
+    @classmethod
+    def _way_or_rows(cls, given: Any) -> Any:
+        is_number = isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= 32
+        if given not in ("auto", "fetch", "compute") and not is_number:
+            raise ValueError("wanted auto, fetch, compute, or up to how many rows of a step are computed, 0 to 32")
+        return given
 
     @field_validator("experts_gib", mode="before")
     @classmethod

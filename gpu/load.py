@@ -43,14 +43,14 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
                 parts: Sequence[Part], on_progress: LoadProgress, num_rings: Mapping[str, int] = MappingProxyType({}),
                 sink_tokens: int = 0, library: ChunkLibrary | None = None,
                 num_windows: int = 0, window_pages: int = 1, experts_on_card: int | None = None,
-                open_experts: OpenExperts | None = None) -> Runner:  # fmt: skip
+                open_experts: OpenExperts | None = None, computed_rows: int = 0) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
     tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
     num_rings, sink_tokens, library: see `Runner`. num_windows: of `window_pages` pages (`gpu.kv.windows`); 0: all
     layers have all of every context in pages. experts_on_card: of each layer's, the others lie in host memory; None:
-    all are on the card. open_experts: see `Runner`.
+    all are on the card. open_experts, computed_rows: see `Runner`.
     Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
@@ -82,7 +82,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
             device=device, tier=tier, parts=parts, num_rings=num_rings, sink_tokens=sink_tokens,
             checks_coverage=gpu.check_coverage, library=library, kv=gpu.kv if gpu.kv != "auto" else "bfloat16",
             windows=WindowShape(architecture.window_layers, num_windows, window_pages) if num_windows else NO_WINDOWS,
-            open_experts=open_experts,
+            open_experts=open_experts, computed_rows=computed_rows,
         )  # fmt: skip
         on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute
         runner.warm_up(chunk_tokens)

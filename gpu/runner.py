@@ -101,8 +101,8 @@ class Runner:
     checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
     is not the whole context; a debug run, without graphs. library: where documents' chunks are, or None. windows: of
     layers that keep no more; of the others pages hold all of a context. kv: how pages hold rows; what is no format of
-    codes, in `dtype`. open_experts: the CPU computes experts in host memory for decode steps of few rows; None: they
-    are fetched.
+    codes, in `dtype`. open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows`
+    rows; None: they are fetched.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
@@ -111,7 +111,7 @@ class Runner:
                  num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
                  checks_coverage: bool = False, library: ChunkLibrary | None = None,
                  windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16",
-                 open_experts: OpenExperts | None = None) -> None:  # fmt: skip
+                 open_experts: OpenExperts | None = None, computed_rows: int = 0) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.device = device
@@ -172,7 +172,8 @@ class Runner:
         experts: list[ExpertExchange] = []
         if open_experts is not None:
             num_lanes = 2 if asking is not None and device.type == "cuda" else 1
-            experts = open_exchanges(weights, architecture, max_running, device, open_experts, num_lanes)
+            most = min(max_running, computed_rows)
+            experts = open_exchanges(weights, architecture, most, device, open_experts, num_lanes)
         self._experts = experts
         self.decode_steps = DecodeSteps(loop, asking, self._lanes.stream(Lane.HOST), experts)
 

@@ -1,4 +1,5 @@
-"""Whether decode steps fetch experts in host memory or have the CPU compute them: by rates, before anything is loaded.
+"""Of which decode steps the CPU computes experts in host memory, and which fetch them: by rates, before anything is
+loaded.
 
 No torch. It refuses to know how either is done. Invariant: the text says what was taken and what the other way would
 cost, whoever chose, so that a resolved deployment resolves to itself.
@@ -15,7 +16,7 @@ from gpu.model.architecture import Architecture
 from gpu.model.matrix_format import Kind
 from transfer.rates import Rates
 
-Way = Literal["auto", "fetch", "compute"]  # as `gpu.host_experts` is asked for
+Way = Literal["auto", "fetch", "compute"] | int  # as `gpu.host_experts` is asked for
 READ_SHARE = 0.85  # of a stream's rate, what products of rows with a few vectors reach (docs/LAB.md)
 # What a core makes of bytes and multiplies, in 1e9 numbers a second, by how they are stored (None: bf16), and products
 # with one more row each, where several take an expert: seven tenths of what AVX2 reached on one core (docs/LAB.md), of
@@ -56,13 +57,36 @@ class ExpertTimes:
         )
         return core_ms / self.threads
 
-    def ms(self, num_rows: int, computes: bool) -> float:
-        """As the plan has them, in a step of so many rows."""
-        return self.compute_ms(num_rows) if computes and num_rows <= MOST_COMPUTED_ROWS else self.fetch_ms(num_rows)
+    def most_computed_rows(self) -> int:
+        """Up to so many the CPU is expected to be no slower than the link: rows that take the same experts cost the CPU
+        arithmetic, and the link nothing.
+        """
+        found = 0
+        while found < MOST_COMPUTED_ROWS and self.compute_ms(found + 1) <= self.fetch_ms(found + 1):
+            found += 1
+        return found
 
 
 def find_times(shares: ExpertShares, rates: Rates, threads: int) -> ExpertTimes:
     return ExpertTimes(shares, rates.of["host_to_device_gb_s"], rates.of["host_stream_gb_s"], threads)
+
+
+def asked_rows(asked: Way) -> int | None:
+    """Up to how many rows of a step are to be computed; None: rates decide."""
+    if asked == "auto":
+        return None
+    return {"fetch": 0, "compute": MOST_COMPUTED_ROWS}[asked] if isinstance(asked, str) else asked
+
+
+def captured_rows(gpu: GpuConfig, max_running: int, most: int) -> int:
+    """Of the largest captured step of no more than `most`; 0: there is none. Steps of other sizes run in the graph of
+    the next larger one.
+    """
+    return max((size for size in _captured_sizes(gpu, max_running) if size <= most), default=0)
+
+
+def _captured_sizes(gpu: GpuConfig, max_running: int) -> list[int]:
+    return [min(size, max_running) for size in gpu.graph_batch_sizes]
 
 
 def choose(
@@ -73,9 +97,9 @@ def choose(
     plan: MemoryPlan,
     shares: ExpertShares,
     rates: Rates,
-) -> tuple[bool, str | None]:
-    """Whether the CPU computes, and what to say of it; None where no experts lie in host memory. Raises PlanError where
-    what was asked for cannot be had.
+) -> tuple[int, str | None]:
+    """Of how many rows at most a step has them computed by the CPU, 0: none has, and what to say of it, None where no
+    experts lie in host memory. Raises PlanError where what was asked for cannot be had.
     """
     if plan.device == "cpu" or not shares.host_bytes:
         if asked != "auto":
@@ -83,24 +107,33 @@ def choose(
                 f"gpu.host_experts: asked {asked}, no expert lies in host memory beside the device; leave it out, or "
                 "set gpu.experts_gib"
             )
-        return False, None
-    reason = why_not_computed(shape) or _why_not_captured(gpu, max_running) or _why_not_plain(plan)
+        return 0, None
+    times, most = find_times(shares, rates, plan.threads), asked_rows(asked)
+    if most is None:
+        most = times.most_computed_rows()
+    computed_rows = captured_rows(gpu, max_running, most)
+    reason = why_not_computed(shape) or _why_not_captured(gpu, computed_rows, most) or _why_not_plain(plan)
     if reason is not None:
-        if asked == "compute":
-            raise PlanError(f"gpu.host_experts: asked compute, but {reason}; use fetch, or auto")
-        return False, f"experts in host memory are fetched: {reason}"
-    times = find_times(shares, rates, plan.threads)
+        if asked_rows(asked):
+            raise PlanError(f"gpu.host_experts: asked {asked}, but {reason}; use fetch, or auto")
+        return 0, f"experts in host memory are fetched: {reason}"
     fetch, compute = times.fetch_ms(1), times.compute_ms(1)
-    computes = compute < fetch if asked == "auto" else asked == "compute"
     said = f"the host reads {times.host_gb_s:g} GB/s, the link {times.link_gb_s:g}{_tell_assumed(rates)}"
     if times.is_bound_by_cores(1):
         said = f"{said}; its {plan.threads} threads are slower than that at such numbers"
-    if computes:
-        return True, (
-            f"experts in host memory are computed by the CPU in decode steps of up to {MOST_COMPUTED_ROWS} rows: by "
+    if computed_rows:
+        sizes = _captured_sizes(gpu, max_running)
+        next_size = min((size for size in sizes if computed_rows < size <= MOST_COMPUTED_ROWS), default=None)
+        if next_size is not None:
+            said = (
+                f"{said}; at {next_size} rows {times.compute_ms(next_size):,.1f} and {times.fetch_ms(next_size):,.1f}"
+            )
+        rows = "one row" if computed_rows == 1 else f"up to {computed_rows} rows"
+        return computed_rows, (
+            f"experts in host memory are computed by the CPU in decode steps of {rows}: by "
             f"rates {compute:,.1f} ms a token, fetched they would take {fetch:,.1f} ({said})"
         )
-    return False, (
+    return 0, (
         f"experts in host memory are fetched: by rates {fetch:,.1f} ms a token, computed by the CPU they would take "
         f"{compute:,.1f} ({said})"
     )
@@ -113,11 +146,11 @@ def _tell_assumed(rates: Rates) -> str:
     return f"; {' and '.join(assumed)} assumed, `tandem doctor --measure` measures" if assumed else ""
 
 
-def _why_not_captured(gpu: GpuConfig, max_running: int) -> str | None:
+def _why_not_captured(gpu: GpuConfig, computed_rows: int, most: int) -> str | None:
     if gpu.check_coverage:
         return "only captured steps have them computed, and gpu.check_coverage captures none"
-    if not any(min(size, max_running) <= MOST_COMPUTED_ROWS for size in gpu.graph_batch_sizes):
-        few = f"only captured steps of up to {MOST_COMPUTED_ROWS} rows have them computed"
+    if most and not computed_rows:
+        few = f"only captured steps of up to {most} rows have them computed"
         return f"{few}, and gpu.graph_batch_sizes names none"
     return None
 

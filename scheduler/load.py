@@ -78,6 +78,7 @@ def load_engine(
         window_pages=plan.window_pages,
         experts_on_card=plan.experts_on_card,
         open_experts=find_expert_worker(config.host, plan),
+        computed_rows=plan.computed_rows,
         tier=tier,
         parts=served_parts(profiles.values()),
         num_rings=plan.num_rings,
@@ -147,7 +148,7 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
 
 def find_expert_worker(host: HostConfig | None, plan: MemoryPlan) -> OpenExperts | None:
     """Threads that compute experts in host memory, as many as attend there; None where these are fetched."""
-    if not plan.computes_experts:
+    if not plan.computed_rows:
         return None
     if LAUNCHES_BLOCK:
         log.warning("experts in host memory are fetched: CUDA_LAUNCH_BLOCKING is set, and no step can wait for the CPU")

@@ -16,7 +16,7 @@ from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from scheduler.config import EngineConfig
-from scheduler.expert_choice import choose
+from scheduler.expert_choice import asked_rows, captured_rows, choose
 from transfer.machine import MachineProfile
 from transfer.measured import measured_path
 from transfer.rates import find_rates
@@ -27,7 +27,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
 
     Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
-    again.
+    again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
     """
     profiles = resolve_profiles(config.profiles, config.host).values()
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
@@ -46,12 +46,13 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         documents=config.documents,
     )
     asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
-    plan = share_out(computes_experts=asked == "compute")
-    known = config.gpu, config.scheduler.max_running, architecture
-    computes, said = choose(asked, *known, plan, find_expert_shares(architecture, plan), rates)
-    if computes and not plan.computes_experts:
-        plan = share_out(computes_experts=True)
-        _, said = choose("compute", *known, plan, find_expert_shares(architecture, plan), rates)
+    max_running = config.scheduler.max_running
+    plan = share_out(computed_rows=captured_rows(config.gpu, max_running, asked_rows(asked) or 0))
+    known = config.gpu, max_running, architecture
+    computed_rows, said = choose(asked, *known, plan, find_expert_shares(architecture, plan), rates)
+    if computed_rows != plan.computed_rows:
+        plan = share_out(computed_rows=computed_rows)
+        _, said = choose(computed_rows, *known, plan, find_expert_shares(architecture, plan), rates)
     return plan if said is None else replace(plan, notes=(*plan.notes, said))
 
 

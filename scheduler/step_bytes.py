@@ -7,13 +7,18 @@ right now. What `tandem plan` expects of a placement and the floors of `tandem b
 from dataclasses import dataclass
 
 from gpu.kv.layout import row_bytes
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.memory.host_demand import ROW_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import step_weight_bytes
 from scheduler.memory import find_expert_shares
 from transfer.tier_shape import TierShape
+
+
+def prompt_flops(model: Architecture, begin: int, end: int) -> float:
+    """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
+    products = 2 * ((end - begin) * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
+    return products + 4 * model.num_heads * model.dim * model.num_pairs(begin, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ class StepBytes:
 
     def computes(self, num_rows: int) -> bool:
         """Whether the CPU computes experts in host memory in such a step, which then do not come to the device."""
-        return self.plan.computes_experts and num_rows <= MOST_COMPUTED_ROWS
+        return num_rows <= self.plan.computed_rows
 
     def fetched(self, num_rows: int) -> float:
         """Experts in host memory that a step of so many rows takes: it brings them over the link before it reads them,
@@ -69,10 +74,8 @@ class StepBytes:
         return len(self._present.layers) * self._present.num_kv_heads
 
     def flops(self, begin: int, end: int) -> float:
-        """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
-        model, num_tokens = self.architecture, end - begin
-        products = 2 * (num_tokens * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
-        return products + 4 * model.num_heads * model.dim * model.num_pairs(begin, end)
+        """See `prompt_flops`."""
+        return prompt_flops(self.architecture, begin, end)
 
     @property
     def _present(self) -> TierShape:

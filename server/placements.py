@@ -18,7 +18,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError
 from scheduler.capacity import host_capacity
-from scheduler.expert_choice import find_times
+from scheduler.expert_choice import ExpertTimes, find_times
 from scheduler.memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
 from scheduler.step_bytes import StepBytes
 from server.config import Deployment
@@ -132,25 +132,33 @@ def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> s
     if not moved.fetched(1):
         return None
     link, shares = rates.of["host_to_device_gb_s"], find_expert_shares(plan.architecture, plan.memory)
-    times, computes = find_times(shares, rates, plan.memory.threads), plan.memory.computes_experts
+    times = find_times(shares, rates, plan.memory.threads)
 
     def steps(computes: bool) -> str:
         return ", ".join(
-            f"batch {batch}: {moved.fetched(batch) / 1e9:.2f} GB, {times.ms(batch, computes):,.1f} ms"
+            f"batch {batch}: {moved.fetched(batch) / 1e9:.2f} GB, {_experts_ms(moved, times, batch):,.1f} ms"
             for batch in batches
+            if moved.computes(batch) == computes
         )
 
-    said = f"what a step fetches of them over {link:g} GB/s: {steps(False)}"
-    if computes:
-        said = (
-            f"what the CPU computes of them in a step, read at {times.host_gb_s:g} GB/s: {steps(True)}; fetched over "
-        )
-        said += f"{link:g} GB/s they would take {times.fetch_ms(1):,.1f} ms at batch 1"
+    said = []
+    if steps(True):
+        said += [
+            f"what the CPU computes of them in a step, read at {times.host_gb_s:g} GB/s: {steps(True)}",
+            f"fetched over {link:g} GB/s they would take {times.fetch_ms(1):,.1f} ms at batch 1",
+        ]
+    if steps(False):
+        said += [f"what a step fetches of them over {link:g} GB/s: {steps(False)}"]
     return (
-        f"experts: {shares.on_host} of each layer's {most_experts(plan.architecture)} lie in host memory; {said}; a "
-        f"prompt of more than a few tokens copies all, {shares.host_bytes / 1e9:.1f} GB, "
+        f"experts: {shares.on_host} of each layer's {most_experts(plan.architecture)} lie in host memory; "
+        f"{'; '.join(said)}; a prompt of more than a few tokens copies all, {shares.host_bytes / 1e9:.1f} GB, "
         f"{shares.host_bytes / link / 1e9:.1f} s"
     )
+
+
+def _experts_ms(moved: StepBytes, times: ExpertTimes, batch: int) -> float:
+    """Of those in host memory, in a step of so many rows."""
+    return times.compute_ms(batch) if moved.computes(batch) else times.fetch_ms(batch)
 
 
 def expected_share(bits_per_table: int, num_tables: int) -> float:
@@ -248,7 +256,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
     experts_ms = 0.0
     if moved.fetched(batch):
         times = find_times(find_expert_shares(architecture, memory), rates, memory.threads)
-        experts_ms = times.ms(batch, memory.computes_experts)
+        experts_ms = _experts_ms(moved, times, batch)
     products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
     link_ms = host_ms = 0.0
     if tier is not None and demand is not None and down:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import (
     NAMED_SHAPES,
@@ -20,6 +21,7 @@ from gpu.model.architecture import (
 )
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
+from scheduler.expert_choice import Way, captured_rows
 from scheduler.memory import find_expert_shares, plan_engine
 from server.config import Deployment
 from transfer.machine import GIB, MachineProfile
@@ -82,7 +84,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             "experts_gib": None
             if memory.experts_on_card is None
             else find_expert_shares(architecture, memory).card_gib,
-            "host_experts": _name_of_way(memory, architecture),
+            "host_experts": _name_of_way(deployment, memory, architecture),
             "threads": memory.threads,
         }
     )
@@ -110,8 +112,11 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     return ResolvedPlan(resolved, architecture, memory, profiles, machine, (*notes, *memory.notes))
 
 
-def _name_of_way(memory: MemoryPlan, architecture: Architecture) -> str:
+def _name_of_way(deployment: Deployment, memory: MemoryPlan, architecture: Architecture) -> Way:
     """`gpu.host_experts`: what the plan does with experts in host memory, if any lie there."""
     if memory.device == "cpu" or not find_expert_shares(architecture, memory).host_bytes:
         return "auto"
-    return "compute" if memory.computes_experts else "fetch"
+    if not memory.computed_rows:
+        return "fetch"
+    of_all = captured_rows(deployment.gpu, deployment.scheduler.max_running, MOST_COMPUTED_ROWS)
+    return "compute" if memory.computed_rows == of_all else memory.computed_rows

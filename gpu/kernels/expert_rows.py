@@ -14,12 +14,10 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
-from gpu.kernels.packed import Packed
+from gpu.kernels.packed import Packed, Stored
 from gpu.kernels.routing import take_experts, taking
 from gpu.kernels.swiglu import gated
 from gpu.model.spec import Activation, Experts
-
-Stored = Tensor | Packed
 
 # Rows of each expert in a program, columns at once, num_warps, unroll. A program has so many rows of all the experts
 # that a token takes, MIXED_PLACES; where it takes fewer, more of each.

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.arguments import check
-from gpu.kernels.expert_rows import Stored, check_experts, dtype_of_sum, far_matrix
+from gpu.kernels.expert_rows import check_experts, dtype_of_sum, far_matrix
 from gpu.kernels.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
-from gpu.kernels.packed import Packed
+from gpu.kernels.packed import Packed, Stored
 from gpu.kernels.packed_numbers import beside
 from gpu.kernels.packed_tiles import row_tile, scaled, tensors_of, tile_layout
 from gpu.kernels.routing import SORTED_BLOCKS, keys_of, logit_of, take_experts, taking, tile_pairs

@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.kernels.far_experts import FarExperts, leaves_out
-from gpu.kernels.packed import Packed, unpack_reference
+from gpu.kernels.packed import Stored, unpack_reference
 from gpu.kernels.swiglu import swiglu_reference
 from gpu.model.spec import Activation, Experts
-
-Stored = Tensor | Packed
 
 
 def route_reference(normed: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

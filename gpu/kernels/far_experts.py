@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.packed import Packed
-
-Stored = Tensor | Packed
+from gpu.kernels.packed import Stored
 
 
 @dataclass(frozen=True, slots=True)

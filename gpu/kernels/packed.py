@@ -6,16 +6,12 @@ for FP8 (e4m3, no infinities) the number that the byte is, times the scale. Wher
 """
 
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gpu.kernels.words import unpack_words
-from gpu.model.matrix_format import num_words
-
-Kind = Literal["int4", "int8", "fp8"]
-BITS: dict[str, int] = {"int4": 4, "int8": 8, "fp8": 8}
+from gpu.model.matrix_format import BITS, Kind, num_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +66,9 @@ class Packed:
     def nbytes(self) -> int:
         held = (getattr(self, part.name) for part in fields(self))
         return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+
+Stored = Tensor | Packed  # a matrix, plain or of few bits
 
 
 def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from gpu.decode.ladder import steps_to_capture
 from gpu.kv.layout import CODE_FORMATS, KvFormat, row_bytes
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts, why_not_computed
+from gpu.memory.expert_shares import ExpertShares, most_experts, why_not_computed
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture, LayerSpec
@@ -62,7 +62,7 @@ class Demand:
     `states`: what attention methods keep for sequences that run; how many rings there are is told where it is known.
     `documents`: how their chunks are kept, or None, in `documents_bytes` of host memory. `num_windows`: of
     `window_pages` pages in each layer with a window, which then has no others (`gpu.kv.windows`); no pages: it has them
-    as all layers have. kv: how pages hold rows, None: in the dtype that computes.
+    as all layers have. kv: how pages hold rows, None: in the dtype that computes. computed_rows: see `MemoryPlan`.
     """
 
     shape: Architecture
@@ -80,7 +80,7 @@ class Demand:
     num_windows: int = 0
     kv: KvFormat | None = None
     experts_on_card: int | None = None
-    computes_experts: bool = False
+    computed_rows: int = 0
 
     @property
     def place(self) -> Place:
@@ -202,8 +202,7 @@ class Demand:
         if not shares.host_bytes:
             return ()
         sizes = [min(size, self.max_running) for size in self.graph_batch_sizes]
-        computed = MOST_COMPUTED_ROWS if self.computes_experts else 0
-        most = max((size for size in sizes if size > computed), default=0)
+        most = max((size for size in sizes if size > self.computed_rows), default=0)
         slots = self.num_lanes * shares.slot_bytes(most)
         if max(sizes, default=0) < self.max_running and self.num_lanes > 1:
             most = self.max_running
@@ -219,9 +218,9 @@ class Demand:
 
     def _asking_items(self) -> tuple[MemoryItem, ...]:
         """Where the CPU is asked for experts, and what it computes in."""
-        if not self.computes_experts or why_not_computed(self.shape) is not None:
+        if not self.computed_rows or why_not_computed(self.shape) is not None:
             return ()
-        num_rows = min(self.max_running, MOST_COMPUTED_ROWS)
+        num_rows = min(self.max_running, self.computed_rows)
         asking = self.num_lanes * self.expert_shares.asking_bytes(num_rows)
         return (MemoryItem("asks for experts", "host", asking, f"{num_rows} rows: pinned states and sums, products"),)
 

@@ -56,8 +56,8 @@ class MemoryPlan:
     methods that keep some, by what profiles name them (`gpu.profiles.Part`). `num_windows` of `window_pages` pages and
     `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of each are
     beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and the
-    others lie in host memory; None: all, or the model has none. computes_experts: decode steps of few rows have the CPU
-    compute those; else they fetch them. documents_bytes: of host memory, for their chunks used last.
+    others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in decode
+    steps of up to so many, and fetched in others. documents_bytes: of host memory, for their chunks used last.
     """
 
     device: Literal["cuda", "cpu"]
@@ -88,7 +88,7 @@ class MemoryPlan:
     window_pages: int = 0
     spare_window_tokens: int = 0
     experts_on_card: int | None = None
-    computes_experts: bool = False
+    computed_rows: int = 0
     documents_bytes: int = 0
 
     @property
@@ -112,14 +112,14 @@ def plan_memory(
     max_hidden_tokens: int | None,
     machine: MachineProfile,
     documents: DocumentsConfig | None = None,
-    computes_experts: bool = False,
+    computed_rows: int = 0,
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
     kept: what of contexts that go down stays on the device (`gpu.profiles.find_kept`), None without `host`;
     states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
     take an eighth of what weights and workspaces leave, and there is one at least; documents: how their chunks are
-    kept; computes_experts: of few rows, see `MemoryPlan`. A context that nobody asked for shrinks to what fits; one
+    kept; computed_rows: see `MemoryPlan`. A context that nobody asked for shrinks to what fits; one
     that the configuration names must fit. Raises PlanError.
     """
     device = resolve_device(gpu, machine)
@@ -151,7 +151,7 @@ def plan_memory(
         0 if documents is None else documents.memory_bytes(machine.memory_bytes),
         window_pages,
         kv=kv,
-        computes_experts=computes_experts,
+        computed_rows=computed_rows,
     )
     place = demand.place
     limits = resolve_limits(gpu, device, machine)
@@ -206,7 +206,7 @@ def plan_memory(
         window_pages=window_pages,
         spare_window_tokens=spare_tokens if window_pages else 0,
         experts_on_card=demand.experts_on_card,
-        computes_experts=demand.computes_experts,
+        computed_rows=demand.computed_rows,
         documents_bytes=demand.documents_bytes,
     )
 

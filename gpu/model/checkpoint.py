@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from gpu.kernels.packed import Packed
+from gpu.kernels.packed import Packed, Stored
 from gpu.model.file_tensor import FileTensor
 from gpu.model.gguf.file import is_gguf
 from gpu.model.gguf.source import GgufSource
@@ -29,7 +29,7 @@ from gpu.model.reading import Piece, ReadError, read_pieces
 from gpu.model.safetensors_folder import SafetensorsFolder
 from gpu.model.spec import Architecture, ModelError
 from gpu.model.stored import StoredTensor
-from gpu.model.weights import Progress, Stored, Weights, allocate_weights, unpacked
+from gpu.model.weights import Progress, Weights, allocate_weights, unpacked
 
 log = logging.getLogger(__name__)
 

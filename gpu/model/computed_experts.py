@@ -7,19 +7,20 @@ code for is named in one line, before any step is captured.
 import torch
 
 from gpu.host.expert_exchange import ExpertExchange
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, experts_of, why_not_computed
-from gpu.model.host_experts import HostExperts, Stored
+from gpu.kernels.packed import Stored
+from gpu.memory.expert_shares import experts_of, why_not_computed
+from gpu.model.host_experts import HostExperts
 from gpu.model.spec import Architecture, ModelError
 from gpu.model.weights import Weights
 from transfer.expert_exchange import LayerExperts, OpenExperts, PackedRows
 
 
 def open_exchanges(
-    weights: Weights, shape: Architecture, max_running: int, device: torch.device, open_experts: OpenExperts,
+    weights: Weights, shape: Architecture, max_rows: int, device: torch.device, open_experts: OpenExperts,
     num_lanes: int,
 ) -> list[ExpertExchange]:  # fmt: skip
-    """A slot for each lane, and who answers in it; none where no expert lies in host memory. Raises ModelError where
-    this machine's CPU, or the model, cannot.
+    """A slot of `max_rows` rows for each lane, and who answers in it; none where no expert lies in host memory. Raises
+    ModelError where this machine's CPU, or the model, cannot.
     """
     hosts = [layer.experts and layer.experts.host for layer in weights.layers]
     if not any(hosts):
@@ -28,7 +29,7 @@ def open_exchanges(
     if reason is not None:
         raise ModelError(f"gpu.host_experts: asked compute, but {reason}; have them fetched")
     layers = [None if host is None else _layer_of(host) for host in hosts]
-    per_token, max_rows = experts_of(shape).per_token, min(max_running, MOST_COMPUTED_ROWS)
+    per_token = experts_of(shape).per_token
     try:
         workers = [open_experts(layers, max_rows, per_token) for _ in range(num_lanes)]
     except (RuntimeError, ValueError) as error:

@@ -45,38 +45,34 @@ class ExpertMlp:
         that are not in use, for which nothing is fetched; None: all are. exchange: where the CPU is asked for experts
         in host memory; None: they are fetched.
         """
-        weights, experts = self.weights, self.experts
-        if weights.host is None or len(hidden) == 0:
+        if self.weights.host is None or len(hidden) == 0:
             exchange = None
+        made = self._make(hidden, norm, eps, slots, exchange)
+        return made if exchange is None else exchange.add(made, hidden.dtype)
+
+    def _make(
+        self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
+    ) -> Tensor:
+        """What the card makes, added to `hidden`: all of it, or what it does not ask for."""
+        weights, experts = self.weights, self.experts
+        gate_up, down = weights.gate_up, weights.down
         if not runs_on_triton(hidden) or len(hidden) == 0:
             normed = rms_norm(hidden, norm, eps)
             ids, shares = route_reference(normed, weights.router, experts)
             far = self._find_far(normed, ids.int(), shares, slots, exchange)
-            made = experts_reference(normed, ids, shares, weights.gate_up, weights.down, experts, self.activation, far)
-            made.add_(hidden)
-            return made if exchange is None else exchange.add(made, hidden.dtype)
+            return experts_reference(normed, ids, shares, gate_up, down, experts, self.activation, far).add_(hidden)
         normed, logits = router_logits(hidden, norm, eps, weights.router)
-        gate_up, down = weights.gate_up, weights.down
+        taken, is_few = None, len(hidden) <= LEAST_PAIRS  # tiles of few tokens find their pairs in the logits
+        if weights.host is not None or not is_few:
+            taken = choose(logits, experts)
+        far = None if taken is None else self._find_far(normed, *taken, slots, exchange)
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and len(hidden) <= MOST_ALONE:
-            far = None
-            if weights.host is not None:
-                far = self._find_far(normed, *choose(logits, experts), slots, exchange)
             product, ids, shares = gate_up_rows(normed, logits, gate_up, experts, self.activation, far)
-            made = down_rows(product, ids, shares, down, hidden, experts, far)
-            return made if exchange is None else exchange.add(made, hidden.dtype)
-        if len(hidden) <= LEAST_PAIRS:
-            far = None
-            if weights.host is not None:
-                far = self._find_far(normed, *choose(logits, experts), slots, exchange)
-            tiles = pair_few(logits, experts)
-        else:
-            ids, shares = choose(logits, experts)
-            far = self._find_far(normed, ids, shares, slots, exchange)
-            has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
-            tiles = pair_up(ids, shares, experts, has_packed)
+            return down_rows(product, ids, shares, down, hidden, experts, far)
+        has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
+        tiles = pair_few(logits, experts) if is_few or taken is None else pair_up(*taken, experts, has_packed)
         product = gate_up_tiles(normed, tiles, gate_up, experts, self.activation, far)
-        made = down_tiles(product, tiles, down, hidden, experts, far)
-        return made if exchange is None else exchange.add(made, hidden.dtype)
+        return down_tiles(product, tiles, down, hidden, experts, far)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""

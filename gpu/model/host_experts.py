@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from gpu.kernels.fetch_experts import Listed, fetch_experts, words_of
-from gpu.kernels.packed import Packed
+from gpu.kernels.packed import Stored
 from gpu.model.spec import ModelError
 from transfer.host_pages import interleave_thread, map_pages, pin_for_life
 
 ALIGN_BYTES = 256  # of each tensor of a stack on the card
 NUM_THREADS = 8  # that map and pin
-
-Stored = Tensor | Packed
 
 
 def tensors_of(stored: Stored) -> list[Tensor]:

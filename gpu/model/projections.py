@@ -9,9 +9,10 @@ from torch import Tensor
 
 from gpu.host.expert_exchange import ExpertExchange
 from gpu.kernels.head_norm import HeadNorms
+from gpu.kernels.packed import Stored
 from gpu.kernels.rms_norm import rms_norm, rms_norm_add
 from gpu.model.experts import ExpertMlp
-from gpu.model.host_experts import Stored, tensors_of
+from gpu.model.host_experts import tensors_of
 from gpu.model.matrix import Matrix, as_matrix
 from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
 from gpu.model.spec import Architecture

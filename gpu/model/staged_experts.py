@@ -59,10 +59,6 @@ class StagedExperts:
         """Experts of layers that were copied whole."""
 
     @property
-    def nbytes(self) -> int:
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
-
-    @property
     def num_fetched(self) -> int:
         """As `num_listed`, up to the last step that is over; waits for nothing."""
         self._most_told = max(self._most_told, int(self._told))  # a lane may tell less, behind one that told more

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gpu.kernels.packed import BITS, Packed
+from gpu.kernels.packed import Packed, Stored
 from gpu.kernels.packed_linear import unpack
 from gpu.kernels.words import pack_words
 from gpu.model.host_experts import HostExperts, in_host_memory
-from gpu.model.matrix_format import MatrixFormat, num_words
+from gpu.model.matrix_format import BITS, MatrixFormat, num_words
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format
 from gpu.model.spec import Architecture, LayerSpec
 from transfer.host_pages import ask_huge_pages
@@ -33,7 +33,6 @@ RANDOM_STEPS = {"int4": 2.7, "int8": 40.0, "fp8": 16.0}
 UNSET = -1  # of a column's place, until a checkpoint has said
 
 Progress = Callable[[float], None]
-Stored = Tensor | Packed
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ from bench.hugging_face import load_hugging_face
 from bench.machine_commands import parse_batches
 from bench.over_http import Floor, HttpBenchmark, draw_round, run_http_benchmark
 from bench.plain_decode import PlainDecode
-from bench.rows import GateError
+from bench.rows import GateError, Row
 from gpu.config import ModelConfig
 from gpu.model.architecture import named_shape
+from gpu.model.matrix_formats import step_weight_bytes
 from gpu.model.weights import random_weights
+from scheduler.step_bytes import prompt_flops
 from server.config import Deployment, load_deployment
 from server.plan import resolve_plan
 from transfer.machine import probe_machine
@@ -56,6 +58,32 @@ def test_rows_carry_floor_and_peer_and_the_ceiling_comes_first(
         assert row.floor_ms is not None
         assert row.floor_ms > 0
         assert row.p10 <= row.ms <= row.p90
+
+
+def test_prompts_stand_beside_their_products_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mixture: a token's products are of the experts that it takes, and a prompt reads all of them."""
+    monkeypatch.setattr(bench.engine, "measure_host_matmul", lambda dtypes: 2.0)
+    asked = EngineBenchmark(None, "tiny-qwen3-moe", (1,), 12, 10, 2, torch.get_num_threads(), "cpu", "float32", None,
+                            (40, 100), 32)  # fmt: skip
+    launched: list[int] = []
+    real = bench.engine.prefill_ms
+    monkeypatch.setattr(bench.engine, "prefill_ms", lambda *given: (launched.append(given[2]), real(*given))[1])
+    step, *prompts = run_engine_benchmark(asked, Console(quiet=True))
+    assert (step.name, launched) == ("decode step", [32] * 6)
+    shape = named_shape("tiny-qwen3-moe")
+    for row, length in zip(prompts, (40, 100), strict=True):
+        assert (row.name, row.shape) == ("prefill", f"tiny-qwen3-moe float32, {length} tokens")
+        products_ms = prompt_flops(shape, 0, length) / 2e9
+        assert row.extras["products_ms"] == pytest.approx(products_ms)
+        assert row.floor_ms == pytest.approx(
+            max(products_ms, step_weight_bytes(shape, 4, False, length) / row_rate(row))
+        )
+        assert row.p10 <= row.ms <= row.p90
+
+
+def row_rate(row: Row) -> float:
+    """At which the device reads weights, in bytes a millisecond."""
+    return 1e6 * max(row.rates["host_stream_gb_s"], row.rates["host_weights_gb_s"])
 
 
 def test_the_peer_with_a_checkpoint_is_transformers_and_its_tokens_are_ours() -> None:

@@ -80,6 +80,15 @@ def test_a_model_whose_experts_all_lie_where_it_computes_has_nothing_to_measure(
         host_expert_rows(replace(TINY, on_card=None), CPU, Console(quiet=True))
 
 
+@pytest.mark.parametrize("on_card", [16, 17])
+def test_experts_that_all_lie_on_the_card_are_told_by_the_option(on_card: int) -> None:
+    words = (
+        f"--on-card: asked {on_card}, a layer of tiny-qwen3-moe has 16 experts and none lies in host memory; lower it"
+    )
+    with pytest.raises(GateError, match=words):
+        host_expert_rows(replace(TINY, on_card=on_card), CPU, Console(quiet=True))
+
+
 def test_wrong_experts_of_the_cpu_give_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = HostExperts.answer
 
@@ -91,6 +100,11 @@ def test_wrong_experts_of_the_cpu_give_no_number(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(HostExperts, "answer", twist)
     with pytest.raises(GateError, match=r"tokens, computed, are .* off what all on the card"):
         host_expert_rows(replace(TINY, ways=("compute",)), CPU, Console(quiet=True))
+
+
+def test_a_large_batch_beside_short_prompts_is_measured() -> None:
+    rows = host_expert_rows(replace(TINY, batches=(16,), ways=("fetch",)), CPU, Console(quiet=True))
+    assert [row.name.split(",")[0] for row in rows] == ["decode step", "prefill"]
 
 
 def test_ways_are_named() -> None:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
@@ -124,10 +125,11 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
 
 def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True,
          num_windows: int = 2, spare_pages: int = 0, experts_on_card: int | None = None,
-         open_experts: OpenExperts | None = None) -> Runner:  # fmt: skip
+         open_experts: OpenExperts | None = None, computed_rows: int = MOST_COMPUTED_ROWS) -> Runner:  # fmt: skip
     """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole.
     num_windows: kept by themselves, if the model has any, and `spare_pages` longer than need be; 0: pages hold all.
-    experts_on_card: of each layer, the others are fetched, or computed by `open_experts`; None: all.
+    experts_on_card: of each layer, the others are fetched, or computed by `open_experts` in steps of up to
+    `computed_rows`; None: all.
     """
     windows = [spec.window_tokens for spec in read_architecture(folder).layer_pattern if spec.window_tokens is not None]
     runner = load_runner(
@@ -145,6 +147,7 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
         window_pages=-(-max(windows, default=1) // PAGE_TOKENS) + spare_pages,
         experts_on_card=experts_on_card,
         open_experts=open_experts,
+        computed_rows=computed_rows,
     )
     runner.pool.poison()
     if runner._prefill.windows is not None:

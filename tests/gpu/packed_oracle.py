@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gpu.kernels.packed import BITS, Packed
+from gpu.kernels.packed import Packed
 from gpu.kernels.words import pack_words
+from gpu.model.matrix_format import BITS
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cpu.experts import HostExperts
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import DecodeSteps
 from gpu.load import load_runner
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.step import DecodeGroup, StepPlan
 from tests.gpu import twin_runners
 from tests.gpu.family_checkpoints import draw_prompt, generate
@@ -32,7 +33,8 @@ LIMIT_S = 0.2
 
 
 @contextmanager
-def twins_that_compute(monkeypatch: pytest.MonkeyPatch, limit_s: float = LIMIT_S, **more: Any) -> Iterator[Twins]:
+def twins_that_compute(monkeypatch: pytest.MonkeyPatch, limit_s: float = LIMIT_S,
+                       computed_rows: int = MOST_COMPUTED_ROWS, **more: Any) -> Iterator[Twins]:  # fmt: skip
     """The runner that deposits has nearly all experts in host memory, and the CPU computes them."""
     load_runner = twin_runners.load_runner
 
@@ -40,8 +42,9 @@ def twins_that_compute(monkeypatch: pytest.MonkeyPatch, limit_s: float = LIMIT_S
         return HostExperts(layers, max_rows, per_token, 1, limit_s)
 
     def load(*arguments: Any, tier: Any, **rest: Any):
-        split = {} if tier is None else {"experts_on_card": ON_CARD, "open_experts": open_experts}
-        return load_runner(*arguments, tier=tier, **rest, **split)
+        if tier is not None:
+            rest |= {"experts_on_card": ON_CARD, "open_experts": open_experts, "computed_rows": computed_rows}
+        return load_runner(*arguments, tier=tier, **rest)
 
     monkeypatch.setattr(twin_runners, "load_runner", load)
     with twins_of("qwen3_moe", monkeypatch, **more) as twins:
@@ -149,8 +152,7 @@ def test_what_is_no_exchange_error_is_raised_where_the_step_is_collected(monkeyp
 
 
 def test_a_step_of_more_rows_than_the_slot_has_is_captured_without_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.model.computed_experts.MOST_COMPUTED_ROWS", 1)
-    with twins_that_compute(monkeypatch) as twins:
+    with twins_that_compute(monkeypatch, computed_rows=1) as twins:
         twins.prefill([draw_prompt(100), draw_prompt(60)])
         steps = captured(twins, monkeypatch, (1, 2))
         asks = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
@@ -217,7 +219,7 @@ def test_a_captured_step_computes_what_a_whole_model_computes(few_bits: str | No
             GpuConfig(device="cuda", dtype="float32", graph_batch_sizes=(1, 4)),
             max_running=4, max_context_tokens=1024, chunk_tokens=128, max_hidden_tokens=1024, num_pages=256, tier=None,
             parts=(), on_progress=lambda stage, fraction: None, experts_on_card=on_card,
-            open_experts=None if on_card is None else partial(HostExperts, threads=4),
+            open_experts=None if on_card is None else partial(HostExperts, threads=4), computed_rows=4,
         )  # fmt: skip
         if on_card is None:
             whole = runner.weights

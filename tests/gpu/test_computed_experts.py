@@ -165,10 +165,9 @@ def test_texts_of_experts_of_few_bits_are_those_of_their_files(
     assert counts.bytes_read == counts.experts * one_bytes > 0
 
 
-def test_more_rows_than_the_slot_has_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.model.computed_experts.MOST_COMPUTED_ROWS", 1)
+def test_more_rows_than_the_slot_has_are_fetched() -> None:
     folder = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=64).folder
-    runner = load(folder, experts_on_card=1, open_experts=open_experts)
+    runner = load(folder, experts_on_card=1, open_experts=open_experts, computed_rows=1)
     steps = runner.decode_steps
     assert steps._eager_experts(1) is not None
     assert steps._eager_experts(2) is None

@@ -1,7 +1,9 @@
 """GGUF files: their numbers, names, rotations and texts are those of the checkpoint that they mean, or one line says
 what is wrong."""
 
+import errno
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
+from gpu.model.spec import RopeScaling
 from gpu.model.weights import Weights, allocate_weights, draw_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import BYTES, draw_blocks, wanted_numbers, write
@@ -213,6 +216,44 @@ def test_rotation_factors_count(tmp_path: Path) -> None:
     assert (logits - wanted).abs().max() > 10 * GGUF_ROPE_LOGITS
 
 
+def scaled(tmp_path: Path, family: str, scaling: dict[str, Any]) -> RopeScaling:
+    changes = {f"llama.rope.{key}": value for key, value in scaling.items()}
+    path = write(checkpoint(family).folder, tmp_path / "model.gguf", lambda _: "F16", changes, is_alone=True)
+    return read_architecture(path).rope
+
+
+@pytest.mark.parametrize("scaling", [
+    {"scale_linear": 4.0}, {"scaling.factor": 4.0}, {"scaling.type": "linear", "scaling.factor": 4.0},
+    {"scaling.type": "linear", "scale_linear": 4.0}, {"scaling.factor": 4.0, "scale_linear": 2.0},
+])  # fmt: skip
+def test_a_factor_without_a_name_is_linear_and_may_stand_under_an_older_key(
+    scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    """As llama.cpp reads them, which wrote the older one until the autumn of 2023."""
+    found = scaled(tmp_path, "llama2", scaling)
+    assert (found.kind, found.settings) == ("linear", {"factor": 4.0})
+
+
+@pytest.mark.parametrize("scaling", [
+    {"scaling.factor": 1.0}, {"scaling.factor": 0.0, "scale_linear": 4.0}, {"scaling.type": "linear"},
+    {"scaling.type": "none", "scaling.factor": 4.0}, {},
+])  # fmt: skip
+def test_a_factor_of_one_or_of_no_scaling_scales_nothing(scaling: dict[str, Any], tmp_path: Path) -> None:
+    assert scaled(tmp_path, "llama2", scaling).kind == "default"
+
+
+@pytest.mark.parametrize(("scaling", "words"), [
+    ({"scale_linear": 4.0}, "rope.scaling.type is 'linear' beside rope_freqs.weight; wanted none"),
+    ({"scaling.type": "longrope", "scaling.factor": 4.0}, "scaling.factor is 4.0; wanted 1 beside rope_freqs.weight"),
+])  # fmt: skip
+def test_a_factor_beside_those_of_all_frequencies_is_refused(
+    scaling: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    changes = {f"llama.rope.{key}": value for key, value in scaling.items()}
+    path = write(checkpoint("llama3").folder, tmp_path / "model.gguf", lambda _: "F16", changes, is_alone=True)
+    assert_refused(path, words)
+
+
 def test_a_tied_output_matrix_stays_plain_and_is_the_embedding(tmp_path: Path) -> None:
     path = write(checkpoint("llama3", **WIDE).folder, tmp_path / "model.gguf", all_of("Q4_K", "Q6_K"))
     got = packed(path)
@@ -324,6 +365,20 @@ def test_a_file_that_is_cut_or_is_no_gguf_is_told_in_one_line(name: str, tmp_pat
     assert_refused(path, words)
 
 
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a file's name, a file that is missing, and one that is another user's."""
+    (tmp_path / "folder.gguf").mkdir()
+    assert_refused(tmp_path / "folder.gguf", "folder.gguf cannot be read (Is a directory); wanted a GGUF file")
+    assert_refused(tmp_path / "none.gguf", "none.gguf cannot be read (No such file or directory); wanted a GGUF file")
+    (tmp_path / "theirs.gguf").touch()
+
+    def refuse(path: Path, *_: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert_refused(tmp_path / "theirs.gguf", "theirs.gguf cannot be read (Permission denied); wanted a GGUF file")
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_file_whose_header_is_damaged_anywhere_is_refused_or_read(seed: int, tmp_path: Path) -> None:
     """Never anything but a ModelError, and never without end."""
@@ -360,6 +415,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "scaling": ({"llama.rope.scaling.type": "spiral"}, "rope scaling 'spiral'; served: default, llama3, linear"),
     "yarn's factor": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0},
                       "rope.scaling.attn_factor is 2.0; wanted 1.0 beside 'yarn'"),
+    "a factor of nothing": ({"llama.rope.scaling.attn_factor": 2.0},
+                            "rope.scaling.attn_factor is 2.0; wanted 1.0 beside 'none'"),
 }  # fmt: skip
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from gpu.kernels.fetch_experts import list_experts
-from gpu.kernels.packed import Packed, unpack_reference
+from gpu.kernels.packed import Packed, Stored, unpack_reference
 from gpu.memory.expert_shares import STAGED_STACKS
-from gpu.model.host_experts import HostExperts, Stored, pinned_like, tensors_of, with_tensors
+from gpu.model.host_experts import HostExperts, pinned_like, tensors_of, with_tensors
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.spec import ModelError
 from gpu.model.staged_experts import StagedExperts
@@ -152,7 +152,7 @@ def test_what_a_small_step_fetches_takes_the_place_that_was_used_longest_ago(cop
 
 def test_the_buffers_are_what_is_planned() -> None:
     staged, layers = make_staged(3)
-    assert staged.nbytes == STAGED_STACKS * layers[0].num_bytes(5)
+    assert sum(buffer.memory.nbytes for buffer in staged._buffers) == STAGED_STACKS * layers[0].num_bytes(5)
     raw = sum(tensor.nbytes for matrix in (layers[0].gate_up, layers[0].down) for tensor in tensors_of(matrix))
     assert layers[0].num_bytes(5) == raw, "in bf16 every tensor is of whole lines"
 

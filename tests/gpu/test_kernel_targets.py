@@ -211,7 +211,8 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
     device, rows = torch.device("cuda"), experts.num_experts * experts.intermediate
     is_wide = experts.num_experts > 8 and dtype == torch.bfloat16
     formats = [MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
-               MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256)]  # fmt: skip
+               MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256),
+               MatrixFormat("int8", 16, run=256)]  # fmt: skip
     norm, router = (torch.empty(*size, dtype=dtype, device=device) for size in ((shape.hidden,), (
         experts.num_experts, shape.hidden)))  # fmt: skip
     for stored in (None, *(formats if is_wide else ())):
@@ -223,9 +224,8 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         mlp = ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu")
         mlp(torch.empty(1, shape.hidden, dtype=dtype, device=device), norm, 1e-5)
         places = torch.empty(experts.num_experts, dtype=torch.int32, device=device)
-        far = FarExperts(gate_up, down, places) if stored is None or stored.kind == "int4" else None
+        far, others = FarExperts(gate_up, down, places), FarExperts(None, None, places)
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
-        others = far and FarExperts(None, None, places)
         for there in (far, others) if stored is None else ():
             product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts,
                                    "silu", there)  # fmt: skip
@@ -233,15 +233,16 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         for tokens in {max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS}:
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
-            for there in dict.fromkeys((None, far if isinstance(gate_up, Packed) else None, others)):
+            for there in (None, *([far] if isinstance(gate_up, Packed) else []), others):
                 product = gate_up_tiles(x, few, gate_up, experts, "silu", there)
                 down_tiles(product, few, down, x, experts, there)
-        for mean in (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64):
+        means = (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64)
+        for mean in means:
             tokens = max(LEAST_PAIRS + 1, mean * experts.num_experts // experts.per_token)
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             pairs = pair_up(*choose(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts), experts,
                             stored is not None)  # fmt: skip
-            for there in dict.fromkeys((None, far, others)) if mean == 32 else (None,):
+            for there in (None, far, others) if mean == means[1] else (None,):
                 product = gate_up_tiles(x, pairs, gate_up, experts, "silu", there)
                 down_tiles(product, pairs, down, x, experts, there)
 
@@ -614,6 +615,18 @@ def _compile_all(name: str, capability: int, launches: list[Launch]) -> None:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compile_options)
         assert compiled.metadata.shared <= SHARED_KIB[capability] * 1024, (name, options)
     assert seen, f"{name} is listed but was not launched"
+
+
+def test_tiles_of_every_format_are_compiled_with_experts_left_out_and_far_away(launches):
+    """As steps have them whose experts the CPU computes, and as those that fetch; few tokens and many."""
+    found = {True: set(), False: set()}
+    for kernel, _, options in launches:
+        if kernel.__name__ == "_packed_expert_tiles_kernel" and options["HAS_FAR"]:
+            stored = options["KIND"], options["GROUP"], options["NUM_RUNS"] > 0
+            found[options["LEAVES_OUT"]].add((*stored, options["ROUTES"], options["GATES"]))
+    assert found[True] == found[False]
+    assert len({(kind, group) for kind, group, *_ in found[True]}) == 5  # int4, int8, fp8, and runs of int4 and int8
+    assert len(found[True]) == 5 * 3  # gates of tokens that find their pairs, and of listed ones; downs
 
 
 @pytest.mark.parametrize("name", ["_pack_kernel", "_ask_experts_kernel"])

@@ -8,9 +8,9 @@ from gpu.kernels.expert_rows import down_rows, gate_up_rows
 from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.kernels.experts_reference import experts_reference
 from gpu.kernels.far_experts import FarExperts
-from gpu.kernels.packed import Packed
+from gpu.kernels.packed import Packed, Stored
 from gpu.kernels.routing import choose
-from gpu.model.host_experts import Stored, tensors_of, with_tensors
+from gpu.model.host_experts import tensors_of, with_tensors
 from gpu.model.spec import Experts
 from gpu.model.weights import ExpertWeights
 from tests.gpu.expert_oracle import KINDS, draw_mixture

@@ -10,11 +10,11 @@ import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.fetch_experts import Listed
-from gpu.kernels.packed import Packed
+from gpu.kernels.packed import Packed, Stored
 from gpu.load import load_runner
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.checkpoint import load_packed
-from gpu.model.host_experts import HostExperts, Slots, Stored, tensors_of, with_tensors
+from gpu.model.host_experts import HostExperts, Slots, tensors_of, with_tensors
 from gpu.model.matrix_formats import OF_EXPERTS, rounded
 from gpu.model.projections import Projections
 from gpu.model.weights import LayerWeights, Weights, allocate_weights, random_packed_weights, random_weights

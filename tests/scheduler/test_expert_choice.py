@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import ExpertShares
@@ -63,7 +64,7 @@ def test_auto_takes_what_is_faster_by_the_rates_and_says_what_both_would_take(
     rates: dict[str, float], computes: bool
 ) -> None:
     made, known = plan(rates=rates), {"host_to_device_gb_s": 25.0, "host_stream_gb_s": 60.0, **rates}
-    assert made.computes_experts == computes
+    assert made.computed_rows == (2 if computes else 0)
     deployment, _ = make()
     gb = find_expert_shares(find_architecture(deployment.model)[0], made).fetched_bytes(1) / 1e9
     fetch = 1e3 * gb / known["host_to_device_gb_s"]
@@ -78,7 +79,7 @@ def test_auto_takes_what_is_faster_by_the_rates_and_says_what_both_would_take(
 def test_experts_of_few_bits_cost_the_bytes_that_they_are_stored_in(weights: str) -> None:
     packed = {"model": {"weights": weights}, "experts_gib": 4}
     made, deployment = plan(**packed), make(**packed)[0]
-    assert made.computes_experts
+    assert made.computed_rows
     shares = find_expert_shares(find_architecture(deployment.model)[0], made)
     numbers = 48 * 8 / 128 * shares.on_host * 3 * 2048 * 768
     a_number = {"int4": 67 / 128, "int8": 130 / 128, "fp8": 1 + 4 * (1 / 2048 * 2 + 1 / 768) / 3}[weights]
@@ -108,8 +109,8 @@ def test_few_cores_may_be_slower_at_few_bits_than_the_memory(weights: str | None
 
 def test_a_core_or_two_have_experts_fetched_that_memory_could_give() -> None:
     few = {"model": {"weights": "int4"}, "experts_gib": 4}
-    assert not plan(**few, threads=1).computes_experts
-    assert plan(**few, threads=8).computes_experts
+    assert not plan(**few, threads=1).computed_rows
+    assert plan(**few, threads=8).computed_rows
 
 
 def test_rows_that_take_the_same_experts_cost_arithmetic_and_no_bytes() -> None:
@@ -122,12 +123,65 @@ def test_rows_that_take_the_same_experts_cost_arithmetic_and_no_bytes() -> None:
     assert times.compute_ms(32) == pytest.approx(wanted + architecture.num_layers * HOP_MS)
 
 
+MIXTRAL: dict[str, Any] = {
+    "model": {"random_weights": "mixtral-8x7b", "weights": "int4"}, "experts_gib": 17, "threads": 8,
+    "graph_batch_sizes": [1, 2, 4, 8, 12, 16, 24, 32, 48],
+}  # fmt: skip
+RUNNING_48 = {"scheduler": {"max_running": 48, "max_context_tokens": 1024}}
+
+
+def test_rows_are_computed_up_to_where_the_link_is_faster() -> None:
+    """Mixtral in int4, six of eight experts on the card, 8 threads, 60 and 25 GB/s: rows soon take all of two experts,
+    which the link brings once, and of which cores compute one row's product after the other.
+    """
+    made, deployment = wide(RUNNING_48, **MIXTRAL), make(**MIXTRAL)[0]
+    shares = find_expert_shares(find_architecture(deployment.model)[0], made)
+    assert made.experts_on_card == 6
+    times = ExpertTimes(shares, 25.0, 60.0, 8)
+    found = {rows: (round(times.compute_ms(rows)), round(times.fetch_ms(rows))) for rows in (1, 12, 13, 16, 32)}
+    assert found == {1: (37, 59), 12: (220, 229), 13: (231, 230), 16: (263, 234), 32: (425, 236)}
+    assert (times.most_computed_rows(), made.computed_rows) == (12, 12)
+    assert "computed by the CPU in decode steps of up to 12 rows: by rates 37.2 ms a token, fetched they" in said(made)
+    assert "at 16 rows 262.6 and 233.7)" in said(made)
+
+
+@pytest.mark.parametrize(("asked", "sizes", "rows"), [
+    ("auto", [1, 8, 16], 8), ("auto", [16, 32], 0), ("auto", [1, 2, 4], 4), ("fetch", [1, 8, 16], 0),
+    ("compute", [1, 8, 16, 32, 48], 32), ("compute", [1, 48], 1), (5, [1, 4, 8], 4), (0, [1, 8], 0), (32, [1, 48], 1),
+])  # fmt: skip
+def test_so_many_rows_are_computed_as_some_graph_has(asked: Any, sizes: list[int], rows: int) -> None:
+    """Steps run in the graph of the next larger size; what is resolved resolves to itself, and slots are for others."""
+    settings = MIXTRAL | {"graph_batch_sizes": sizes, "host_experts": asked}
+    made = wide(RUNNING_48, **settings)
+    assert made.computed_rows == rows
+    assert bool(slots(made)) == (max(sizes) > rows)
+    asks = [one.note for one in made.items if one.name == "asks for experts"]
+    assert asks == ([f"{rows} rows: pinned states and sums, products"] if rows else [])
+    if (asked, rows) == ("auto", 0):
+        assert said(made).endswith("steps of up to 12 rows have them computed, and gpu.graph_batch_sizes names none")
+    deployment, machine = make(**settings)
+    deployment = Deployment.model_validate(deployment.model_dump(exclude_unset=True) | RUNNING_48)
+    once = resolve_plan(deployment, machine)
+    again = resolve_plan(once.deployment, machine)
+    assert again.deployment == once.deployment
+    assert again.memory.computed_rows == rows
+    assert not rows or again.memory.notes == once.memory.notes
+
+
+def test_rows_that_no_graph_has_few_enough_of_are_refused_where_they_were_asked_for() -> None:
+    with pytest.raises(PlanError, match=r"^gpu.host_experts: asked 5, but only captured steps of up to 5 rows have"):
+        wide(RUNNING_48, **MIXTRAL | {"graph_batch_sizes": [8, 16], "host_experts": 5})
+    for odd in (33, -1, True, "both"):
+        with pytest.raises(ValidationError, match="wanted auto, fetch, compute, or up to how many rows of a step"):
+            make(host_experts=odd)
+
+
 def test_what_is_asked_for_is_done_whatever_the_rates_say() -> None:
-    assert not plan(host_experts="fetch").computes_experts
+    assert not plan(host_experts="fetch").computed_rows
     assert "are fetched: by rates 106" in said(plan(host_experts="fetch"))
     slow = {"host_stream_gb_s": 5.0}
-    assert plan(rates=slow, host_experts="compute").computes_experts
-    assert not plan(rates=slow).computes_experts
+    assert plan(rates=slow, host_experts="compute").computed_rows
+    assert not plan(rates=slow).computed_rows
 
 
 REASONS = {
@@ -138,7 +192,7 @@ REASONS = {
 @pytest.mark.parametrize("words", REASONS)
 def test_what_the_cpu_has_no_code_for_is_fetched_and_refused_by_name_where_it_was_asked_for(words: str) -> None:
     made = plan(**REASONS[words])
-    assert not made.computes_experts
+    assert not made.computed_rows
     assert words in said(made)
     with pytest.raises(PlanError, match=f"^gpu.host_experts: asked compute, but .*{words}; use fetch, or auto$"):
         plan(**REASONS[words], host_experts="compute")
@@ -159,25 +213,25 @@ def test_a_resolved_deployment_names_the_way_and_resolves_to_itself(asked: str) 
     assert once.deployment.gpu.host_experts == ("fetch" if asked == "fetch" else "compute")
     again = resolve_plan(once.deployment, machine)
     assert again.deployment == once.deployment
-    assert again.memory.computes_experts == once.memory.computes_experts
+    assert again.memory.computed_rows == once.memory.computed_rows
     assert said(again.memory) == said(once.memory)
 
 
 def test_the_plan_is_what_the_engine_is_given() -> None:
     deployment, machine = make()
     assert isinstance(deployment, EngineConfig)
-    assert resolve_plan(deployment, machine).memory.computes_experts
+    assert resolve_plan(deployment, machine).memory.computed_rows
 
 
 def test_steps_are_captured_for_no_more_rows_than_run() -> None:
     running = {"scheduler": {"max_running": 64, "max_context_tokens": 4096}}
-    assert wide(running, graph_batch_sizes=[32, 64]).computes_experts
+    assert wide(running, graph_batch_sizes=[32, 64]).computed_rows == 32
     made = wide(running, graph_batch_sizes=[33, 64])
-    assert not made.computes_experts
+    assert not made.computed_rows
     assert "gpu.graph_batch_sizes names none" in said(made)
     with pytest.raises(PlanError, match=r"asked compute, but only captured steps .* names none; use fetch, or auto$"):
         wide(running, graph_batch_sizes=[33, 64], host_experts="compute")
-    assert plan(graph_batch_sizes=[64]).computes_experts  # of 2
+    assert plan(graph_batch_sizes=[64]).computed_rows  # of 2
 
 
 def test_rates_that_nobody_measured_are_said_to_be_assumed() -> None:
@@ -199,7 +253,7 @@ def test_what_asks_for_experts_are_written_in_and_computed_in_is_planned() -> No
     assert item.bytes == sum(one.nbytes for one in found if isinstance(one, torch.Tensor)) + products
     assert item.place == "host"
     running = {"scheduler": {"max_running": 64, "max_context_tokens": 4096}}
-    (wider,) = [one for one in wide(running).items if one.name == "asks for experts"]
+    (wider,) = [one for one in wide(running, graph_batch_sizes=[1, 32]).items if one.name == "asks for experts"]
     assert wider.bytes == 16 * item.bytes - 15 * slot.answered.nbytes  # of 32 rows
     assert not [one for one in plan(host_experts="fetch").items if one.name == "asks for experts"]
 

@@ -274,6 +274,22 @@ def test_experts_that_the_cpu_computes_are_read_at_the_hosts_rate() -> None:
     assert "fetched over 10 GB/s they would take 249.1 ms at batch 1; a prompt of more than" in found.experts
 
 
+def test_steps_of_more_rows_than_are_computed_are_told_to_fetch() -> None:
+    tree = mixture(host_experts=4) | {"scheduler": {"max_running": 8, "max_context_tokens": 4096}}
+    found, fetching = compare(tree), compare(tree | {"gpu": mixture(host_experts="fetch")["gpu"]})
+    steps, others = found.get("device").steps, fetching.get("device").steps
+    for step, other in zip(steps, others, strict=True):
+        assert step is not None
+        assert other is not None
+        is_computed = step.batch <= 4
+        assert (step.experts_ms < other.experts_ms) == is_computed
+        assert (step.weights_ms < other.weights_ms) == is_computed
+    assert found.experts is not None
+    computed, fetched = found.experts.split("what a step fetches of them over 10 GB/s: ")
+    assert [f"batch {batch}:" in computed for batch in (1, 2, 4, 8)] == [True, True, True, False]
+    assert fetched.startswith("batch 8: 16.0")
+
+
 def test_the_docs_and_the_file_have_the_plan_of_a_mixture() -> None:
     machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
     deployment = load_deployment(DEPLOY / "rtx4090-30b-a3b.yaml")

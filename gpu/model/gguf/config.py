@@ -177,9 +177,14 @@ def _windows(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(file: GgufFile, keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Scaling by its name, or by the factors that a file has for every frequency."""
-    kind = keys.take("rope.scaling.type", "none")
-    factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear")
+    """Scaling by its name, or by the factors that a file has for every frequency. As in llama.cpp, a factor without a
+    name is linear, and may stand under an older key.
+    """
+    kind = keys.take("rope.scaling.type", "linear")
+    factor, older = keys.number("rope.scaling.factor"), keys.number("rope.scale_linear")
+    factor = older if factor is None else factor
+    is_scaled = factor not in (None, 0, 1)
+    kind = "none" if kind == "linear" and not is_scaled else kind
     original = keys.number("rope.scaling.original_context_length")
     attention = keys.number("rope.scaling.attn_factor")
     known = {name: file.tensors[name].data.tolist() for name in ROPE_TENSORS if name in file.tensors}
@@ -190,16 +195,18 @@ def _rope(file: GgufFile, keys: _Keys, config: dict[str, Any]) -> dict[str, Any]
                 f"model: {file.path}: {keys.prefix}rope.scaling.type is {kind!r} beside {' and '.join(known)}; wanted "
                 f"none, and {ROPE_TENSORS[0]} or the two others"
             )
+        if kind == "longrope" and is_scaled:
+            raise keys.refused("rope.scaling.factor", factor, f"1 beside {' and '.join(known)}")
         original = original if of_all is None else config.get("max_position_embeddings")
         scaling = {
             "rope_type": "longrope", "long_factor": of_all or of_long, "short_factor": of_all or of_short,
             "attention_factor": attention or 1.0, "original_max_position_embeddings": original,
         }  # fmt: skip
         return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
-    if kind == "none" or (kind == "linear" and factor in (None, 1)):
-        return {}
     if attention not in (None, 1.0):
         raise keys.refused("rope.scaling.attn_factor", attention, f"1.0 beside {kind!r}")
+    if kind == "none":
+        return {}
     betas = {key: keys.number(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
     scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original} | betas
     return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}

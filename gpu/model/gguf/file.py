@@ -67,9 +67,11 @@ def read_gguf(path: Path) -> GgufFile:
     paths = part_paths(path)
     try:
         stamps = tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in paths)
+        return _read(stamps)
     except OSError as error:
-        raise ModelError(f"model: {path} cannot be read ({error.strerror}); wanted a GGUF file") from None
-    return _read(stamps)
+        raise ModelError(
+            f"model: {error.filename or path} cannot be read ({error.strerror}); wanted a GGUF file"
+        ) from None
 
 
 def part_paths(path: Path) -> tuple[Path, ...]:
