@@ -140,8 +140,9 @@ def _serve(
                 first_token_s.append(seconds)
         batches[batch] = client.steps(batch, benchmark.steps, benchmark.seconds)
         peak_host = max(peak_host, client.host_stats().bytes_used / GIB)
-        floor = floors.decode(profile, benchmark.context, batch, batches[batch].rows_read, batches[batch].kept_tokens)
-        _print_batch(console, batch, batches[batch], floor)
+        counted = benchmark.context, batch, batches[batch].rows_read, batches[batch].kept_tokens
+        attended = floors.decode_as_attended(profile, *counted)
+        _print_batch(console, batch, batches[batch], floors.decode(profile, *counted), attended)
     if is_first:
         device = torch.device(floors.plan.device)
         parts = trace_steps(lambda: client.step(len(running)), client.seconds, device, benchmark.trace)
@@ -154,14 +155,15 @@ def _serve(
     return Served(first_token_s, batches, device_gib, peak_host, process_gib, turns, parts)
 
 
-def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor) -> None:
+def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor, attended: Floor) -> None:
     timing = summarise(measured.step_ms)
     console.print(
         f"  batch {batch}: {timing.ms:.2f} ms a step ({timing.p10:.2f}-{timing.p90:.2f} in {len(measured.step_ms)}), "
         f"{measured.fraction_read:.2%} of what heads have down read, {measured.kept_tokens:,} tokens kept on the "
         f"device, host waits {measured.wait_ms:.2f} ms and attends "
         f"{measured.attend_ms:.2f}, before the first one {measured.ready_ms:.0f} for tables; floor {floor.ms:.2f} "
-        f"({floor.text})" + ("" if measured.hits is None else f"; {measured.hits:.1%} of heads reuse attention"),
+        f"({floor.text}), at the attend kernel's own rate {attended.ms:.2f}"
+        + ("" if measured.hits is None else f"; {measured.hits:.1%} of heads reuse attention"),
         highlight=False,
         soft_wrap=True,
     )
@@ -201,13 +203,14 @@ def _rows(
         theirs = served[peer] if peer else None
         profile = profiles[name]
         for batch, measured in ours.batches.items():
-            floor = floors.decode(profile, benchmark.context, batch, measured.rows_read, measured.kept_tokens)
+            counted = benchmark.context, batch, measured.rows_read, measured.kept_tokens
+            floor, attended = floors.decode(profile, *counted), floors.decode_as_attended(profile, *counted)
             timing = summarise(measured.step_ms)
             row = Row(
                 name=f"decode step, {name}", shape=f"{shape}, batch {batch}, context {benchmark.context:,}",
                 **asdict(timing), floor=floor.text, floor_ms=floor.ms, peer=peer,
                 peer_ms=None if theirs is None else summarise(theirs.batches[batch].step_ms).ms,
-                extras=_extras(ours, measured, batch, timing.ms), **common,
+                extras=_extras(ours, measured, batch, timing.ms, attended.ms), **common,
             )  # fmt: skip
             rows.append(row)
         first, *others = ours.first_token_s
@@ -225,10 +228,11 @@ def _rows(
     return rows
 
 
-def _extras(ours: Served, measured: Batch, batch: int, step_ms: float) -> dict[str, Any]:
+def _extras(ours: Served, measured: Batch, batch: int, step_ms: float, attended_ms: float) -> dict[str, Any]:
     extras = {
         "steps": len(measured.step_ms),
         "tokens_per_s": 1e3 * batch / step_ms,
+        "floor_as_attended_ms": attended_ms,
         "fraction_read": measured.fraction_read,
         "rows_read": measured.rows_read,
         "kept_tokens": measured.kept_tokens,

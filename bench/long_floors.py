@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from bench.attend_rate import measure_attend_rate
 from bench.rates import measure_device_rates, measure_host_matmul
-from cpu.rates import GIB, measure_host_rates, measure_read_rate
+from cpu.rates import GIB, default_gib, measure_host_rates, measure_read_rate
 from gpu.load import DTYPES, load_architecture
 from gpu.memory.host_demand import CODE_BYTES
 from gpu.memory.plan import MemoryPlan
@@ -51,6 +52,17 @@ class LongFloors:
         and the floor is the device's part alone. kept_tokens: of all rows, those that the host has and the device
         reads.
         """
+        return self._decode(profile, context, batch, rows_read, kept_tokens, self.rates["host_stream_gb_s"])
+
+    def decode_as_attended(
+        self, profile: Profile, context: int, batch: int, rows_read: float, kept_tokens: int
+    ) -> Floor:
+        """Likewise, where the CPU reads rows as fast as its attention does at best, not as fast as any kernel."""
+        return self._decode(profile, context, batch, rows_read, kept_tokens, self.rates["host_attend_gb_s"])
+
+    def _decode(
+        self, profile: Profile, context: int, batch: int, rows_read: float | None, kept_tokens: int, host_gb_s: float
+    ) -> Floor:
         weight_bytes, kept_bytes = (
             self.step.weights(batch),
             kept_tokens * len(self.shape.layers) * self.step.layer_token,
@@ -69,7 +81,6 @@ class LongFloors:
             )
         if rows_read is None:
             return Floor(f"{text}; the rows that the CPU reads come on top, once counted", ms)
-        host_gb_s = self.rates["host_stream_gb_s"]
         ms += rows_read * self.step.host_row / host_gb_s / 1e6
         return Floor(f"{text}, {rows_read:,.0f} rows over {host_gb_s:.0f} GB/s", ms)
 
@@ -117,6 +128,8 @@ def measure_floors(config: EngineConfig) -> LongFloors:
     shape = find_tier_shape(config, architecture, plan)
     weight_bytes = step_weight_bytes(architecture, plan.dtype_bytes, plan.device == "cuda", 1)
     rates = measure_host_rates(count_physical_cores())
+    threads = config.host.threads or plan.threads
+    rates["host_attend_gb_s"] = measure_attend_rate(shape, DTYPES[plan.dtype], threads, default_gib())
     if plan.device == "cuda":
         rates |= measure_device_rates(torch.device("cuda"))
         stream = rates["device_stream_gb_s"]

@@ -254,7 +254,7 @@ class Scheduler:
 
     def _grow_back(self, lane: Lane, is_ready: IsReady) -> list[Fetch]:
         """What comes back up to the device beside this step; it is those that ask whose tokens may."""
-        if lane is not self._lanes.all[0]:
+        if lane is not self._lanes.lane_of(asks=True, joins=False):
             return []
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
         return self.residence.grow_back(self.roster.running, is_quiet, is_ready)

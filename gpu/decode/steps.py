@@ -354,7 +354,7 @@ class DecodeSteps:
         """Where a step of so many rows asks for experts; None: it fetches them."""
         if not self._experts:
             return None
-        experts = self._experts[-1 if asks else 0]
+        experts = self._experts[_place(asks)]
         return experts if num_rows <= experts.max_rows else None
 
     def _eager_experts(self, num_rows: int) -> ExpertExchange | None:
@@ -364,13 +364,13 @@ class DecodeSteps:
 
     def _recover_experts(self, captured: _Captured, asks: bool) -> None:
         if captured.asks is not None:
-            self._expert_answering[-1 if asks else 0].recover()
+            self._expert_answering[_place(asks)].recover()
 
     def _answer_experts(self, captured: _Captured, asks: bool) -> tuple[Answers, ...]:
         """Behind the launch of a step: whoever answers what it asks for experts is told."""
         if captured.asks is None:
             return ()
-        place = -1 if asks else 0
+        place = _place(asks)
         experts, num_rows = self._experts[place], int(captured.asks.table[0, ROWS])
         return (self._expert_answering[place].hand_over(experts.worker, [Part(experts, captured.asks, num_rows)]),)
 
@@ -391,6 +391,11 @@ class DecodeSteps:
         return StepRows.pack(
             batch.slots, batch.places, batch.positions, batch.cells, batch.asks, num_rows, padding_token_slot
         )
+
+
+def _place(asks: bool) -> int:
+    """Of a step's exchange for experts among those of all lanes: steps that ask the host have the last."""
+    return -1 if asks else 0
 
 
 def _logits_of(step: Step) -> Tensor:

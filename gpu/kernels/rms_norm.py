@@ -1,8 +1,8 @@
-"""RMSNorm, alone, after a residual addition, and before one.
+"""RMSNorm, alone, and before a residual addition.
 
 Arithmetic of Hugging Face's LlamaRMSNorm: float32 inside, rounded to x.dtype, then times the weight; and of its
 Gemma3RMSNorm where the weight is float32 and x is not: times the weight, then rounded. It refuses to know what the
-hidden states are. Bytes moved per token: 2 * hidden * itemsize, and more by 1 or 2 times that with a residual.
+hidden states are. Bytes moved per token: 2 * hidden * itemsize, and half as many more with a residual.
 """
 
 import torch
@@ -27,27 +27,15 @@ def rms_norm_add_reference(x: Tensor, weight: Tensor, eps: float, residual: Tens
     return rms_norm_reference(x, weight, eps).add_(residual)
 
 
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Plain torch. `residual += x` in place, then its norm."""
-    residual += x
-    return rms_norm_reference(residual, weight, eps), residual
-
-
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    ADDS_RESIDUAL: tl.constexpr, ADDS_AFTER: tl.constexpr,
+    x, residual, weight, out, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADDS_AFTER: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     dtype = x.dtype.element_ty
     row = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADDS_RESIDUAL:
-        row += tl.load(residual + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = row.to(dtype)
-        tl.store(residual + token * HIDDEN + column, rounded, mask=inside)
-        row = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
     normed = row * scale
     if weight.dtype.element_ty == dtype:
@@ -68,7 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_norm("rms_norm", "weight", weight, x)
     if not runs_on_triton(x) or x.numel() == 0:
         return rms_norm_reference(x, weight, eps)
-    return _launch("rms_norm", x, None, weight, eps, False)
+    return _launch("rms_norm", x, None, weight, eps)
 
 
 def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
@@ -81,7 +69,7 @@ def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Ten
     if not runs_on_triton(x) or x.numel() == 0:
         return rms_norm_add_reference(x, weight, eps, residual)
     check_contiguous("rms_norm_add", "residual", residual)
-    return _launch("rms_norm_add", x, residual, weight, eps, True)
+    return _launch("rms_norm_add", x, residual, weight, eps)
 
 
 def check_norm(op: str, name: str, weight: Tensor, x: Tensor) -> None:
@@ -90,20 +78,7 @@ def check_norm(op: str, name: str, weight: Tensor, x: Tensor) -> None:
     check(op, name, weight, (x.shape[-1],), dtype, x.device)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`residual += x` in place (kept in x.dtype), then `(rms_norm(residual), residual)`; all `[tokens, hidden]`.
-
-    Raises ValueError for a weight or residual of another shape, dtype or device, or a residual that is not contiguous.
-    """
-    check_norm("add_rms_norm", "weight", weight, x)
-    check("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, x.device)
-    if not runs_on_triton(x) or x.numel() == 0:
-        return add_rms_norm_reference(x, residual, weight, eps)
-    check_contiguous("add_rms_norm", "residual", residual)
-    return _launch("add_rms_norm", x, residual, weight, eps, False), residual
-
-
-def _launch(op: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, adds_after: bool) -> Tensor:
+def _launch(op: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     check_dtype(op, x)
     tokens, hidden = x.shape
     check(op, "x", x, (tokens, hidden), x.dtype, weight.device)
@@ -111,7 +86,6 @@ def _launch(op: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: fl
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
         x, x if residual is None else residual, weight, out, x.stride(0), eps,
-        HIDDEN=hidden, BLOCK=block, ADDS_RESIDUAL=residual is not None and not adds_after, ADDS_AFTER=adds_after,
-        num_warps=min(16, max(1, block // 512)),
+        HIDDEN=hidden, BLOCK=block, ADDS_AFTER=residual is not None, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out

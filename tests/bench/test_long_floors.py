@@ -16,6 +16,7 @@ from transfer.machine import load_machine, probe_machine
 
 RATES = {
     "host_stream_gb_s": 10.0,
+    "host_attend_gb_s": 4.0,
     "device_to_host_gb_s": 1e-3,  # a link that is always the slower one, unless a test mends it
     "host_to_device_gb_s": 1e-3,
     "bf16_matmul_tflop_s": 1.0,
@@ -67,6 +68,9 @@ def test_rows_that_the_cpu_reads_come_on_top_as_they_are_kept(rows, itemsize):
     assert "come on top" in without.text
     more = floors.decode(sampled, TOKENS, 1, 1000.0).ms - without.ms
     assert more == pytest.approx(1000 * 2 * 64 * itemsize / 10 / 1e6)
+    attended = floors.decode_as_attended(sampled, TOKENS, 1, 1000.0, 0)
+    assert "over 4 GB/s" in attended.text
+    assert attended.ms - without.ms == pytest.approx(1000 * 2 * 64 * itemsize / 4 / 1e6)
 
 
 def test_what_goes_down_has_codes_only_where_it_is_sampled(tiny):

@@ -41,7 +41,7 @@ from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_
 from gpu.kernels.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.kernels.race import race
 from gpu.kernels.restore_rows import restore_rows
-from gpu.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
+from gpu.kernels.rms_norm import rms_norm, rms_norm_add
 from gpu.kernels.rope_kv_write import rope_kv_write
 from gpu.kernels.routing import choose
 from gpu.kernels.scatter_runs import launch as scatter
@@ -95,7 +95,6 @@ def _norms(shape: Architecture, dtype: torch.dtype) -> None:
         torch.empty(shape.hidden, dtype=dtype, device="cuda"),
     )
     rms_norm(x, weight, 1e-5)
-    add_rms_norm(x, torch.empty_like(x), weight, 1e-5)
     for norm in (weight, torch.empty(shape.hidden, device="cuda")):
         rms_norm(x, norm, 1e-5)
         rms_norm_add(x, norm, 1e-5, torch.empty_like(x))

@@ -137,12 +137,6 @@ def claim_own(team, stage, items):
 
 
 @numba.njit(nogil=True)
-def is_over(team, stage, items):
-    """Whether all items of a stage are done, for a thread that comes late."""
-    return atomic_load(_counter(team, stage, team.threads)) == items
-
-
-@numba.njit(nogil=True)
 def end_stage(team, stage, items, done):
     """Report `done` items and wait until all are. Returns whether these were the last; true for one thread alone."""
     counter = _counter(team, stage, team.threads)

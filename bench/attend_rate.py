@@ -1,0 +1,69 @@
+"""How fast attention on this host reads rows in a stream, at its best: what a step is held to, beside other kernels.
+
+Knows a tier's shape; refuses to know contexts and engines. Rows are all alike, of a size several times the last-level
+cache unless a caller asks for less, and each is read once for the heads of its group: bytes of keys and values over
+the best time. The answer of alike rows is known, and looked at.
+"""
+
+import math
+import time
+
+import numpy as np
+import torch
+
+from cpu.attention import HostAttention
+from cpu.decode_step import QUERY_TYPES
+from cpu.pieces import EXACT, SEGMENT_TOKENS, new_pieces
+from cpu.rates import GIB
+from cpu.segment import ROW_TYPES
+from transfer.tier_shape import TierShape
+
+_REPEATS = 7
+_ONE = {"bfloat16": 0x3F80, "int8": 1}
+_HUGE_PAGE_BYTES = 2 * 2**20
+
+
+def measure_attend_rate(shape: TierShape, query_dtype: torch.dtype, threads: int, gib: float) -> float:
+    """GB/s (1e9 bytes) of rows as the tier keeps them, by a step of one row. query_dtype: bfloat16 or float32; gib: of
+    keys and values together. Compiles, or reads numba's cache.
+    """
+    row_type = ROW_TYPES[shape.rows][0]
+    kernel = HostAttention(
+        heads=shape.num_heads, kv_heads=shape.num_kv_heads, dim=shape.dim, row_type=row_type,
+        query_type=QUERY_TYPES[query_dtype], bits=max(shape.bits_per_table, 1), tables=max(shape.num_tables, 2),
+        scale=shape.dim**-0.5, threads=threads,
+    )  # fmt: skip
+    num_tokens = max(1, int(gib * GIB) // (shape.num_kv_heads * kernel.row_bytes))
+    sizes = [min(SEGMENT_TOKENS, num_tokens - begin) for begin in range(0, num_tokens, SEGMENT_TOKENS)]
+    parts = [
+        [_alike((shape.num_kv_heads, size, shape.dim), row_type, _ONE[shape.rows]) for _ in range(2)] for size in sizes
+    ]
+    key_scale = np.ones(shape.num_kv_heads, np.float32)
+    value_scale = np.ones((shape.num_kv_heads, shape.dim), np.float32)
+    table = new_pieces(len(parts))
+    table["run_begin"] = SEGMENT_TOKENS * np.arange(len(parts))
+    for piece, arrays in zip(table, parts, strict=True):
+        piece["mode"], piece["end"], piece["tokens"] = EXACT, arrays[0].shape[1], arrays[0].shape[1]
+        for name, array in zip(("key", "value"), arrays, strict=True):
+            piece[f"{name}s"] = array.ctypes.data
+            piece[f"{name}_head_bytes"], piece[f"{name}_row_bytes"] = array.strides[:2]
+        piece["key_scale"], piece["value_scale"] = key_scale.ctypes.data, value_scale.ctypes.data
+    queries = np.zeros((1, shape.num_heads, shape.dim), QUERY_TYPES[query_dtype])
+    best, num_bytes = math.inf, num_tokens * shape.num_kv_heads * kernel.row_bytes
+    for _ in range(1 + _REPEATS):
+        began = time.perf_counter()
+        got = kernel.attend(table, queries, None, threads)
+        best = min(best, time.perf_counter() - began)
+        assert got.rows * kernel.row_bytes == num_bytes, "a row is read once for the heads of a group"
+        assert np.allclose(got.lse, math.log(num_tokens), atol=1e-3), "queries of zero count the rows"
+    return num_bytes / best / 1e9
+
+
+def _alike(shape: tuple[int, ...], row_type: type, value: int) -> np.ndarray:
+    """Written, from a huge page on, as slabs begin: a row across one line more than it fills is read slower."""
+    num_bytes = math.prod(shape) * np.dtype(row_type).itemsize
+    room = np.empty(num_bytes + _HUGE_PAGE_BYTES, np.uint8)
+    begin = -room.ctypes.data % _HUGE_PAGE_BYTES
+    rows = room[begin : begin + num_bytes].view(row_type).reshape(shape)
+    rows[:] = value
+    return rows
