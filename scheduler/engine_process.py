@@ -6,6 +6,7 @@ Invariant: it ends on Shutdown, and never outlives process PARENT_ID, which star
 step hangs.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -123,6 +124,8 @@ def main(requests: str, replies: str, parent_id: str) -> int:
         connection.close()
         return 1
     connection.listen(engine.prepare)
+    gc.collect()
+    gc.freeze()  # of what stands now nothing is ever garbage, and to look at all of it takes longer than a token does
     connection.send(ready)
     Loop(engine, connection, pulse).run()
     pulse.stop()

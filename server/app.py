@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gc
 import os
 import resource
 import socket
@@ -141,6 +142,8 @@ def serve(deployment: Deployment, memory: MemoryPlan, on_loading: Callable[[Load
         print(f"tandem: {error}", file=sys.stderr)
         return 1
     program = _Program(http, app.state.service)
+    gc.collect()
+    gc.freeze()  # of what stands now nothing is ever garbage, and streams stand still while all of it is looked at
     program.run(sockets=[listener])
     if program.failure is not None:
         print(f"tandem: {program.failure}", file=sys.stderr)

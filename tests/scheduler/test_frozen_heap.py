@@ -1,0 +1,34 @@
+"""What the engine has made before its first request is no business of collections, which would hold up tokens."""
+
+import gc
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from scheduler import engine_process
+
+
+def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[int] = []
+    connection = SimpleNamespace(listen=lambda prepare: None, send=lambda message: None, close=lambda: None)
+    engine = SimpleNamespace(prepare=None, shutdown=lambda: None)
+    start = SimpleNamespace(config=None, memory=None)
+    for name, instead in {
+        "Connection": lambda requests, replies: connection,
+        "PulseThread": lambda replies: SimpleNamespace(start=lambda: None, stop=lambda: None),
+        "_read_start": lambda text: start,
+        "load_engine": lambda config, memory, on_progress: (engine, "ready"),
+        "Loop": lambda *given: SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count())),
+        "_end_with_parent": lambda *given: None,
+    }.items():
+        monkeypatch.setattr(engine_process, name, instead)
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(engine_process.sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(engine_process.sys, "stdin", io.StringIO())
+    gc.unfreeze()
+    try:
+        assert engine_process.main("requests", "replies", "1") == 0
+        assert frozen[0] > 0
+    finally:
+        gc.unfreeze()
