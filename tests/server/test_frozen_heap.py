@@ -20,6 +20,7 @@ def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeyp
     def run(sockets: list[object]) -> None:
         frozen.append(gc.get_freeze_count())
 
+    monkeypatch.setattr(app.logs, "configure", lambda level: None)  # of this process: other tests read its log
     monkeypatch.setattr(app, "_Program", lambda http, service: SimpleNamespace(run=run, failure=None))
     deployment = make_deployment(port=0)
     gc.unfreeze()
