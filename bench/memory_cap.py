@@ -14,4 +14,5 @@ def cap_memory(limit_bytes: int, device: torch.device) -> None:
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min((limit_bytes - CUDA_RUNTIME_BYTES) / total, 1.0), device)
+    index = torch.cuda.current_device() if device.index is None else device.index  # it takes no `cuda` alone
+    torch.cuda.set_per_process_memory_fraction(min((limit_bytes - CUDA_RUNTIME_BYTES) / total, 1.0), index)
