@@ -4,21 +4,17 @@ It refuses to know attention. Shapes are those of a named model; weights are ran
 holds, multiplied one after another in a CUDA graph. A product is compared with that of the unpacked numbers in float64
 before anything is timed. Floor: the bytes that are held over the rate of reading, or FLOPs over that of products,
 whichever takes longer. Peer: the same four products by the vendor's library in bf16; beside it, where torch has them,
-its own products of int4 and FP8, and those of `humming-kernels` where that is installed. Prefill: a prompt's products,
-for which a matrix of few bits is widened once a layer.
+its own products of int4 and FP8. Prefill: a prompt's products, for which a matrix of few bits is widened once a layer.
 """
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from bench.gpu_kernels_sweep import relative_error
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require
 from gpu.kernels.packed import Packed
@@ -56,7 +52,7 @@ def matrix_rows(
                 announce(console, f"layer, {kind}, batch {batch}", floor, floor_ms)
             timing = measure(_graph(_layers(shape, weights, batch), device), device, WARMUPS, REPEATS)
             peer = measure(_graph(_library(plain[1], batch), device), device, WARMUPS, REPEATS)
-            others = _torch_times(kind, plain[1], batch) | _humming_times(kind, plain[1], batch)
+            others = _torch_times(kind, plain[1], batch)
             count, plain_count = len(weights.layers), len(plain[1].layers)
             rows.append(
                 Row(
@@ -196,43 +192,6 @@ def _torch_times(kind: str, weights: Weights, batch: int) -> dict[str, float | s
         return {f"torch_{kind}": f"not here: {str(error).splitlines()[0][:60]}"}
     timing = measure(_graph(lambda: [call() for call in calls], device), device, WARMUPS, REPEATS)
     return {f"torch_{kind}_ms": timing.ms / len(layers)}
-
-
-def _humming_times(kind: str, weights: Weights, batch: int) -> dict[str, float | str]:
-    """Milliseconds of a layer by `humming-kernels`, compiled at first use; nothing where it is not installed."""
-    schema = {
-        "int4": {"dtype": "uint4", "group_size": INT4_GROUP, "has_zero_point": True},
-        "fp8": {"dtype": "float8e4m3"},
-    }
-    device = weights.layers[0].qkv.device
-    if device.type != "cuda" or kind not in schema or importlib.util.find_spec("humming") is None:
-        return {}
-    try:
-        calls = [call for layer in weights.layers for call in _humming_layer(layer, batch, schema[kind])]
-        for call in calls[:4]:
-            call()
-        torch.cuda.synchronize()
-    except (RuntimeError, ValueError, AssertionError, OSError) as error:
-        return {f"humming_{kind}": f"not here: {str(error).splitlines()[0][:60]}"}
-    timing = measure(_graph(lambda: [call() for call in calls], device), device, WARMUPS, REPEATS)
-    return {f"humming_{kind}_ms": timing.ms / len(weights.layers)}
-
-
-def _humming_layer(layer: LayerWeights, batch: int, schema: dict[str, Any]) -> list[Callable[[], object]]:
-    from humming.layer import HummingLayer
-
-    calls: list[Callable[[], object]] = []
-    for matrix, x in zip(_matrices(layer), _inputs(layer, batch), strict=True):
-        rows, inner = matrix.shape
-        held = HummingLayer(shape_n=rows, shape_k=inner, weight_config=dict(schema), torch_dtype=torch.bfloat16).to(
-            x.device
-        )
-        held.load_from_unquantized(matrix.detach())
-        held.transform()
-        error = relative_error(held(x), F.linear(x, matrix))
-        require(error < 0.2, f"humming's product is {error:.1e} from the library's")
-        calls.append(lambda x=x, held=held: held(x))
-    return calls
 
 
 def _int4_layer(layer: LayerWeights, batch: int) -> list[Callable[[], object]]:

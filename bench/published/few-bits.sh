@@ -40,7 +40,7 @@ for part in "${parts[@]}"; do
     prompt) # Aim: int4 within 1.15 of bf16's time.  50 s each
         for kind in bfloat16 int4 fp8; do
             cat > "$OUT/prompt-$kind.yaml" <<YAML
-model: {random_weights: $shape, weights: $kind, tokenizer: deploy/models/reference}
+model: {random_weights: $shape, weights: $kind, tokenizer: "$PWD/deploy/models/reference"}
 gpu: {device: $device, $memory, dtype: bfloat16, graph_batch_sizes: [1]}
 host: {memory_limit_gib: 1, resident_tokens: $prompt}
 scheduler: {max_running: 1, max_context_tokens: $((prompt + 256)), default_profile: exact, prefill: {chunk_tokens: $chunk}}

@@ -13,22 +13,25 @@ from transfer.machine import GIB
 
 
 @pytest.fixture
-def fractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, torch.device]]:
-    """What is asked of torch, on a card of 140 GiB."""
-    asked: list[tuple[float, torch.device]] = []
+def fractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
+    """What is asked of torch, on a card of 140 GiB, the third of several."""
+    asked: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *told: asked.append(told))
     return asked
 
 
-def test_the_limit_is_of_all_that_a_process_holds(fractions: list[tuple[float, torch.device]]) -> None:
+def test_the_limit_is_of_all_that_a_process_holds(fractions: list[tuple[float, int]]) -> None:
+    """torch refuses a device without an index, so it is told a number."""
     card = torch.device("cuda")
     cap_memory(23 * GIB, card)
     cap_memory(200 * GIB, card)
+    cap_memory(23 * GIB, torch.device("cuda:1"))
     cap_memory(23 * GIB, torch.device("cpu"))
-    (one, where), (whole, _) = fractions
+    (one, where), (whole, _), (_, other) = fractions
     assert one * 140 * GIB == pytest.approx(23 * GIB - CUDA_RUNTIME_BYTES)
-    assert (whole, where) == (1.0, card)
+    assert (whole, where, other) == (1.0, 2, 1)
 
 
 def test_a_long_context_is_measured_within_its_plans_limit(monkeypatch: pytest.MonkeyPatch) -> None:
