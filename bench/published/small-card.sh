@@ -32,7 +32,7 @@ for part in "${parts[@]}"; do
     8b-96k) deployment 8b-96k "random_weights: llama-3.1-8b" 40 2048 100000 1 2048 && long 8b-96k 98304 1 ;;              # 120 s
     8b-256k) deployment 8b-256k "random_weights: llama-3.1-8b, $far" 60 2048 262144 1 2048 && long 8b-256k 261000 1 ;;    # 150 s
     8b-four) deployment 8b-four "random_weights: llama-3.1-8b" 60 2048 100000 4 2048 && long 8b-four 98304 1,2,4 ;;       # 150 s
-    32b-128k) deployment 32b-128k "random_weights: qwen2.5-32b, $yarn" 48 1024 131072 2 256 && long 32b-128k 130560 1 ;;  # 340 s: a prompt takes 89
+    32b-128k) deployment 32b-128k "random_weights: qwen2.5-32b, $yarn" 48 1024 131072 2 512 && long 32b-128k 130560 1 ;;  # 300 s
     *) echo "small-card.sh: no part is called $part" >&2 && exit 2 ;;
     esac
 done
