@@ -106,6 +106,7 @@ def load_engine(
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
         vocab_size=architecture.vocab_size,
+        num_layers=architecture.num_layers,
         max_context_tokens=max(longest.values()),
         profiles=longest,
         default_profile=config.scheduler.default_profile,

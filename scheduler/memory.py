@@ -11,12 +11,13 @@ from functools import partial
 from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
-from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from scheduler.config import EngineConfig
 from scheduler.expert_choice import asked_rows, captured_rows, choose
+from transfer.config import DocumentsConfig
 from transfer.machine import MachineProfile
 from transfer.measured import measured_path
 from transfer.rates import find_rates
@@ -31,6 +32,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     """
     profiles = resolve_profiles(config.profiles, config.host).values()
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
+    _check_select_layer(config.documents, architecture.num_layers)
     share_out = partial(
         plan_memory,
         architecture,
@@ -64,6 +66,17 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
                 f"{profile.align_tokens} tokens, and one has {chunk_tokens} at most; raise "
                 "scheduler.prefill.chunk_tokens"
             )
+
+
+def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> None:
+    """A default that is behind a small model's last layer is that one (`gpu.fusion.plan.find_select_layer`)."""
+    if documents is None or "select_layer" not in documents.model_fields_set:
+        return
+    if documents.select_layer >= num_layers:
+        raise PlanError(
+            f"documents.select_layer: asked {documents.select_layer}, the model has layers 0 to {num_layers - 1}; name "
+            "one of them"
+        )
 
 
 def find_host_demand(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> HostDemand:

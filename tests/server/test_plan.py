@@ -9,6 +9,7 @@ from rich.console import Console
 
 from gpu.config import Composition, ModelConfig
 from gpu.load import load_architecture
+from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError, named_shape
 from server.commands.plan_page import describe_plan, print_plan
 from server.config import Deployment, load_deployment
@@ -53,6 +54,22 @@ def test_resolving_leaves_nothing_of_the_machine_open(config: str, machine: str)
     assert None not in (deployment.gpu.memory_limit_gib, deployment.gpu.kv_cache_gib, deployment.gpu.threads)
     assert None not in (deployment.scheduler.max_context_tokens, deployment.scheduler.prefill.max_hidden_tokens)
     assert deployment.model.name
+
+
+def test_a_layer_to_choose_in_that_the_model_has_not_is_refused_and_a_default_behind_its_last_one_is_that_one() -> None:
+    laptop = load_machine(DEPLOY / "machines" / "laptop.json")
+
+    def select_layer(**documents: int) -> int:
+        tree = {"model": {"random_weights": "tiny"}, "documents": documents}
+        plan = resolve_plan(Deployment.model_validate(tree), laptop)
+        again = Deployment.model_validate(plan.deployment.model_dump(mode="json"))
+        assert resolve_plan(again, laptop).deployment.documents == plan.deployment.documents
+        assert plan.deployment.documents is not None
+        return plan.deployment.documents.select_layer
+
+    assert (select_layer(), select_layer(select_layer=2), select_layer(select_layer=3)) == (3, 2, 3)
+    with pytest.raises(PlanError, match=r"documents\.select_layer: asked 4, the model has layers 0 to 3; name one"):
+        select_layer(select_layer=4)
 
 
 def test_the_asked_limit_is_the_limit() -> None:
