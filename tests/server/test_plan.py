@@ -148,6 +148,35 @@ def test_a_methods_state_for_what_runs_is_in_the_plan(tmp_path: Path, monkeypatc
     assert f"{state.bytes / GIB:.3f}" in next(line for line in page.getvalue().splitlines() if "state of toy" in line)
 
 
+def test_what_a_method_keeps_beyond_what_was_asked_for_is_noted_with_the_profile_that_has_it() -> None:
+    def notes(host: dict[str, int], **profiles: dict[str, str]) -> list[str]:
+        tree = {
+            "model": {"random_weights": "tiny"},
+            "host": {"memory_limit_gib": 0.1, **host},
+            "profiles": profiles,
+            "scheduler": {"max_running": 2, "max_context_tokens": 16_384},
+        }
+        plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))
+        again = resolve_plan(plan.deployment, plan.machine)
+        assert not [note for note in again.notes if " in place of " in note], "it is what is asked for now"
+        page = io.StringIO()
+        print_plan(plan, Console(width=200, file=page))
+        found = [note for note in plan.notes if " in place of " in note]
+        assert page.getvalue().count(" in place of ") == len(found)
+        return found
+
+    small = {"window_tokens": 60, "resident_tokens": 1030}
+    assert notes(small) == [], "rounded up to whole pages"
+    window = "host.window_tokens: 1,280 in place of 60: 'mac' of the profile 'quick' needs 1,280"
+    resident = (
+        "host.resident_tokens: 1,424 in place of 1,030: 16 in front, a window of 1,280 and 128 that go down at once"
+    )
+    quick = {"reuse": "mac", "host": "offloaded"}
+    assert notes(small, plain={"host": "sampled"}, quick=quick) == [window, resident]
+    assert notes({"window_tokens": 60}, quick=quick) == [window]
+    assert notes({"window_tokens": 1280}, quick=quick) == []
+
+
 def test_api_keys_are_counted_and_not_shown() -> None:
     tree = {"model": {"random_weights": "tiny"}, "server": {"api_keys": ["secret-1", "secret-2"]}}
     plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))
