@@ -100,9 +100,15 @@ class Documents:
         if fusion is None:
             return
         try:
-            get_policy(fusion.policy)
+            policy = get_policy(fusion.policy)
         except UnknownPolicyError as error:
             raise TooLargeError(str(error)) from None
+        num_layers = len(self._windows)
+        if policy.looks and fusion.select_layer >= num_layers:
+            raise TooLargeError(
+                f"fusion.select_layer: asked {fusion.select_layer}, the model has layers 0 to {num_layers - 1}; name "
+                "one of them"
+            )
         why = self._why_all_is_kept(profile) if fusion.keep_tokens and request.chunks else None
         if why is not None:
             raise TooLargeError(

@@ -8,7 +8,8 @@ import hashlib
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 
@@ -53,8 +54,10 @@ def load_engine(
 ) -> tuple[Engine, Ready]:
     """Load the model into the memory that is planned, and build an engine that is ready to step.
 
-    `on_progress(stage, fraction)` is called as it goes. Raises ModelError, HostMemoryError, PlanError where the plan's
-    device is not there, or ProfileError for a profile that there cannot be, and for a default one that does not exist.
+    `on_progress(stage, fraction)` is told of "host" (memory for contexts, and what attends to them: compiled once a
+    machine), "documents" (weights are read, to name them), what `load_runner` does, and "rehearsal". Raises ModelError,
+    HostMemoryError, PlanError where the plan's device is not there, or ProfileError for a profile that there cannot be,
+    and for a default one that does not exist.
     """
     began = time.monotonic()
     profiles = resolve_profiles(config.profiles, config.host)
@@ -64,8 +67,13 @@ def load_engine(
     resolved = {"device": plan.device, "dtype": plan.dtype, "kv": plan.kv, "threads": plan.threads}
     gpu = config.gpu.model_copy(update=resolved)
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
-    tier = None if config.host is None or shape is None else load_tier(config.host, shape, plan)
-    library = None if config.documents is None else open_library(config.documents, config.model, architecture, plan)
+    tier = library = None
+    if config.host is not None and shape is not None:
+        with _told(on_progress, "host"):
+            tier = load_tier(config.host, shape, plan)
+    if config.documents is not None:
+        with _told(on_progress, "documents"):
+            library = open_library(config.documents, config.model, architecture, plan)
     runner = load_runner(
         config.model,
         gpu,
@@ -102,10 +110,12 @@ def load_engine(
         runner.most_rows,
     )
     if plan.device == "cuda":
-        rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
+        with _told(on_progress, "rehearsal"):
+            rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
         vocab_size=architecture.vocab_size,
+        num_layers=architecture.num_layers,
         max_context_tokens=max(longest.values()),
         profiles=longest,
         default_profile=config.scheduler.default_profile,
@@ -115,6 +125,13 @@ def load_engine(
         load_seconds=time.monotonic() - began,
     )
     return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
+
+
+@contextmanager
+def _told(on_progress: Callable[[str, float], None], stage: str) -> Iterator[None]:
+    on_progress(stage, 0.0)
+    yield
+    on_progress(stage, 1.0)
 
 
 def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:

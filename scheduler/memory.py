@@ -7,16 +7,18 @@ configuration; nothing plans again. How memory is shared out is `gpu.memory`'s b
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 
 from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
-from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from scheduler.config import EngineConfig
 from scheduler.expert_choice import asked_rows, captured_rows, choose
+from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import MachineProfile
 from transfer.measured import measured_path
 from transfer.rates import find_rates
@@ -29,8 +31,9 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
     again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
     """
-    profiles = resolve_profiles(config.profiles, config.host).values()
+    profiles = list(resolve_profiles(config.profiles, config.host).values())
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
+    _check_select_layer(config.documents, architecture.num_layers)
     share_out = partial(
         plan_memory,
         architecture,
@@ -53,7 +56,34 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     if computed_rows != plan.computed_rows:
         plan = share_out(computed_rows=computed_rows)
         _, said = choose(computed_rows, *known, plan, find_expert_shares(architecture, plan), rates)
-    return plan if said is None else replace(plan, notes=(*plan.notes, said))
+    notes = [] if config.host is None else _say_kept(profiles, config.host, architecture, plan)
+    return replace(plan, notes=(*plan.notes, *notes, *([] if said is None else [said])))
+
+
+def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan) -> list[str]:
+    """What stays on the device of every context though less of it was asked for, and who needs it."""
+    notes = []
+    kept = [
+        (profile.name, part.method.name, part.method.keeps(part.settings, host, architecture))
+        for profile in profiles
+        for part in profile.parts
+        if part.method.keeps is not None
+    ]
+    for key in ("sink_tokens", "window_tokens"):
+        needs = [(*who, getattr(one, key)) for *who, one in kept]
+        profile, method, most = max(needs, key=itemgetter(2), default=("", "", 0))
+        if most > getattr(host, key):
+            notes.append(
+                f"host.{key}: {getattr(plan, key):,} in place of {getattr(host, key):,}: {method!r} of the profile "
+                f"{profile!r} needs {most:,}"
+            )
+    if plan.resident_tokens - host.resident_tokens >= plan.page_tokens:
+        notes.append(
+            f"host.resident_tokens: {plan.resident_tokens:,} in place of {host.resident_tokens:,}: "
+            f"{plan.sink_tokens:,} in front, a window of {plan.window_tokens:,} and {plan.lump_tokens:,} that go down "
+            "at once"
+        )
+    return notes
 
 
 def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
@@ -64,6 +94,17 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
                 f"{profile.align_tokens} tokens, and one has {chunk_tokens} at most; raise "
                 "scheduler.prefill.chunk_tokens"
             )
+
+
+def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> None:
+    """A default that is behind a small model's last layer is that one (`gpu.fusion.plan.find_select_layer`)."""
+    if documents is None or "select_layer" not in documents.model_fields_set:
+        return
+    if documents.select_layer >= num_layers:
+        raise PlanError(
+            f"documents.select_layer: asked {documents.select_layer}, the model has layers 0 to {num_layers - 1}; name "
+            "one of them"
+        )
 
 
 def find_host_demand(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> HostDemand:

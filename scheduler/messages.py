@@ -154,6 +154,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """
 
     vocab_size: int
+    num_layers: int
     max_context_tokens: int
     profiles: dict[str, int]
     default_profile: str

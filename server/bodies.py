@@ -17,7 +17,7 @@ from transfer.config import PolicyName
 
 MAX_DOCUMENTS = 1024  # of a chat
 MAX_TITLE_CHARS = 1024
-MOST_LAYERS = 2**16  # of a model, more than any has; behind its last one is its last one
+MOST_LAYERS = 2**16  # of a model, more than any has; how many this one has, its engine says
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128

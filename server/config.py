@@ -134,6 +134,12 @@ def load_deployment(path: Path) -> Deployment:
         deployment = Deployment.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"config: {path}: {describe(error, text)}") from None
+    empty = _empty_section(yaml.compose(text, Loader=yaml.SafeLoader), Deployment)
+    if empty is not None:
+        raise ConfigError(
+            f"config: {path}: {empty}: nothing stands behind it; write `{empty.split('.')[-1]}: {{}}` for the section "
+            "with its defaults, or leave it out"
+        )
     return _anchor(deployment, path.resolve().parent)
 
 
@@ -159,13 +165,32 @@ def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
     """Of a section of the deployment, by the keys that lead there; none of one that has no fixed keys."""
     model: type[BaseModel] = Deployment
     for key in section:
-        field = model.model_fields.get(str(key))
-        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not inner:
+        inner = _section_of(model, str(key))
+        if inner is None:
             return ()
-        model = inner[0]
+        model = inner
     return tuple(model.model_fields)
+
+
+def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """What stands behind a key; None: no section."""
+    field = model.model_fields.get(key)
+    kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _empty_section(node: yaml.Node | None, model: type[BaseModel]) -> str | None:
+    """Keys that lead to a section with nothing behind it, which is null to YAML; a `null` that is written is meant."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        section = _section_of(model, str(key.value))
+        if section is None:
+            continue
+        if isinstance(value, yaml.ScalarNode) and value.value == "":
+            return str(key.value)
+        inner = _empty_section(value, section)
+        if inner is not None:
+            return f"{key.value}.{inner}"
+    return None
 
 
 def _unknown(loc: tuple[str, ...], text: str) -> str:

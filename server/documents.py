@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from scheduler.messages import Fusion
 from server import logs
-from server.api_error import ApiError, too_long
+from server.api_error import ApiError, invalid, too_long
 from server.bodies import FusionChoice, InlineDocument
 from server.chunker import Chunker
 from server.config import ConfigError, Deployment
@@ -98,10 +98,16 @@ async def store_inline(documents: Documents, owner: str, given: Sequence[str | I
                 return
 
 
-def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None) -> Fusion | None:
-    """How a prompt with documents is computed; None: as one without."""
+def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None, num_layers: int) -> Fusion | None:
+    """How a prompt with documents is computed; None: as one without. Raises ApiError 400 for a layer that the model has
+    not.
+    """
     policy, ratio, select_layer = config.policy, config.ratio, config.select_layer
     if choice is not None:
+        if choice.select_layer is not None and choice.select_layer >= num_layers:
+            raise invalid(
+                "fusion.select_layer", f"got {choice.select_layer}, the model has layers 0 to {num_layers - 1}"
+            )
         policy, select_layer = choice.policy or policy, choice.select_layer or select_layer
         ratio = ratio if choice.ratio is None else choice.ratio
     if policy == "vanilla":

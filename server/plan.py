@@ -98,6 +98,9 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             "threads": deployment.host.threads or machine.physical_cores,
         }
     )
+    documents = deployment.documents and deployment.documents.model_copy(
+        update={"select_layer": min(deployment.documents.select_layer, architecture.num_layers - 1)}
+    )
     resolved_scheduler = scheduler.model_copy(
         update={
             "max_context_tokens": memory.max_context_tokens,
@@ -108,7 +111,9 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     model = deployment.model.model_copy(
         update={"name": name, "tokenizer": deployment.model.tokenizer or deployment.model.path}
     )
-    resolved = deployment.model_copy(update={"model": model, "gpu": gpu, "host": host, "scheduler": resolved_scheduler})
+    resolved = deployment.model_copy(
+        update={"model": model, "gpu": gpu, "host": host, "documents": documents, "scheduler": resolved_scheduler}
+    )
     return ResolvedPlan(resolved, architecture, memory, profiles, machine, (*notes, *memory.notes))
 
 

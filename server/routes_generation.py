@@ -93,7 +93,7 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
         most_bytes = _MOST_CHAR_BYTES * service.tokenizer.longest_token_chars * context
         texts = await find_texts(documents, owner, body.documents, most_bytes)
         prompt = await document_prompt(service, documents, conversation, texts, context)
-        fusion = choose_fusion(documents.config, body.fusion)
+        fusion = choose_fusion(documents.config, body.fusion, limits.num_layers)
     use = choose_tools(body, conversation)
     max_tokens = chat_max_tokens(service, body, prompt, limits)
     grammar = await hold_answer(service, body, use, prompt)

@@ -177,6 +177,10 @@ GGUF_ROPE_LOGITS = 2e-4
 SPREAD_OF_DRAWN = 5e-3
 # Natural-log lse, absolute: float32 logits of a few units.
 LSE_FLOAT32 = 5e-6
+# The same for each unit of |lse| sqrt(dim), where that is more: from an lse of 5 on at 256 dims, of 10 at 64. A logit
+# is a float32 sum of dim products, rounded at each by up to 2**-24 of what it has come to, up or down: so a root.
+# Summed by numpy in the kernel's order, rows in codes are off by 0.16 of this (rms) and 0.6 at most.
+LSE_DOT_FLOAT32 = 2.0**-24
 # The same from bf16 queries and keys through torch's CPU attention, which scales the query in bf16 steps.
 LSE_BFLOAT16 = 5e-4
 # lse of flat logits against log(n), absolute: float32 rounding of a number below 16, over some merges.

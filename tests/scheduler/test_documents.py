@@ -470,6 +470,7 @@ def test_what_a_full_disk_did_not_take_is_stored_when_it_is_asked_for_again(
 def test_what_cannot_be_served_is_refused_by_name(engine: Engine) -> None:
     for fusion, words in (
         (Fusion(policy="a4", ratio=0.1, select_layer=1), "unknown policy 'a4'; known: a3, cacheblend"),
+        (Fusion(policy="a3", ratio=0.1, select_layer=4), "fusion.select_layer: asked 4, the model has layers 0 to 3"),
     ):
         with pytest.raises(TooLargeError, match=words):
             engine.submit([ask("a", fusion)])

@@ -1,5 +1,6 @@
 """What is planned is what is allocated: an engine is handed its memory plan, and looks whether its device is there."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,29 @@ def test_an_engine_allocates_what_it_is_handed_and_plans_nothing(monkeypatch: py
     assert (ready.num_pages, engine.scheduler.pages.num_pages) == (37, 37)
     assert engine._runner.pool.key_pages[0].shape[0] == 37
     assert ready.max_context_tokens == plan.max_context_tokens == 256
+
+
+def test_a_start_tells_of_each_stage_before_it_begins_and_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is told last is what an operator reads while it takes its time."""
+    tree = DEPLOYMENT.model_dump() | {
+        "host": {"memory_limit_gib": 0.1, "threads": 1},
+        "documents": {"folder": tmp_path, "memory_limit_gib": 0.1},
+    }
+    deployment = Deployment.model_validate(tree)
+    plan = resolve_plan(deployment, load_machine(MACHINES / "laptop.json")).memory
+    told: list[tuple[str, float]] = []
+    for name, stage in (("load_tier", "host"), ("open_library", "documents")):
+
+        def make(*given: object, make: Callable[..., object] = getattr(scheduler.load, name), stage: str = stage):
+            assert told[-1] == (stage, 0.0)
+            return make(*given)
+
+        monkeypatch.setattr(scheduler.load, name, make)
+    engine, _ = load_engine(deployment, plan, lambda stage, fraction: told.append((stage, fraction)))
+    engine.shutdown()
+    assert list(dict(told).items()) == [(stage, 1.0) for stage in ("host", "documents", "weights", "kernels")]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class FakeEngine:
         context = int(self.settings.get("context", CONTEXT))
         profiles = {"exact": context} if "context" in self.settings else PROFILES
         self.say(Ready(
-            vocab_size=VOCAB, max_context_tokens=context, profiles=profiles, default_profile="exact",
+            vocab_size=VOCAB, num_layers=12, max_context_tokens=context, profiles=profiles, default_profile="exact",
             num_pages=self.num_pages, page_tokens=16, device="fake", load_seconds=0.1,
         ))  # fmt: skip
 

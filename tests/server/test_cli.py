@@ -144,6 +144,27 @@ def test_a_profile_of_another_form_is_refused_where_the_file_is_read(
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "section"),
+    [
+        ("documents:", "documents"),
+        ("host: # of this machine\nscheduler: {}", "host"),
+        ("host:\n  sampled:\n    errors:", "host.sampled.errors"),
+    ],
+)
+def test_a_section_with_nothing_behind_it_is_refused_by_name(text: str, section: str, tmp_path: Path) -> None:
+    """Of YAML it is null; one that is written stands in every file that `tandem serve FOLDER` prints."""
+    path = tmp_path / "tandem.yaml"
+    path.write_text(f"model: {{random_weights: tiny}}\n{text}\n")
+    with pytest.raises(
+        ConfigError, match=rf": {section}: nothing stands behind it; write `{section.split('.')[-1]}: {{}}`"
+    ):
+        load_deployment(path)
+    path.write_text(f"model: {{random_weights: tiny}}\n{section.split('.')[0]}: null\n")
+    deployment = load_deployment(path)
+    assert (deployment.host, deployment.documents) == (None, None)
+
+
 def test_plan_refuses_what_serve_refuses_with_the_same_words(tmp_path: Path, tandem: RunTandem) -> None:
     for number, (deployment, words) in enumerate(broken_deployments(tmp_path)):
         path = tmp_path / f"{number}.yaml"

@@ -96,8 +96,9 @@ async def test_a_chat_carries_the_ids_of_its_documents_chunks_and_where_they_sta
     assert {chunk.salt for chunk in request.chunks} == {""}
     assert (request.fusion.policy, request.fusion.ratio, request.fusion.select_layer) == ("a3", 0.15, 5)
     assert answer.json()["usage"]["prompt_tokens"] == len(prompt)
-    await chat(docs, [made["id"]], fusion={"select_layer": 1})
-    assert (noted[-1].fusion.policy, noted[-1].fusion.select_layer) == ("a3", 1), "the paper's"
+    for layer in (1, 11):  # the paper's, and the last one
+        await chat(docs, [made["id"]], fusion={"select_layer": layer})
+        assert (noted[-1].fusion.policy, noted[-1].fusion.select_layer) == ("a3", layer)
     text = tokenizer.decode(prompt, False)
     assert text.startswith("<|begin_of_text|><|user|>\nDocument 1\nThe mayor")
     assert f"\n\nDocument 2: Boats\n{TEXT}\n\nHi<|end|>" in text
@@ -237,6 +238,7 @@ REFUSED = [
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"ratio": 1.5}}, "fusion.ratio"),
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"rate": 1}}, "fusion.rate"),
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"select_layer": 0}}, "fusion.select_layer"),
+    (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"select_layer": 12}}, "fusion.select_layer"),
 ]
 
 

@@ -20,8 +20,8 @@ from tests.server.live_server import make_deployment
 
 CONTEXT = 100
 LIMITS = Ready(
-    vocab_size=8192, max_context_tokens=CONTEXT, profiles={"exact": CONTEXT, "narrow": 50}, default_profile="exact",
-    num_pages=10, page_tokens=16, device="fake", load_seconds=0.0,
+    vocab_size=8192, num_layers=12, max_context_tokens=CONTEXT, profiles={"exact": CONTEXT, "narrow": 50},
+    default_profile="exact", num_pages=10, page_tokens=16, device="fake", load_seconds=0.0,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from gpu.config import Composition, ModelConfig
 from gpu.load import load_architecture
+from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError, named_shape
 from server.commands.plan_page import describe_plan, print_plan
 from server.config import Deployment, load_deployment
@@ -53,6 +54,22 @@ def test_resolving_leaves_nothing_of_the_machine_open(config: str, machine: str)
     assert None not in (deployment.gpu.memory_limit_gib, deployment.gpu.kv_cache_gib, deployment.gpu.threads)
     assert None not in (deployment.scheduler.max_context_tokens, deployment.scheduler.prefill.max_hidden_tokens)
     assert deployment.model.name
+
+
+def test_a_layer_to_choose_in_that_the_model_has_not_is_refused_and_a_default_behind_its_last_one_is_that_one() -> None:
+    laptop = load_machine(DEPLOY / "machines" / "laptop.json")
+
+    def select_layer(**documents: int) -> int:
+        tree = {"model": {"random_weights": "tiny"}, "documents": documents}
+        plan = resolve_plan(Deployment.model_validate(tree), laptop)
+        again = Deployment.model_validate(plan.deployment.model_dump(mode="json"))
+        assert resolve_plan(again, laptop).deployment.documents == plan.deployment.documents
+        assert plan.deployment.documents is not None
+        return plan.deployment.documents.select_layer
+
+    assert (select_layer(), select_layer(select_layer=2), select_layer(select_layer=3)) == (3, 2, 3)
+    with pytest.raises(PlanError, match=r"documents\.select_layer: asked 4, the model has layers 0 to 3; name one"):
+        select_layer(select_layer=4)
 
 
 def test_the_asked_limit_is_the_limit() -> None:
@@ -129,6 +146,35 @@ def test_a_methods_state_for_what_runs_is_in_the_plan(tmp_path: Path, monkeypatc
     page = io.StringIO()
     print_plan(plan, Console(width=200, file=page))
     assert f"{state.bytes / GIB:.3f}" in next(line for line in page.getvalue().splitlines() if "state of toy" in line)
+
+
+def test_what_a_method_keeps_beyond_what_was_asked_for_is_noted_with_the_profile_that_has_it() -> None:
+    def notes(host: dict[str, int], **profiles: dict[str, str]) -> list[str]:
+        tree = {
+            "model": {"random_weights": "tiny"},
+            "host": {"memory_limit_gib": 0.1, **host},
+            "profiles": profiles,
+            "scheduler": {"max_running": 2, "max_context_tokens": 16_384},
+        }
+        plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))
+        again = resolve_plan(plan.deployment, plan.machine)
+        assert not [note for note in again.notes if " in place of " in note], "it is what is asked for now"
+        page = io.StringIO()
+        print_plan(plan, Console(width=200, file=page))
+        found = [note for note in plan.notes if " in place of " in note]
+        assert page.getvalue().count(" in place of ") == len(found)
+        return found
+
+    small = {"window_tokens": 60, "resident_tokens": 1030}
+    assert notes(small) == [], "rounded up to whole pages"
+    window = "host.window_tokens: 1,280 in place of 60: 'mac' of the profile 'quick' needs 1,280"
+    resident = (
+        "host.resident_tokens: 1,424 in place of 1,030: 16 in front, a window of 1,280 and 128 that go down at once"
+    )
+    quick = {"reuse": "mac", "host": "offloaded"}
+    assert notes(small, plain={"host": "sampled"}, quick=quick) == [window, resident]
+    assert notes({"window_tokens": 60}, quick=quick) == [window]
+    assert notes({"window_tokens": 1280}, quick=quick) == []
 
 
 def test_api_keys_are_counted_and_not_shown() -> None:
