@@ -2,13 +2,14 @@
 
 Weights are random, so how far one step's blocks differ from the next one's says nothing of a model: a share of them is
 exchanged for others, drawn anew, or what the reference model chose comes again (`bench.predicted_ways`). The predictor
-runs all the same. Ways: `read`, the blocks stay as they are, which is
-what a step costs without prediction and link; `predict`, as well, with the prediction; `across`, what serves: fetched
-across tokens, beside the layers that follow; `demand`: likewise chosen, but fetched where a layer needs them; `layer`:
-the next layer's blocks are chosen by this layer's query and the mean keys of blocks, and fetched beside the rest of
-this layer, without histories and looks, which that needs none of; `refetch`: likewise, and all of the budget comes
-anew, as published systems do. Contexts share their rows in host memory, which a link does not notice. Nothing else in a
-step differs from what serves. On the CPU device steps run eagerly, which tells that a command works and no times.
+runs all the same. Ways: `read`, the blocks stay as they are, which is what a step costs without prediction and link;
+`predict`, blocks are predicted and chosen, and none is fetched; `across`, what serves: fetched across tokens, beside
+the layers that follow; `demand`: likewise chosen, but fetched where a layer needs them; `layer`: the next layer's
+blocks are chosen by this layer's query and the mean keys of blocks, and fetched beside the rest of this layer, without
+histories and looks, which that needs none of; `refetch`: likewise, and all of the budget comes anew, as published
+systems do. Contexts share their rows in host memory, which a link does not notice. Nothing else in a step differs from
+what serves, but that forcing or replaying a choice takes a dozen small kernels a layer, in `predict` as well. On the
+CPU device steps run eagerly, which tells that a command works and no times.
 """
 
 import time
@@ -26,6 +27,7 @@ from bench.step_trace import trace_steps
 from bench.trace_lanes import HostSpan
 from cpu.tier import CpuTier, open_tier
 from gpu.config import Composition
+from gpu.decode.capture import capture
 from gpu.decode.ladder import StepKind
 from gpu.decode.steps import Batch
 from gpu.kv.layout import PageLayout
@@ -82,7 +84,7 @@ class Measured:
     """A step's median milliseconds on the device, and bytes that it brought over the link, of blocks and of keys that
     were looked at. turnover: what was asked for, or REPLAYED; changed: share of slots that were filled anew; alone_ms:
     as many blocks brought one layer after the other with nothing beside; hidden: the share of that time by which the
-    step is not longer than with prediction alone; plain_bytes: of the whole budget.
+    step is not longer than where as many are chosen and none is fetched; plain_bytes: of the whole budget.
     """
 
     way: Way
@@ -204,8 +206,8 @@ def measure(
     contexts: Contexts, weights_file: Path, cell: Cell, turnovers: Sequence[float], steps: int,
     selections: np.ndarray | None, trace: Path | None,
 ) -> Generator[Measured, None, None]:  # fmt: skip
-    """Each way at each turnover, and at what is replayed; `read` and `predict` once. trace: of `across`, at the last
-    of these; whoever stops earlier gets none.
+    """Each way at each turnover, and at what is replayed; `read` once, `predict` at the first turnover, for it fetches
+    nothing, and at what is replayed. trace: of `across`, at the last of these; whoever stops earlier gets none.
     """
     bench = Steps(contexts, weights_file, cell.budget, cell.batch)
     side, device = bench.side, contexts.device
@@ -216,11 +218,15 @@ def measure(
     if selections is not None:
         layers, slots = len(side._layers), side.blocks.ids.shape[2]
         sources.append((Replayed(selections, layers, side._kv_heads, slots, run_blocks, device), [REPLAYED]))
-    places, predict_ms = cell.batch * side._kv_heads * len(side._layers), 0.0
+    once: dict[str, list[tuple[Wanted, Sequence[float | str]]]] = {
+        "read": [(forced, turnovers[:1])], "predict": [(wanted, shares[:1]) for wanted, shares in sources],
+    }  # fmt: skip
+    predict_ms: dict[Wanted, float] = {}
+    places = cell.batch * side._kv_heads * len(side._layers)
     plain = places * cell.budget // BLOCK_TOKENS * block_bytes
     try:
         for way in WAYS:
-            for wanted, shares in sources if way not in NO_FETCH else [(forced, turnovers[:1])]:
+            for wanted, shares in once.get(way, sources):
                 ways.set(way, wanted)
                 bench.capture()
                 for turnover in shares:
@@ -230,17 +236,19 @@ def measure(
                     before = side.fetch_counts()
                     median = bench.time(steps)
                     after, num_steps = side.fetch_counts(), steps + WARM_UP_STEPS
-                    blocks_a_step = (after.fetched_blocks - before.fetched_blocks) / num_steps
+                    chosen = after.fetched_blocks - before.fetched_blocks
+                    blocks_a_step = 0.0 if way in NO_FETCH else chosen / num_steps
                     changed = blocks_a_step * block_bytes / plain
                     if way == "refetch":
                         blocks_a_step = places * cell.budget / BLOCK_TOKENS * (1 - 1 / len(side._layers))
                     looked = (after.looked_blocks - before.looked_blocks) / num_steps * block_bytes / 2
-                    predict_ms = median if way == "predict" else predict_ms
+                    if way == "predict":
+                        predict_ms[wanted] = median
                     alone = hidden = None
                     if way not in NO_FETCH:
                         alone = _time_alone(side, blocks_a_step * block_bytes / plain)
                     if way == "across" and alone:
-                        hidden = min(1.0, max(0.0, 1 - (median - predict_ms) / alone))
+                        hidden = min(1.0, max(0.0, 1 - (median - predict_ms[wanted]) / alone))
                     link = int(blocks_a_step * block_bytes + looked)
                     yield Measured(way, turnover, median, link, plain, changed, alone, hidden)
         if trace is not None:
@@ -252,7 +260,9 @@ def measure(
 
 
 def _time_alone(side: Predicted, share: float) -> float:
-    """Milliseconds in which a share of all slots is filled, layer by layer, by the kernel that serves."""
+    """Milliseconds in which a share of all slots is filled, layer by layer, by the kernel that serves, captured: thirty
+    launches one by one take a millisecond, whatever they bring.
+    """
     shape, device = side.blocks.ids.shape, side.blocks.ids.device
     fresh = ((torch.rand(shape, device=device) < share) & (side.blocks.ids >= 0)).to(torch.uint8)
 
@@ -262,11 +272,12 @@ def _time_alone(side: Predicted, share: float) -> float:
 
     if device.type == "cpu":
         return 1e3 * _seconds(bring)
+    graph, _ = capture(bring, None)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for repeat in range(ALONE_REPEATS + 1):
         if repeat == 1:
             begin.record()
-        bring()
+        graph.replay()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) / ALONE_REPEATS

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from bench.predicted_decode import Cell, Measured
+from bench.predicted_decode import REPLAYED, Cell, Measured
 from bench.predicted_ways import NO_FETCH
 
 AIMS = (
@@ -21,9 +21,14 @@ def _floor_ms(one: Measured, read_ms: float, link_rate: float) -> float:
     return max(read_ms, one.link_bytes / link_rate * 1e3)
 
 
-def _step_ms(found: Sequence[Measured], way: str) -> float | None:
-    """Of a way that fetches nothing."""
-    return next((one.median_ms for one in found if one.way == way), None)
+def _read_ms(found: Sequence[Measured]) -> float | None:
+    return next((one.median_ms for one in found if one.way == "read"), None)
+
+
+def _predict_ms(found: Sequence[Measured], is_replayed: bool) -> float | None:
+    """Of a choice that was forced, or replayed."""
+    own = (one.median_ms for one in found if one.way == "predict" and (one.turnover == REPLAYED) == is_replayed)
+    return next(own, None)
 
 
 def _share(turnover: float | str) -> str:
@@ -34,13 +39,13 @@ def tabulate(found: Sequence[Measured], link_rate: float, title: str) -> Table:
     """A line a way and turnover. found: `read` is among them; link_rate: bytes a second."""
     table = Table("way", "turnover", "changed", "step, ms", "floor, ms", "times", "MB over the link", "of the budget",
                   "alone, ms", "hidden", title=title)  # fmt: skip
-    read_ms = _step_ms(found, "read")
+    read_ms = _read_ms(found)
     assert read_ms is not None
     for one in found:
         floor = _floor_ms(one, read_ms, link_rate)
         fetches = one.way not in NO_FETCH
         table.add_row(
-            one.way, _share(one.turnover) if fetches else "", f"{one.changed:.1%}" if fetches else "",
+            one.way, "" if one.way == "read" else _share(one.turnover), f"{one.changed:.1%}" if fetches else "",
             f"{one.median_ms:.2f}", f"{floor:.2f}", f"{one.median_ms / floor:.2f}", f"{one.link_bytes / 1e6:.1f}",
             f"{one.link_bytes / one.plain_bytes:.0%}", "" if one.alone_ms is None else f"{one.alone_ms:.2f}",
             "" if one.hidden is None else f"{one.hidden:.0%}",
@@ -60,8 +65,9 @@ def tabulate_aims(cells: Mapping[Cell, Sequence[Measured]], link_rate: float) ->
         column.no_wrap = True
     for cell, found in cells.items():
         steps = {(one.way, one.turnover): one.median_ms for one in found}
-        read_ms, predict_ms = _step_ms(found, "read"), _step_ms(found, "predict")
+        read_ms = _read_ms(found)
         for one in found:
+            predict_ms = _predict_ms(found, one.turnover == REPLAYED)
             if one.way != "across" or read_ms is None or predict_ms is None:
                 continue
             floor = _floor_ms(one, read_ms, link_rate)

@@ -73,8 +73,12 @@ class Ways:
         self.side.after = nothing  # type: ignore[method-assign]
 
     def _predict(self) -> None:
-        predict = self._serving["_score"]
-        self.side._choose = lambda layer, choice, *_: predict(layer, choice)  # type: ignore[method-assign]
+        side = self.side
+
+        def choose(layer: Blocks, choice: Choice, counts: Tensor, _: Any) -> None:
+            _replace(side, layer, choice, counts)
+
+        side._choose = choose  # type: ignore[method-assign]
 
     def _demand(self) -> None:
         side, before, fresh_of = self.side, self._serving["before"], self._fresh

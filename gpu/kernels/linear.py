@@ -29,9 +29,13 @@ VOCABULARY_ROWS = 32_000
 
 
 def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Plain torch: `x @ weight.T (+ residual)`."""
+    """Plain torch: `x @ weight.T (+ residual)`.
+
+    The residual is copied by a kernel. `torch.addmm` orders a copy of memory, and in a captured step that is a node
+    without a priority: it waits for every block of a kernel beside the step that has less of it.
+    """
     x = x.to(weight.dtype)
-    return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
+    return F.linear(x, weight) if residual is None else torch.mul(residual, 1).addmm_(x, weight.t())
 
 
 def norm_linear_reference(

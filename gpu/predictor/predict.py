@@ -165,7 +165,7 @@ def _predict_kernel(
     kept = interior + head * interior_stride + column
     is_mine = column < width
     # Window rows are 0 .. STEPS - 1, and those before them are spare. Inner output rows are 2 .. STEPS - 3.
-    if (tl.program_id(0) + 1) * BLOCKS > tl.load(stale + head):
+    if tl.minimum((tl.program_id(0) + 1) * BLOCKS, width) > tl.load(stale + head):
         outer, inner = _sum_rows(
             history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
             0, STEPS, 0, STEPS, 2, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,

@@ -2,22 +2,28 @@
 
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from bench.predicted_decode import REPLAYED, Cell, Measured, parse_cells
+from bench import predicted_ways
+from bench.predicted_decode import REPLAYED, Cell, Contexts, Measured, measure, parse_cells
 from bench.predicted_run import Asked, run_cells
 from bench.predicted_tables import tabulate, tabulate_aims
 from bench.predicted_ways import WAYS, Forced, Replayed, SelectionsError, force, read_selections
+from gpu.methods.predicted import device
 from gpu.methods.predicted.blocks import Blocks, new_blocks
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import named_shape
+from gpu.model.weights import random_weights
 from tests.gpu.test_predicted_serving import WEIGHTS
+from transfer.tier_shape import BLOCK_TOKENS
 
 CPU = torch.device("cpu")
 SETTINGS = PredictedSettings(weights=WEIGHTS, budget_tokens=1024)
@@ -75,9 +81,9 @@ def test_a_table_has_floors_of_compute_and_link_prediction_apart_and_what_is_gai
     def one(way, turnover, ms, link, alone=None, hidden=None):
         return Measured(way, turnover, ms, link, 2_000_000, 0.2, alone, hidden)
 
-    found = [one("read", 0.2, 10.0, 0), one("predict", 0.2, 10.5, 0), one("across", 0.2, 11.0, 400_000, 4.0, 0.875),
-             one("across", REPLAYED, 10.6, 100_000, 1.0, 0.9), one("refetch", 0.2, 22.0, 30_000_000, 30.0),
-             one("refetch", REPLAYED, 21.2, 30_000_000, 30.0)]  # fmt: skip
+    found = [one("read", 0.2, 10.0, 0), one("predict", 0.2, 10.5, 0), one("predict", REPLAYED, 10.4, 0),
+             one("across", 0.2, 11.0, 400_000, 4.0, 0.875), one("across", REPLAYED, 10.6, 100_000, 1.0, 0.9),
+             one("refetch", 0.2, 22.0, 30_000_000, 30.0), one("refetch", REPLAYED, 21.2, 30_000_000, 30.0)]  # fmt: skip
     printed = io.StringIO()
     Console(file=printed, width=200).print(tabulate(found, 1e9, "budget"))
     text = printed.getvalue()
@@ -91,7 +97,7 @@ def test_a_table_has_floors_of_compute_and_link_prediction_apart_and_what_is_gai
     Console(file=printed, width=200).print(tabulate_aims({Cell(32768, 4096, 4): found}, 1e9))
     assert [line.split() for line in printed.getvalue().splitlines()[1:]] == [
         ["32768:4096x4", "20%", "11.00", "10.00", "compute", "0.50", "1.10", "2.00", "88%", "0.4", "20.0%"],
-        ["32768:4096x4", "replayed", "10.60", "10.00", "compute", "0.50", "1.06", "2.00", "90%", "0.1", "5.0%"],
+        ["32768:4096x4", "replayed", "10.60", "10.00", "compute", "0.40", "1.06", "2.00", "90%", "0.1", "5.0%"],
     ]
 
 
@@ -118,6 +124,34 @@ def test_one_share_serves_steps_that_are_captured_once() -> None:
     held = layer.ids[0].tolist()
     assert set(forced[0][0].tolist()) == set(held)
     assert not set(forced[1][0].tolist()) & set(held)
+
+
+def test_what_hidden_is_compared_with_chooses_in_the_same_way_and_fetches_nothing(monkeypatch) -> None:
+    shape, slots = named_shape("tiny"), 8
+    draw, called = np.random.default_rng(3), Counter[str]()
+
+    def count(module: ModuleType, name: str) -> None:
+        serving = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: called.update([name]) or serving(*given))
+
+    count(predicted_ways, "choose_blocks")
+    count(predicted_ways, "fetch_blocks")
+    count(device, "fetch_blocks")
+    chosen = [draw.permutation(100)[:slots] for _ in range(3 * shape.num_kv_heads)]
+    selections = np.stack(chosen).reshape(3, 1, shape.num_kv_heads, slots).astype(np.int32)
+    contexts = Contexts(shape, 2048, 1, random_weights(shape, 0, torch.float32, CPU, lambda fraction: None))
+    cell, found = Cell(2048, slots * BLOCK_TOKENS, 1), []
+    steps = measure(contexts, WEIGHTS, cell, [0.5, 0.9], 4, selections, None)
+    for one in steps:
+        found.append((one.way, one.turnover, one.changed, bool(called["choose_blocks"]), bool(called["fetch_blocks"])))
+        called.clear()
+        if one.way == "across":
+            break
+    steps.close()
+    contexts.shutdown()
+    assert found[1:3] == [("predict", 0.5, 0.0, True, False), ("predict", REPLAYED, 0.0, True, False)]
+    assert found[3][:2] == ("across", 0.5)
+    assert found[3][4], "by what serves"
 
 
 def test_steps_run_in_every_way_and_rows_are_left_one_by_one(tmp_path: Path, capsys) -> None:

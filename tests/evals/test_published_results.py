@@ -90,6 +90,26 @@ def test_tables_of_few_bits_are_those_of_their_rows() -> None:
     assert len(shown) == len(rows) + 2  # heads
 
 
+def test_the_table_of_steps_over_predicted_blocks_is_of_its_rows() -> None:
+    page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    part = page[page.index("`tandem bench kernel predicted-steps`") : page.index("- **Against systems")]
+    shown = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "
+    ]
+    rows = json.loads((DOCS / "results" / "predicted-steps-h200.json").read_text(encoding="utf-8"))["rows"]
+    wanted = []
+    for across in (row for row in rows if row["way"] == "across"):
+        cell, turnover = [across[name] for name in ("context", "budget", "batch")], across["turnover"]
+        own = [row for row in rows if [row[name] for name in ("context", "budget", "batch")] == cell]
+        times = {row["way"]: row["median_ms"] for row in own if row["turnover"] == turnover}
+        times |= {row["way"]: row["median_ms"] for row in own if row["way"] in ("read", "predict")}
+        ways = [f"{times[way]:.2f}" for way in ("read", "predict", "across", "refetch", "layer", "demand")]
+        change = "as recorded" if turnover == "replayed" else f"{turnover:.0%}"
+        name = f"{cell[0] // 1024}K, {cell[1]:,}, {cell[2]}"
+        wanted.append([name, change, *ways, f"{across['link_bytes'] / 1e6:.0f}"])
+    assert shown[1:] == wanted
+
+
 def test_one_loss_more_would_be_noticed() -> None:
     row = next(row for row in rows_of(SCORED[1]) if row.get("losses"))
     other = interval_of_counts(row["losses"] + 1, row["gains"], row["samples"])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.kernels.arguments import INTERPRETED
 from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
@@ -20,6 +21,18 @@ pytestmark = [
 ]
 
 
+class Called(TorchDispatchMode):
+    """Keeps which operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[object] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.add(func)
+        return func(*args, **(kwargs or {}))
+
+
 def _arguments(tokens, rows, inner, dtype, device):
     generator = np.random.default_rng(rows + tokens)
     x, weight = (random(generator, shape, dtype, device) for shape in ((tokens, inner), (rows, inner)))
@@ -35,6 +48,16 @@ def test_linear_adds_the_residual_and_leaves_it(rows, inner, tokens, dtype, devi
     assert torch.equal(residual, before)
     x[:, int(np.abs(wide(x)).max(axis=0).argmax())] = 0
     assert distance(linear(x, weight), product) > KERNEL_TOLERANCE[dtype]
+
+
+def test_a_residual_is_copied_by_a_kernel_for_a_copy_of_memory_has_no_priority_in_a_graph(
+    rows, inner, tokens, dtype, device
+):
+    x, weight, _, residual = _arguments(tokens, rows, inner, dtype, device)
+    with Called() as called:
+        linear(x, weight, residual)
+    copying = {torch.ops.aten.addmm.default, torch.ops.aten.clone.default, torch.ops.aten.copy_.default}
+    assert not called.operators & copying
 
 
 def test_linear_takes_float32_tokens(rows, inner, tokens, dtype, device):

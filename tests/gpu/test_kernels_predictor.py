@@ -115,6 +115,24 @@ def test_scores_made_step_by_step_are_those_made_whole(moved, stored, product, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("product", DTYPES)
+@pytest.mark.parametrize("stored", [torch.uint8], ids=["in8"])
+def test_step_by_step_the_last_tile_of_a_head_that_has_not_grown_is_not_made_whole(stored, product, device):
+    """Whole, it takes four times as long as the others, and the launch with it."""
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("without a kernel all is made whole")
+    driver = Driver([70, 64], 6, 96, stored, product, device)
+    rows = attended(2, 7, 96, 5).transpose(1, 0, 2)
+    for row in rows[:6]:
+        driver.put(row)
+    driver.predict([True] * 2)
+    driver.put(rows[6])
+    driver.interior += 6.0  # of six steps' sums, so one a score
+    scores = driver.predict([False] * 2) - 1
+    driver.check(scores, ATOL[product])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_row_that_is_missing_or_shifted_is_seen(device):
     driver = Driver([70], 6, 70, torch.float32, torch.float32, device)
     for row in attended(1, 6, 70, 5).transpose(1, 0, 2):
