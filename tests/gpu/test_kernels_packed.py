@@ -30,8 +30,8 @@ MATRICES = {
     "int4-runs": ("int4", 50, 1280, 32, 1, False, False),
     "int8-runs": ("int8", 22, 768, 16, 1, False, False),
     "int8-run-each": ("int8", 14, 352, 32, 1, False, False),
-    "int8-halves": ("int8", 22, 528, 48, 1, True, False),
-    "int4-fine": ("int4", 14, 288, 8, 1, True, False),
+    "int8-halves": ("int8", 22, 144, 48, 1, True, False),
+    "int4-fine": ("int4", 30, 72, 8, 1, True, False),
 }
 RUNS = {"int4-runs": 256, "int8-runs": 256, "int8-run-each": 32}
 
