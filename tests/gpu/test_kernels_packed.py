@@ -28,7 +28,7 @@ MATRICES = {
     "fp8-rows": ("fp8", 50, 1056, 1056, 1, False, False),
     "fp8-blocks": ("fp8", 72, 448, 128, 8, False, False),
     "int4-runs": ("int4", 50, 1280, 32, 1, False, False),
-    "int8-runs": ("int8", 22, 768, 16, 1, False, False),
+    "int8-runs": ("int8", 14, 512, 16, 1, False, False),
     "int8-run-each": ("int8", 14, 352, 32, 1, False, False),
     "int8-halves": ("int8", 22, 144, 48, 1, True, False),
     "int4-fine": ("int4", 30, 72, 8, 1, True, False),
