@@ -233,11 +233,13 @@ def weights(
     device: Device = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Time one layer's matrices in 16, 8 and 4 bits, beside what their bytes take and the vendor's library.
+    """Time one layer's matrices in 16, 8 and 4 bits, and the output matrix, beside what their bytes take and the
+    vendor's library.
 
     Kinds: bfloat16, fp8, int8, int4, and GGUF's Q8_0, Q6_K, Q4_0, Q4_K.
     """
     from bench.matrices import KINDS, matrix_rows, prefill_rows
+    from bench.output_matrix import output_rows
     from gpu.model.architecture import named_shape
 
     if any(spec.experts is not None for spec in named_shape(shape).layer_pattern):
@@ -249,6 +251,7 @@ def weights(
 
     def rows(resolved: "torch.device", console: Console) -> "list[Row]":
         found = matrix_rows(shape, batches, asked, resolved, console)
+        found += output_rows(shape, batches, asked, resolved, console)
         return found + prefill_rows(shape, prefill, unit_tokens, asked, resolved, console) if prefill else found
 
     run_kernel(device, json_file, rows)

@@ -47,11 +47,11 @@ def matrix_rows(
         layer_bytes = sum(as_matrix(matrix).nbytes for matrix in _matrices(weights.layers[0]))
         _check(shape, weights)
         for batch in batches:
-            floor, floor_ms = _floor(shape, layer_bytes, batch, rates)
+            floor, floor_ms = floor_of(shape.num_layer_weights, layer_bytes, batch, rates)
             if floor_ms is not None:
                 announce(console, f"layer, {kind}, batch {batch}", floor, floor_ms)
-            timing = measure(_graph(_layers(shape, weights, batch), device), device, WARMUPS, REPEATS)
-            peer = measure(_graph(_library(plain[1], batch), device), device, WARMUPS, REPEATS)
+            timing = measure(graph_of(_layers(shape, weights, batch), device), device, WARMUPS, REPEATS)
+            peer = measure(graph_of(_library(plain[1], batch), device), device, WARMUPS, REPEATS)
             others = _torch_times(kind, plain[1], batch)
             count, plain_count = len(weights.layers), len(plain[1].layers)
             rows.append(
@@ -128,9 +128,13 @@ def _draw(shape_name: str, kind: str, device: torch.device) -> tuple[Architectur
     shape = replace(named_shape(shape_name), num_layers=1, vocab_size=1024, tied_embeddings=True)
     bits = {"bfloat16": 16, "int4": 4, "Q4_0": 4, "Q4_K": 4}.get(kind, 8)
     layers = 1 + COLD_BYTES * 8 // (bits * shape.num_layer_weights) if device.type == "cuda" else 1
-    shape = replace(shape, num_layers=layers)
-    shape = stored_as(shape, kind) if kind in BLOCK_KINDS else rounded(shape, kind, "--kinds")
+    shape = stored_in(replace(shape, num_layers=layers), kind)
     return shape, random_weights(shape, SEED, torch.bfloat16, device, lambda _: None)
+
+
+def stored_in(shape: Architecture, kind: str) -> Architecture:
+    """With matrices of a kind of KINDS."""
+    return stored_as(shape, kind) if kind in BLOCK_KINDS else rounded(shape, kind, "--kinds")
 
 
 def _matrices(layer: LayerWeights) -> tuple:
@@ -190,7 +194,7 @@ def _torch_times(kind: str, weights: Weights, batch: int) -> dict[str, float | s
         torch.cuda.synchronize()
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         return {f"torch_{kind}": f"not here: {str(error).splitlines()[0][:60]}"}
-    timing = measure(_graph(lambda: [call() for call in calls], device), device, WARMUPS, REPEATS)
+    timing = measure(graph_of(lambda: [call() for call in calls], device), device, WARMUPS, REPEATS)
     return {f"torch_{kind}_ms": timing.ms / len(layers)}
 
 
@@ -215,7 +219,7 @@ def _fp8_layer(layer: LayerWeights, batch: int) -> list[Callable[[], object]]:
     return calls
 
 
-def _graph(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def graph_of(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """The same without the host's part."""
     if device.type != "cuda":
         return call
@@ -230,14 +234,11 @@ def _graph(call: Callable[[], object], device: torch.device) -> Callable[[], obj
     return graph.replay
 
 
-def _floor(shape: Architecture, layer_bytes: int, batch: int, rates: dict[str, float]) -> tuple[str, float | None]:
+def floor_of(num_weights: int, num_bytes: int, batch: int, rates: dict[str, float]) -> tuple[str, float | None]:
+    """Of so many weights that take so many bytes."""
     if "device_stream_gb_s" not in rates:
         return "none: rates are of a CUDA device", None
-    flops, gb_s, tflop_s = (
-        2 * batch * shape.num_layer_weights,
-        rates["device_stream_gb_s"],
-        rates["bf16_matmul_tflop_s"],
-    )
-    if flops / tflop_s / 1e9 > layer_bytes / gb_s / 1e6:
+    flops, gb_s, tflop_s = 2 * batch * num_weights, rates["device_stream_gb_s"], rates["bf16_matmul_tflop_s"]
+    if flops / tflop_s / 1e9 > num_bytes / gb_s / 1e6:
         return f"{flops / 1e12:.3g} TFLOP at {tflop_s:.0f} TFLOP/s", flops / tflop_s / 1e9
-    return f"{layer_bytes / 1e6:.1f} MB at {gb_s:.0f} GB/s", layer_bytes / gb_s / 1e6
+    return f"{num_bytes / 1e6:.1f} MB at {gb_s:.0f} GB/s", num_bytes / gb_s / 1e6

@@ -1,9 +1,9 @@
 """Tiles of products with few bits, swept on a GPU: `python -m bench.packed_sweep`. `tiles_for` is what is served.
 
-Each matrix of a layer, by kind and tokens: the time of what is served and of the fastest tiles, beside the floor of
-bytes. Tiles are compiled by as many processes as there are cores, then timed one after another in CUDA graphs over as
-many matrices as no cache holds. Tiles whose product is not that of the unpacked numbers are not reported. The last line
-is JSON.
+Each matrix of a layer, or an output matrix (`--matrices logits`), by kind and tokens: the time of what is served and of
+the fastest tiles, beside the floor of bytes. Tiles are compiled by as many processes as there are cores, then timed one
+after another in CUDA graphs over as many matrices as no cache holds. Tiles whose product is not that of the unpacked
+numbers are not reported. The last line is JSON.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from bench.gpu_kernels_sweep import graph_us, measured_bytes_per_s, relative_err
 from gpu.kernels import packed_tiles
 from gpu.kernels.packed import Packed
 from gpu.kernels.packed_linear import unpack
-from gpu.kernels.packed_tiles import MOST_GATED, Tiles, is_short, tiles_for
+from gpu.kernels.packed_tiles import MOST_GATED, Tiles, is_halved, is_short, tiles_for
 from gpu.kernels.words import pack_words
 from gpu.model.gguf.kinds import format_of
 from gpu.model.matrix_format import BITS, ROUNDED, MatrixFormat
@@ -32,7 +32,14 @@ from gpu.model.weights import allocate_packed
 
 COLD_BYTES = 192 * 2**20
 MAX_RELATIVE_ERROR = 1e-2
-SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
+SHAPES = {
+    "qkv": (6144, 4096),
+    "output": (4096, 4096),
+    "gate_up": (28_672, 4096),
+    "down": (4096, 14_336),
+    "logits": (128_256, 4096),
+}
+LAYER = "qkv,output,gate_up,down"
 KINDS = ("int4", "fp8", "int8", "Q4_K", "Q6_K")
 Case = tuple[str, str, int, Tiles]  # kind, matrix, tokens, tiles
 
@@ -48,15 +55,17 @@ def candidates(kind: str, name: str, tokens: int) -> list[Tiles]:
     rows, inner = SHAPES[name]
     activation = _activation(name, tokens)
     stored = format_for(kind)
-    unrolls = is_short(BITS[stored.kind], stored.group or inner)
-    served = tiles_for(tokens, rows // 2 if activation else rows, inner, torch.bfloat16, unrolls)
+    group = stored.group or inner
+    forms = is_short(BITS[stored.kind], group), is_halved(group, inner)
+    served = tiles_for(tokens, rows // 2 if activation else rows, inner, torch.bfloat16, *forms)
     found, at_once = [served], max(8, triton.next_power_of_2(tokens))
     if tokens <= 8:
         found += [Tiles(8, 16, splits, splits, stages, unroll)
                   for splits in (4, 8) for stages in (3, 4) for unroll in (1, 2)]  # fmt: skip
     elif tokens <= 16:
-        found += [Tiles(16, 16, 4, 4, 3, 2), Tiles(16, 16, 4, 4, 4), Tiles(16, 16, 8, 8, 3), Tiles(16, 16, 8, 8, 3, 2),
-                  Tiles(16, 64, 1, 4, 4), Tiles(16, 64, 1, 4, 5), Tiles(16, 128, 1, 8, 4)]  # fmt: skip
+        found += [Tiles(16, 16, 4, 4, 3), Tiles(16, 16, 4, 4, 3, 2), Tiles(16, 16, 4, 4, 4), Tiles(16, 16, 8, 8, 3),
+                  Tiles(16, 16, 8, 8, 3, 2), Tiles(16, 64, 1, 4, 4), Tiles(16, 64, 1, 4, 5),
+                  Tiles(16, 128, 1, 8, 4)]  # fmt: skip
     else:
         found += [Tiles(min(32, at_once), 64, 1, 4, 4), Tiles(min(64, at_once), 64, 1, 4, 3),
                   Tiles(min(64, at_once), 64, 1, 4, 4), Tiles(min(64, at_once), 128, 1, 8, 3),
@@ -142,10 +151,12 @@ def spell(tiles: dict[str, Any]) -> str:
     return text + (f" u{tiles['unroll']}" if tiles["unroll"] != 1 else "")
 
 
-def sweep_layer(kind: str, tokens: int, bytes_per_s: float, device: torch.device) -> list[dict[str, Any]]:
-    """All rows of a layer's matrices; prints the fastest."""
+def sweep_all(
+    kind: str, matrices: list[str], tokens: int, bytes_per_s: float, device: torch.device
+) -> list[dict[str, Any]]:
+    """All rows of these matrices; prints the fastest."""
     rows, served_us, best_us, floor_us = [], 0.0, 0.0, 0.0
-    for name in SHAPES:
+    for name in matrices:
         found = list(sweep(kind, name, tokens, bytes_per_s, device))
         if not found:
             continue
@@ -157,7 +168,7 @@ def sweep_layer(kind: str, tokens: int, bytes_per_s: float, device: torch.device
         print(f"{kind:5} {tokens:3} {name:8} first {spell(served['tiles'])} {served['us']:6.1f} us, floor "
               f"{served['floor_us']:5.1f}; best {best}", flush=True)  # fmt: skip
     print(
-        f"{kind:5} {tokens:3} layer    first {served_us:.1f}, best {best_us:.1f}, floor {floor_us:.1f} us", flush=True
+        f"{kind:5} {tokens:3} all      first {served_us:.1f}, best {best_us:.1f}, floor {floor_us:.1f} us", flush=True
     )
     return rows
 
@@ -165,6 +176,7 @@ def sweep_layer(kind: str, tokens: int, bytes_per_s: float, device: torch.device
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default="int4,fp8,Q4_K", help=f"of {', '.join(KINDS)}, with commas")
+    parser.add_argument("--matrices", default=LAYER, help=f"of {', '.join(SHAPES)}, with commas")
     parser.add_argument("--batch", default="1,16,64", help="tokens, with commas")
     parser.add_argument("--seconds", type=float, default=120.0, help="no number of tokens is begun after so many")
     parser.add_argument("--json", default=None, help="write all rows to this file")
@@ -172,6 +184,9 @@ def main() -> None:
     began, kinds, batches = time.perf_counter(), asked.kinds.split(","), [int(one) for one in asked.batch.split(",")]
     if not set(kinds) <= set(KINDS):
         parser.error(f"--kinds: got {asked.kinds}; wanted some of {', '.join(KINDS)}")
+    matrices = asked.matrices.split(",")
+    if not set(matrices) <= set(SHAPES):
+        parser.error(f"--matrices: got {asked.matrices}; wanted some of {', '.join(SHAPES)}")
     workers = max(1, (os.cpu_count() or 2) - 2)
     pool = multiprocessing.get_context("fork").Pool(workers)  # before this process has a context
     device, rows = torch.device("cuda"), []
@@ -181,7 +196,7 @@ def main() -> None:
         if time.perf_counter() - began > asked.seconds:
             print(f"{tokens} tokens: out of time")
             break
-        cases = [(kind, name, tokens, tiles) for kind in kinds for name in SHAPES
+        cases = [(kind, name, tokens, tiles) for kind in kinds for name in matrices
                  for tiles in candidates(kind, name, tokens)]  # fmt: skip
         failed = sum(pool.map(compile_cases, [[case] for case in cases], chunksize=1))
         seconds = time.perf_counter() - began
@@ -190,7 +205,7 @@ def main() -> None:
         )
         bytes_per_s = bytes_per_s or measured_bytes_per_s()
         for kind in kinds:
-            rows += sweep_layer(kind, tokens, bytes_per_s, device)
+            rows += sweep_all(kind, matrices, tokens, bytes_per_s, device)
     pool.terminate()
     if asked.json:
         with open(asked.json, "w", encoding="utf-8") as file:

@@ -195,8 +195,8 @@ def _packed_expert_tiles_kernel(
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
-    NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    DTYPE: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -238,13 +238,13 @@ def _packed_expert_tiles_kernel(
             sums = row_tile(
                 sums, x, words, scales, zeros, now, zero_now, source, token, step, is_pair, INNER,
                 INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-                AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                AT_ONCE, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
             )  # fmt: skip
             if GATES:
                 up_sums = row_tile(
                     up_sums, x, words, scales, zeros, up_now, up_zero_now, source + NUM_ROWS, token, step, is_pair,
                     INNER, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
-                    IS_EXACT, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                    IS_EXACT, AT_ONCE, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
                 )  # fmt: skip
         sums, up_sums = (
             scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),

@@ -2,13 +2,14 @@
 
 Bias and residual are fused in. Numbers are the first operand, so that they go from words to tensor cores without shared
 memory. They are exact integers (or FP8 numbers) in bf16; scales multiply the sums of a group, and offsets the sums of
-its tokens, which a product with ones gives. Where groups are finer than a run of columns, numbers are scaled in float32
-and rounded once. Up to MOST_FEW tokens: a program has few rows, and its warps share a row's columns out among
-themselves, so that a small matrix fills the device; up to MOST_GATED with SwiGLU fused in. More: a program has many
-rows, and the tokens of a tile are loaded once for all of them. It refuses to know checkpoints. Invariant: a program
-owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero
-points once for each tile of tokens. Scales are loaded a turn of the loop before they are wanted
-(`packed_numbers.beside`), those of whole rows multiply once.
+its tokens, which a product with ones gives. A product is of a run of 32 columns, or of half a run where groups are of
+16 (GGUF's Q6_K). Where they are finer still, numbers are scaled in float32 and rounded once, and scales are loaded for
+each word. Up to MOST_FEW tokens: a program has few rows, and its warps share a row's columns out among themselves, so
+that a small matrix fills the device; up to MOST_GATED with SwiGLU fused in. More: a program has many rows, and the
+tokens of a tile are loaded once for all of them. It refuses to know checkpoints. Invariant: a program owns whole output
+rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero points once for
+each tile of tokens. Scales are loaded a turn of the loop before they are wanted (`packed_numbers.beside`), those of
+whole rows multiply once.
 """
 
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ from gpu.model.spec import Activation
 MOST_FEW, MOST_GATED = 16, 8  # tokens
 WIDE_INNER = 8192  # few rows of so many columns are shared out among more warps
 MANY_ROWS = 16_384  # as many fill the device in blocks of 128
+MOST_AHEAD = 4  # groups whose scales and offsets are one load, of 8 bytes
+
+HALF_RUN = RUN_COLUMNS // 2  # columns, as few as a tensor core's product has
 
 _UNIT, _RUN = tl.constexpr(UNIT_WORDS), tl.constexpr(RUN_COLUMNS)
 
@@ -59,9 +63,10 @@ class Tiles:
     unroll: int = 1
 
 
-def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: bool) -> Tiles:
+def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: bool, is_halved: bool) -> Tiles:
     """rows: of the result. is_short: whether a unit takes hardly more than a turn of the loop over columns costs; a
-    turn has two of them then.
+    turn has two of them then. is_halved: whether products are of half a run of columns, of which few tokens have too
+    few bytes for eight warps to copy ahead.
     """
     if dtype != torch.bfloat16:  # products of float32 are not for speed
         return Tiles(8, 16, 2, 4, 1) if tokens <= MOST_GATED else Tiles(16, 16, 1, 4, 1)
@@ -69,7 +74,7 @@ def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: 
     if at_once == 8 or (at_once <= MOST_FEW and not has_many):
         splits = 8 if inner > WIDE_INNER and at_once < MOST_FEW else 4
         return Tiles(at_once, 16, splits, splits, 3, unroll=2 if is_short else 1)
-    if has_many:
+    if has_many and not (is_halved and at_once <= MOST_FEW):
         return Tiles(min(64, at_once), 128, 1, 8, 3)
     at_once = min(32 if tokens <= 64 else 64, at_once)
     return Tiles(at_once, 64, 1, 4, 4 if at_once < 64 else 3)
@@ -80,75 +85,81 @@ def is_short(bits: int, group: int) -> bool:
     return bits == 8 and group % RUN_COLUMNS == 0
 
 
+def is_halved(group: int, inner: int) -> bool:
+    """Whether a run of columns has several groups, and half a run one."""
+    return group < inner and group % RUN_COLUMNS != 0 and group % HALF_RUN == 0
+
+
 @triton.jit
 def row_tile(
     sums, x, words, scales, zeros, scale, zero, row, token, step, is_token, x_stride,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """sums, and the products of a unit of columns for each split. scale, zero: what stands `beside` it; scales of
-    whole rows are left to `scaled`.
+    whole rows are left to `scaled`. AT_ONCE: columns of a product, a run or half a run.
     """
     PLACES: tl.constexpr = 4 if KIND == 4 else 2
     IS_WHOLE: tl.constexpr = NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS
     MIDDLE: tl.constexpr = 8 if KIND == 4 else 128
     if SPLITS > 1:
-        word, column = tl.arange(0, _UNIT)[None, None, :], tl.arange(0, _RUN)[None, None, :]
+        word, column = tl.arange(0, AT_ONCE // 2)[None, None, :], tl.arange(0, AT_ONCE)[None, None, :]
     else:
-        word, column = tl.arange(0, _UNIT)[None, :], tl.arange(0, _RUN)[None, :]
+        word, column = tl.arange(0, AT_ONCE // 2)[None, :], tl.arange(0, AT_ONCE)[None, :]
     unit = step * COLUMNS
-    packed = tl.load(words + row * NUM_WORDS + step * _UNIT + word, mask=unit < INNER, other=0,
-                     eviction_policy="evict_first")  # fmt: skip
     part = sums if IS_WHOLE else tl.zeros_like(sums)
     total = tl.zeros_like(sums)
     if IS_EXACT:
         byte = no_byte(words, unit)
-    for PLACE in tl.static_range(PLACES):
-        first = unit + PLACE * _RUN
-        group = first if IS_FINE else unit
-        values = tl.load(x + token * x_stride + first + column, mask=is_token & (first + column < INNER), other=0.0)
-        values = tl.permute(values, (0, 2, 1)) if SPLITS > 1 else tl.trans(values)
-        values = values.to(DTYPE)
-        if IS_EXACT:
-            less = tl.zeros([1] * len(packed.shape), tl.int32)
-            if HAS_ZEROS:
-                less = zeros_of(zeros, row, group, group < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
-            elif NUM_RUNS == 0:
-                less += MIDDLE
-            pairs = exact_pairs(packed, less, byte, PLACE, KIND)
-        else:
-            each = first + 2 * word
-            less, gain = scales_of(
-                scales, zeros, row, each, each < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
-            )  # fmt: skip
-            low = widened(packed, less, gain, PLACE, KIND, NUM_RUNS)
-            high = widened(packed, less, gain, PLACE + PLACES, KIND, NUM_RUNS)
-            pairs = tl.join(low.to(DTYPE), high.to(DTYPE))
-        if SPLITS > 1:
-            numbers = pairs.reshape(SPLITS, BLOCK_ROWS, _RUN).to(DTYPE)
-        else:
-            numbers = pairs.reshape(BLOCK_ROWS, _RUN).to(DTYPE)
-        part = tl.dot(numbers, values, part, input_precision="ieee")
-        if IS_EXACT and NUM_RUNS > 0:
-            ones = ones_like(packed, byte).reshape(numbers.shape).to(DTYPE)
-            total = tl.dot(ones, values, total, input_precision="ieee")
-        if IS_EXACT and NUM_RUNS > 0:
-            if AHEAD == 0:
-                run = run_of(zeros, row, first, first < INNER, GROUP, NUM_GROUPS, NUM_RUNS)
-                offset, gain = group_of_run(scales, run, row, first, first < INNER, GROUP, NUM_GROUPS)
+    for PART in tl.static_range(_RUN // AT_ONCE):
+        packed = tl.load(words + row * NUM_WORDS + step * _UNIT + PART * (AT_ONCE // 2) + word, mask=unit < INNER,
+                         other=0, eviction_policy="evict_first")  # fmt: skip
+        for PLACE in tl.static_range(PLACES):
+            first = unit + PLACE * _RUN + PART * AT_ONCE
+            group = first if IS_FINE else unit
+            values = tl.load(x + token * x_stride + first + column, mask=is_token & (first + column < INNER), other=0.0)
+            values = tl.permute(values, (0, 2, 1)) if SPLITS > 1 else tl.trans(values)
+            values = values.to(DTYPE)
+            if IS_EXACT:
+                less = tl.zeros([1] * len(packed.shape), tl.int32)
+                if HAS_ZEROS:
+                    less = zeros_of(zeros, row, group, group < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS)
+                elif NUM_RUNS == 0:
+                    less += MIDDLE
+                pairs = exact_pairs(packed, less, byte, PLACE, KIND)
             else:
-                offset, gain = group_of_pairs(scale, zero, PLACE * AHEAD // PLACES)
-            sums += part * gain
-            sums -= total * offset
-            part, total = tl.zeros_like(sums), tl.zeros_like(sums)
-        elif IS_EXACT and not IS_WHOLE and (IS_FINE or PLACE == PLACES - 1):
-            if AHEAD == 0:
-                at = (row // ROW_BLOCK) * NUM_GROUPS + group // GROUP
-                scale = tl.load(scales + at, mask=group < INNER, other=0.0)
-            sums += part * scale.to(tl.float32)
-            part = tl.zeros_like(sums)
+                each = first + 2 * word
+                less, gain = scales_of(
+                    scales, zeros, row, each, each < INNER, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+                )  # fmt: skip
+                low = widened(packed, less, gain, PLACE, KIND, NUM_RUNS)
+                high = widened(packed, less, gain, PLACE + PLACES, KIND, NUM_RUNS)
+                pairs = tl.join(low.to(DTYPE), high.to(DTYPE))
+            if SPLITS > 1:
+                numbers = pairs.reshape(SPLITS, BLOCK_ROWS, AT_ONCE).to(DTYPE)
+            else:
+                numbers = pairs.reshape(BLOCK_ROWS, AT_ONCE).to(DTYPE)
+            part = tl.dot(numbers, values, part, input_precision="ieee")
+            if IS_EXACT and NUM_RUNS > 0:
+                ones = ones_like(packed, byte).reshape(numbers.shape).to(DTYPE)
+                total = tl.dot(ones, values, total, input_precision="ieee")
+            if IS_EXACT and NUM_RUNS > 0:
+                if AHEAD == 0:
+                    run = run_of(zeros, row, first, first < INNER, GROUP, NUM_GROUPS, NUM_RUNS)
+                    offset, gain = group_of_run(scales, run, row, first, first < INNER, GROUP, NUM_GROUPS)
+                else:
+                    offset, gain = group_of_pairs(scale, zero, (PLACE * _RUN + PART * AT_ONCE) * AHEAD // COLUMNS)
+                sums += part * gain
+                sums -= total * offset
+                part, total = tl.zeros_like(sums), tl.zeros_like(sums)
+            elif IS_EXACT and not IS_WHOLE and (IS_FINE or PLACE == PLACES - 1):
+                if AHEAD == 0:
+                    at = (row // ROW_BLOCK) * NUM_GROUPS + group // GROUP
+                    scale = tl.load(scales + at, mask=group < INNER, other=0.0)
+                sums += part * scale.to(tl.float32)
+                part = tl.zeros_like(sums)
     return part if IS_WHOLE else sums + part
 
 
@@ -163,8 +174,8 @@ def _packed_tiles_kernel(
     x, words, scales, zeros, residual, out, num_tokens, num_rows, x_stride, residual_stride,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AHEAD: tl.constexpr,
-    GATES: tl.constexpr, GELU: tl.constexpr, ADDS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr,
+    AHEAD: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, ADDS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
@@ -201,14 +212,14 @@ def _packed_tiles_kernel(
         sums = row_tile(
             sums, x, words, scales, zeros, now, zero_now, source_row, source_token, begin + split, is_token, x_stride,
             INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-            AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
+            AT_ONCE, AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
         )  # fmt: skip
         if GATES:
             up_sums = row_tile(
                 up_sums, x, words, scales, zeros, up_now, up_zero_now, source_row + num_rows, source_token,
                 begin + split, is_token, x_stride,
                 INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-                AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
+                AT_ONCE, AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
             )  # fmt: skip
     sums, up_sums = (
         scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
@@ -227,10 +238,12 @@ def _packed_tiles_kernel(
 
 def tile_layout(packed: Packed) -> dict[str, object]:
     """What `row_tile` must know of a matrix while it is compiled."""
-    is_exact = packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0
+    halves = is_halved(packed.group, packed.inner)
+    is_exact = halves or packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0
     is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
     return {
-        **layout(packed), "IS_EXACT": is_exact, "AHEAD": groups_ahead(packed) if is_exact else 0,
+        **layout(packed), "IS_EXACT": is_exact, "AT_ONCE": HALF_RUN if halves else RUN_COLUMNS,
+        "AHEAD": groups_ahead(packed) if is_exact else 0,
         "DTYPE": tl.bfloat16 if is_narrow else tl.float32,
     }  # fmt: skip
 
@@ -241,7 +254,7 @@ def groups_ahead(packed: Packed) -> int:
     if groups == 1 and packed.runs is None:
         return 1
     of_unit = max(1, columns // packed.group)
-    if max(columns, packed.group) % min(columns, packed.group) or packed.run % columns:
+    if max(columns, packed.group) % min(columns, packed.group) or packed.run % columns or of_unit > MOST_AHEAD:
         return 0
     return of_unit if groups % of_unit == 0 and (of_unit == 1 or packed.runs is not None) else 0
 
@@ -262,7 +275,10 @@ def packed_tiles(
         return swiglu(packed_tiles(x, packed, None, None, packed.dtype), activation).to(dtype)
     gates = activation is not None
     tokens, num_rows = len(x), packed.rows // (2 if gates else 1)
-    tiles = tiles_for(tokens, num_rows, packed.inner, packed.dtype, is_short(packed.bits, packed.group))
+    tiles = tiles_for(
+        tokens, num_rows, packed.inner, packed.dtype, is_short(packed.bits, packed.group),
+        is_halved(packed.group, packed.inner),
+    )  # fmt: skip
     x = x if x.stride(1) == 1 else x.contiguous()
     if tiles.splits == 1:
         x = x.to(packed.dtype)  # as wide rows would not fit beside one another

@@ -9,8 +9,11 @@ from rich.console import Console
 
 import bench.cli
 import bench.matrices
+import bench.output_matrix
 from bench.matrices import matrix_rows, prefill_rows
+from bench.output_matrix import output_rows
 from bench.rows import GateError, Row
+from gpu.model.matrix import PackedMatrix
 from gpu.model.projections import Projections
 
 CPU = torch.device("cpu")
@@ -48,6 +51,31 @@ def test_a_product_that_is_wrong_has_no_number(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Projections, "qkv", lambda self, layer, x: right(self, layer, x).roll(1, 1))
     with pytest.raises(GateError, match="a product of 1 tokens is"):
         run(monkeypatch, ("bfloat16",))
+
+
+def run_output(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], kinds: tuple[str, ...]) -> list[Row]:
+    monkeypatch.setattr(bench.output_matrix, "measure_device_rates", lambda device: rates)
+    return output_rows("tiny", (1, 3), kinds, CPU, Console(quiet=True))
+
+
+def test_an_output_matrix_has_a_row_for_each_way_in_which_kinds_store_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"device_stream_gb_s": 1.0, "bf16_matmul_tflop_s": 1.0}
+    rows = run_output(monkeypatch, rates, ("bfloat16", "fp8", "int4", "Q4_K", "Q6_K"))
+    formats = ("bf16", "int8 in groups of 128", "int8 in groups of 16")
+    assert [row.shape for row in rows] == [f"tiny {what}, batch {batch}" for what in formats for batch in (1, 3)]
+    assert [row.config["kinds"] for row in rows[::2]] == [["bfloat16"], ["fp8", "int4"], ["Q4_K", "Q6_K"]]
+    numbers = 1024 * 256
+    wanted = [2 * numbers, numbers + 2 * numbers // 128, numbers + 2 * numbers // 16 + 4 * numbers // 256]
+    assert [row.config["bytes"] for row in rows[::2]] == wanted
+    assert [row.floor_ms for row in rows[::2]] == [pytest.approx(num_bytes / 1e6) for num_bytes in wanted]
+    assert all(row.ms > 0 and row.peer_ms for row in rows)
+
+
+def test_logits_that_are_wrong_have_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PackedMatrix.logits
+    monkeypatch.setattr(PackedMatrix, "logits", lambda self, x: right(self, x).roll(1, 1))
+    with pytest.raises(GateError, match="logits of 1 tokens are"):
+        run_output(monkeypatch, {}, ("Q4_K",))
 
 
 def test_a_product_that_torch_does_not_have_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

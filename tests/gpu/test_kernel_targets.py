@@ -6,6 +6,7 @@ No device is needed.
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -626,6 +627,20 @@ def test_tiles_of_every_format_are_compiled_with_experts_left_out_and_far_away(l
     assert found[True] == found[False]
     assert len({(kind, group) for kind, group, *_ in found[True]}) == 5  # int4, int8, fp8, and runs of int4 and int8
     assert len(found[True]) == 5 * 3  # gates of tokens that find their pairs, and of listed ones; downs
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_numbers_of_an_output_matrix_in_groups_of_16_do_not_go_through_shared_memory(tokens, launches):
+    """GGUF's Q6_K. What lies there is what was copied ahead; one layout is turned into another for the result alone."""
+    kernel, args, options = next(
+        launch for launch in launches if launch[0].__name__ == "_packed_tiles_kernel"
+        and launch[2]["GROUP"] == 16 and launch[1][6:8] == (tokens, NAMED_SHAPES[SERVED[1]].vocab_size)
+    )  # fmt: skip
+    source, compile_options = _source(kernel, args, options)
+    code = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=compile_options).asm["ttgir"]
+    assert "ttg.async_copy_global_to_local" in code
+    assert not re.findall(r"ttg\.local_alloc %\w+", code)
+    assert code.count("ttg.convert_layout") == 1
 
 
 @pytest.mark.parametrize("name", ["_pack_kernel", "_ask_experts_kernel"])

@@ -8,8 +8,8 @@ import torch
 
 from gpu.kernels.arguments import INTERPRETED
 from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
-from gpu.kernels.packed_tiles import Tiles, groups_ahead
-from gpu.kernels.words import RUN_COLUMNS, pack_words, unpack_words
+from gpu.kernels.packed_tiles import HALF_RUN, Tiles, groups_ahead
+from gpu.kernels.words import pack_words, unpack_words
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import draw_codes, draw_packed, e4m3, poisoned
@@ -28,8 +28,10 @@ MATRICES = {
     "fp8-rows": ("fp8", 50, 1056, 1056, 1, False, False),
     "fp8-blocks": ("fp8", 72, 448, 128, 8, False, False),
     "int4-runs": ("int4", 50, 1280, 32, 1, False, False),
-    "int8-runs": ("int8", 22, 768, 16, 1, False, False),
+    "int8-runs": ("int8", 14, 512, 16, 1, False, False),
     "int8-run-each": ("int8", 14, 352, 32, 1, False, False),
+    "int8-halves": ("int8", 22, 144, 48, 1, True, False),
+    "int4-fine": ("int4", 30, 72, 8, 1, True, False),
 }
 RUNS = {"int4-runs": 256, "int8-runs": 256, "int8-run-each": 32}
 
@@ -99,7 +101,7 @@ def test_logits_are_float32_and_not_rounded_where_a_kernel_can_store_them(name, 
     drawn, x, _, _ = _arguments(name, tokens, dtype, device)
     got, product = packed_logits(x, drawn.packed), wide(x) @ drawn.wanted.T
     assert got.dtype == torch.float32
-    is_fine = drawn.packed.scales.shape[1] > 1 and drawn.packed.group % RUN_COLUMNS != 0
+    is_fine = drawn.packed.scales.shape[1] > 1 and drawn.packed.group % HALF_RUN != 0
     is_rounded = dtype == torch.bfloat16 and not INTERPRETED and (tokens > 1 or is_fine or device == "cpu")  # numbers
     assert distance(got, product) < (KERNEL_BFLOAT16 if is_rounded else LOGITS_FLOAT32)
     assert distance(got.bfloat16(), product) > LOGITS_FLOAT32
@@ -172,7 +174,7 @@ def test_more_tokens_than_the_kernel_takes_are_multiplied_all_the_same(dtype, de
 @pytest.mark.parametrize(
     ("name", "at_once"),
     [("int4", 0), ("int4-zeros", 1), ("int4-small", 1), ("fp8-rows", 1), ("fp8-blocks", 1), ("int4-runs", 4),
-     ("int8-runs", 4), ("int8-run-each", 0)],
+     ("int8-runs", 4), ("int8-run-each", 0), ("int8-halves", 0), ("int4-fine", 0)],
 )  # fmt: skip
 def test_scales_are_loaded_ahead_where_a_unit_has_all_of_a_word(name, at_once):
     assert groups_ahead(draw_packed(*MATRICES[name], torch.float32, "cpu", RUNS.get(name)).packed) == at_once
