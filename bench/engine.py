@@ -74,7 +74,7 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
     device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
     torch.set_num_threads(benchmark.threads)
     architecture, weights = _load(benchmark, dtype, device)
-    is_packed = device.type == "cuda"
+    is_packed = weights.is_packed
     one_bytes = step_weight_bytes(architecture, dtype.itemsize, is_packed, 1)
     rates, rate = measure_floor_rates(one_bytes, benchmark.threads, device)
     runner = build_runner(architecture, weights, max(benchmark.batches), benchmark.context, dtype, device)
@@ -129,7 +129,7 @@ def _prefill_rows(
     runner = build_runner(architecture, weights, 1, max(benchmark.prompts) + 1, dtype, device)
     for length in benchmark.prompts:
         flops = prompt_flops(architecture, 0, length)
-        weight_bytes = step_weight_bytes(architecture, dtype.itemsize, device.type == "cuda", length)
+        weight_bytes = step_weight_bytes(architecture, dtype.itemsize, weights.is_packed, length)
         products_ms, weights_ms = flops / tflop_s / 1e9, weight_bytes / rate / 1e6
         floor = (
             f"the longer of {flops / 1e12:.4g} TFLOP at {tflop_s:.3g} TFLOP/s, {products_ms:.4g} ms, and "

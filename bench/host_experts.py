@@ -105,7 +105,7 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
         f"--on-card: asked {on_card}, a layer of {benchmark.shape} has {most_experts(shape)} experts and none lies in "
         "host memory; lower it",
     )
-    step_bytes = step_weight_bytes(shape, plan.dtype_bytes, device.type == "cuda", 1)
+    step_bytes = step_weight_bytes(shape, plan.dtype_bytes, plan.is_packed, 1)
     rates, stream_gb_s = measure_floor_rates(step_bytes, count_physical_cores(), device)
     most = max(benchmark.batches)
     require(

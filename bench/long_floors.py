@@ -126,7 +126,7 @@ def measure_floors(config: EngineConfig) -> LongFloors:
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture, probe_machine())
     shape = find_tier_shape(config, architecture, plan)
-    weight_bytes = step_weight_bytes(architecture, plan.dtype_bytes, plan.device == "cuda", 1)
+    weight_bytes = step_weight_bytes(architecture, plan.dtype_bytes, plan.is_packed, 1)
     rates = measure_host_rates(count_physical_cores())
     threads = config.host.threads or plan.threads
     rates["host_attend_gb_s"] = measure_attend_rate(shape, DTYPES[plan.dtype], threads, default_gib())

@@ -128,8 +128,7 @@ def run_http(
 
     plan = resolve_plan(load_deployment(config), probe_machine())
     device = torch.device(plan.memory.device)
-    is_cuda = plan.memory.device == "cuda"
-    weight_bytes = step_weight_bytes(plan.architecture, plan.memory.dtype_bytes, is_cuda, streams)
+    weight_bytes = step_weight_bytes(plan.architecture, plan.memory.dtype_bytes, plan.memory.is_packed, streams)
     rates, rate = measure_floor_rates(weight_bytes, threads or plan.memory.threads, device)
     floor = Floor(f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s", weight_bytes / rate / 1e6, rates)
     benchmark = HttpBenchmark(

@@ -6,15 +6,15 @@ refuses to know devices, stamps and who asks. Addresses stand in a context, an i
 takes one address. Invariant: a number is one dot product over its own row and pair in one order, and a row's sum goes
 by places, so results depend on no other row and on no number of threads. Bytes moved: each expert that is taken, once.
 Experts of few bits are multiplied as they lie there (`transfer.simd.packed_rows`); the scales of four rows are widened
-before these are (`cpu.packed_gains`), once for all pairs.
+before these are (`transfer.simd.packed_gains`), once for all pairs.
 """
 
 import numba
 import numpy as np
 
-from cpu.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, ROWS, fill_gains
 from transfer.simd.exp import exp
 from transfer.simd.memory import load_float32, load_int32, load_int64, store_float32, store_int32
+from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, ROWS, fill_gains
 from transfer.simd.packed_rows import is_packed, product_block
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage

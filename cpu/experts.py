@@ -13,9 +13,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from cpu import expert_products, packed_gains
+from cpu import expert_products
 from cpu.decode_step import ASK_LIMIT_S
-from cpu.expert_matrices import check_matrix, columns_of, inner_of, kind_of, nbytes_of, num_gains
+from cpu.expert_matrices import check_matrix
 from cpu.expert_products import (
     BEGINS,
     BLOCK,
@@ -52,7 +52,8 @@ from transfer import exchange
 from transfer.exchange import LAST_STAMP, LOOKS, await_rows, late
 from transfer.expert_exchange import ASK_COLUMNS, ROWS, ExpertAsks, ExpertCounts, ExpertSlot, LayerExperts
 from transfer.expert_exchange import LAYER as ASKED_LAYER
-from transfer.simd import emission, exp, memory, packed_rows, region, team, vectors
+from transfer.matrix_rows import columns_of, inner_of, kind_of, nbytes_of, num_gains
+from transfer.simd import emission, exp, memory, packed_gains, packed_rows, region, team, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.memory import load_int64, store_int64, store_release_int32
 from transfer.simd.region import start, version

@@ -31,7 +31,7 @@ class StepBytes:
 
     def weights(self, num_rows: int) -> float:
         """What a step of so many rows reads of them on the device: without experts all, however many rows it has."""
-        whole = step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.device == "cuda", num_rows)
+        whole = step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.is_packed, num_rows)
         return whole - (self.fetched(num_rows) if self.computes(num_rows) else 0)
 
     def computes(self, num_rows: int) -> bool:

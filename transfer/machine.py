@@ -62,6 +62,11 @@ class MachineProfile(Profile):
     rates: dict[RateName, PositiveRate] | None = None
     rates_from: str | None = None
 
+    @property
+    def has_vectors(self) -> bool:
+        """Whether the processor has what compiled products are made of (`transfer.simd.features`)."""
+        return {"avx2", "fma", "f16c"} <= set(self.instruction_sets)
+
 
 @cache
 def probe_machine() -> MachineProfile:

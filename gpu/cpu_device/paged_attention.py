@@ -134,7 +134,7 @@ def _attend_part(kind, shape, key_pages, value_pages, table, row, kv_head, part,
         ahead = _page_at(key_pages, kind, shape, table, next_token, kv_head) - keys
         for first in range(0, min(shape.page_tokens, end - token), ROWS):
             product(
-                kind, keys + first * dim * size_of(kind), dim, address_of(query), dim, group,
+                kind, keys + first * dim * size_of(kind), dim * size_of(kind), 0, 0, dim, address_of(query), dim, group,
                 scores_at + 4 * (token - begin + first), scores.shape[1], ahead,
             )  # fmt: skip
     for member in range(group):

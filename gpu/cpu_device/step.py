@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.cpu_device.matrix_table import gains_room, table_row
 from gpu.cpu_device.paged_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
 from gpu.cpu_device.product import ROWS
 from gpu.cpu_device.step_kernel import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
+from gpu.kernels.packed import Packed
 from gpu.model.decoder import Decoder
 from gpu.model.spec import Architecture
 from transfer.simd.features import HAS_VECTORS
@@ -25,7 +27,7 @@ _PADDING = 16  # columns between rows: widths that are powers of two would all s
 
 def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the compiled step computes this model here: layers of a Llama and nothing more, whole lines of weights,
-    whole blocks of a head.
+    whole blocks of a head. Matrices of few bits are those that `multiplies` serves.
     """
     if not architecture.is_plain or architecture.norm_offset:
         return False
@@ -42,6 +44,7 @@ class CpuStep:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder  # owns the memory that the model's addresses point to
         self._model = _model(decoder)
+        self._scratch = _scratch(decoder)
         a = decoder.architecture
         self._shape = Shape(a.num_heads, a.num_kv_heads, a.dim, decoder.pool.page_tokens, np.float32(decoder.scale))
         self._buffers: dict[int, Buffers] = {}  # by number of threads
@@ -71,7 +74,7 @@ class CpuStep:
 
     def _buffers_for(self, threads: int) -> Buffers:
         if threads not in self._buffers:
-            self._buffers[threads] = _buffers(self._decoder.architecture, self._rows, threads)
+            self._buffers[threads] = _buffers(self._decoder.architecture, self._rows, threads, *self._scratch)
         return self._buffers[threads]
 
     def _parts_for(self, context: int) -> Parts:
@@ -87,28 +90,36 @@ def _address(tensor: Tensor) -> int:
 
 def _model(decoder: Decoder) -> Model:
     a, weights, pool = decoder.architecture, decoder.weights, decoder.pool
-    matrices = [
-        [_address(m) for m in (layer.qkv, layer.output, *layer.mlp, keys, values)]
-        for layer, keys, values in zip(weights.layers, pool.key_pages, pool.value_pages, strict=True)
-    ]
+    matrices = [[table_row(m) for m in (layer.qkv, layer.output, *layer.mlp)] for layer in weights.layers]
+    pages = [[_address(keys), _address(values)] for keys, values in zip(pool.key_pages, pool.value_pages, strict=True)]
     norms = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
     return Model(
-        kind=_KINDS[weights.logits.dtype](0),
+        kind=_KINDS[weights.embedding.dtype](0),
         hidden=a.hidden,
         intermediate=a.intermediate,
         vocab=a.vocab_size,
         eps=np.float32(a.rms_norm_eps),
         matrices=np.array(matrices, np.int64),
+        pages=np.array(pages, np.int64),
         norms=torch.stack([*norms, weights.final_norm]).float().numpy(),
         embedding=_address(weights.embedding),
-        logits=_address(weights.logits),
+        logits=np.array(table_row(weights.logits), np.int64),
         cos=decoder.cos.numpy(),
         sin=decoder.sin.numpy(),
         page_table=pool.page_table.numpy(),
     )
 
 
-def _buffers(a: Architecture, rows: int, threads: int) -> Buffers:
+def _scratch(decoder: Decoder) -> tuple[int, int]:
+    """Float32 of a thread: columns of the widest matrix in an order of its own, and gains of rows that are taken
+    together.
+    """
+    held = decoder.weights.matrices
+    ordered = [m.inner for m in held if isinstance(m, Packed) and m.order is not None]
+    return max(ordered, default=0), max(gains_room(m) for m in held)
+
+
+def _buffers(a: Architecture, rows: int, threads: int, ordered: int, gains: int) -> Buffers:
     query_width = a.num_heads * a.dim
     return Buffers(
         hidden=_floats(rows, a.hidden + _PADDING),
@@ -117,7 +128,9 @@ def _buffers(a: Architecture, rows: int, threads: int) -> Buffers:
         gated=_floats(rows, a.intermediate + _PADDING),
         logits=_floats(rows, a.vocab_size),
         normed=_floats(threads, rows, a.hidden + _PADDING),
+        ordered=_floats(threads, rows, ordered + _PADDING),
         tiles=_floats(threads, 2, rows, ROWS),
+        gains=_floats(threads, gains + _PADDING),
         query=_floats(threads, a.group, a.dim),
         scores=_floats(threads, a.group, PART_TOKENS),
         counters=new_counters(a.num_layers * STAGES_A_LAYER + OTHER_STAGES, threads),

@@ -13,21 +13,23 @@ import numpy as np
 
 from gpu.cpu_device import paged_attention, product
 from gpu.cpu_device.paged_attention import attend
-from gpu.cpu_device.product import normalise, project, project_and_add, project_gated
-from transfer.simd import emission, exp, team, vectors
+from gpu.cpu_device.product import in_order, normalise, project, project_and_add, project_gated
+from transfer.simd import emission, exp, packed_rows, region, team, vectors
 from transfer.simd.region import Region, version
 from transfer.simd.team import Team, claim, end_stage
 from transfer.simd.vectors import load
 
 STAGES_A_LAYER = 5
 OTHER_STAGES = 2  # the embedding and the logits
-QKV, OUTPUT, GATE_UP, DOWN, KEYS, VALUES = range(6)  # columns of the table of addresses
+QKV, OUTPUT, GATE_UP, DOWN = range(4)  # matrices of a layer
+KEYS, VALUES = range(2)  # and its pages
 
 
 class Model(NamedTuple):
-    """kind: a float32, or a uint16 for bf16, as a type; matrices: int64 `[layers, 6]` addresses; norms: float32
-    `[2 * layers + 1, hidden]`, the attention's and the MLP's of each layer, then the final one; embedding, logits:
-    addresses of `[vocab, hidden]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots, pages]`.
+    """kind: of embedding and pages, a float32, or a uint16 for bf16, as a type; matrices: int64
+    `[layers, 4, TABLE_COLUMNS]`; pages: int64 `[layers, 2]`, addresses; norms: float32 `[2 * layers + 1, hidden]`, the
+    attention's and the MLP's of each layer, then the final one; embedding: the address of `[vocab, hidden]`; logits:
+    int64 `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots, pages]`.
     """
 
     kind: np.float32 | np.uint16
@@ -36,9 +38,10 @@ class Model(NamedTuple):
     vocab: int
     eps: np.float32
     matrices: np.ndarray
+    pages: np.ndarray
     norms: np.ndarray
     embedding: int
-    logits: int
+    logits: np.ndarray
     cos: np.ndarray
     sin: np.ndarray
     page_table: np.ndarray
@@ -55,7 +58,8 @@ class Rows(NamedTuple):
 
 class Buffers(NamedTuple):
     """Float32 `[rows, width]` of a step: hidden, qkv, attended, gated, logits; of each thread: normed
-    `[threads, rows, hidden]`, tiles `[threads, 2, rows, 4]`, query `[threads, group, dim]`, scores `[threads, group,
+    `[threads, rows, hidden]`, ordered `[threads, rows, inner]` of a matrix in another order, tiles
+    `[threads, 2, rows, 4]`, gains `[threads, num_gains]`, query `[threads, group, dim]`, scores `[threads, group,
     PART_TOKENS]`. Widths may exceed what is used. counters: of `team`, zero at the start.
     """
 
@@ -65,7 +69,9 @@ class Buffers(NamedTuple):
     gated: np.ndarray
     logits: np.ndarray
     normed: np.ndarray
+    ordered: np.ndarray
     tiles: np.ndarray
+    gains: np.ndarray
     query: np.ndarray
     scores: np.ndarray
     counters: np.ndarray
@@ -87,33 +93,32 @@ def _embed(team, stage, model, rows, buffers):
 @numba.njit(nogil=True)
 def _attention(team, layer, model, shape, rows, buffers, parts):
     """Stages one to three of a layer: attention, added to the hidden states."""
-    kind, at, tokens = model.kind, model.matrices[layer], len(rows.slots)
-    stage, normed = layer * STAGES_A_LAYER, buffers.normed[team.me]
-    query_width, width = shape.heads * shape.dim, (shape.heads + 2 * shape.kv_heads) * shape.dim
+    qkv, output, pages = model.matrices[layer, QKV], model.matrices[layer, OUTPUT], model.pages[layer]
+    stage, normed, ordered = layer * STAGES_A_LAYER, buffers.normed[team.me], buffers.ordered[team.me]
+    tokens, gains, width = len(rows.slots), buffers.gains[team.me], (shape.heads + 2 * shape.kv_heads) * shape.dim
     normalise(buffers.hidden, model.norms[2 * layer], model.eps, tokens, normed)
-    project(team, stage, kind, at[QKV], width, model.hidden, normed, tokens, buffers.qkv)
+    project(team, stage, qkv, width, in_order(qkv, normed, tokens, ordered), tokens, gains, buffers.qkv)
     attend(
-        team, stage + 1, kind, shape, at[KEYS], at[VALUES], buffers.qkv, model.cos, model.sin, rows, model.page_table,
-        parts, buffers.query[team.me], buffers.scores[team.me], buffers.attended,
+        team, stage + 1, model.kind, shape, pages[KEYS], pages[VALUES], buffers.qkv, model.cos, model.sin, rows,
+        model.page_table, parts, buffers.query[team.me], buffers.scores[team.me], buffers.attended,
     )  # fmt: skip
+    attended = in_order(output, buffers.attended, tokens, ordered)
     project_and_add(
-        team, stage + 2, kind, at[OUTPUT], model.hidden, query_width, buffers.attended, tokens, buffers.tiles[team.me],
-        buffers.hidden,
+        team, stage + 2, output, model.hidden, attended, tokens, gains, buffers.tiles[team.me], buffers.hidden
     )  # fmt: skip
 
 
 @numba.njit(nogil=True)
 def _mlp(team, layer, model, tokens, buffers):
     """Stages four and five of a layer: the MLP, added to the hidden states."""
-    kind, at, stage = model.kind, model.matrices[layer], layer * STAGES_A_LAYER + 3
-    normed, tile = buffers.normed[team.me], buffers.tiles[team.me]
+    gate_up, down, stage = model.matrices[layer, GATE_UP], model.matrices[layer, DOWN], layer * STAGES_A_LAYER + 3
+    normed, ordered = buffers.normed[team.me], buffers.ordered[team.me]
+    gains, tile = buffers.gains[team.me], buffers.tiles[team.me]
     normalise(buffers.hidden, model.norms[2 * layer + 1], model.eps, tokens, normed)
-    project_gated(
-        team, stage, kind, at[GATE_UP], model.intermediate, model.hidden, normed, tokens, tile, buffers.gated
-    )  # fmt: skip
-    project_and_add(
-        team, stage + 1, kind, at[DOWN], model.hidden, model.intermediate, buffers.gated, tokens, tile, buffers.hidden
-    )  # fmt: skip
+    normed = in_order(gate_up, normed, tokens, ordered)
+    project_gated(team, stage, gate_up, model.intermediate, normed, tokens, gains, tile, buffers.gated)
+    gated = in_order(down, buffers.gated, tokens, ordered)
+    project_and_add(team, stage + 1, down, model.hidden, gated, tokens, gains, tile, buffers.hidden)
 
 
 def _compile(version: int):  # type: ignore[no-untyped-def]
@@ -132,7 +137,8 @@ def _compile(version: int):  # type: ignore[no-untyped-def]
             _mlp(team, layer, model, tokens, buffers)
         normed = buffers.normed[me]
         normalise(buffers.hidden, model.norms[2 * layers], model.eps, tokens, normed)
-        project(team, last, model.kind, model.logits, model.vocab, model.hidden, normed, tokens, buffers.logits)
+        normed = in_order(model.logits, normed, tokens, buffers.ordered[me])
+        project(team, last, model.logits, model.vocab, normed, tokens, buffers.gains[me], buffers.logits)
 
     return work
 
@@ -143,7 +149,7 @@ def _together(work, threads, model, shape, rows, buffers, parts):
         work(np.int64(me), threads, model, shape, rows, buffers, parts)
 
 
-_work = _compile(version(paged_attention, product, emission, exp, team, vectors))
+_work = _compile(version(paged_attention, product, emission, exp, packed_rows, region, team, vectors))
 
 
 class CompiledStep(Region):

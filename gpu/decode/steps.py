@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.cpu_device.packed_product import multiplies
 from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
 from gpu.decode.answering import Answering, Answers, Part
 from gpu.decode.capture import capture
@@ -35,6 +36,7 @@ from gpu.decode.loop import LayerLoop, Step
 from gpu.decode.rows import StepRows
 from gpu.host.expert_exchange import ExpertExchange
 from gpu.host.slot_exchange import SlotExchange
+from gpu.kernels.packed import Packed
 from gpu.step import HostAsk
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
@@ -418,6 +420,7 @@ def _compiled_step(loop: LayerLoop) -> CpuStep | None:
     if loop.checks_coverage or not all(method.asks_only or method.reuses for method in loop.methods):
         return None
     architecture, weights = loop.decoder.architecture, loop.decoder.weights
-    is_plain = not weights.is_packed and not loop.decoder.pool.has_codes
+    has_code = all(multiplies(matrix) for matrix in weights.matrices if isinstance(matrix, Packed))
+    is_plain = has_code and not loop.decoder.pool.has_codes
     is_served = is_plain and serves(architecture, weights.embedding.dtype, weights.embedding.device)
     return CpuStep(loop.decoder) if is_served else None

@@ -1,7 +1,8 @@
 """Products of tokens with a matrix of 4 or 8 bits, which is widened in registers; and the matrix, widened.
 
-Up to MOST_PACKED_TOKENS: `packed_tiles`, with bias, residual and for the fewest SwiGLU fused in. More (prefill): the
-matrix is widened once, to be multiplied by the vendor's product. It refuses to know checkpoints. Invariant: a program
+Up to MOST_PACKED_TOKENS: `packed_tiles`, with bias, residual and for the fewest SwiGLU fused in; on the CPU, up to
+MOST_MULTIPLIED_TOKENS, `gpu.cpu_device.packed_product`. More (prefill): the matrix is widened once, to be multiplied by
+the vendor's product. It refuses to know checkpoints. Invariant: a program
 owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero
 points once for each tile of tokens; a widened matrix is written, too.
 """
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu.cpu_device.packed_product import multiplies, packed_product, widen_packed
 from gpu.kernels.arguments import check, runs_on_triton
 from gpu.kernels.packed import Packed, unpack_reference
 from gpu.kernels.packed_numbers import layout, scales_of, widened
@@ -20,7 +22,7 @@ from gpu.kernels.packed_tiles import packed_tiles, tensors_of
 from gpu.kernels.rms_norm import check_norm, rms_norm
 from gpu.kernels.swiglu import swiglu
 from gpu.kernels.words import RUN_COLUMNS, UNIT_WORDS
-from gpu.model.matrix_format import MOST_PACKED_TOKENS
+from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MOST_PACKED_TOKENS
 from gpu.model.spec import Activation
 
 UNPACK_BLOCK = (16, 64)  # rows, words
@@ -70,9 +72,10 @@ def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, wid
 def packed_logits(x: Tensor, packed: Packed) -> Tensor:
     """`x @ packed.T` in float32, by kernels never rounded to bf16. Raises ValueError for another shape or device."""
     x = _ordered("packed_logits", x, packed)
-    if len(x) <= MOST_PACKED_TOKENS or not runs_on_triton(x):
+    most = MOST_PACKED_TOKENS if runs_on_triton(x) else most_multiplied(packed) or len(x)
+    if len(x) <= most:
         return _product(x, packed, None, None, torch.float32, None)
-    return torch.cat([_product(part, packed, None, None, torch.float32, None) for part in x.split(MOST_PACKED_TOKENS)])
+    return torch.cat([_product(part, packed, None, None, torch.float32, None) for part in x.split(most)])
 
 
 def packed_norm_linear(
@@ -111,6 +114,11 @@ def unpack(packed: Packed) -> Tensor:
     return placed
 
 
+def most_multiplied(packed: Packed) -> int:
+    """How many tokens the CPU multiplies by a matrix as it is stored; 0: there is no code for it."""
+    return MOST_MULTIPLIED_TOKENS[packed.dtype.itemsize] if multiplies(packed) else 0
+
+
 def _ordered(op: str, x: Tensor, packed: Packed) -> Tensor:
     """Columns of x as the matrix has them."""
     if x.ndim != 2 or x.shape[1] != packed.inner or x.device != packed.words.device:
@@ -127,7 +135,10 @@ def _product(
     """x in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all."""
     if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
         return packed_tiles(x, packed, added, activation, dtype)
-    product = x.to(packed.dtype) @ (widened or widen)(packed).t()
+    if not runs_on_triton(x) and 0 < len(x) <= most_multiplied(packed):
+        product = packed_product(x.float().contiguous(), packed)
+    else:
+        product = x.to(packed.dtype) @ (widened or widen)(packed).t()
     if activation is not None:
         product = swiglu(product, activation)
     return (product if added is None else product.add_(added)).to(dtype)
@@ -136,6 +147,8 @@ def _product(
 def widen(packed: Packed) -> Tensor:
     """As `unpack`, columns in the matrix's own order."""
     if not runs_on_triton(packed.words):
+        if multiplies(packed):
+            return widen_packed(packed)
         wide = unpack_reference(packed, torch.float32).to(packed.dtype)
         return wide if packed.order is None else wide.index_select(1, packed.order)
     block_rows, block_words = UNPACK_BLOCK

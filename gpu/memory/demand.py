@@ -63,6 +63,7 @@ class Demand:
     `documents`: how their chunks are kept, or None, in `documents_bytes` of host memory. `num_windows`: of
     `window_pages` pages in each layer with a window, which then has no others (`gpu.kv.windows`); no pages: it has them
     as all layers have. kv: how pages hold rows, None: in the dtype that computes. computed_rows: see `MemoryPlan`.
+    unpacked: why matrices of few bits are unpacked at load, None: they are not.
     """
 
     shape: Architecture
@@ -81,6 +82,7 @@ class Demand:
     kv: KvFormat | None = None
     experts_on_card: int | None = None
     computed_rows: int = 0
+    unpacked: str | None = None
 
     @property
     def place(self) -> Place:
@@ -275,10 +277,10 @@ class Demand:
         return experts.per_token * (experts.intermediate + self.shape.hidden + 16) + 2 * experts.num_experts
 
     def _weights(self) -> tuple[MemoryItem, ...]:
-        shape, is_packed = self.shape, self.device == "cuda"
+        shape, is_packed = self.shape, self.unpacked is None
         num_bytes, note = weight_bytes(shape, self.dtype_bytes, is_packed), f"{shape.num_weights / 1e9:.2f} billion"
         if shape.quantisation is not None:
-            note += f", {describe_formats(shape)}" + ("" if is_packed else ", unpacked")
+            note += f", {describe_formats(shape)}" + ("" if is_packed else f", unpacked: {self.unpacked}")
         if self.expert_shares.host_bytes:
             num_bytes -= self.expert_shares.host_bytes
             note += f", but for {self.expert_shares.on_host} experts of each layer"
@@ -320,11 +322,13 @@ class Demand:
         )
 
     def _widening(self) -> tuple[MemoryItem, ...]:
-        """Of matrices of few bits, for prefill and for larger batches than their own products take."""
+        """Of matrices of few bits, for prefill and, on a GPU by themselves, for larger batches than their own products
+        take.
+        """
         num_bytes = widened_bytes(self.shape, self.dtype_bytes)
-        if not num_bytes or self.device == "cpu":
+        if not num_bytes or self.unpacked is not None:
             return ()
-        count = 1 + self.num_lanes * (self.max_running > MOST_PACKED_TOKENS)
+        count = 1 + self.num_lanes * (self.device == "cuda" and self.max_running > MOST_PACKED_TOKENS)
         return (self.item("widened matrices", count * num_bytes, "of a layer, for prefill"),)
 
     def _method_states(self) -> tuple[MemoryItem, ...]:

@@ -37,6 +37,7 @@ from gpu.memory.refusals import check_asked, check_fixed, check_pages, check_pin
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
+from gpu.model.matrix_formats import why_unpacked
 from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
 
@@ -58,6 +59,7 @@ class MemoryPlan:
     beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and the
     others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in decode
     steps of up to so many, and fetched in others. documents_bytes: of host memory, for their chunks used last.
+    is_packed: whether matrices of few bits, if there are any, stay as they are stored.
     """
 
     device: Literal["cuda", "cpu"]
@@ -90,6 +92,7 @@ class MemoryPlan:
     experts_on_card: int | None = None
     computed_rows: int = 0
     documents_bytes: int = 0
+    is_packed: bool = True
 
     @property
     def dtype_bytes(self) -> int:
@@ -152,6 +155,7 @@ def plan_memory(
         window_pages,
         kv=kv,
         computed_rows=computed_rows,
+        unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
     )
     place = demand.place
     limits = resolve_limits(gpu, device, machine)
@@ -208,6 +212,7 @@ def plan_memory(
         experts_on_card=demand.experts_on_card,
         computed_rows=demand.computed_rows,
         documents_bytes=demand.documents_bytes,
+        is_packed=demand.unpacked is None,
     )
 
 

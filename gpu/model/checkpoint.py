@@ -29,7 +29,7 @@ from gpu.model.reading import Piece, ReadError, read_pieces
 from gpu.model.safetensors_folder import SafetensorsFolder
 from gpu.model.spec import Architecture, ModelError
 from gpu.model.stored import StoredTensor
-from gpu.model.weights import Progress, Weights, allocate_weights, unpacked
+from gpu.model.weights import Progress, Weights, allocate_weights, served
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +66,17 @@ def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, d
 
     experts_on_card: as in `allocate_weights`; experts that lie in host memory are read to there.
 
-    Matrices of few bits, of the file or rounded as the architecture's quantisation says, stay packed on a GPU and are
-    unpacked on the CPU, where a step of plain weights is compiled. Raises ModelError, one line, for a file that is
+    Matrices of few bits, of the file or rounded as the architecture's quantisation says, stay packed, but on a CPU that
+    has no code for them (`gpu.model.weights.served`). Raises ModelError, one line, for a file that is
     missing or broken and for a tensor that is missing, extra or of another shape or type than the architecture's.
     """
     weights = load_packed(folder, architecture, dtype, device, on_progress, experts_on_card)
-    return unpacked(weights) if device.type == "cpu" and architecture.quantisation is not None else weights
+    return served(weights, architecture, device)
 
 
 def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                 on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """As `load_weights`, and packed on the CPU, too."""
+    """As `load_weights`, and packed on every CPU."""
     source = open_source(folder, architecture)
     _check_tensors(source, wanted_tensors(architecture), architecture)
     weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture), experts_on_card)

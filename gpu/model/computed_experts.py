@@ -6,13 +6,14 @@ code for is named in one line, before any step is captured.
 
 import torch
 
+from gpu.cpu_device.matrix_table import rows_of
 from gpu.host.expert_exchange import ExpertExchange
-from gpu.kernels.packed import Stored
+from gpu.kernels.packed import Packed
 from gpu.memory.expert_shares import experts_of, why_not_computed
 from gpu.model.host_experts import HostExperts
 from gpu.model.spec import Architecture, ModelError
 from gpu.model.weights import Weights
-from transfer.expert_exchange import LayerExperts, OpenExperts, PackedRows
+from transfer.expert_exchange import LayerExperts, OpenExperts
 
 
 def open_exchanges(
@@ -38,15 +39,5 @@ def open_exchanges(
 
 
 def _layer_of(host: HostExperts) -> LayerExperts:
+    assert not any(isinstance(one, Packed) and one.order is not None for one in (host.gate_up, host.down)), "in order"
     return LayerExperts(host.count, rows_of(host.gate_up), rows_of(host.down))
-
-
-def rows_of(stored: Stored) -> torch.Tensor | PackedRows:
-    """A matrix as the CPU is told of it."""
-    if isinstance(stored, torch.Tensor):
-        return stored
-    assert stored.order is None, "experts: columns in order"
-    return PackedRows(
-        stored.kind, stored.inner, stored.group, stored.row_block, stored.words, stored.scales, stored.zeros,
-        stored.runs,
-    )  # fmt: skip

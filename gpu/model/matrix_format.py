@@ -14,6 +14,10 @@ BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8}
 WORD_BITS = 32
 UNIT_WORDS = 16  # a row holds whole units of them (`gpu.kernels.words`)
 MOST_PACKED_TOKENS = 128  # that are multiplied by a matrix as it is stored; for more it is widened first
+# On the CPU, by the bytes of a number of the dtype that computes: libraries multiply bf16 faster there than float32.
+MOST_MULTIPLIED_TOKENS = {2: 64, 4: 256}
+MULTIPLIED_COLUMNS = 32  # a row that the CPU multiplies as it is stored is of whole runs of so many
+MULTIPLIED_GROUP = 16  # columns; and groups, where a row has several, are of multiples of this: a vector's
 _ORDER_BYTES = 8  # of a column
 _RUN_BYTES = 4  # two float16
 

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gpu.model.family import EACH, families
-from gpu.model.matrix_format import ROUNDED, MatrixFormat, Quantisation
+from gpu.model.matrix_format import MULTIPLIED_COLUMNS, MULTIPLIED_GROUP, ROUNDED, MatrixFormat, Quantisation
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError
 
 WIDENED_BYTES = 512 * 2**20
@@ -94,7 +94,7 @@ def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[st
 
 
 def weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool) -> int:
-    """Of all weights. is_packed: whether matrices stay as they are stored, as they do on a GPU."""
+    """Of all weights. is_packed: whether matrices stay as they are stored, as they do on a GPU (`why_unpacked`)."""
     saved = sum(_saved(architecture, dtype_bytes, lambda experts: 1.0)) if is_packed else 0
     return architecture.num_weights * dtype_bytes - round(saved)
 
@@ -110,6 +110,33 @@ def step_weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: b
 
 def _share_read(num_tokens: int, experts: Experts) -> float:
     return experts.taken(num_tokens) / experts.num_experts
+
+
+def why_unpacked(architecture: Architecture, has_vectors: bool) -> str | None:
+    """What keeps the CPU from multiplying matrices of few bits as they are stored, so that all are unpacked at load;
+    None: nothing. has_vectors: whether the processor has what its kernels are made of.
+    """
+    if architecture.quantisation is None:
+        return None
+    if not has_vectors:
+        return "the processor has no AVX2 and FMA"
+    if any(spec.experts is not None for spec in architecture.layer_pattern):
+        return "the CPU multiplies experts plain"
+    held = [
+        (stored, inner) for layer, spec in enumerate(architecture.layers)
+        for (name, (_, inner)), stored in zip(
+            matrix_shapes(architecture, spec).items(), layer_formats(architecture, layer).values(), strict=True
+        )
+    ]  # fmt: skip
+    for stored, inner in (*held, (output_format(architecture), architecture.hidden)):
+        if stored is None:
+            continue
+        if inner % MULTIPLIED_COLUMNS:
+            return f"the CPU multiplies rows of multiples of {MULTIPLIED_COLUMNS} columns, and these have {inner}"
+        if stored.group is not None and stored.group < inner and stored.group % MULTIPLIED_GROUP:
+            wanted = f"groups of multiples of {MULTIPLIED_GROUP} columns"
+            return f"the CPU multiplies {wanted}, and these have {stored.group}"
+    return None
 
 
 def describe_formats(architecture: Architecture) -> str:

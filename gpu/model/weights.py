@@ -4,6 +4,7 @@ A matrix is a tensor, or packed in few bits. It refuses to know how they are use
 and gate and up another, and where checkpoints have them (`gpu.model.checkpoint`).
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,12 @@ from gpu.kernels.packed_linear import unpack
 from gpu.kernels.words import pack_words
 from gpu.model.host_experts import HostExperts, in_host_memory
 from gpu.model.matrix_format import BITS, MatrixFormat, num_words
-from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format
+from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
 from gpu.model.spec import Architecture, LayerSpec
 from transfer.host_pages import ask_huge_pages
+from transfer.simd.features import HAS_VECTORS
+
+log = logging.getLogger(__name__)
 
 RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot
 
@@ -113,10 +117,14 @@ class Weights:
     logits: Stored
 
     @property
+    def matrices(self) -> list[Stored]:
+        """Of all layers, and the output matrix."""
+        return [*(matrix for layer in self.layers for matrix in layer.matrices.values()), self.logits]
+
+    @property
     def is_packed(self) -> bool:
         """Whether any matrix is."""
-        matrices = (matrix for layer in self.layers for matrix in layer.matrices.values())
-        return isinstance(self.logits, Packed) or any(isinstance(matrix, Packed) for matrix in matrices)
+        return any(isinstance(matrix, Packed) for matrix in self.matrices)
 
 
 def unpacked(weights: Weights) -> Weights:
@@ -125,15 +133,27 @@ def unpacked(weights: Weights) -> Weights:
     return Weights(weights.embedding, layers, weights.final_norm, _unpacked(weights.logits))
 
 
+def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
+    """As the device multiplies them: on a CPU that has no code for matrices of few bits as they are stored, all are
+    unpacked, and the log says why.
+    """
+    reason = why_unpacked(architecture, HAS_VECTORS) if device.type == "cpu" else None
+    if reason is None:
+        return weights
+    log.info("weights event=unpacked reason=%r", reason)
+    return unpacked(weights)
+
+
 def _unpacked(stored: Stored) -> Tensor:
     return unpack(stored) if isinstance(stored, Packed) else stored
 
 
 def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
                    on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """As `random_packed_weights`; on the CPU matrices of few bits are unpacked."""
-    weights = random_packed_weights(architecture, seed, dtype, device, on_progress, experts_on_card)
-    return unpacked(weights) if device.type == "cpu" and architecture.quantisation is not None else weights
+    """As `random_packed_weights`, and as `served`."""
+    return served(
+        random_packed_weights(architecture, seed, dtype, device, on_progress, experts_on_card), architecture, device
+    )
 
 
 def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
@@ -291,11 +311,14 @@ def allocate_packed(
     """Not yet filled. scales: of 16 bits, where they have so many."""
     group = stored.group or inner
     shape = (-(-rows // stored.row_block), -(-inner // group))
+    words = torch.empty(rows, num_words(inner, BITS[stored.kind]), dtype=torch.int32, device=device)
+    if device.type == "cpu":
+        ask_huge_pages(words.data_ptr(), words.nbytes)
     if stored.run is not None:
         scales = torch.int16
     return Packed(
         kind=stored.kind, dtype=dtype, inner=inner, group=group, row_block=stored.row_block,
-        words=torch.empty(rows, num_words(inner, BITS[stored.kind]), dtype=torch.int32, device=device),
+        words=words,
         scales=torch.empty(shape, dtype=torch.float32 if stored.scale_bytes == 4 else scales, device=device),
         zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
         order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,

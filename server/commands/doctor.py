@@ -66,7 +66,7 @@ def examine_machine(machine: MachineProfile) -> list[Finding]:
         link = f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}" if known else "the driver does not say"
         rows.append(Finding("link", link, "note" if narrow else "good", "a x16 slot is faster" if narrow else ""))
     vectors = any(name.startswith("avx512") for name in machine.instruction_sets)
-    least = {"avx2", "fma", "f16c"} <= set(machine.instruction_sets)
+    least = machine.has_vectors
     return [
         *rows,
         Finding("processor", f"{machine.cpu}, {machine.physical_cores} physical cores to use", "good"),

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu import packed_gains
-from cpu.expert_matrices import columns_of, num_gains
 from cpu.experts import HostExperts
-from cpu.packed_gains import fill_gains
 from tests.cpu.packed_experts import CPU, FORMATS, Format, draw_experts, draw_rows, oracle
 from tests.cpu.test_experts import TAKEN, answer, draw_layer, fill, off
 from tests.cpu.test_experts import oracle as plain_oracle
 from tests.tolerances import HOST_EXPERTS_FLOAT32, HOST_EXPERTS_SHARE
 from transfer.expert_exchange import NOT_HERE, LayerExperts, PackedRows, new_expert_slot
+from transfer.matrix_rows import columns_of, num_gains
+from transfer.simd import packed_gains
 from transfer.simd.features import LANES
+from transfer.simd.packed_gains import fill_gains
 
 COUNT, PER_TOKEN, MOST_ROWS = 11, 4, 9
 

@@ -27,7 +27,7 @@ from gpu.model.spec import RopeScaling
 from gpu.model.weights import Weights, allocate_weights, draw_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import BYTES, draw_blocks, wanted_numbers, write
-from tests.tolerances import GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN
+from tests.tolerances import COMPILED_LOGITS_FLOAT32, GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN
 
 CPU = torch.device("cpu")
 MATRICES = ("qkv", "output", "gate_up", "down")
@@ -134,7 +134,7 @@ def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, files) -
         generate(load(path), prompt, 6) for path in (files[name], plain_of(files[name]))
     )
     assert tokens == others
-    assert torch.equal(logits, wanted)
+    assert float((logits - wanted).abs().max() / wanted.std()) < COMPILED_LOGITS_FLOAT32
     assert len(set(tokens)) > 2
 
 

@@ -99,10 +99,13 @@ def plan_8b(**gpu: float) -> MemoryPlan:
 def test_matrices_of_few_bits_are_counted_as_they_are_held_and_one_of_them_widened() -> None:
     shape = rounded(replace(TINY, tied_embeddings=False), "int4", "weights")
     on_cpu = replace(DEMAND, shape=shape)
-    weights = next(item for item in on_cpu.fixed_items() if item.name == "weights")
-    assert weights.bytes == 4 * shape.num_weights
-    assert "widened matrices" not in {item.name for item in on_cpu.fixed_items()}
+    unpacked = {item.name: item for item in replace(on_cpu, unpacked="reason").fixed_items()}
+    assert unpacked["weights"].bytes == 4 * shape.num_weights
+    assert unpacked["weights"].note.endswith("unpacked: reason")
+    assert "widened matrices" not in unpacked
     on_gpu = {item.name: item.bytes for item in replace(on_cpu, device="cuda").fixed_items()}
+    for name in ("weights", "widened matrices"):  # of which the CPU has no second for large batches
+        assert {item.name: item.bytes for item in replace(on_cpu, max_running=300).fixed_items()}[name] == on_gpu[name]
     packed = allocate_weights(shape, torch.float32, torch.device("meta"))
     layers = [getattr(layer, name) for layer in packed.layers for name in layer.__dataclass_fields__]
     tensors = (*layers, packed.final_norm, packed.logits, packed.embedding)

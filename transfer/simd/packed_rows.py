@@ -87,24 +87,39 @@ def product_block(rows: int, vectors: int) -> Any:
     return products
 
 
-class _Block:
-    """The code of one block of packed rows, as it is emitted."""
+@intrinsic
+def widen_row(typing_context, kind, out_kind, words, gains, gain_stride, inner, out, ahead):
+    """Numbers of one packed row, in float32 or, where `out_kind` is a uint16, rounded to bf16, behind each other at
+    `out`; other arguments are those of `product_block`.
+    """
+    size = item_bytes(out_kind)
 
-    def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, rows: int, vectors: int) -> None:
+    def emit(context, builder, signature, arguments):
+        _, _, words, gains, gain_stride, inner, out, ahead = arguments
+        _WidenedRow(builder, _NUMBERS[kind.dtype], kind.count, out, size).emit(words, gains, gain_stride, inner, ahead)
+        return context.get_dummy_value()
+
+    return types.void(kind, out_kind, *[types.int64] * 6), emit
+
+
+class _Rows:
+    """The code that goes over packed rows once, as it is emitted; what it takes of them is its heirs'."""
+
+    def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, rows: int) -> None:
         self.builder, self.number, self.gains_a_unit, self.rows = builder, number, gains_a_unit, rows
         self.places, self.columns = places_of(number), unit_columns(number)
-        self.sums = [cgutils.alloca_once_value(builder, zero()) for _ in range(rows * vectors)]
 
-    def emit(self, weights: Any, gains: Any, gain_stride: Any, x: Any, x_stride: Any, inner: Any, out: Any,
-             out_stride: Any, ahead: Any) -> None:  # fmt: skip
+    def take(self, numbers: list[Any], unit: Any, column: int) -> None:
+        """A vector of each row's numbers, float32, from a column of a unit on."""
+        raise NotImplementedError
+
+    def emit_rows(self, weights: Any, gains: Any, gain_stride: Any, inner: Any, ahead: Any) -> None:
         builder, columns = self.builder, int64(self.columns)
-        vectors = len(self.sums) // self.rows
         whole, left = builder.udiv(inner, columns), builder.urem(inner, columns)
         units = builder.udiv(builder.add(inner, int64(self.columns - 1)), columns)
         self.row_at = list(addresses(builder, weights, units, LINE_BYTES, self.rows))
         self.gain_at = list(addresses(builder, gains, builder.mul(gain_stride, int64(2)), 4, self.rows))
         self.offset_bytes = builder.mul(gain_stride, int64(4))
-        self.x_at = list(addresses(builder, x, x_stride, 4, vectors))
         with cgutils.for_range(builder, whole, intp=I64) as unit:
             for address in self.row_at:
                 at = builder.add(address, builder.mul(unit.index, int64(LINE_BYTES)))
@@ -114,14 +129,11 @@ class _Block:
             is_there = builder.icmp_unsigned(">", left, int64(place * RUN))
             with builder.if_then(is_there):
                 self._emit_places(whole, range(place, place + 1))
-        totals = lane_sums(builder, [builder.load(total) for total in self.sums])
-        for vector, address in enumerate(addresses(builder, out, out_stride, 4, vectors)):
-            store_part(builder, totals, vector * self.rows, self.rows, address)
 
     def _emit_places(self, unit: Any, places: range) -> None:
         """Of one unit, in straight code: what is made of gains is made once."""
         builder, made = self.builder, {}
-        row_byte, x_byte = builder.mul(unit, int64(LINE_BYTES)), builder.mul(unit, int64(4 * self.columns))
+        row_byte = builder.mul(unit, int64(LINE_BYTES))
         first_gain = builder.mul(unit, int64(4 * self.gains_a_unit))
         for place in places:
             for begin in range(0, RUN, LANES):
@@ -134,10 +146,7 @@ class _Block:
                     at = builder.inttoptr(builder.add(builder.add(self.row_at[row], row_byte), int64(2 * begin)),
                                           _HALVES.as_pointer())  # fmt: skip
                     ours.append(made[row, gain](builder.load(at, align=2), place))
-                for vector, address in enumerate(self.x_at):
-                    theirs = widened(builder, builder.add(address, x_byte), column, 4)
-                    for row in range(self.rows):
-                        accumulate(builder, self.sums[vector * self.rows + row], ours[row], theirs)
+                self.take(ours, unit, column)
 
     def _scale(self, row: int, byte: Any) -> Callable[[Any, int], Any]:
         """What makes float32 of the numbers at a place of a row's words, by the gain and offset there."""
@@ -159,6 +168,58 @@ class _Block:
             return fused(builder, builder.sitofp(numbers, VECTOR), gain, offset)
 
         return scaled
+
+
+class _Block(_Rows):
+    """Products of rows and vectors."""
+
+    def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, rows: int, vectors: int) -> None:
+        super().__init__(builder, number, gains_a_unit, rows)
+        self.vectors = vectors
+        self.sums = [cgutils.alloca_once_value(builder, zero()) for _ in range(rows * vectors)]
+
+    def emit(self, weights: Any, gains: Any, gain_stride: Any, x: Any, x_stride: Any, inner: Any, out: Any,
+             out_stride: Any, ahead: Any) -> None:  # fmt: skip
+        builder = self.builder
+        self.x_at = list(addresses(builder, x, x_stride, 4, self.vectors))
+        self.emit_rows(weights, gains, gain_stride, inner, ahead)
+        totals = lane_sums(builder, [builder.load(total) for total in self.sums])
+        for vector, address in enumerate(addresses(builder, out, out_stride, 4, self.vectors)):
+            store_part(builder, totals, vector * self.rows, self.rows, address)
+
+    def take(self, numbers: list[Any], unit: Any, column: int) -> None:
+        builder = self.builder
+        x_byte = builder.mul(unit, int64(4 * self.columns))
+        for vector, address in enumerate(self.x_at):
+            theirs = widened(builder, builder.add(address, x_byte), column, 4)
+            for row in range(self.rows):
+                accumulate(builder, self.sums[vector * self.rows + row], numbers[row], theirs)
+
+
+class _WidenedRow(_Rows):
+    """The numbers of one row, in `size` bytes each."""
+
+    def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, out: Any, size: int) -> None:
+        super().__init__(builder, number, gains_a_unit, 1)
+        self.out, self.size = out, size
+
+    def emit(self, words: Any, gains: Any, gain_stride: Any, inner: Any, ahead: Any) -> None:
+        self.emit_rows(words, gains, gain_stride, inner, ahead)
+
+    def take(self, numbers: list[Any], unit: Any, column: int) -> None:
+        builder, (values,) = self.builder, numbers
+        at = builder.add(self.out, builder.mul(unit, int64(self.size * self.columns)))
+        at = builder.add(at, int64(self.size * column))
+        stored = values if self.size == 4 else _rounded(builder, values)
+        builder.store(stored, builder.inttoptr(at, stored.type.as_pointer()), align=self.size)
+
+
+def _rounded(builder: ir.IRBuilder, values: Any) -> Any:
+    """The nearest bf16 of finite float32, ties to even, as their bits."""
+    bits = builder.bitcast(values, _WORDS)
+    odd = builder.and_(builder.lshr(bits, ir.Constant(_WORDS, [16] * LANES)), ir.Constant(_WORDS, [1] * LANES))
+    moved = builder.add(bits, builder.add(odd, ir.Constant(_WORDS, [0x7FFF] * LANES)))
+    return builder.trunc(builder.lshr(moved, ir.Constant(_WORDS, [16] * LANES)), _HALVES)
 
 
 def _shifted(builder: ir.IRBuilder, halves: Any, bits: int) -> Any:

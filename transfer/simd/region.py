@@ -57,17 +57,23 @@ class Region:
         numba.set_num_threads(with_threads)
 
 
+def _emit_call(lowering: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    function, *others = arguments
+    kind = ir.FunctionType(ir.VoidType(), [other.type for other in others])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), others)
+    return lowering.get_dummy_value()
+
+
 @intrinsic
 def _call(typing_context, function, me, threads, context):
     """Call what lies at an address."""
+    return types.void(*[types.int64] * 4), _emit_call
 
-    def emit(lowering, builder, signature, arguments):
-        function, *others = arguments
-        kind = ir.FunctionType(ir.VoidType(), [other.type for other in others])
-        builder.call(builder.inttoptr(function, kind.as_pointer()), others)
-        return lowering.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), emit
+@intrinsic
+def call_rows(typing_context, function, matrix, row, x, x_stride, tokens, out, out_stride, scratch):
+    """Call what lies at an address: work on some rows of a matrix, of which all is said by int64."""
+    return types.void(*[types.int64] * 9), _emit_call
 
 
 @intrinsic

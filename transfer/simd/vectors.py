@@ -42,30 +42,13 @@ def item_bytes(kind: Any) -> int:
     return int(kind.bitwidth // 8)
 
 
-def dot_block(rows: int, vectors: int) -> Any:
-    """A numba function: `out[v, r] = sum(weights[r, :] * x[v, :])` for so many rows and vectors.
-
-    Both are powers of two. The inner length is whole lines of 64 bytes of weights.
-    """
-
-    @intrinsic
-    def dot(typing_context, kind, weights, weight_stride, x, x_stride, inner, out, out_stride, ahead):
-        size = item_bytes(kind)
-
-        def emit(context, builder, signature, arguments):
-            emit_dots(builder, size, rows, vectors, *arguments[1:])
-            return context.get_dummy_value()
-
-        return types.void(kind, *[types.int64] * 8), emit
-
-    return dot
-
-
 def emit_dots(
     builder: ir.IRBuilder, size: int, rows: int, vectors: int, weights: Any, weight_stride: Any, x: Any, x_stride: Any,
     inner: Any, out: Any, out_stride: Any, ahead: Any,
 ) -> None:  # fmt: skip
-    """The code of `dot_block`, of weights of `size` bytes."""
+    """The code of `out[v, r] = sum(weights[r, :] * x[v, :])` for so many rows and vectors, powers of two, of weights of
+    `size` bytes. The inner length is whole lines of 64 bytes of weights.
+    """
     row_at = list(addresses(builder, weights, weight_stride, size, rows))
     vector_at = list(addresses(builder, x, x_stride, 4, vectors))
     sums = [cgutils.alloca_once_value(builder, zero()) for _ in range(rows * vectors)]

@@ -1,0 +1,86 @@
+"""Matrices in host memory as the CPU's kernels are told of them: addresses, and what their rows are made of.
+
+It refuses to know layers, asks and what there is code for. Invariant: a matrix is MATRIX_COLUMNS int64, whatever it is.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from transfer.expert_exchange import PackedRows
+from transfer.simd.packed_gains import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    GAINS,
+    GROUPS,
+    MATRIX_COLUMNS,
+    MIDDLE,
+    NUM_RUNS,
+    ROW_BLOCK,
+    ROW_BYTES,
+    ROWS,
+    RUNS,
+    SCALE_TYPE,
+    SCALES,
+    ZEROS,
+)
+from transfer.simd.packed_rows import BITS, LEAST_GROUP, RUN, packed_kind, unit_columns
+
+Rows = Tensor | PackedRows
+
+KINDS: dict[torch.dtype, Any] = {torch.bfloat16: np.uint16, torch.float32: np.float32}
+SCALE_TYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
+
+
+def inner_of(matrix: Rows) -> int:
+    """Columns."""
+    return matrix.inner if isinstance(matrix, PackedRows) else matrix.shape[1]
+
+
+def nbytes_of(matrix: Rows) -> int:
+    tensors = matrix.tensors if isinstance(matrix, PackedRows) else [matrix]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def kind_of(matrix: Rows) -> Any:
+    """What stands for its rows in numba code (`transfer.simd.packed_rows.product_block`)."""
+    if isinstance(matrix, PackedRows):
+        return packed_kind(matrix.number, unit_columns(matrix.number) // _columns_a_gain(matrix))
+    return KINDS[matrix.dtype](0)
+
+
+def columns_of(matrix: Rows) -> list[int]:
+    """Of `transfer.simd.packed_gains`, MATRIX_COLUMNS."""
+    found = [0] * MATRIX_COLUMNS
+    if not isinstance(matrix, PackedRows):
+        found[ROWS], found[ROW_BYTES] = matrix.data_ptr(), matrix.shape[1] * matrix.itemsize
+        return found
+    words, scales = matrix.words, matrix.scales
+    found[ROWS], found[ROW_BYTES], found[SCALES] = words.data_ptr(), words.shape[1] * words.itemsize, scales.data_ptr()
+    found[GROUPS], found[ROW_BLOCK], found[GAINS] = scales.shape[1], matrix.row_block, num_gains(matrix)
+    if matrix.runs is not None:
+        found[RUNS], found[NUM_RUNS] = matrix.runs.data_ptr(), matrix.runs.shape[1]
+        return found
+    found[SCALE_TYPE] = SCALE_TYPES[scales.dtype]
+    found[ZEROS] = 0 if matrix.zeros is None else matrix.zeros.data_ptr()
+    found[MIDDLE] = 0 if matrix.number == "fp8" else 2 ** (BITS[matrix.number] - 1)
+    return found
+
+
+def num_gains(matrix: Rows) -> int:
+    """Of a row, with room for whole groups; 0 of plain rows."""
+    if not isinstance(matrix, PackedRows):
+        return 0
+    groups, each = matrix.scales.shape[1], _columns_a_gain(matrix)
+    return -(-matrix.inner // each) if groups == 1 else groups * (matrix.group // each)
+
+
+def _columns_a_gain(matrix: PackedRows) -> int:
+    """As many as can be."""
+    unit = unit_columns(matrix.number)
+    if matrix.scales.shape[1] == 1:
+        return unit
+    return next(columns for columns in (unit, RUN, LEAST_GROUP) if matrix.group % columns == 0)
