@@ -53,6 +53,8 @@ def test_linear_adds_the_residual_and_leaves_it(rows, inner, tokens, dtype, devi
 def test_a_residual_is_copied_by_a_kernel_for_a_copy_of_memory_has_no_priority_in_a_graph(
     rows, inner, tokens, dtype, device
 ):
+    if INTERPRETED and tokens == 1:
+        pytest.skip("one token's kernel adds the residual itself, and the interpreter copies what it is given")
     x, weight, _, residual = _arguments(tokens, rows, inner, dtype, device)
     with Called() as called:
         linear(x, weight, residual)
