@@ -80,6 +80,13 @@ def _team(c, me, threads):
     return Team(numba.carray(pointer_to(c[COUNTERS]), (1, threads + 1, COUNTER_INT64), np.int64), me, threads)
 
 
+@numba.njit(nogil=True)
+def _given(context):
+    """The context, and the matrix's row."""
+    c = numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
+    return c, numba.carray(pointer_to(c[MATRIX]), (TABLE_COLUMNS,), np.int64)
+
+
 @cache
 def _compile_products(version: int) -> Any:
     """As C functions of the context's address, here and below; `version` stands for the sources of all that is called,
@@ -89,8 +96,7 @@ def _compile_products(version: int) -> Any:
     def work(me, threads, context):  # type: ignore[no-untyped-def]
         if version < 0:
             return
-        c = numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
-        matrix = numba.carray(pointer_to(c[MATRIX]), (TABLE_COLUMNS,), np.int64)
+        c, matrix = _given(context)
         x = numba.carray(pointer_to(c[X]), (c[TOKENS], c[X_STRIDE]), np.float32)
         out = numba.carray(pointer_to(c[OUT]), (c[TOKENS], c[OUT_STRIDE]), np.float32)
         gains = numba.carray(pointer_to(c[SCRATCH] + 4 * c[ROOM] * me), (c[ROOM],), np.float32)
@@ -105,8 +111,7 @@ def _compile_widening(version: int) -> Any:
     def work(me, threads, context):  # type: ignore[no-untyped-def]
         if version < 0:
             return
-        c = numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
-        matrix = numba.carray(pointer_to(c[MATRIX]), (TABLE_COLUMNS,), np.int64)
+        c, matrix = _given(context)
         rows, row_bytes, ours = c[NUM_ROWS], matrix[ROW_BYTES], _team(c, me, threads)
         items, step, done = count_items(rows, row_bytes), rows_an_item(row_bytes), 0
         item = claim(ours, 0, items)
