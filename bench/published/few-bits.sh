@@ -42,7 +42,7 @@ for part in "${parts[@]}"; do
             cat > "$OUT/prompt-$kind.yaml" <<YAML
 model: {random_weights: $shape, weights: $kind, tokenizer: "$PWD/deploy/models/reference"}
 gpu: {device: $device, $memory, dtype: bfloat16, graph_batch_sizes: [1]}
-host: {memory_limit_gib: 1, resident_tokens: $prompt}
+host: {memory_limit_gib: 1, resident_tokens: $((prompt + 256))}
 scheduler: {max_running: 1, max_context_tokens: $((prompt + 256)), default_profile: exact, prefill: {chunk_tokens: $chunk}}
 YAML
             tandem bench prefill "$OUT/prompt-$kind.yaml" --lengths $prompt --profiles exact --turn 0 --no-trace --no-peer --json "$OUT/prompt-$kind.json"

@@ -112,7 +112,7 @@ def row_tile(
     part = sums if IS_WHOLE else tl.zeros_like(sums)
     total = tl.zeros_like(sums)
     if IS_EXACT:
-        byte = no_byte(words, unit)
+        byte = no_byte(words, unit) if AT_ONCE == _RUN else unit * 0
     for PART in tl.static_range(_RUN // AT_ONCE):
         packed = tl.load(words + row * NUM_WORDS + step * _UNIT + PART * (AT_ONCE // 2) + word, mask=unit < INNER,
                          other=0, eviction_policy="evict_first")  # fmt: skip
