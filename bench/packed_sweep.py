@@ -56,7 +56,7 @@ def candidates(kind: str, name: str, tokens: int) -> list[Tiles]:
     activation = _activation(name, tokens)
     stored = format_for(kind)
     group = stored.group or inner
-    forms = is_short(BITS[stored.kind], group), is_halved(group, inner)
+    forms = is_short(BITS[stored.kind], group), is_halved(group, inner, stored.run is not None)
     served = tiles_for(tokens, rows // 2 if activation else rows, inner, torch.bfloat16, *forms)
     found, at_once = [served], max(8, triton.next_power_of_2(tokens))
     if tokens <= 8:

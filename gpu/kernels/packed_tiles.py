@@ -85,9 +85,11 @@ def is_short(bits: int, group: int) -> bool:
     return bits == 8 and group % RUN_COLUMNS == 0
 
 
-def is_halved(group: int, inner: int) -> bool:
-    """Whether a run of columns has several groups, and half a run one."""
-    return group < inner and group % RUN_COLUMNS != 0 and group % HALF_RUN == 0
+def is_halved(group: int, inner: int, has_runs: bool) -> bool:
+    """Whether products are of half a run of columns, which then has one group. Not where zero points, which are bytes,
+    would stand beside them (see `row_tile`); no file has such groups.
+    """
+    return has_runs and group < inner and group % RUN_COLUMNS != 0 and group % HALF_RUN == 0
 
 
 @triton.jit
@@ -99,7 +101,8 @@ def row_tile(
     DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """sums, and the products of a unit of columns for each split. scale, zero: what stands `beside` it; scales of
-    whole rows are left to `scaled`. AT_ONCE: columns of a product, a run or half a run.
+    whole rows are left to `scaled`. AT_ONCE: columns of a product, a run or half a run: then without `no_byte`, since
+    four threads of eight columns would hold them twice, and Triton 3.6 multiply them twice.
     """
     PLACES: tl.constexpr = 4 if KIND == 4 else 2
     IS_WHOLE: tl.constexpr = NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS
@@ -238,7 +241,7 @@ def _packed_tiles_kernel(
 
 def tile_layout(packed: Packed) -> dict[str, object]:
     """What `row_tile` must know of a matrix while it is compiled."""
-    halves = is_halved(packed.group, packed.inner)
+    halves = is_halved(packed.group, packed.inner, packed.runs is not None)
     is_exact = halves or packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0
     is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
     return {
@@ -277,7 +280,7 @@ def packed_tiles(
     tokens, num_rows = len(x), packed.rows // (2 if gates else 1)
     tiles = tiles_for(
         tokens, num_rows, packed.inner, packed.dtype, is_short(packed.bits, packed.group),
-        is_halved(packed.group, packed.inner),
+        is_halved(packed.group, packed.inner, packed.runs is not None),
     )  # fmt: skip
     x = x if x.stride(1) == 1 else x.contiguous()
     if tiles.splits == 1:

@@ -641,6 +641,9 @@ def test_numbers_of_an_output_matrix_in_groups_of_16_do_not_go_through_shared_me
     assert "ttg.async_copy_global_to_local" in code
     assert not re.findall(r"ttg\.local_alloc %\w+", code)
     assert code.count("ttg.convert_layout") == 1
+    products = re.findall(r"tt\.dot [^\n]*?x(\d+)xbf16, #ttg\.dot_op<\{opIdx = 0[^}]*?kWidth = (\d+)", code)
+    assert products
+    assert all(4 * int(width) <= int(columns) for columns, width in products)  # else four threads hold a column twice
 
 
 @pytest.mark.parametrize("name", ["_pack_kernel", "_ask_experts_kernel"])

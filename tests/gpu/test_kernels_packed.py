@@ -9,7 +9,7 @@ import torch
 from gpu.kernels.arguments import INTERPRETED
 from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
 from gpu.kernels.packed_tiles import HALF_RUN, Tiles, groups_ahead
-from gpu.kernels.words import pack_words, unpack_words
+from gpu.kernels.words import RUN_COLUMNS, pack_words, unpack_words
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import draw_codes, draw_packed, e4m3, poisoned
@@ -101,7 +101,8 @@ def test_logits_are_float32_and_not_rounded_where_a_kernel_can_store_them(name, 
     drawn, x, _, _ = _arguments(name, tokens, dtype, device)
     got, product = packed_logits(x, drawn.packed), wide(x) @ drawn.wanted.T
     assert got.dtype == torch.float32
-    is_fine = drawn.packed.scales.shape[1] > 1 and drawn.packed.group % HALF_RUN != 0
+    has_runs, group = drawn.packed.runs is not None, drawn.packed.group
+    is_fine = drawn.packed.scales.shape[1] > 1 and group % (HALF_RUN if has_runs else RUN_COLUMNS) != 0
     is_rounded = dtype == torch.bfloat16 and not INTERPRETED and (tokens > 1 or is_fine or device == "cpu")  # numbers
     assert distance(got, product) < (KERNEL_BFLOAT16 if is_rounded else LOGITS_FLOAT32)
     assert distance(got.bfloat16(), product) > LOGITS_FLOAT32
