@@ -8,10 +8,10 @@ mkdir -p "$OUT"
 parts=("${@:2}")
 [ ${#parts[@]} = 0 ] && parts=(8b-96k-card 8b-96k 8b-256k 8b-four 32b-128k)
 
-deployment() { # name model host-GiB resident-tokens max-context max-running chunk-tokens default-profile
+deployment() { # name model host-GiB resident-tokens max-context max-running chunk-tokens default-profile graphs
     cat > "$OUT/$1.yaml" <<YAML
 model: {$2, weights: int4, tokenizer: "$PWD/deploy/models/reference"}
-gpu: {device: cuda, memory_limit_gib: 23, kv: int8, graph_batch_sizes: [1]}
+gpu: {device: cuda, memory_limit_gib: 23, kv: int8, graph_batch_sizes: [${9:-1}]}
 host: {memory_limit_gib: $3, rows: int8, resident_tokens: $4}
 scheduler: {max_running: $6, max_context_tokens: $5, default_profile: ${8:-sampled}, prefill: {chunk_tokens: $7}}
 YAML
@@ -31,7 +31,7 @@ for part in "${parts[@]}"; do
     8b-96k-card) deployment 8b-96k-card "random_weights: llama-3.1-8b" 1 100000 100000 1 2048 exact && long 8b-96k-card 98304 1 exact ;; # 100 s
     8b-96k) deployment 8b-96k "random_weights: llama-3.1-8b" 40 2048 100000 1 2048 && long 8b-96k 98304 1 ;;              # 120 s
     8b-256k) deployment 8b-256k "random_weights: llama-3.1-8b, $far" 60 2048 262144 1 2048 && long 8b-256k 261000 1 ;;    # 150 s
-    8b-four) deployment 8b-four "random_weights: llama-3.1-8b" 60 2048 100000 4 2048 && long 8b-four 98304 1,2,4 ;;       # 150 s
+    8b-four) deployment 8b-four "random_weights: llama-3.1-8b" 60 2048 100000 4 2048 sampled "1, 2, 4" && long 8b-four 98304 1,2,4 ;;       # 150 s
     32b-128k) deployment 32b-128k "random_weights: qwen2.5-32b, $yarn" 48 1024 131072 2 512 && long 32b-128k 130560 1 ;;  # 300 s
     *) echo "small-card.sh: no part is called $part" >&2 && exit 2 ;;
     esac

@@ -181,6 +181,12 @@ def plan_memory(
         )
     if device == "cpu":
         notes = (*notes, "the CPU is the device: every item is in host memory")
+    elif max(gpu.graph_batch_sizes, default=0) < max_running:
+        notes = (
+            *notes,
+            f"gpu.graph_batch_sizes: {list(gpu.graph_batch_sizes)}, scheduler.max_running: {max_running}: steps of "
+            "more sequences than the largest graph has are launched kernel by kernel, several times as slowly",
+        )
     return MemoryPlan(
         device=device,
         dtype=dtype,

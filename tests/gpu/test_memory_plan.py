@@ -216,6 +216,16 @@ def test_without_a_gpu_every_item_is_in_host_memory_and_a_note_says_so() -> None
     assert any("host memory" in note for note in plan.notes)
 
 
+def test_a_note_says_where_steps_have_more_sequences_than_a_graph() -> None:
+    def says(machine: str, sizes: tuple[int, ...], max_running: int) -> bool:
+        plan = make_plan(SHAPE_TINY, machine, GpuConfig(graph_batch_sizes=sizes), max_running=max_running)
+        return any("graph_batch_sizes: [1, 4]" in note for note in plan.notes)
+
+    assert says("rtx4090", (1, 4), 5)
+    assert not says("rtx4090", (1, 4), 4)
+    assert not says("laptop", (1, 4), 5)
+
+
 def test_a_cpu_device_on_a_machine_with_a_gpu_leaves_the_gpu_alone() -> None:
     plan = make_plan(SHAPE_TINY, "rtx4090", GpuConfig(device="cpu"))
     assert "gpu" not in plan.limit_bytes
