@@ -69,16 +69,7 @@ class Residence:
         self.contexts: HostContexts | None = None
         self.frontier: Frontier | None = None
         if capacity.host is not None:
-            bytes_of_run = capacity.host.bytes_of_run
-            self.contexts = HostContexts(
-                capacity.host.limit_bytes,
-                lambda num_bulk, num_more, is_sampled, is_fork: bytes_of_run(
-                    num_bulk * page_tokens, num_more * page_tokens, is_sampled, is_fork
-                ),
-                self.pages,
-                capacity.host.layout,
-                prefix_cache,
-            )
+            self.contexts = HostContexts(capacity.host, self.pages, prefix_cache)
             self.frontier = Frontier(capacity.host, self.contexts, self.pages)
             self._deposits = Deposits(capacity.host, self.contexts, self.frontier, self.pages, profiles)
             self._growing_back = GrowingBack(capacity.host, self.frontier, self.pages)
