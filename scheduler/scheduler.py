@@ -286,7 +286,7 @@ class Scheduler:
         self, steps: int, step_seconds: float, host: HostStats | None, reuse: ReuseStats | None,
         fetch: FetchStats | None, experts: ExpertStats | None,
     ) -> Stats:  # fmt: skip
-        num_idle_pages = self.residence.num_idle_pages([])
+        num_idle_pages = self.residence.room.num_idle_pages([])
         return Stats(
             num_running=len(self.roster.running),
             num_prefilling=sum(len(entry.sequences) for entry in self._prefill.jobs),
