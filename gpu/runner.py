@@ -16,7 +16,7 @@ import torch
 
 from gpu.decode.halving import Halving, most_rows_of_parts
 from gpu.decode.loop import LayerLoop
-from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, Launched
+from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
 from gpu.fusion.documents import Documents
 from gpu.host.deposit import Depositor
 from gpu.host.expert_exchange import ExpertExchange
@@ -445,7 +445,7 @@ class Runner:
         timer.mark(1)
         return decoded, awaited, timer
 
-    def _decode(self, group: DecodeGroup, lane: Lane, asks: bool) -> Launched:
+    def _decode(self, group: DecodeGroup, lane: Lane, asks: bool) -> LaunchedStep:
         """asks: some row of the plan's did, also one that has failed since: it is what the other lane's step goes by.
 
         Raises ContextLostError, and ExchangeError where an eager step's device asks nothing.

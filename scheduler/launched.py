@@ -32,7 +32,7 @@ def run_of(sequence: Sequence) -> Run:
 
 
 @dataclass(slots=True)
-class Launched:
+class LaunchedPlan:
     """Who was in which slot, who drew and as which number of theirs, what rows it had and how many of known tokens,
     where its units ended, what went down, and whether rows came up.
     """

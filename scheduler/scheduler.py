@@ -37,7 +37,7 @@ from scheduler.intake import Intake
 from scheduler.jumps import Jumps
 from scheduler.lanes import Lanes, rows_of
 from scheduler.late_rows import IsReady, LateRows, Row
-from scheduler.launched import Launched, Run, run_of
+from scheduler.launched import LaunchedPlan, Run, run_of
 from scheduler.messages import Delta, ExpertStats, FetchStats, HostStats, Progress, ReuseStats, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import make_progress
@@ -85,7 +85,7 @@ class Scheduler:
         )  # fmt: skip
         self._lanes = Lanes(lanes)
         self.roster = Roster(self.residence, self.rings, self._admission, self._prefill, self._lanes, documents)
-        self._launched: dict[Lane, deque[Launched]] = {lane: deque() for lane in self._lanes.all}
+        self._launched: dict[Lane, deque[LaunchedPlan]] = {lane: deque() for lane in self._lanes.all}
         self._gap = TokenGap(config, self._costs)
         self._late = LateRows()
         self._results = Results(self.roster, self.residence, self.constraints, self._costs)
@@ -203,7 +203,7 @@ class Scheduler:
         rows = rows_of(plan.lane, [ask for group in plan.decode for ask in group.asks or [None]])
         numbers = {slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None}
         fetches = bool(plan.fetches)
-        launched = Launched(slots, drawn, numbers, rows, num_known, plan.units, contexts, runs, fetches)
+        launched = LaunchedPlan(slots, drawn, numbers, rows, num_known, plan.units, contexts, runs, fetches)
         self._launched[plan.lane].append(launched)
 
     def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
