@@ -39,7 +39,7 @@ from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
 from gpu.prefill.outputs import FinishedJob
 from gpu.prefill.query import PrefillQuery
-from gpu.profiles import Part
+from gpu.profiles import ProfilePart
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import NO_MASKS, Drawing, Masks, Sampler
 from gpu.step import (
@@ -107,7 +107,7 @@ class Runner:
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
                  max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
-                 device: torch.device, tier: HostTier | None, parts: Sequence[Part],
+                 device: torch.device, tier: HostTier | None, parts: Sequence[ProfilePart],
                  num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
                  checks_coverage: bool = False, library: ChunkLibrary | None = None,
                  windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16",

@@ -115,7 +115,7 @@ class RingCopy:
 
 @dataclass(frozen=True, slots=True)
 class RingWrite:
-    """A slot holds ring number `ring` of `part` (`gpu.profiles.Part`) until it is released; nobody else does.
+    """A slot holds ring number `ring` of `part` (`gpu.profiles.ProfilePart`) until it is released; nobody else does.
     is_sampled: what its host reads for it is a sample. source: what it has; None: nothing.
     """
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gpu.cpu_device.packed_product import multiplies
 from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
-from gpu.decode.answering import Answering, Answers, Part
+from gpu.decode.answering import Answering, Answers, AskingRows
 from gpu.decode.capture import capture
 from gpu.decode.halving import Halving, cut
 from gpu.decode.ladder import StepKind, steps_to_capture
@@ -226,7 +226,9 @@ class DecodeSteps:
                 for method in borrowing:
                     method.borrow(part.slots, part.cells, part.asks, attention)
             ready = clock()
-            asked = [Part(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)]
+            asked = [
+                AskingRows(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)
+            ]
             times.ready_s += ready - began
             if captured is None:
                 return LaunchedStep(self._run_eagerly(parts, attentions, batch.reuses))
@@ -374,7 +376,9 @@ class DecodeSteps:
             return ()
         place = _place(asks)
         experts, num_rows = self._experts[place], int(captured.asks.table[0, ROWS])
-        return (self._expert_answering[place].hand_over(experts.worker, [Part(experts, captured.asks, num_rows)]),)
+        return (
+            self._expert_answering[place].hand_over(experts.worker, [AskingRows(experts, captured.asks, num_rows)]),
+        )
 
     def _find(self, kind: StepKind, num_rows: int) -> _Captured | None:
         """The smallest captured step of a kind that so many rows fit."""
