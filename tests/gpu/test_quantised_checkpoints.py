@@ -189,7 +189,7 @@ def test_a_load_holds_no_more_beside_the_weights_than_a_part_takes(monkeypatch: 
     numbers = 32 * 64
     monkeypatch.setattr(rounding, "NUMBERS_AT_ONCE", numbers)
     monkeypatch.setattr(stored, "_NUMBERS_AT_ONCE", numbers)
-    monkeypatch.setattr(placing, "PIECE_BYTES", numbers * 4 // NUM_BUFFERS)
+    monkeypatch.setattr(placing, "RANGE_BYTES", numbers * 4 // NUM_BUFFERS)
     with LiveBytes() as live:
         got = packed(checkpoint("llama2").folder, "fp8")
         held = live.now
