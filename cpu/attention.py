@@ -74,7 +74,7 @@ from cpu.context import (
 from cpu.errors import COLUMNS as SUM_COLUMNS
 from cpu.errors import ERRORS, draw_direction
 from cpu.lookup import COUNTER_MARGIN, SPANS
-from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
+from cpu.pieces import BEGIN, END, PIECE, REQUEST, STRIPE_TOKENS, TOKENS
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.rows import BLOCK_ROWS, COLUMNS
 from cpu.turns import BOARD_INT64, INSIDE, TURN, start_when_asked, take_turns
@@ -376,7 +376,7 @@ class HostAttention:
             lse=np.empty(slots, np.float32),
             totals=np.zeros(TOTALS, np.int64),
             counters=new_counters(STAGES, threads),
-            counts=np.zeros((threads, WINDOW_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
+            counts=np.zeros((threads, STRIPE_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
             spans=np.empty((threads, s.tables * SPANS), np.int64),
             query=np.empty((threads, group, s.dim), np.float32),
             sums=np.empty((threads, group, s.dim), np.float32),
@@ -385,7 +385,7 @@ class HostAttention:
             marks=np.empty(ids if self.estimates else 1, np.uint8),
             deviations=np.empty((slots if self.estimates else 1, 2, SUM_COLUMNS), np.float32),
             direction=self._direction,
-            digits=np.zeros((threads, WINDOW_TOKENS), np.uint16),
+            digits=np.zeros((threads, STRIPE_TOKENS), np.uint16),
             aims=np.empty((threads, 2, s.dim), np.float32),
             noted=np.empty((threads, 2, SUM_COLUMNS), np.float32),
         )
