@@ -31,7 +31,7 @@ class PromptPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedTokens:
     """Tokens `[begin, end)` of a job, whose prompts are attended to together: the same in every layer."""
 
     begin: int
@@ -56,7 +56,7 @@ class JobState:
     method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
     fused: FusedPrompt | None
     eviction: Eviction | None = None
-    packed: Packed | None = None
+    packed: PackedTokens | None = None
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
 
     def num_of_tail(self, unit: PrefillUnit) -> int:

@@ -22,7 +22,7 @@ from gpu.prefill.attention import (
     windowed_attention,
 )
 from gpu.prefill.gathered import GatheredKv
-from gpu.prefill.job_state import JobState, Packed, PromptPart
+from gpu.prefill.job_state import JobState, PackedTokens, PromptPart
 from gpu.prefill.query import PrefillQuery
 from gpu.step import DENSE, PrefillPrompt, PrefillUnit
 from gpu.upload import upload
@@ -152,7 +152,7 @@ class UnitAttention:
             state=None,
         )
 
-    def _pack(self, state: JobState, unit: PrefillUnit, parts: list[PromptPart]) -> Packed:
+    def _pack(self, state: JobState, unit: PrefillUnit, parts: list[PromptPart]) -> PackedTokens:
         """What the last layer's unit had, if it was of the same tokens."""
         known = state.packed
         if known is not None and (known.begin, known.end) == (unit.begin, unit.end):
@@ -166,7 +166,7 @@ class UnitAttention:
         )
         slots, positions = upload(np.stack([np.concatenate(one) for one in tokens]), self._device).unbind(0)
         packing = Packing(query_begins, key_begins, most_queries, most_keys)
-        state.packed = Packed(unit.begin, unit.end, packing, self._gathered.rows_of(slots, positions))
+        state.packed = PackedTokens(unit.begin, unit.end, packing, self._gathered.rows_of(slots, positions))
         return state.packed
 
     def _keys_and_values(self, state: JobState, prompt: PrefillPrompt, layer: int, end: int) -> tuple[Tensor, Tensor]:
