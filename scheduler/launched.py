@@ -17,7 +17,7 @@ MaskedRow = tuple[Constraint, int, Many[int]]  # what holds it, the number of it
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DepositedRun:
     """The first blocks of a context are down once the plan is carried out."""
 
     sequence: Sequence
@@ -25,10 +25,10 @@ class Run:
     num_blocks: int
 
 
-def run_of(sequence: Sequence) -> Run:
+def deposited_run(sequence: Sequence) -> DepositedRun:
     """All that is planned to be down of its context."""
     assert sequence.context is not None
-    return Run(sequence, sequence.context, sequence.context.num_blocks)
+    return DepositedRun(sequence, sequence.context, sequence.context.num_blocks)
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class LaunchedPlan:
     num_known: int
     units: list[Unit]
     unit_contexts: list[int]
-    runs: list[Run]
+    runs: list[DepositedRun]
     fetches: bool
 
     def masked_rows(self) -> dict[int, MaskedRow] | None:

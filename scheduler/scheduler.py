@@ -37,7 +37,7 @@ from scheduler.intake import Intake
 from scheduler.jumps import Jumps
 from scheduler.lanes import Lanes, rows_of
 from scheduler.late_rows import IsReady, LateRows, Row
-from scheduler.launched import LaunchedPlan, Run, run_of
+from scheduler.launched import DepositedRun, LaunchedPlan, deposited_run
 from scheduler.messages import Delta, ExpertStats, FetchStats, HostStats, Progress, ReuseStats, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import make_progress
@@ -180,7 +180,7 @@ class Scheduler:
         drawing: list[Sequence],
         known: list[list[int]] | None,
         contexts: list[int],
-        runs: list[Run],
+        runs: list[DepositedRun],
         finished: list[JobInProgress],
     ) -> None:
         """Whom the plan's result will be for, and as which of their draws; `known`: by those who draw, tokens that come
@@ -196,7 +196,7 @@ class Scheduler:
             sequence.num_in_flight += len(run)
         for entry in finished:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
-            runs += [run_of(sequence) for sequence in entry.sequences if sequence.context is not None]
+            runs += [deposited_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self.roster.start(entry)
         plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
         num_known = sum(map(len, known or ()))
@@ -220,16 +220,16 @@ class Scheduler:
             self._lanes.weigh(self._costs.decode_seconds)
         return deltas
 
-    def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[Run]]:
+    def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[DepositedRun]]:
         """Old tokens of those of these that stayed go down, and short ones that were written down to make room."""
         written_down = self.residence.take_written_down()
         deposits = [deposit for _, deposit in written_down]
-        runs = [run_of(sequence) for sequence, _ in written_down]
+        runs = [deposited_run(sequence) for sequence, _ in written_down]
         for sequence in stepping:
             due = self.residence.deposit(sequence) if sequence.wants_draw else None
             if due is not None:
                 deposits.append(due)
-                runs.append(run_of(sequence))
+                runs.append(deposited_run(sequence))
         return deposits, runs
 
     # --- the shape of a step ------------------------------------------------------------------------------------------
