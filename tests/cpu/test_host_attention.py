@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cpu.attention import Attended, HostAttention
+from cpu.attention import HostAttention, HostPartial
 from cpu.tables import build_tables
 from cpu.workspace import PART_ROWS, PART_SAMPLES
 from tests.cpu.rows_model import (
@@ -86,7 +86,7 @@ def ragged_batch(generator: np.random.Generator, kind: str, kv_heads: int, dim: 
     ]
 
 
-def assert_equal(got: Attended, out: np.ndarray, lse: np.ndarray, atol: float) -> None:
+def assert_equal(got: HostPartial, out: np.ndarray, lse: np.ndarray, atol: float) -> None:
     np.testing.assert_allclose(got.out, out, rtol=0, atol=atol)
     np.testing.assert_allclose(got.lse, lse, rtol=0, atol=atol)
 
